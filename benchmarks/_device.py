@@ -1,4 +1,5 @@
-"""The device that a benchmark measures: everything that differs between a GPU and a processor, in one place.
+"""The device that a benchmark measures: everything that differs between a GPU and a processor, in
+one place.
 
 On a processor memory is not measured (None), so that the same benchmark runs on both.
 """
@@ -48,7 +49,11 @@ def release(device: torch.device) -> None:
 
 def capacity_gib(device: torch.device) -> float | None:
     """Memory that the device reports."""
-    return torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
+    return (
+        torch.cuda.get_device_properties(device).total_memory / GIB
+        if device.type == "cuda"
+        else None
+    )
 
 
 def watch_peak(device: torch.device) -> None:
@@ -77,7 +82,8 @@ PATIENCE_S = {"cuda": 4.0, "cpu": 0.1}
 
 
 def seconds(call: Callable[[], Any], device: torch.device, most: int = 7) -> float:
-    """Median seconds of `call`, after one that is not counted; as often as patience allows, at least once."""
+    """Median seconds of `call`, after one that is not counted; as often as patience allows, at
+    least once."""
     call()
     wait(device)
     taken: list[float] = []

@@ -1,4 +1,5 @@
-"""Networks of the model families at published size, and forwards of them as the families' own adapters make them."""
+"""Networks of the model families at published size, and forwards of them as the families' own
+adapters make them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Grid = tuple[int, int, int]
 
 @cache
 def models() -> dict[str, Facts]:
-    """Return model -> facts of its family, for every option of configs/model that has a published size."""
+    """Return model -> facts of its family, for every option of configs/model that has a published
+    size."""
     return {model: facts for facts in families().values() for model in facts.models}
 
 
@@ -34,13 +36,16 @@ def adapter(facts: Facts) -> type[DiffusersPolicy]:
 
 
 def network(model: str, blocks: int | None = None) -> nn.Module:
-    """Return the model's network, with `blocks` of its first list of blocks and the others in proportion; None: all."""
+    """Return the model's network, with `blocks` of its first list of blocks and the others in
+    proportion; None: all."""
     facts = models()[model]
     kind, sizes = adapter(facts), facts.models[model]
     arguments = dict(sizes["network"])
     if blocks is not None:
         depth = arguments[kind.depths[0]]
-        arguments |= {name: arguments[name] * blocks // depth for name in kind.depths if name in arguments}
+        arguments |= {
+            name: arguments[name] * blocks // depth for name in kind.depths if name in arguments
+        }
         arguments |= sizes.get("few_blocks", {})
     parts: list[nn.Module] = [kind.transformer_class(**arguments) for _ in kind.components]
     return parts[0] if len(parts) == 1 else Experts(*parts, boundary=None)
@@ -55,16 +60,20 @@ def decoder(facts: Facts) -> nn.Module:
 
 
 def policy(facts: Facts, grid: Grid) -> DiffusersPolicy:
-    """Return the family's policy on its tiny build, for samples of so many tokens. Its network is there to be replaced:
-    `policy(facts, grid).transformer = network(model)`."""
+    """Return the family's policy on its tiny build, for samples of so many tokens. Its network is
+    there to be replaced: `policy(facts, grid).transformer = network(model)`."""
     kind, (frames, rows, columns) = adapter(facts), grid
-    video = {} if kind.temporal_stride is None else {"frames": (frames - 1) * kind.temporal_stride + 1}
+    video = (
+        {} if kind.temporal_stride is None else {"frames": (frames - 1) * kind.temporal_stride + 1}
+    )
     text = {} if kind.text_length is None else {"max_sequence_length": kind.text_length}
     side = kind.spatial_stride
     return kind("", rows * side, columns * side, build="tiny", dtype="float32", **video, **text)
 
 
-def conditioning(facts: Facts, policy: DiffusersPolicy, text: int, glyphs: int = 0) -> dict[str, tuple[int, ...]]:
+def conditioning(
+    facts: Facts, policy: DiffusersPolicy, text: int, glyphs: int = 0
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of one prompt's conditioning at published size, with `text` tokens."""
     frames, rows, columns = (1, 1, *policy.latent_shape)[-3:]
     sizes = {"text": policy.text_length or text, "glyphs": glyphs, "tokens": policy.latent_shape[0]}
@@ -82,8 +91,12 @@ def inputs(
     dtype: torch.dtype,
     draw: Callable[..., Tensor] = torch.zeros,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return latents, sigmas and conditioning of `rows` samples as `predict` takes them. Every token of text is read,
-    so there are no masks."""
+    """Return latents, sigmas and conditioning of `rows` samples as `predict` takes them. Every
+    token of text is read, so there are no masks."""
     latents = draw(rows, *policy.latent_shape, dtype=dtype)
-    given = {key: draw(rows, *shape, dtype=dtype) for key, shape in shapes.items() if not key.endswith("mask")}
+    given = {
+        key: draw(rows, *shape, dtype=dtype)
+        for key, shape in shapes.items()
+        if not key.endswith("mask")
+    }
     return latents, torch.full((rows,), 0.5), given

@@ -1,6 +1,8 @@
-"""flow_grpo's own training script, from the directory in the first argument; the other arguments are its own.
+"""flow_grpo's own training script, from the directory in the first argument; the other arguments
+are its own.
 
-Its script writes 128 T5 tokens; here they are as many as a tiny build of ours takes, so that both work on one length.
+Its script writes 128 T5 tokens; here they are as many as a tiny build of ours takes, so that both
+work on one length.
 """
 
 import runpy

@@ -1,5 +1,6 @@
-"""One policy with random weights and what can be measured of it: a denoising step, a trained micro-batch, the first
-ratio, encoding, decoding, publication, an RL step. Every measurement goes through the classes that a run uses.
+"""One policy with random weights and what can be measured of it: a denoising step, a trained
+micro-batch, the first ratio, encoding, decoding, publication, an RL step. Every measurement goes
+through the classes that a run uses.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Build:
 
     @property
     def words(self) -> list[str]:
-        """Overrides of the experiment. (All weights and a reference copy are more than most GPUs hold: no KL.)"""
+        """Overrides of the experiment. (All weights and a reference copy are more than most GPUs
+        hold: no KL.)"""
         lora = "model.lora={rank: 64, alpha: 128, targets: attention_ff}"
         tiles = [] if self.tiling is None else [f"++model.vae_tiling={str(self.tiling).lower()}"]
         return [
@@ -97,15 +99,27 @@ class Unit:
         """Its name among the results."""
         build = self.build
         trained = "full" if build.full else "lora"
-        what = f"{trained}-{build.kept}" if build.tiling is None else "tiles" if build.tiling else "whole"
+        what = (
+            f"{trained}-{build.kept}"
+            if build.tiling is None
+            else "tiles"
+            if build.tiling
+            else "whole"
+        )
         return f"{self.model}/{self.stage}/{self.engine}/{what}/b{self.samples}/k{self.steps}"
 
 
 def composed(model: str, size: str, *words: str) -> Composed:
-    """The model's experiment, with its tiny build's tokenizers and a reward that needs no weights."""
+    """The model's experiment, with its tiny build's tokenizers and a reward that needs no
+    weights."""
     hardware = "cpu_tiny" if size == TINY else "single_gpu"
     folder = tiny_builds.ensure(FAMILY[model])
-    own = [f"experiment={EXPERIMENTS[model]}", f"hardware={hardware}", "reward=jpeg", "schedule.tsp.batch=all"]
+    own = [
+        f"experiment={EXPERIMENTS[model]}",
+        f"hardware={hardware}",
+        "reward=jpeg",
+        "schedule.tsp.batch=all",
+    ]
     return configuration.load([*own, f"model.path={folder}", *words])
 
 
@@ -133,7 +147,13 @@ class Bench:
         steps = tuple(range(trained))
         means = self.module.needs_means
         return denoise.advance(
-            self.policy, self.condition, state, self.grid, self.module.sde, StepPlan(steps, steps), means
+            self.policy,
+            self.condition,
+            state,
+            self.grid,
+            self.module.sde,
+            StepPlan(steps, steps),
+            means,
         )
 
     def cells(self, samples: int, steps: int) -> TrainBatch:
@@ -155,7 +175,9 @@ class Bench:
             condition=self.condition,
             means=torch.stack(state.kept_means, dim=1) if state.kept_means else None,
         )
-        unequal = torch.linspace(0.0, 1.0, max(samples, 4)).unsqueeze(0)  # so that every term of the loss counts
+        unequal = torch.linspace(0.0, 1.0, max(samples, 4)).unsqueeze(
+            0
+        )  # so that every term of the loss counts
         made = TrainBatch(
             blocks=(block,),
             rewards={"unequal": unequal},
@@ -167,17 +189,21 @@ class Bench:
         return made.to(self.device)
 
     def weights(self) -> Any:
-        """Inside, encoders and decoder are made with random weights when they are first asked for."""
+        """Inside, encoders and decoder are made with random weights when they are first asked
+        for."""
         return random_weights(self.model, self.size, self.device)
 
 
 def build(model: str, size: str, device: torch.device, how: Build, *words: str) -> Bench:
-    """A policy of `model` with random weights and its algorithm, both on `device`; `words`: further overrides. A
-    processor would compile for minutes: there blocks are traced and run as they are."""
+    """A policy of `model` with random weights and its algorithm, both on `device`; `words`: further
+    overrides. A processor would compile for minutes: there blocks are traced and run as they are.
+    """
     settings = composed(model, size, *how.words, *words)
     encoded = conditioning(model, size, device)
     torch.manual_seed(0)
-    compiling = partialmethod(nn.Module.compile, **({"backend": "eager"} if device.type == "cpu" else {}))
+    compiling = partialmethod(
+        nn.Module.compile, **({"backend": "eager"} if device.type == "cpu" else {})
+    )
     with random_weights(model, size, device), mock.patch.object(nn.Module, "compile", compiling):
         policy: Policy = configuration.instantiate(settings.config.model).to(device)
     with torch.no_grad():
@@ -188,7 +214,10 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
     module.train()
     module.on_train_start()
     grid = policy.sigma_grid(settings.config.sampling.steps)
-    condition = {key: value.to(policy.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
+    condition = {
+        key: value.to(policy.dtype) if value.is_floating_point() else value
+        for key, value in encoded.items()
+    }
     return Bench(model, size, device, settings, policy, module, condition, grid)
 
 
@@ -224,7 +253,8 @@ def generate(bench: Bench, unit: Unit) -> Row:
 
 
 def train(bench: Bench, unit: Unit) -> Row:
-    """Seconds of a micro-batch of `samples` x `steps` cells: forward, backward, under KL the reference's forward."""
+    """Seconds of a micro-batch of `samples` x `steps` cells: forward, backward, under KL the
+    reference's forward."""
     batch = bench.cells(unit.samples, unit.steps)
     _device.watch_peak(bench.device)
 
@@ -236,7 +266,9 @@ def train(bench: Bench, unit: Unit) -> Row:
     work = workload(bench.composed)
     kept = parse_recompute(bench.composed.config.model.gradient_checkpointing)
     rows = unit.samples * unit.steps * work.passes
-    held = trainer_memory(work, 1, unit.samples, unit.steps, kept, generates=False, keeps_copy=False)
+    held = trainer_memory(
+        work, 1, unit.samples, unit.steps, kept, generates=False, keeps_copy=False
+    )
     saved, moment = saved_bytes(work, rows, kept), repeated_bytes(work, rows, kept)
     resting = held.frozen + held.trained + held.gradients + held.copies
     return {
@@ -250,20 +282,24 @@ def train(bench: Bench, unit: Unit) -> Row:
 
 
 def ratio(bench: Bench, unit: Unit) -> Row:
-    """max |ratio - 1| before any update: sampled as rollouts sample, replayed as trainers replay."""
+    """max |ratio - 1| before any update: sampled as rollouts sample, replayed as trainers
+    replay."""
     (block,) = bench.cells(unit.samples, unit.steps).blocks
     new = denoise.replay(bench.policy, block, bench.module.sde).log_prob.detach()
     return {"deviation": float((new - block.log_probs).exp().sub(1.0).abs().max())}
 
 
 def encode(bench: Bench, unit: Unit) -> Row:
-    """Seconds of a prompt: by encoders that stay on the device, and by encoders that come from the CPU and go back."""
+    """Seconds of a prompt: by encoders that stay on the device, and by encoders that come from the
+    CPU and go back."""
     policy: Any = bench.policy
     found = {}
     with bench.weights(), torch.no_grad():
         for name, offload in (("seconds", False), ("moved_seconds", True)):
             policy.offload_encoders = offload
-            found[name] = _device.seconds(lambda: policy.encode_prompts(policy.wordings([PROMPT])[0]), bench.device)
+            found[name] = _device.seconds(
+                lambda: policy.encode_prompts(policy.wordings([PROMPT])[0]), bench.device
+            )
     return found
 
 
@@ -274,7 +310,11 @@ def decode(bench: Bench, unit: Unit) -> Row:
     latents = bench.start(unit.samples).latents
     with bench.weights():
         taken = _device.seconds(lambda: policy.decode(latents), bench.device)
-    return {"seconds": taken, "tokens": workload(bench.composed).tokens, "tiling": policy.vae_tiling}
+    return {
+        "seconds": taken,
+        "tokens": workload(bench.composed).tokens,
+        "tiling": policy.vae_tiling,
+    }
 
 
 def publication(bench: Bench, unit: Unit) -> Row:
@@ -283,7 +323,12 @@ def publication(bench: Bench, unit: Unit) -> Row:
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
     free = psutil.virtual_memory().available
     if 3 * size > free:  # page-locked blocks are rounded up to powers of two
-        return {"skipped": f"a version of {size / GIB:.0f} GiB, and {free / GIB:.0f} GiB of host memory are free"}
+        return {
+            "skipped": (
+                f"a version of {size / GIB:.0f} GiB, and {free / GIB:.0f} GiB of host memory are "
+                "free"
+            )
+        }
     nobody: Any = None
 
     def copied() -> Any:
@@ -296,7 +341,8 @@ def publication(bench: Bench, unit: Unit) -> Row:
 
 
 def mask(bench: Bench, unit: Unit) -> Row:
-    """Seconds of a denoising step with the prompt cut to its real length, as runs have it, and padded and masked."""
+    """Seconds of a denoising step with the prompt cut to its real length, as runs have it, and
+    padded and masked."""
     policy, state = bench.policy, bench.start(unit.samples)
     if not isinstance(policy, DiffusersPolicy) or "mask" not in policy.facts().conditioning:
         return {"skipped": "the family passes no mask"}
@@ -315,15 +361,21 @@ def mask(bench: Bench, unit: Unit) -> Row:
 
 
 def rl_step(bench: Bench, unit: Unit) -> Row:
-    """An RL step of one GPU with `samples` images: encode, generate, decode, score, replay and backward, optimizer.
+    """An RL step of one GPU with `samples` images: encode, generate, decode, score, replay and
+    backward, optimizer.
 
-    One task after the other, as a colocated run; the reward is the size of a JPEG, on the CPU beside generation.
+    One task after the other, as a colocated run; the reward is the size of a JPEG, on the CPU
+    beside generation.
     """
     device, config, module = bench.device, bench.composed.config, bench.module
     rewards = configuration.instantiate(config.reward)
     sampling = run.sampling_spec(config)
-    engine = RolloutEngine(bench.policy, rewards, module.sde, module.train_steps, sampling, 0, module.needs_means)
-    spec = run.schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1, rollouts=0)
+    engine = RolloutEngine(
+        bench.policy, rewards, module.sde, module.train_steps, sampling, 0, module.needs_means
+    )
+    spec = run.schedule_spec(
+        config, module.train_steps.count(sampling.steps), trainers=1, rollouts=0
+    )
     optimizer = module.configure_optimizers()
     prompts = PromptData(config.data, 0).sampler.batch(0)
     parts = dict.fromkeys(("generate", "decode", "score", "train", "optimizer"), 0.0)
@@ -351,7 +403,9 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
             trajectories = [future.result() for future in futures]
         for trajectory in trajectories:
             with part("train"):
-                batch = training_batch(move(trajectory, "cpu"), spec, engine.reward_weights).to(device)
+                batch = training_batch(move(trajectory, "cpu"), spec, engine.reward_weights).to(
+                    device
+                )
                 module.training_step(batch, 0).backward()
         with part("optimizer"):
             torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -383,7 +437,8 @@ MEASURES: dict[str, Callable[[Bench, Unit], Row]] = {
 
 
 def attempt(bench: Bench, unit: Unit) -> Row:
-    """The measurement with its peak of memory and what it took, or `full`, `failed` or `skipped` with the reason."""
+    """The measurement with its peak of memory and what it took, or `full`, `failed` or `skipped`
+    with the reason."""
     _device.release(bench.device)
     _device.watch_peak(bench.device)
     began = time.monotonic()
@@ -393,5 +448,7 @@ def attempt(bench: Bench, unit: Unit) -> Row:
     except Exception as error:  # the others are measured all the same
         bench.module.zero_grad(set_to_none=True)
         said = " ".join(str(error).split())[:300]
-        row = {"full": said} if _device.full(error) else {"failed": f"{type(error).__name__}: {said}"}
+        row = (
+            {"full": said} if _device.full(error) else {"failed": f"{type(error).__name__}: {said}"}
+        )
     return row | {"took_s": round(time.monotonic() - began, 2)}

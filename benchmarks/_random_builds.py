@@ -1,8 +1,10 @@
-"""The project's own policies with random weights, at real or tiny sizes, made on the device: no file, no download.
+"""The project's own policies with random weights, at real or tiny sizes, made on the device: no
+file, no download.
 
-Inside `random_weights` the two places where a policy reads weights (one component of diffusers; a pipeline's text
-encoders) make them instead. Parameters are built on the meta device and filled where they stay, so that nothing is held
-twice; tokenizers and the scheduler's configuration are those of the tiny builds.
+Inside `random_weights` the two places where a policy reads weights (one component of diffusers; a
+pipeline's text encoders) make them instead. Parameters are built on the meta device and filled
+where they stay, so that nothing is held twice; tokenizers and the scheduler's configuration are
+those of the tiny builds.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from digenrl.facts import families
 from digenrl.models import pretrained, tiny_builds
 
 TINY, REAL = "tiny", "real"
-FAMILY = {next(iter(facts.models)): family for family, facts in families().items() if facts.measured}
+FAMILY = {
+    next(iter(facts.models)): family for family, facts in families().items() if facts.measured
+}
 """Model (configs/model) -> family, of those that are measured."""
 STD = 0.02
 """Of matrices, as most transformers are initialised; vectors that scale are 1, all others 0."""
@@ -40,17 +44,23 @@ def random_weights(model: str, size: str, device: torch.device) -> Iterator[None
                 made = _families.network(model)
             else:
                 config = dict(of.load_config(path, subfolder=subfolder, local_files_only=True))
-                made = of.from_config(config | (published(family, subfolder) if size == REAL else {}))
+                made = of.from_config(
+                    config | (published(family, subfolder) if size == REAL else {})
+                )
         exact = tuple(getattr(made, "_keep_in_fp32_modules", None) or ())
         return fill(made, device, dtype, exact).eval()
 
-    def pipeline(of: type[Any], path: str, torch_dtype: torch.dtype, local_files_only: bool, **given: Any) -> Any:
+    def pipeline(
+        of: type[Any], path: str, torch_dtype: torch.dtype, local_files_only: bool, **given: Any
+    ) -> Any:
         parts = dict(given)
         for name in (name for name in pretrained.model_index(path) if name not in given):
             if name.startswith("text_encoder"):
                 parts[name] = fill(encoder(family, name, size, path), device, torch_dtype)
             elif name.startswith("tokenizer"):
-                parts[name] = transformers.AutoTokenizer.from_pretrained(path, subfolder=name, local_files_only=True)
+                parts[name] = transformers.AutoTokenizer.from_pretrained(
+                    path, subfolder=name, local_files_only=True
+                )
         return of(**parts)
 
     with (
@@ -79,15 +89,23 @@ def published(family: str, name: str) -> dict[str, Any]:
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`old` with the values of `new`, nested ones one by one. Lists per layer follow from the new numbers."""
+    """`old` with the values of `new`, nested ones one by one. Lists per layer follow from the new
+    numbers."""
     kept = {key: value for key, value in old.items() if key != "layer_types"}
-    nested = {key: merged(kept[key], value) for key, value in new.items() if isinstance(kept.get(key), dict)}
+    nested = {
+        key: merged(kept[key], value)
+        for key, value in new.items()
+        if isinstance(kept.get(key), dict)
+    }
     return kept | new | nested
 
 
 @torch.no_grad()
-def fill(module: nn.Module, device: torch.device, dtype: torch.dtype, exact: tuple[str, ...] = ()) -> nn.Module:
-    """Give every parameter values on `device`, in `dtype` (those under a name in `exact`: fp32), and move the rest."""
+def fill(
+    module: nn.Module, device: torch.device, dtype: torch.dtype, exact: tuple[str, ...] = ()
+) -> nn.Module:
+    """Give every parameter values on `device`, in `dtype` (those under a name in `exact`: fp32),
+    and move the rest."""
     made: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():

@@ -1,7 +1,8 @@
-"""What the benchmarks share: their words on the command line, their dated tables, and ranks on one machine.
+"""What the benchmarks share: their words on the command line, their dated tables, and ranks on one
+machine.
 
-They run as modules (`python -m benchmarks.link`): a script's own directory would come first on the import path, and
-`kernels` is also a package that transformers looks for.
+They run as modules (`python -m benchmarks.link`): a script's own directory would come first on the
+import path, and `kernels` is also a package that transformers looks for.
 """
 
 from __future__ import annotations
@@ -31,21 +32,28 @@ HOST = "127.0.0.1"
 RESULTS = Path(__file__).parent / "results"
 
 
-def options(words: Sequence[str], defaults: Mapping[str, str], quick: Mapping[str, str]) -> dict[str, str]:
-    """The `key=value` words over the defaults. `quick=true` stands for the values in `quick`, and keeps no table.
+def options(
+    words: Sequence[str], defaults: Mapping[str, str], quick: Mapping[str, str]
+) -> dict[str, str]:
+    """The `key=value` words over the defaults. `quick=true` stands for the values in `quick`, and
+    keeps no table.
 
     Raises:
         SystemExit: a word without `=`, or an unknown key.
     """
     given = dict(word.partition("=")[::2] for word in words)
     if unknown := set(given) - set(defaults) - {"quick"}:
-        raise SystemExit(f"{sys.argv[0]}: unknown {sorted(unknown)}; known: {', '.join(sorted([*defaults, 'quick']))}.")
+        raise SystemExit(
+            f"{sys.argv[0]}: unknown {sorted(unknown)}; known: "
+            f"{', '.join(sorted([*defaults, 'quick']))}."
+        )
     short = quick if given.get("quick") == "true" else {}
     return {"quick": "false"} | dict(defaults) | dict(short) | given
 
 
 class Report:
-    """A table that is printed row by row, and kept with its date and machine under benchmarks/results/."""
+    """A table that is printed row by row, and kept with its date and machine under
+    benchmarks/results/."""
 
     def __init__(self, title: str, notes: str, columns: Sequence[str]) -> None:
         self._name, self.met = Path(sys.argv[0]).stem, True
@@ -56,7 +64,12 @@ class Report:
             f"{os.cpu_count()} CPU cores ({_processor()}), load {load:.1f} at the start, Python "
             f"{platform.python_version()}, torch {torch.__version__}."
         )
-        self._lines = [f"# {title} ({self._date})", "", f"Command: `{command}`. {machine}", *notes.splitlines()]
+        self._lines = [
+            f"# {title} ({self._date})",
+            "",
+            f"Command: `{command}`. {machine}",
+            *notes.splitlines(),
+        ]
         self.table(columns)
 
     def table(self, columns: Sequence[str]) -> None:
@@ -100,7 +113,8 @@ class Report:
 
 @dataclass(frozen=True)
 class BenchRank:
-    """One rank of a benchmark: its link, its control store, and gloo as the default process group."""
+    """One rank of a benchmark: its link, its control store, and gloo as the default process
+    group."""
 
     rank: int
     control: Control
@@ -114,12 +128,16 @@ class BenchRank:
 
 
 def on_ranks(count: int, body: Callable[[BenchRank], int]) -> int:
-    """Run `body` in `count` forked processes; the largest exit code. One that fails ends the others."""
+    """Run `body` in `count` forked processes; the largest exit code. One that fails ends the
+    others."""
     handshake = Handshake()
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_run_rank, args=(rank, count, port, handshake, body)) for rank in range(count)]
+    ranks = [
+        context.Process(target=_run_rank, args=(rank, count, port, handshake, body))
+        for rank in range(count)
+    ]
     for process in ranks:
         process.start()
     StoreServer(listener, handshake)  # after the forks, as the launcher does
@@ -133,11 +151,15 @@ def on_ranks(count: int, body: Callable[[BenchRank], int]) -> int:
     return max(abs(process.exitcode or 0) for process in ranks)
 
 
-def _run_rank(rank: int, count: int, port: int, handshake: Handshake, body: Callable[[BenchRank], int]) -> None:
+def _run_rank(
+    rank: int, count: int, port: int, handshake: Handshake, body: Callable[[BenchRank], int]
+) -> None:
     torch.set_num_threads(1)
     keep_memory()  # as every rank does
     store = StoreClient(HOST, port, handshake)
-    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=count)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=count
+    )
     control = Control(store, rank)
     link = SocketLink(control, rank, HOST, handshake)
     code = body(BenchRank(rank, control, link))
@@ -147,7 +169,9 @@ def _run_rank(rank: int, count: int, port: int, handshake: Handshake, body: Call
 
 
 def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ()
+    ):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

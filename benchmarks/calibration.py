@@ -2,10 +2,11 @@
 
     python -m benchmarks.calibration [rows=FILE]
 
-`rows` is a CSV of the layout of src/digenrl/extensions/planner/published.csv, which is the default: family,
-parameters in billions, pixels, frames, steps, passes of guidance, batch, GPU, engine, measured seconds, their unit and
-source. s/sample = denoising, conditioning and decode; s/step = one denoising step; s/forward = one pass. Prints a line
-per row and `within 25%: N of M`. A row of an unknown model or GPU is named, and not counted.
+`rows` is a CSV of the layout of src/digenrl/extensions/planner/published.csv, which is the default:
+family, parameters in billions, pixels, frames, steps, passes of guidance, batch, GPU, engine,
+measured seconds, their unit and source. s/sample = denoising, conditioning and decode; s/step = one
+denoising step; s/forward = one pass. Prints a line per row and `within 25%: N of M`. A row of an
+unknown model or GPU is named, and not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from digenrl.facts import counted
 from digenrl.gpus import ENGINES, known
 from digenrl.hardware import Hardware, Pool
 
-FAMILIES = {"flux": "flux1_dev", "flux1": "flux1_dev", "sd35": "sd35_medium", "sd3.5": "sd35_medium"}
+FAMILIES = {
+    "flux": "flux1_dev",
+    "flux1": "flux1_dev",
+    "sd35": "sd35_medium",
+    "sd3.5": "sd35_medium",
+}
 """Family of a row -> option of configs/model, where the name is another."""
 UNITS = ("s/sample", "s/step", "s/forward")
 
@@ -35,7 +41,12 @@ def predicted(row: Mapping[str, str]) -> float:
         ValueError: a model, a GPU, an engine or a unit that is not known.
     """
     gpu, model = known(row["gpu"]), FAMILIES.get(row["family"], row["family"])
-    if gpu is None or model not in counted() or row["engine"] not in ENGINES or row["unit"] not in UNITS:
+    if (
+        gpu is None
+        or model not in counted()
+        or row["engine"] not in ENGINES
+        or row["unit"] not in UNITS
+    ):
         raise ValueError("unknown family, gpu, engine or unit")
     pool = Pool("p", row["gpu"], 1, "auto", 80, gpu.tflops, gpu.hbm_tb_s, 32, 25, 1)
     width, height = map(int, row["px"].split("x"))
@@ -64,13 +75,20 @@ def predicted(row: Mapping[str, str]) -> float:
 
 def main(words: list[str]) -> int:
     """Print the table; returns the exit code."""
-    given = options(words, {"rows": str(resources.files("digenrl.extensions.planner").joinpath("published.csv"))}, {})
+    given = options(
+        words,
+        {"rows": str(resources.files("digenrl.extensions.planner").joinpath("published.csv"))},
+        {},
+    )
     with Path(given["rows"]).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     ratios = []
     print(f"{'model/published':>15}  {'model s':>9}  {'publ. s':>9}  row")
     for row in rows:
-        name = " ".join(row[key] for key in ("family", "px", "frames", "steps", "cfg_passes", "batch", "gpu", "engine"))
+        name = " ".join(
+            row[key]
+            for key in ("family", "px", "frames", "steps", "cfg_passes", "batch", "gpu", "engine")
+        )
         try:
             seconds = predicted(row)
         except ValueError as error:

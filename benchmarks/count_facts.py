@@ -1,9 +1,10 @@
-"""Count what the planner's cost and memory model needs, and write it into the facts files beside the adapters.
+"""Count what the planner's cost and memory model needs, and write it into the facts files beside
+the adapters.
 
-`python -m benchmarks.count_facts [model ...]` (default: all): parameters and LoRA parameters on the meta device at real
-size; bytes that a forward keeps for its backward pass, by what is trained and what blocks keep (`digenrl.recompute`),
-on fake tensors at real width; FLOPs of one forward and of one decode with torch's flop counter on the meta device. A
-few minutes on one core, no download.
+`python -m benchmarks.count_facts [model ...]` (default: all): parameters and LoRA parameters on the
+meta device at real size; bytes that a forward keeps for its backward pass, by what is trained and
+what blocks keep (`digenrl.recompute`), on fake tensors at real width; FLOPs of one forward and of
+one decode with torch's flop counter on the meta device. A few minutes on one core, no download.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ from digenrl.models.experts import Experts
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
-ATTENTION = (
-    r"(attn[12]?|attention|audio_to_video_attn)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
-)
+ATTENTION = r"(attn[12]?|attention|audio_to_video_attn)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
 LINEAR = r"(net\.(0\.proj|2)|linear_(in|out|[12])|out_projection)"
 FEED_FORWARD = rf"((ff|ff_context|ffn|img_mlp|txt_mlp)\.{LINEAR}|feed_forward\.w[123])"
 CASES = ((1, 8, 64), (1, 16, 64), (1, 8, 256), (2, 8, 64))
 """(rows, tokens of a side, text tokens) whose bytes give the four coefficients."""
 MANY_TOKENS = (1, 32, 64)
-"""The case whose FLOPs are counted: in earnest there are far more latent tokens than text tokens."""
+"""The case whose FLOPs are counted: in earnest there are far more latent tokens than text
+tokens."""
 RANK = 64
 """Of the adapters whose activations are counted."""
 HEAD = "# Counted by `python -m benchmarks.count_facts MODEL`."
@@ -44,12 +44,17 @@ TARGETS = {"attn": f"{LISTS}{ATTENTION}", "attn_ff": f"{LISTS}({ATTENTION}|{FEED
 
 def lora_per_rank(model: nn.Module, pattern: str) -> int:
     """LoRA parameters per unit of rank: sum of (in + out) over the target layers."""
-    chosen = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and re.fullmatch(pattern, name)]
+    chosen = [
+        m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and re.fullmatch(pattern, name)
+    ]
     return sum(m.in_features + m.out_features for m in chosen)
 
 
 def flops(model: str, network: nn.Module, grid: _families.Grid, text: int, rows: int = 1) -> float:
-    """Return the FLOPs of one forward of `network`, attention included. `network` is on the meta device."""
+    """Return the FLOPs of one forward of `network`, attention included. `network` is on the meta
+    device."""
     facts = _families.models()[model]
     policy = _families.policy(facts, grid)
     shapes = _families.conditioning(facts, policy, text)
@@ -61,7 +66,11 @@ def flops(model: str, network: nn.Module, grid: _families.Grid, text: int, rows:
 
 def without_attention(counter: FlopCounterMode) -> int:
     """FLOPs that were counted so far in matrix products and convolutions."""
-    return sum(n for operator, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(operator))
+    return sum(
+        n
+        for operator, n in counter.get_flop_counts()["Global"].items()
+        if "attention" not in str(operator)
+    )
 
 
 def fake(model: nn.Module) -> None:
@@ -76,7 +85,8 @@ def fake(model: nn.Module) -> None:
 
 
 def trainable(name: str, blocks: int, trained: str) -> nn.Module:
-    """Return a build on the meta device as `models.policy.Policy` holds it: LoRA over a bf16 base, or fp32."""
+    """Return a build on the meta device as `models.policy.Policy` holds it: LoRA over a bf16 base,
+    or fp32."""
     model = _families.network(name, blocks)
     if trained == "full":
         return model.eval()
@@ -88,15 +98,20 @@ def trainable(name: str, blocks: int, trained: str) -> nn.Module:
     return model.eval()
 
 
-def activations(name: str, trained: str) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
-    """What blocks keep -> bytes of one unit of blocks per latent token, per text token, per row and per forward, by
-    differences of builds of one and two units; what they keep -> share of the forward's FLOPs, attention aside, that
-    the backward pass repeats; and the bytes at the peak of a forward without gradients.
+def activations(
+    name: str, trained: str
+) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
+    """What blocks keep -> bytes of one unit of blocks per latent token, per text token, per row and
+    per forward, by differences of builds of one and two units; what they keep -> share of the
+    forward's FLOPs, attention aside, that the backward pass repeats; and the bytes at the peak of a
+    forward without gradients.
     """
     table: dict[str, Any] = {}
     spent: dict[str, float] = {}
     facts, dtype = _families.models()[name], torch.float32 if trained == "full" else torch.bfloat16
-    policies = {side: _families.policy(facts, (1, side, side)) for _, side, _ in (*CASES, MANY_TOKENS)}
+    policies = {
+        side: _families.policy(facts, (1, side, side)) for _, side, _ in (*CASES, MANY_TOKENS)
+    }
     with torch.device("meta"):
         models = [trainable(name, blocks, trained) for blocks in (1, 2)]
     with FakeTensorMode():
@@ -107,7 +122,11 @@ def activations(name: str, trained: str) -> tuple[dict[str, Any], dict[str, floa
             shapes = _families.conditioning(facts, policies[side], text)
             with torch.autocast("cpu", torch.bfloat16, trained == "full", cache_enabled=False):
                 policies[side].transformer = model
-                return policies[side].predict(*_families.inputs(policies[side], rows, shapes, dtype)).float()
+                return (
+                    policies[side]
+                    .predict(*_families.inputs(policies[side], rows, shapes, dtype))
+                    .float()
+                )
 
         def measure(model: nn.Module, *case: int) -> Bytes:
             return count_bytes(model, lambda: forward(model, *case))[1]
@@ -124,7 +143,12 @@ def activations(name: str, trained: str) -> tuple[dict[str, Any], dict[str, floa
             base, image, words, rows = figures
             token, word = (image - base) / 192, (words - base) / 192
             row = rows - base - 64 * token - 64 * word
-            return {"token": token, "text": word, "row": row, "forward": base - 64 * token - 64 * word - row}
+            return {
+                "token": token,
+                "text": word,
+                "row": row,
+                "forward": base - 64 * token - 64 * word - row,
+            }
 
         with torch.no_grad():
             for model in models:  # rotary tables are cached at first use
@@ -138,7 +162,9 @@ def activations(name: str, trained: str) -> tuple[dict[str, Any], dict[str, floa
                 checkpointing.enable(model, blocks, parse_recompute(mode))
             small, large = models
             table[mode] = fit([measure(large, *c).kept - measure(small, *c).kept for c in CASES])
-            (small_forward, small_whole), (large_forward, large_whole) = (linear_flops(model) for model in models)
+            (small_forward, small_whole), (large_forward, large_whole) = (
+                linear_flops(model) for model in models
+            )
             spent[mode] = (large_whole - small_whole) / (large_forward - small_forward)
     return table, {mode: round(whole - spent[ALL], 6) for mode, whole in spent.items()}, peak
 
@@ -146,7 +172,12 @@ def activations(name: str, trained: str) -> tuple[dict[str, Any], dict[str, floa
 def lists(model: nn.Module) -> list[nn.ModuleList]:
     """Of blocks, of one network or of both experts."""
     networks = [*model.children()] if isinstance(model, Experts) else [model]
-    return [part for network in networks for part in network.children() if isinstance(part, nn.ModuleList)]
+    return [
+        part
+        for network in networks
+        for part in network.children()
+        if isinstance(part, nn.ModuleList)
+    ]
 
 
 def model_facts(name: str) -> dict[str, Any]:
@@ -156,12 +187,16 @@ def model_facts(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = _families.network(name)
     counted = {trained: activations(name, trained) for trained in ("full", *TARGETS)}
-    heaviest = max(sum(p.numel() for p in block.parameters()) for part in lists(model) for block in part)
+    heaviest = max(
+        sum(p.numel() for p in block.parameters()) for part in lists(model) for block in part
+    )
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "largest_block_parameters": heaviest,
         "tensors": sum(1 for _ in model.parameters()),
-        "lora_parameters_per_rank": {key: lora_per_rank(model, pattern) for key, pattern in TARGETS.items()},
+        "lora_parameters_per_rank": {
+            key: lora_per_rank(model, pattern) for key, pattern in TARGETS.items()
+        },
         "flops": [
             {"tokens": f * h * w, "flops": flops(name, model, (f, h, w), sizes["text_tokens"])}
             for f, h, w in sizes["points"]
@@ -174,7 +209,8 @@ def model_facts(name: str) -> dict[str, Any]:
 
 
 def decode_flops(facts: Facts) -> dict[str, Any]:
-    """Return the parameters of the autoencoder, and the FLOPs of one decode per 8 x 8 pixels of an output frame."""
+    """Return the parameters of the autoencoder, and the FLOPs of one decode per 8 x 8 pixels of an
+    output frame."""
     frames, rows, columns = facts.decoded
     stride = _families.adapter(facts).vae_stride
     tokens = _families.adapter(facts).spatial_stride // stride

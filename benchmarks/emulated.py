@@ -1,21 +1,25 @@
-"""Emulated clusters against the simulator: real processes, store, transfers and optimizer steps, sleeping networks.
+"""Emulated clusters against the simulator: real processes, store, transfers and optimizer steps,
+sleeping networks.
 
-`python -m benchmarks.emulated [--testbeds testbed_c,...] [--models ...] [--schedules ...] [--seconds 45] [--again]
-[--overheads]`
+`python -m benchmarks.emulated [--testbeds testbed_c,...] [--models ...] [--schedules ...]
+[--seconds 45] [--again] [--overheads]`
 
-Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`; `time_scale` makes a step
-last about `--seconds`, and three steps are measured after one that warms up. The prediction is the simulator's, with
-the same sleeps and with this machine's own overheads in place of the profile's links and optimizer. The overheads come
-from two short runs apart with as many ranks (`overheads`; one has rollouts, in the other every rank generates and
-trains), never from the runs compared.
+Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`;
+`time_scale` makes a step last about `--seconds`, and three steps are measured after one that warms
+up. The prediction is the simulator's, with the same sleeps and with this machine's own overheads in
+place of the profile's links and optimizer. The overheads come from two short runs apart with as
+many ranks (`overheads`; one has rollouts, in the other every rank generates and trains), never from
+the runs compared.
 
-Stated subset: trainers that each hold the whole model (ddp), because sharded ones would gather tiny tensors where the
-real ones gather gigabytes; advantages of each group by itself; the allocation of each schedule is the simulator's best.
-`of bound` is the bound of the testbed, in which communication, recomputation and fill are free, over the measured step.
+Stated subset: trainers that each hold the whole model (ddp), because sharded ones would gather tiny
+tensors where the real ones gather gigabytes; advantages of each group by itself; the allocation of
+each schedule is the simulator's best. `of bound` is the bound of the testbed, in which
+communication, recomputation and fill are free, over the measured step.
 
-A case takes minutes, so its result is kept as a line of benchmarks/results/emulated.jsonl: the command runs what is
-missing there (`--again` runs everything) and writes the dated table of all there is. A machine that is busy with other
-work adds to the measured steps; `cores busy` is what the run itself asked for.
+A case takes minutes, so its result is kept as a line of benchmarks/results/emulated.jsonl: the
+command runs what is missing there (`--again` runs everything) and writes the dated table of all
+there is. A machine that is busy with other work adds to the measured steps; `cores busy` is what
+the run itself asked for.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from digenrl import run
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import durations
-from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import overrides
 from digenrl.extensions.planner.virtual_cluster import Cluster
 from digenrl.extensions.planner.virtual_run import simulate
@@ -67,8 +71,9 @@ WARM_UP, STEPS = 1, 3
 PER_GROUP = "algorithm.advantage.std=group"
 """Deviations over the whole batch, which some recipes take, would leave nothing for GAP to do."""
 STEP_SLEEP = 0.06 / 16
-"""Seconds of a denoising step, times the ranks, in the run that measures overheads: with more ranks each is slower, so
-that the machine has as many events per second, of the order of the compared runs', and its cores do not fill up."""
+"""Seconds of a denoising step, times the ranks, in the run that measures overheads: with more ranks
+each is slower, so that the machine has as many events per second, of the order of the compared
+runs', and its cores do not fill up."""
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "emulated.jsonl"
 
@@ -94,13 +99,15 @@ class Overheads:
     move: float = 0.0
     """A suspended task on its way to another rank."""
     turn: float = 0.0
-    """Between publication and the next RL step, for each trainer: the loop of Lightning and its callbacks. All have it
-    at the same moment and share the cores."""
+    """Between publication and the next RL step, for each trainer: the loop of Lightning and its
+    callbacks. All have it at the same moment and share the cores."""
 
 
-def emulated_cluster(costing: Costing, candidate: Candidate, time_scale: float, overheads: Overheads) -> Cluster:
-    """What the simulator must be given to predict an emulated run: scaled sleeps, and this machine's own seconds in
-    place of the profile's links and optimizer."""
+def emulated_cluster(
+    costing: Costing, candidate: Candidate, time_scale: float, overheads: Overheads
+) -> Cluster:
+    """What the simulator must be given to predict an emulated run: scaled sleeps, and this
+    machine's own seconds in place of the profile's links and optimizer."""
     cluster, turn = costing.cluster(candidate), overheads.turn * candidate.trainers
     ranks = tuple(
         replace(
@@ -143,9 +150,11 @@ class Case:
         return f"{self.testbed}-{self.model}-{self.schedule}"
 
 
-def chosen(costing: Costing, task_size: int, schedule: str, like: dict[str, Any] | None = None) -> Outcome | None:
-    """The simulator's best candidate with replicated trainers for a schedule, of those `like` a kept result; None when
-    none fits."""
+def chosen(
+    costing: Costing, task_size: int, schedule: str, like: dict[str, Any] | None = None
+) -> CandidateOutcome | None:
+    """The simulator's best candidate with replicated trainers for a schedule, of those `like` a
+    kept result; None when none fits."""
     mechanism = SCHEDULES[schedule]
     if mechanism is not None:
         trials = [c for c in disaggregated(costing, MECHANISMS[mechanism]) if c.sharding == "ddp"]
@@ -153,12 +162,20 @@ def chosen(costing: Costing, task_size: int, schedule: str, like: dict[str, Any]
         trials = [c for c in naive_colocated(costing, task_size) if c.sharding == "ddp"]
         if schedule == "colocated":
             sizes = sorted({1, task_size})
-            shared = [c.but(static_claims=False, task_size=b, recompute=None) for c in trials for b in sizes]
+            shared = [
+                c.but(static_claims=False, task_size=b, recompute=None)
+                for c in trials
+                for b in sizes
+            ]
             trials = [c.but(gap=gap) for c in shared if not costing.misfits(c) for gap in (0, 1)]
     if like is not None:
         trials = [c for c in trials if _shape(c) == {name: like[name] for name in _shape(c)}]
     bound_s = costing.bound()
-    best = min((evaluate(costing, c, bound_s) for c in trials), key=lambda outcome: outcome.step_s, default=None)
+    best = min(
+        (evaluate(costing, c, bound_s) for c in trials),
+        key=lambda outcome: outcome.step_s,
+        default=None,
+    )
     return best and evaluate(costing, best.candidate, bound_s, exact=True)
 
 
@@ -174,7 +191,12 @@ def run_case(case: Case, own: Overheads, output: Path) -> dict[str, Any] | None:
     if outcome is None:
         return None
     candidate, scale = outcome.candidate, case.seconds / outcome.step_s
-    words = [f"experiment={case.model}", f"hardware={case.testbed}", f"schedule={case.schedule}", PER_GROUP]
+    words = [
+        f"experiment={case.model}",
+        f"hardware={case.testbed}",
+        f"schedule={case.schedule}",
+        PER_GROUP,
+    ]
     words += overrides(outcome)
     cores_busy = train(output / case.name, scale, WARM_UP + STEPS, words)
     ends = published(output / case.name)
@@ -195,7 +217,9 @@ def predicted_again(row: dict[str, Any], own: Overheads) -> dict[str, Any]:
     """A kept result with the prediction that other overheads give."""
     costing, task_size = bench_of(row["model"], row["testbed"], PER_GROUP)
     outcome = chosen(costing, task_size, row["schedule"], row)
-    assert outcome is not None, f"{row['testbed']}, {row['schedule']}: nobody plans such a run; run it again (--again)"
+    assert outcome is not None, (
+        f"{row['testbed']}, {row['schedule']}: nobody plans such a run; run it again (--again)"
+    )
     predicted = predict(costing, outcome.candidate, row["time_scale"], own)
     return row | {"predicted_s": predicted, "overheads": asdict(own)}
 
@@ -214,7 +238,12 @@ def train(run_dir: Path, time_scale: float, steps: int, words: Sequence[str]) ->
     """
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    emulation = ["hardware.emulate=true", f"hardware.time_scale={time_scale}", f"max_rl_steps={steps}", "logger=none"]
+    emulation = [
+        "hardware.emulate=true",
+        f"hardware.time_scale={time_scale}",
+        f"max_rl_steps={steps}",
+        "logger=none",
+    ]
     command = [sys.executable, "-m", "digenrl.cli.train", *words, *emulation]
     command += ["~callbacks.evaluation", "~callbacks.checkpoint", f"hydra.run.dir={run_dir}"]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
@@ -224,7 +253,9 @@ def train(run_dir: Path, time_scale: float, steps: int, words: Sequence[str]) ->
     if code:
         raise RuntimeError(f"{run_dir.name} ended with code {code}: see {log}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / (time.monotonic() - began)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / (
+        time.monotonic() - began
+    )
 
 
 def spans_of(run_dir: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -241,16 +272,21 @@ def spans_of(run_dir: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 def published(run_dir: Path) -> list[float]:
     """Run clock at which trainer 0 had published each step's weights."""
-    spans = [span for span in spans_of(run_dir)["trainer", "publish"] if span["rank"] == 0 and span["version"] > 0]
+    spans = [
+        span
+        for span in spans_of(run_dir)["trainer", "publish"]
+        if span["rank"] == 0 and span["version"] > 0
+    ]
     return [float(span["end"]) for span in spans]
 
 
 def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
-    """What this machine adds to sleeps when it runs as many ranks as `testbed` has GPUs: half of them trainers, or all
-    (`colocated`), whose rounds of generation begin at one moment.
+    """What this machine adds to sleeps when it runs as many ranks as `testbed` has GPUs: half of
+    them trainers, or all (`colocated`), whose rounds of generation begin at one moment.
 
-    A run of its own: another group size and other lengths than any of the runs compared. Each figure is the mean of
-    (span - sleep): ranks that wake up together queue for the cores, and the mean counts that.
+    A run of its own: another group size and other lengths than any of the runs compared. Each
+    figure is the mean of (span - sleep): ranks that wake up together queue for the cores, and the
+    mean counts that.
     """
     gpus = bench_of(MODELS[0], testbed)[0].hardware.gpus
     trainers, maker = (gpus, "trainer") if colocated else (gpus // 2, "rollout")
@@ -273,7 +309,10 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
     composed = configuration.load([*words, "hardware.emulate=true"])
     unscaled = durations(composed, trainers, gpus - trainers)
     # Where nobody waits for samples, every rank has an event as often as its sleeps are short.
-    slowest, shortest = max(rank.step for rank in unscaled), min(min(rank.step, rank.cell) for rank in unscaled)
+    slowest, shortest = (
+        max(rank.step for rank in unscaled),
+        min(min(rank.step, rank.cell) for rank in unscaled),
+    )
     scale = STEP_SLEEP * gpus / (shortest if colocated else slowest)
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
@@ -288,13 +327,17 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
         sleep = sleeps[earlier["rank"]]
         steps.append(_seconds(earlier) / spec.denoise_steps - sleep.step)
         encoded = sleep.encode if later["group"] != earlier["group"] else 0.0
-        at_once = not any(earlier["start"] < begun < later["start"] for begun in others[earlier["rank"]])
+        at_once = not any(
+            earlier["start"] < begun < later["start"] for begun in others[earlier["rank"]]
+        )
         if later["version"] == earlier["version"] and at_once:
             tasks.append(later["start"] - earlier["end"] - sleep.decode - encoded)
     micro = []
     for span in spans["trainer", "train"]:
         own = place(spec, trainers, (span["group"],))[span["rank"]]
-        slept = sleeps[span["rank"]].cell * sum(len(block.steps) for blocks in own for block in blocks)
+        slept = sleeps[span["rank"]].cell * sum(
+            len(block.steps) for blocks in own for block in blocks
+        )
         micro.append((_seconds(span) - slept) / len(own))
     published = {span["version"]: span for span in spans["trainer", "publish"] if span["rank"] == 0}
     ended: dict[int, float] = defaultdict(float)
@@ -307,7 +350,9 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
         micro_batch=mean(micro),
         update=mean(max(0.0, published[step + 1]["start"] - end) for step, end in ended.items()),
         publish=mean(_seconds(span) for span in published.values()),
-        weights=mean(span["end"] - published[span["version"]]["end"] for span in adopted) if adopted else 0.0,
+        weights=mean(span["end"] - published[span["version"]]["end"] for span in adopted)
+        if adopted
+        else 0.0,
         deliver=mean(_until_sent(span, spans[maker, "send"]) for span in spans[maker, "decode"]),
         move=mean(_seconds(span) for span in spans[maker, "send"]),
         turn=mean(_turns(spans)) / trainers,
@@ -342,28 +387,41 @@ def _turns(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> Iterator[float
 
 def _until_sent(decode: dict[str, Any], sends: Sequence[dict[str, Any]]) -> float:
     """From the end of a decode until its rank has sent the next result."""
-    own = [span for span in sends if span["rank"] == decode["rank"] and span["start"] >= decode["end"]]
+    own = [
+        span for span in sends if span["rank"] == decode["rank"] and span["start"] >= decode["end"]
+    ]
     return float(own[0]["end"] - decode["end"]) if own else 0.0
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: a table per testbed and model, and whether the simulator ranks the schedules as the runs do."""
+    """Markdown: a table per testbed and model, and whether the simulator ranks the schedules as the
+    runs do."""
     for testbed, model in dict.fromkeys((row["testbed"], row["model"]) for row in rows):
         own = [row for row in rows if (row["testbed"], row["model"]) == (testbed, model)]
         speeds = {row["schedule"]: row["measured_s"] / row["time_scale"] for row in own}
         yield f"\n### {testbed}, {model}\n"
         kinds = {"with rollouts" if SCHEDULES[row["schedule"]] else "colocated": row for row in own}
         for name, first in kinds.items():
-            apart = ", ".join(f"{what} {1e3 * seconds:.1f}" for what, seconds in first["overheads"].items())
+            apart = ", ".join(
+                f"{what} {1e3 * seconds:.1f}" for what, seconds in first["overheads"].items()
+            )
             yield f"Overheads of this machine, measured apart, {name} (ms): {apart}.\n"
-        yield "| schedule | ranks | b | K | time scale | measured | predicted | error | of bound | x naive | cores |"
+        yield (
+            "| schedule | ranks | b | K | time scale | measured | predicted | error | of bound | x "
+            "naive | cores |"
+        )
         yield "|---|---|---|---|---|---|---|---|---|---|---|"
         for row in own:
-            ratio = f"{speeds['colocated_naive'] / speeds[row['schedule']]:.2f}" if "colocated_naive" in speeds else "-"
+            ratio = (
+                f"{speeds['colocated_naive'] / speeds[row['schedule']]:.2f}"
+                if "colocated_naive" in speeds
+                else "-"
+            )
             error = 100 * (row["predicted_s"] / row["measured_s"] - 1)
             yield (
                 f"| {row['schedule']} | {row['ranks']} | {row['task_size']} | {row['tsp_batch']} | "
-                f"{row['time_scale']:.4f} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} | {error:+.1f}% | "
+                f"{row['time_scale']:.4f} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} | "
+                f"{error:+.1f}% | "
                 f"{row['bound_s'] / row['measured_s']:.3f} | {ratio} | {row['cores_busy']:.2f} |"
             )
         predicted = sorted(own, key=lambda row: row["predicted_s"] / row["time_scale"])
@@ -384,9 +442,12 @@ def write(rows: Sequence[dict[str, Any]]) -> Path:
     text = [
         f"# Emulated clusters against the simulator ({date})",
         "",
-        f"Command: `python -m benchmarks.emulated`, {os.cpu_count()} cores. Three steps after one that warms up; real",
-        "processes, sleeping networks, trainers replicated. Seconds are of the emulated run; divide by the time scale",
-        "for the testbed's. `x naive` compares with the measured colocated_naive of the same table; `cores` is what",
+        f"Command: `python -m benchmarks.emulated`, {os.cpu_count()} cores. Three steps after one "
+        "that warms up; real",
+        "processes, sleeping networks, trainers replicated. Seconds are of the emulated run; "
+        "divide by the time scale",
+        "for the testbed's. `x naive` compares with the measured colocated_naive of the same "
+        "table; `cores` is what",
         "the run kept busy.",
     ]
     path.write_text("\n".join([*text, *lines_of(rows)]) + "\n", encoding="utf-8")
@@ -394,7 +455,9 @@ def write(rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--testbeds", default=",".join(TESTBEDS))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
@@ -402,7 +465,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/emulated"))
     parser.add_argument("--again", action="store_true")
     parser.add_argument(
-        "--overheads", action="store_true", help="measure them again, and predict what is kept with them"
+        "--overheads",
+        action="store_true",
+        help="measure them again, and predict what is kept with them",
     )
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
@@ -433,7 +498,8 @@ def main() -> None:
         known = [
             row
             for row in rows
-            if (row["testbed"], row["model"], row["schedule"]) == (case.testbed, case.model, case.schedule)
+            if (row["testbed"], row["model"], row["schedule"])
+            == (case.testbed, case.model, case.schedule)
         ]
         if known and not arguments.again:
             continue
@@ -445,7 +511,11 @@ def main() -> None:
         order = list(SCHEDULES)
         rows.sort(key=lambda row: (row["testbed"], row["model"], order.index(row["schedule"])))
         keep(rows)
-        print(f"{case.name}: measured {row['measured_s']:.2f} s, predicted {row['predicted_s']:.2f} s", flush=True)
+        print(
+            f"{case.name}: measured {row['measured_s']:.2f} s, predicted {row['predicted_s']:.2f} "
+            "s",
+            flush=True,
+        )
     if rows:
         print("\n".join(lines_of(rows)))
         print(write(rows))

@@ -1,12 +1,14 @@
-"""How fast this machine's kernels run one unit of blocks of each family at its real width: what `efficiency` in a
-hardware profile assumes.
+"""How fast this machine's kernels run one unit of blocks of each family at its real width: what
+`efficiency` in a hardware profile assumes.
 
-    python -m benchmarks.kernels [models=flux1_dev,wan21_14b,...] [rows=1,2,4] [point=0] [compile=true] [quick=true]
+    python -m benchmarks.kernels [models=flux1_dev,wan21_14b,...] [rows=1,2,4] [point=0]
+    [compile=true] [quick=true]
 
-Random weights, one unit of blocks (a double and two single ones where a family has both), with gradients of the
-weights. On a GPU in bfloat16, at the first (`point=0`) or second published size: TFLOP/s of a forward and of a forward
-with backward, and the compiled blocks over the eager ones. On a processor in float32 and at a small size: the figures
-say nothing about a GPU. FLOPs are counted by torch; a backward counts twice its forward.
+Random weights, one unit of blocks (a double and two single ones where a family has both), with
+gradients of the weights. On a GPU in bfloat16, at the first (`point=0`) or second published size:
+TFLOP/s of a forward and of a forward with backward, and the compiled blocks over the eager ones. On
+a processor in float32 and at a small size: the figures say nothing about a GPU. FLOPs are counted
+by torch; a backward counts twice its forward.
 """
 
 from __future__ import annotations
@@ -25,9 +27,24 @@ from benchmarks import _families
 from benchmarks._shared import Report, options
 from benchmarks.count_facts import flops
 
-DEFAULTS = {"models": ",".join(_families.models()), "rows": "1,2,4", "point": "0", "compile": "false", "repeats": "7"}
+DEFAULTS = {
+    "models": ",".join(_families.models()),
+    "rows": "1,2,4",
+    "point": "0",
+    "compile": "false",
+    "repeats": "7",
+}
 QUICK = {"models": "flux1_dev", "rows": "1", "repeats": "2"}
-COLUMNS = ("      model", "rows", "tokens", "forward ms", "TFLOP/s", "training ms", "TFLOP/s", "compiled / eager")
+COLUMNS = (
+    "      model",
+    "rows",
+    "tokens",
+    "forward ms",
+    "TFLOP/s",
+    "training ms",
+    "TFLOP/s",
+    "compiled / eager",
+)
 ON_CPU = (1, 8, 8), 64
 """Tokens of the picture by frames, rows and columns, and text tokens, without a GPU."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -38,17 +55,27 @@ def main(words: list[str]) -> int:
     given = options(words, DEFAULTS, QUICK)
     chosen, repeats = given["models"].split(","), int(given["repeats"])
     if unknown := sorted(set(chosen) - set(_families.models())):
-        raise SystemExit(f"models={','.join(unknown)}: unknown; known: {', '.join(_families.models())}.")
+        raise SystemExit(
+            f"models={','.join(unknown)}: unknown; known: {', '.join(_families.models())}."
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = f"{torch.cuda.get_device_name()}, bfloat16" if device.type == "cuda" else "no GPU: small sizes, float32"
-    report = Report("Kernels", f"{where}; one unit of blocks at real width, {repeats} repeats.", COLUMNS)
+    where = (
+        f"{torch.cuda.get_device_name()}, bfloat16"
+        if device.type == "cuda"
+        else "no GPU: small sizes, float32"
+    )
+    report = Report(
+        "Kernels", f"{where}; one unit of blocks at real width, {repeats} repeats.", COLUMNS
+    )
     for name in chosen:
         model = build(name, device)
         for rows in map(int, given["rows"].split(",")):
             predict = forward_of(name, rows, int(given["point"]), device)
             work, tokens = counted(name, rows, int(given["point"]), device)
 
-            def forward(model: nn.Module = model, predict: Callable[[nn.Module], Tensor] = predict) -> Tensor:
+            def forward(
+                model: nn.Module = model, predict: Callable[[nn.Module], Tensor] = predict
+            ) -> Tensor:
                 return predict(model)
 
             def training(model: nn.Module = model, forward: Callable[[], Tensor] = forward) -> None:
@@ -80,7 +107,9 @@ def build(name: str, device: torch.device) -> nn.Module:
     return model.to(DTYPES[device.type]).eval()
 
 
-def forward_of(name: str, rows: int, point: int, device: torch.device) -> Callable[[nn.Module], Tensor]:
+def forward_of(
+    name: str, rows: int, point: int, device: torch.device
+) -> Callable[[nn.Module], Tensor]:
     """Return a forward of `rows` samples of noise on `device`, which takes the network."""
     grid, text = shape(name, point, device)
     facts = _families.models()[name]

@@ -1,6 +1,8 @@
-"""Does it learn, at what price, how surely? Whole training runs on the digits task, a table and a plot per study.
+"""Does it learn, at what price, how surely? Whole training runs on the digits task, a table and a
+plot per study.
 
-    python -m benchmarks.learning [study=algorithms] [seeds=0,1,2] [steps=40] [runs=outputs/learning] [key=value ...]
+    python -m benchmarks.learning [study=algorithms] [seeds=0,1,2] [steps=40]
+    [runs=outputs/learning] [key=value ...]
 
 Studies:
     algorithms  every algorithm at the same sample budget (experiment=digits_*);
@@ -8,9 +10,9 @@ Studies:
     async       one-step asynchrony (every group one version old) with each off-policy correction and with none,
                 against on-policy at equal RL steps, paired by seed, 2000 evaluation samples.
 
-Every run is `python -m digenrl.cli.train ...`; further key=value words go to all of them. Finished runs are kept in
-RUNS/<study>.jsonl and not repeated, so that a stopped study continues. Writes benchmarks/results/learning_<study>.md
-and .png. One run takes one to two minutes on two idle cores.
+Every run is `python -m digenrl.cli.train ...`; further key=value words go to all of them. Finished
+runs are kept in RUNS/<study>.jsonl and not repeated, so that a stopped study continues. Writes
+benchmarks/results/learning_<study>.md and .png. One run takes one to two minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft", "dpo")
 WANTED_GAIN = 0.2
-"""What an algorithm should add to held-out judge B on every seed, at the sample budget that all share."""
+"""What an algorithm should add to held-out judge B on every seed, at the sample budget that all
+share."""
 WANTED_LOSS = 0.04
-"""What one-step asynchrony may cost in held-out judge B: upper end of the 95 % interval of the best correction."""
+"""What one-step asynchrony may cost in held-out judge B: upper end of the 95 % interval of the best
+correction."""
 KL_WEIGHTS = ("0", "0.1", "0.25", "0.5", "1.0")
 CORRECTIONS = ("uncorrected", "clipped", "decoupled", "truncated_is", "cispo", "topr")
 FACTS = (
@@ -65,7 +69,10 @@ def variants(study: str) -> list[Variant]:
     if study == "algorithms":
         return [Variant(name, (f"experiment=digits_{name}",)) for name in ALGORITHMS]
     if study == "kl":
-        return [Variant(f"KL {kl}", ("experiment=digits_flowgrpo", f"algorithm.kl_weight={kl}")) for kl in KL_WEIGHTS]
+        return [
+            Variant(f"KL {kl}", ("experiment=digits_flowgrpo", f"algorithm.kl_weight={kl}"))
+            for kl in KL_WEIGHTS
+        ]
     if study == "async":
         common = (
             "experiment=digits_flowgrpo",
@@ -74,23 +81,37 @@ def variants(study: str) -> list[Variant]:
         )
         stale = ("schedule.async_steps=1", "schedule.stale_fraction=1")
         rows = [Variant("on-policy", common)]
-        return rows + [Variant(name, (*common, *stale, f"algorithm/surrogate={name}")) for name in CORRECTIONS]
+        return rows + [
+            Variant(name, (*common, *stale, f"algorithm/surrogate={name}")) for name in CORRECTIONS
+        ]
     raise ValueError(f"study={study}: use algorithms, kl or async")
 
 
-def run(variant: Variant, seed: int, steps: int, extra: Sequence[str], runs: Path) -> dict[str, Any]:
-    """Train once and return FACTS; raises RuntimeError with the end of the log when the run did not complete."""
+def run(
+    variant: Variant, seed: int, steps: int, extra: Sequence[str], runs: Path
+) -> dict[str, Any]:
+    """Train once and return FACTS; raises RuntimeError with the end of the log when the run did not
+    complete."""
     words = [*variant.words, f"seed={seed}", f"max_rl_steps={steps}", f"output_root={runs}", *extra]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+    }
     command = [sys.executable, "-m", "digenrl.cli.train", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     summary = json.loads((Path(done.stdout.strip().splitlines()[-1]) / "summary.json").read_text())
     return {key: summary.get(key) for key in FACTS}
 
 
-def study_rows(study: str, seeds: Sequence[int], steps: int, extra: Sequence[str], runs: Path) -> list[dict[str, Any]]:
+def study_rows(
+    study: str, seeds: Sequence[int], steps: int, extra: Sequence[str], runs: Path
+) -> list[dict[str, Any]]:
     """Facts of every (variant, seed) of the study, run now or found in RUNS/<study>.jsonl."""
     runs.mkdir(parents=True, exist_ok=True)
     log = runs / f"{study}.jsonl"
@@ -98,14 +119,20 @@ def study_rows(study: str, seeds: Sequence[int], steps: int, extra: Sequence[str
     rows: list[dict[str, Any]] = []
     for seed in seeds:
         for variant in variants(study):
-            identity = {"variant": variant.name, "seed": seed, "steps": steps, "words": [*variant.words, *extra]}
+            identity = {
+                "variant": variant.name,
+                "seed": seed,
+                "steps": steps,
+                "words": [*variant.words, *extra],
+            }
             row = next((old for old in known if identity.items() <= old.items()), None)
             if row is None:
                 row = identity | run(variant, seed, steps, extra, runs)
                 with log.open("a") as file:
                     file.write(json.dumps(row) + "\n")
             print(
-                f"{variant.name:<14} seed {seed}  held-out {row['heldout_first']:.3f} -> {row['heldout_last']:.3f}  "
+                f"{variant.name:<14} seed {seed}  held-out {row['heldout_first']:.3f} -> "
+                f"{row['heldout_last']:.3f}  "
                 f"diversity {row['diversity_ratio']:.2f}",
                 flush=True,
             )
@@ -124,16 +151,23 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown lines: a row per run, then for `algorithms` the rise of judge B, for `async` the paired losses."""
-    yield "| variant | seed | reward A | held-out judge B | diversity ratio | distance to real | ratio dev. | wall s |"
+    """Markdown lines: a row per run, then for `algorithms` the rise of judge B, for `async` the
+    paired losses."""
+    yield (
+        "| variant | seed | reward A | held-out judge B | diversity ratio | distance to real | "
+        "ratio dev. | wall s |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     order = [variant.name for variant in variants(study)]
     for row in sorted(rows, key=lambda row: (order.index(row["variant"]), row["seed"])):
         ratio = "none" if row["first_ratio_max_dev"] is None else f"{row['first_ratio_max_dev']:g}"
         yield (
-            f"| {row['variant']} | {row['seed']} | {row['reward_first']:.3f} -> {row['reward_last']:.3f} "
-            f"| {row['heldout_first']:.3f} -> {row['heldout_last']:.3f} | {row['diversity_ratio']:.2f} "
-            f"| {row['nn_distance_first']:.2f} -> {row['nn_distance_last']:.2f} | {ratio} | {row['wall_s']:.0f} |"
+            f"| {row['variant']} | {row['seed']} | {row['reward_first']:.3f} -> "
+            f"{row['reward_last']:.3f} "
+            f"| {row['heldout_first']:.3f} -> {row['heldout_last']:.3f} | "
+            f"{row['diversity_ratio']:.2f} "
+            f"| {row['nn_distance_first']:.2f} -> {row['nn_distance_last']:.2f} | {ratio} | "
+            f"{row['wall_s']:.0f} |"
         )
     if study == "algorithms":
         yield from rises(order, rows)
@@ -148,24 +182,38 @@ def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def paired_losses(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Correction -> what held-out judge B loses against the on-policy run of the same seed, a value per seed."""
+    """Correction -> what held-out judge B loses against the on-policy run of the same seed, a value
+    per seed."""
     last = {(row["variant"], row["seed"]): row["heldout_last"] for row in rows}
     return {
-        name: [last["on-policy", seed] - value for (variant, seed), value in last.items() if variant == name]
+        name: [
+            last["on-policy", seed] - value
+            for (variant, seed), value in last.items()
+            if variant == name
+        ]
         for name in CORRECTIONS
     }
 
 
 def rises(order: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown lines: how much each variant raised held-out judge B on its worst seed, against `WANTED_GAIN`."""
+    """Markdown lines: how much each variant raised held-out judge B on its worst seed, against
+    `WANTED_GAIN`."""
     yield ""
-    yield f"| variant | rise of judge B, mean | worst seed | at least {WANTED_GAIN} on every seed | seeds |"
+    yield (
+        f"| variant | rise of judge B, mean | worst seed | at least {WANTED_GAIN} on every seed | "
+        "seeds |"
+    )
     yield "|---|---|---|---|---|"
     for name in order:
-        gains = [row["heldout_last"] - row["heldout_first"] for row in rows if row["variant"] == name]
+        gains = [
+            row["heldout_last"] - row["heldout_first"] for row in rows if row["variant"] == name
+        ]
         if gains:
             verdict = "yes" if min(gains) >= WANTED_GAIN else "no"
-            yield f"| {name} | {statistics.fmean(gains):+.3f} | {min(gains):+.3f} | {verdict} | {len(gains)} |"
+            yield (
+                f"| {name} | {statistics.fmean(gains):+.3f} | {min(gains):+.3f} | {verdict} | "
+                f"{len(gains)} |"
+            )
 
 
 def plot(study: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -198,7 +246,11 @@ def draw_losses(axes: Any, losses: dict[str, list[float]]) -> None:
 def draw_scores(axes: Any, study: str, rows: Sequence[dict[str, Any]]) -> None:
     """Held-out judge against diversity, a colour per variant, a dot per seed."""
     for index, variant in enumerate(variants(study)):
-        dots = [(row["diversity_ratio"], row["heldout_last"]) for row in rows if row["variant"] == variant.name]
+        dots = [
+            (row["diversity_ratio"], row["heldout_last"])
+            for row in rows
+            if row["variant"] == variant.name
+        ]
         if dots:
             diversity, heldout = zip(*dots, strict=True)
             axes.scatter(diversity, heldout, label=variant.name, color=f"C{index}")
@@ -211,7 +263,12 @@ def draw_scores(axes: Any, study: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run a study and write its table; 2 for words that do not fit."""
-    own = {"study": "algorithms", "seeds": "0,1,2", "steps": "40", "runs": str(ROOT / "outputs" / "learning")}
+    own = {
+        "study": "algorithms",
+        "seeds": "0,1,2",
+        "steps": "40",
+        "runs": str(ROOT / "outputs" / "learning"),
+    }
     extra: list[str] = []
     for word in words:
         key, separator, value = word.partition("=")

@@ -2,8 +2,9 @@
 
     python -m benchmarks.link [rounds=15]
 
-The time of one message at each size and the ratio of bandwidths (link / gloo), of the medians and of the best rounds.
-Two processes on this machine; a round is several messages and one acknowledgement. Exit code 1 below a bar.
+The time of one message at each size and the ratio of bandwidths (link / gloo), of the medians and
+of the best rounds. Two processes on this machine; a round is several messages and one
+acknowledgement. Exit code 1 below a bar.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def with_gloo(here: BenchRank, payload: torch.Tensor, count: int) -> None:
 
 def with_link(here: BenchRank, payload: torch.Tensor, count: int) -> None:
     for _ in range(count):
-        here.link.send(1, Message(MessageKind.CELLS, {}, {"x": payload})) if here.rank == 0 else here.receive()
+        here.link.send(
+            1, Message(MessageKind.CELLS, {}, {"x": payload})
+        ) if here.rank == 0 else here.receive()
     here.receive() if here.rank == 0 else here.link.send(0, Message(MessageKind.CELLS, {}))
 
 
@@ -47,7 +50,10 @@ def measure(
 ) -> dict[Callable[[BenchRank, torch.Tensor, int], None], list[float]]:
     """Milliseconds per message of every round. Rank 0 sends, rank 1 receives and acknowledges."""
     payload, count = torch.ones(size // 4), messages_per_round(size)
-    times: dict[Callable[[BenchRank, torch.Tensor, int], None], list[float]] = {with_gloo: [], with_link: []}
+    times: dict[Callable[[BenchRank, torch.Tensor, int], None], list[float]] = {
+        with_gloo: [],
+        with_link: [],
+    }
     for number in range(rounds + 1):
         for transport, milliseconds in times.items():
             dist.barrier()
@@ -77,18 +83,25 @@ def main(words: list[str]) -> int:
         )
         report = Report(
             "The data link against a bare gloo send",
-            "Two processes on this machine, loopback. Ratio: link / gloo in bandwidth; above 1 the link is faster.",
+            "Two processes on this machine, loopback. Ratio: link / gloo in bandwidth; above 1 the "
+            "link is faster.",
             columns,
         )
         ratios = {}
         for size in SIZES:
             gloo, ours = measure(here, size, int(given["rounds"])).values()
-            medians, best = (statistics.median(gloo), statistics.median(ours)), (min(gloo), min(ours))
+            medians, best = (
+                (statistics.median(gloo), statistics.median(ours)),
+                (min(gloo), min(ours)),
+            )
             ratios[size] = medians[0] / medians[1]
             figures = [*medians, ratios[size], *best, best[0] / best[1]]
             report.row(f"{size / MIB:.2f}", *(f"{figure:.3f}" for figure in figures))
         for size, bar in BARS.items():
-            report.verdict(ratios[size] >= bar, f"{size // MIB} MiB: {ratios[size]:.2f} of gloo, at least {bar} wanted")
+            report.verdict(
+                ratios[size] >= bar,
+                f"{size // MIB} MiB: {ratios[size]:.2f} of gloo, at least {bar} wanted",
+            )
         return report.close(given)
 
     return on_ranks(2, body)

@@ -1,4 +1,5 @@
-"""Bytes that a forward leaves alive for its backward pass (autograd or a checkpoint keeps them), and its peak.
+"""Bytes that a forward leaves alive for its backward pass (autograd or a checkpoint keeps them),
+and its peak.
 
 Works on fake tensors too, so that real widths are counted without their memory.
 """

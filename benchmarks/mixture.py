@@ -2,10 +2,11 @@
 
     python -m benchmarks.mixture runs=[RUN,...] [samples=2000]
 
-From each run's last checkpoint, over all prompts: the KL of whole trajectories to the base (exact for Gaussian steps;
-the KL of the points alone is no larger), the gain in reward, and the gain of the optimum at that KL. The optimum is
-p exp(r/beta): in closed form for the mixture itself, and by weighting samples of the base for the sampler as it is,
-with its finite steps. One beta holds for all prompts.
+From each run's last checkpoint, over all prompts: the KL of whole trajectories to the base (exact
+for Gaussian steps; the KL of the points alone is no larger), the gain in reward, and the gain of
+the optimum at that KL. The optimum is p exp(r/beta): in closed form for the mixture itself, and by
+weighting samples of the base for the sampler as it is, with its finite steps. One beta holds for
+all prompts.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def reached(run: Path, samples: int) -> Reached:
     policy.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
     network, steps = policy.transformer, config.sampling.steps
     assert isinstance(network, MixtureFlow)
-    directions = torch.cat([policy.encode([prompt])["direction"] for prompt in load_prompts(config.data.prompts)])
+    directions = torch.cat(
+        [policy.encode([prompt])["direction"] for prompt in load_prompts(config.data.prompts)]
+    )
     generator = torch.Generator().manual_seed(0)
     rows = directions.repeat_interleave(samples, 0)
     points, divergence = rolled(policy, kernel, rows, steps, generator)
@@ -75,7 +78,11 @@ def reached(run: Path, samples: int) -> Reached:
 
 
 def base_rewards(
-    policy: MixturePolicy, kernel: Kernel, directions: Tensor, steps: int, generator: torch.Generator
+    policy: MixturePolicy,
+    kernel: Kernel,
+    directions: Tensor,
+    steps: int,
+    generator: torch.Generator,
 ) -> Tensor:
     """[prompts, BASE_SAMPLES] fp64, of the base sampler."""
     rows = directions.repeat_interleave(BASE_SAMPLES, 0)
@@ -92,14 +99,16 @@ def rolled(
     generator: torch.Generator,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """One trajectory for each row of `directions` [B, D], noise in every step, of the trained weights or of the base:
-    (points [B, D], KL to the base [B])."""
+    """One trajectory for each row of `directions` [B, D], noise in every step, of the trained
+    weights or of the base: (points [B, D], KL to the base [B])."""
 
     def draw(step: int) -> Tensor:
         return torch.randn(directions.shape, generator=generator)
 
     with nullcontext() if trained else policy.reference():
-        return trajectories(policy, {"direction": directions}, policy.sigma_grid(steps), draw, kernel)
+        return trajectories(
+            policy, {"direction": directions}, policy.sigma_grid(steps), draw, kernel
+        )
 
 
 def weighted(base: Tensor, beta: float) -> tuple[float, float]:
@@ -120,7 +129,8 @@ def tilted(network: MixtureFlow, directions: Tensor, beta: float) -> tuple[float
 
 
 def at_kl(kl: float, curve: Callable[[float], tuple[float, float]]) -> tuple[float, float]:
-    """(beta, gain) where `curve` (beta -> KL, which falls with beta, and gain) has this KL, by bisection."""
+    """(beta, gain) where `curve` (beta -> KL, which falls with beta, and gain) has this KL, by
+    bisection."""
     low, high = 1e-2, 1e4
     for _ in range(60):
         beta = (low * high) ** 0.5
@@ -131,11 +141,19 @@ def at_kl(kl: float, curve: Callable[[float], tuple[float, float]]) -> tuple[flo
 def main(words: Sequence[str]) -> int:
     """Print the table; the exit code."""
     given = options(words, {"runs": "", "samples": "2000"}, {"samples": "200"})
-    report = Report("Reward at matched KL on the tilted mixture", __doc__ or "", ("run", "KL", "gain", "best", "share"))
+    report = Report(
+        "Reward at matched KL on the tilted mixture",
+        __doc__ or "",
+        ("run", "KL", "gain", "best", "share"),
+    )
     for name in given["runs"].strip("[]").split(","):
         found = reached(Path(name), int(given["samples"]))
         report.row(
-            Path(name).name, f"{found.kl:.3f}", f"{found.gain:.3f}", f"{found.optimum:.3f}", f"{found.share:.3f}"
+            Path(name).name,
+            f"{found.kl:.3f}",
+            f"{found.gain:.3f}",
+            f"{found.optimum:.3f}",
+            f"{found.share:.3f}",
         )
         report.say(f"closed form of the mixture at this KL: {found.closed_form:.3f}")
     return report.close(given)

@@ -1,24 +1,28 @@
-"""What each algorithm makes of the tilted mixture, where the best reward at every KL is known: hundreds of short runs.
+"""What each algorithm makes of the tilted mixture, where the best reward at every KL is known:
+hundreds of short runs.
 
     python -m benchmarks.mixture_study [study=frontier,stale,...] [seeds=5] [steps=100] [minutes=60]
 
 Studies:
-    frontier  every algorithm at the same samples, learning rate and number of values (four) of its own knob, which one
-              other seed chose so that the KL lies between about 0.1 and 1.5;
+    frontier  every algorithm at the same samples, learning rate and number of values (four) of its
+              own knob, which one other seed chose so that the KL lies between about 0.1 and 1.5;
     controls  beside it: fine-tuning on the best of a group, Flow-GRPO on a random reward, the best of N at sampling;
     stale     every surrogate, on-policy and with every sample one version old, paired by seed; stale_fast: at five
               times the learning rate;
     bases     three algorithms on other base models.
 
-A run takes seconds, because it is a loop in this process over the real policy, kernel, step selection, advantages and
-losses, with all prompts of an update in one forward: no rank, no launcher, no reward service, and noise of its own.
-Finished runs are lines of benchmarks/results/mixture_runs.jsonl and are not repeated; `minutes` bounds what is added.
-Writes a table and a picture per study, benchmarks/results/mixture_<study>.md and .png, from the runs that are there.
+A run takes seconds, because it is a loop in this process over the real policy, kernel, step
+selection, advantages and losses, with all prompts of an update in one forward: no rank, no
+launcher, no reward service, and noise of its own. Finished runs are lines of
+benchmarks/results/mixture_runs.jsonl and are not repeated; `minutes` bounds what is added. Writes a
+table and a picture per study, benchmarks/results/mixture_<study>.md and .png, from the runs that
+are there.
 
-All are measured alike, with noise in every step of Flow-SDE, on directions of the reward that no run trains on, and
-with the same noise for the base and for every run. `share` is the gain in reward over the best gain at the run's KL.
-`score` is gain - beta KL over its best value, for the beta whose optimum has a KL of 0.4: 0 is the base, 1 the optimum,
-and what is over-optimised falls again. `to optimum` is the KL to the optimum of equal KL to the base, in nats.
+All are measured alike, with noise in every step of Flow-SDE, on directions of the reward that no
+run trains on, and with the same noise for the base and for every run. `share` is the gain in reward
+over the best gain at the run's KL. `score` is gain - beta KL over its best value, for the beta
+whose optimum has a KL of 0.4: 0 is the base, 1 the optimum, and what is over-optimised falls again.
+`to optimum` is the KL to the optimum of equal KL to the base, in nats.
 """
 
 from __future__ import annotations
@@ -61,13 +65,22 @@ PARTS, OF_PART = 4, 64
 """An evaluation is so many of so many samples of each direction; their spread is its noise."""
 REFERENCE_KL = 0.4
 
-MIXTURE = ("model=mixture", "sampling=mixture", "reward=mixture", "data=mixture", "callbacks=default", "logger=none")
+MIXTURE = (
+    "model=mixture",
+    "sampling=mixture",
+    "reward=mixture",
+    "data=mixture",
+    "callbacks=default",
+    "logger=none",
+)
 NOISY_END = "algorithm.train_steps.last=sde"
 
 
 def drawn_means(components: int, dimensions: int, spread: float) -> list[list[float]]:
     """[components][dimensions], centred."""
-    found = keys.generator(0, "means", components, dimensions).standard_normal((components, dimensions))
+    found = keys.generator(0, "means", components, dimensions).standard_normal(
+        (components, dimensions)
+    )
     return [[float(value) for value in row] for row in spread * (found - found.mean(axis=0))]
 
 
@@ -105,11 +118,27 @@ WIDE = "algorithm.clip_range=2e-2"
 LEVELS = "algorithm.train_steps.size=4"
 """Noise levels of an RL step, for methods on the forward process."""
 ALGORITHMS: Mapping[str, tuple[tuple[str, ...], str, tuple[float, ...]]] = {
-    "flowgrpo": (algorithm("flowgrpo", WIDE, NOISY_END), "algorithm.kl_weight", (0.5, 0.7, 1.0, 1.5)),
-    "dancegrpo": (algorithm("dancegrpo", WIDE, NOISY_END), "algorithm.kl_weight", (0.15, 0.2, 0.3, 0.5)),
-    "cps": (algorithm("cps", "algorithm.clip_range=1e-2"), "algorithm.kl_weight", (0.25, 0.35, 0.5, 0.9)),
+    "flowgrpo": (
+        algorithm("flowgrpo", WIDE, NOISY_END),
+        "algorithm.kl_weight",
+        (0.5, 0.7, 1.0, 1.5),
+    ),
+    "dancegrpo": (
+        algorithm("dancegrpo", WIDE, NOISY_END),
+        "algorithm.kl_weight",
+        (0.15, 0.2, 0.3, 0.5),
+    ),
+    "cps": (
+        algorithm("cps", "algorithm.clip_range=1e-2"),
+        "algorithm.kl_weight",
+        (0.25, 0.35, 0.5, 0.9),
+    ),
     "mixgrpo": (algorithm("mixgrpo", WIDE), "algorithm.kl_weight", (0.7, 1.0, 1.5, 2.0)),
-    "guard": (algorithm("guard", "algorithm.clip_range=8e-3", NOISY_END), "algorithm.kl_weight", (2.5, 3.5, 5.0, 7.0)),
+    "guard": (
+        algorithm("guard", "algorithm.clip_range=8e-3", NOISY_END),
+        "algorithm.kl_weight",
+        (2.5, 3.5, 5.0, 7.0),
+    ),
     "dppo": (
         algorithm("dppo", "algorithm.surrogate.threshold=8e-3", NOISY_END),
         "algorithm.kl_weight",
@@ -122,7 +151,9 @@ ALGORITHMS: Mapping[str, tuple[tuple[str, ...], str, tuple[float, ...]]] = {
 }
 """Name -> (words, its knob, the four values tried)."""
 SURROGATES: Mapping[str, tuple[float, tuple[str, ...]]] = {
-    **dict.fromkeys(("uncorrected", "clipped", "decoupled", "truncated_is", "cispo", "topr"), (1.0, ())),
+    **dict.fromkeys(
+        ("uncorrected", "clipped", "decoupled", "truncated_is", "cispo", "topr"), (1.0, ())
+    ),
     "dppo": (1.0, ("algorithm.surrogate.threshold=8e-3",)),
     "guard": (6.0, ("algorithm.clip_range=8e-3",)),
 }
@@ -146,14 +177,18 @@ def settings(study: str) -> list[Setting]:
     if study == "controls":
         words, knob, values = ALGORITHMS["flowgrpo"]
         best = [Setting(study, "best of group", words, "kept", kept) for kept in (1, 2, 4, 8)]
-        return best + [Setting(study, "random reward", words, knob, value, reward="random") for value in values]
+        return best + [
+            Setting(study, "random reward", words, knob, value, reward="random") for value in values
+        ]
     if study in ("stale", "stale_fast"):
         rate = (FAST,) if study == "stale_fast" else ()
         return [
             Setting(
                 study,
                 name,
-                algorithm("flowgrpo", WIDE, NOISY_END, f"algorithm/surrogate={name}", *words, *rate),
+                algorithm(
+                    "flowgrpo", WIDE, NOISY_END, f"algorithm/surrogate={name}", *words, *rate
+                ),
                 "algorithm.kl_weight",
                 weight,
                 stale=stale,
@@ -175,12 +210,15 @@ def settings(study: str) -> list[Setting]:
 
 
 class BestOfGroup(PolicyModule):
-    """Rejection-sampling fine-tuning: flow matching on the best samples of each group that the base has drawn."""
+    """Rejection-sampling fine-tuning: flow matching on the best samples of each group that the base
+    has drawn."""
 
     needs_final = True
     stream: ClassVar[str] = "best of group"
 
-    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
+    def cell_losses(
+        self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
+    ) -> Tensor:
         """[b, K], 0 for the others."""
         cells = noised(block, range(block.samples), block.numbers, 0, self.stream)
         return advantages[:, None] * mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
@@ -203,7 +241,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Together:
-    """The advantages of all groups in one row, so that one block may hold samples of many prompts."""
+    """The advantages of all groups in one row, so that one block may hold samples of many
+    prompts."""
 
     own: Callable[[Mapping[str, Tensor], Mapping[str, float]], Advantages]
 
@@ -233,10 +272,14 @@ class Loop:
 
     def __init__(self, setting: Setting, seed: int) -> None:
         of_group = setting.knob == "kept"
-        config = composed(setting.words if of_group else (*setting.words, f"{setting.knob}={setting.value}"))
+        config = composed(
+            setting.words if of_group else (*setting.words, f"{setting.knob}={setting.value}")
+        )
         config = OmegaConf.create(OmegaConf.to_container(config) | {"seed": seed})
         self.setting, self.seed = setting, seed
-        self.policy: MixturePolicy = configuration.instantiate(config.model, seed=seed, **BASES[setting.base])
+        self.policy: MixturePolicy = configuration.instantiate(
+            config.model, seed=seed, **BASES[setting.base]
+        )
         self.module: PolicyModule = configuration.instantiate(config.algorithm, policy=self.policy)
         if of_group:
             own = self.module
@@ -285,7 +328,9 @@ class Loop:
                 assert block.final is not None
                 aim = self.directions[groups].repeat_interleave(GROUP, 0)
                 rewards[groups] = (block.final * aim).sum(1).unflatten(0, (-1, GROUP))
-            updates.append(tuple(part for block in made for part in (single(block) if self.pairs else [block])))
+            updates.append(
+                tuple(part for block in made for part in (single(block) if self.pairs else [block]))
+            )
         if self.setting.reward == "random":
             rewards = keys.noise(self.seed, step, 0, [0], 0, rewards.shape, "reward")[0]
         return Batch(tuple(updates), rewards)
@@ -300,7 +345,9 @@ class Loop:
         x, kept = noise(keys.INITIAL), list[tuple[Tensor, ...]]()
         with self.sampler():
             if self.scouts.candidates > 1:
-                x = self.scouted(x, [noise(keys.INITIAL - 1 - k) for k in range(1, self.scouts.candidates)], aim)
+                x = self.scouted(
+                    x, [noise(keys.INITIAL - 1 - k) for k in range(1, self.scouts.candidates)], aim
+                )
             for k in range(STEPS):
                 sigmas = step_sigmas(self.grid, torch.full((len(x),), k))
                 velocity = self.policy.velocity(x, sigmas[0], {"direction": aim})
@@ -313,9 +360,16 @@ class Loop:
                     kept.append((x, made.next_latents, made.log_prob, made.mean))
                 x = made.next_latents
         count = len(plan.trained)
-        nothing = (x.new_empty(len(x), count, 0), x.new_empty(len(x), count, 0), x.new_zeros(len(x), count), None)
+        nothing = (
+            x.new_empty(len(x), count, 0),
+            x.new_empty(len(x), count, 0),
+            x.new_zeros(len(x), count),
+            None,
+        )
         latents, following, log_probs, means = (
-            nothing if plan.forward_process else [torch.stack(parts, 1) for parts in zip(*kept, strict=True)]
+            nothing
+            if plan.forward_process
+            else [torch.stack(parts, 1) for parts in zip(*kept, strict=True)]
         )
         return CellBlock(
             step=step,
@@ -335,15 +389,21 @@ class Loop:
         )
 
     def scouted(self, first: Tensor, others: list[Tensor], aim: Tensor) -> Tensor:
-        """Of the initial noises of each group those whose samples of few steps score best (half of them) and worst."""
+        """Of the initial noises of each group those whose samples of few steps score best (half of
+        them) and worst."""
         tries = torch.stack([first, *others], 1)
         drawn = ode_points(
-            self.policy, tries.flatten(0, 1), aim.repeat_interleave(tries.shape[1], 0), self.scouts.steps
+            self.policy,
+            tries.flatten(0, 1),
+            aim.repeat_interleave(tries.shape[1], 0),
+            self.scouts.steps,
         )
         rewards = (drawn.unflatten(0, tries.shape[:2]) * aim[:, None]).sum(2)
         order = rewards.reshape(len(first) // GROUP, -1).argsort(1)
         chosen = torch.cat([order[:, : GROUP // 2], order[:, -(GROUP - GROUP // 2) :]], 1)
-        found = tries.reshape(*order.shape, -1).gather(1, chosen[..., None].expand(-1, -1, first.shape[1]))
+        found = tries.reshape(*order.shape, -1).gather(
+            1, chosen[..., None].expand(-1, -1, first.shape[1])
+        )
         return found.flatten(0, 1)
 
     def learn(self, batch: Batch, step: int) -> None:
@@ -362,7 +422,9 @@ def single(block: CellBlock) -> Iterator[CellBlock]:
     assert block.final is not None
     for first in range(0, block.samples, GROUP):
         part = slice(first, first + GROUP)
-        condition = {name: value[first * len(block.steps)][None] for name, value in block.condition.items()}
+        condition = {
+            name: value[first * len(block.steps)][None] for name, value in block.condition.items()
+        }
         yield replace(
             block,
             uid=block.numbers[first] // GROUP,
@@ -442,7 +504,8 @@ class Judge:
     def __init__(self, policy: MixturePolicy) -> None:
         self.aims = (heldout_directions(policy.axes), signed_axes(policy.axes))
         self.rewards = [
-            base_rewards(policy, MEASURED, aim, STEPS, torch.Generator().manual_seed(1)) for aim in self.aims
+            base_rewards(policy, MEASURED, aim, STEPS, torch.Generator().manual_seed(1))
+            for aim in self.aims
         ]
         """[directions, samples] of the base."""
         self.optima = [optimum(rewards) for rewards in self.rewards]
@@ -451,7 +514,9 @@ class Judge:
         self.base = [self.trajectories(policy, aim, trained=False)[0] for aim in self.aims]
         aim = self.aims[0].repeat_interleave(BASE_SAMPLES, 0)
         with policy.reference():
-            drawn = ode_points(policy, torch.randn(aim.shape, generator=torch.Generator().manual_seed(2)), aim)
+            drawn = ode_points(
+                policy, torch.randn(aim.shape, generator=torch.Generator().manual_seed(2)), aim
+            )
             self.of_points = optimum((drawn * aim).sum(1).unflatten(0, (-1, BASE_SAMPLES)).double())
             self.noise, self.rows = self._noise(self.aims[0])
             self.ode_base = ode_points(policy, self.noise, self.rows)
@@ -463,8 +528,11 @@ class Judge:
         return torch.randn(rows.shape, generator=torch.Generator().manual_seed(3)), rows
 
     @staticmethod
-    def trajectories(policy: MixturePolicy, aim: Tensor, trained: bool = True) -> tuple[Tensor, Tensor]:
-        """Points [directions, samples, D] and KL [directions, samples], from the same noise whatever the policy."""
+    def trajectories(
+        policy: MixturePolicy, aim: Tensor, trained: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Points [directions, samples, D] and KL [directions, samples], from the same noise
+        whatever the policy."""
         generator = torch.Generator().manual_seed(0)
         rows = aim.repeat_interleave(PARTS * OF_PART, 0)
         points, kl = rolled(policy, MEASURED, rows, STEPS, generator, trained)
@@ -513,9 +581,10 @@ def ode_points(policy: MixturePolicy, x: Tensor, aim: Tensor, steps: int = STEPS
 
 
 def divergence_of_points(policy: MixturePolicy, noise: Tensor, aim: Tensor) -> tuple[Tensor, float]:
-    """(points, KL of their distribution to the base's): both densities by the change of variables of each Euler step,
-    the base's at the noise from which it would have drawn the point. Exact but for the mean over points, which takes
-    log r + 1/r - 1 for log r (Schulman, "Approximating KL divergence"): the same mean, less spread."""
+    """(points, KL of their distribution to the base's): both densities by the change of variables
+    of each Euler step, the base's at the noise from which it would have drawn the point. Exact but
+    for the mean over points, which takes log r + 1/r - 1 for log r (Schulman, "Approximating KL
+    divergence"): the same mean, less spread."""
     x, log_det = noise, torch.zeros(len(noise))
     grid = policy.sigma_grid(STEPS).unfold(0, 2, 1)
     for pair in grid:
@@ -543,14 +612,18 @@ def grown(
     sigma, following = sigmas
     x = x.detach().requires_grad_()
     after = x + (following - sigma) * policy.velocity(x, sigma.expand(len(x)), {"direction": aim})
-    rows = [torch.autograd.grad(column.sum(), x, retain_graph=True)[0] for column in after.unbind(1)]
+    rows = [
+        torch.autograd.grad(column.sum(), x, retain_graph=True)[0] for column in after.unbind(1)
+    ]
     return after.detach(), torch.linalg.slogdet(torch.stack(rows, 1)).logabsdet
 
 
 @functools.cache
 def judge(base: str) -> Judge:
     """One for all runs on a base model."""
-    return Judge(configuration.instantiate(composed(ALGORITHMS["flowgrpo"][0]).model, **BASES[base]))
+    return Judge(
+        configuration.instantiate(composed(ALGORITHMS["flowgrpo"][0]).model, **BASES[base])
+    )
 
 
 # ---- the record
@@ -558,12 +631,18 @@ def judge(base: str) -> Judge:
 
 def identity(setting: Setting, seed: int, steps: int) -> dict[str, Any]:
     """What tells a run from others."""
-    facts = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(setting).items()}
+    facts = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(setting).items()
+    }
     return facts | {"seed": seed, "steps": steps}
 
 
-def made(wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float, keep: bool = True) -> list[dict[str, Any]]:
-    """The lines of the wanted runs: those of the record, and those that fit into `minutes`, which `keep` adds to it."""
+def made(
+    wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float, keep: bool = True
+) -> list[dict[str, Any]]:
+    """The lines of the wanted runs: those of the record, and those that fit into `minutes`, which
+    `keep` adds to it."""
     known = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
     rows, ends = [], time.monotonic() + 60 * minutes
     RUNS.parent.mkdir(parents=True, exist_ok=True)
@@ -583,7 +662,8 @@ def made(wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float, keep
             print(
                 f"{setting.study:<9} {setting.name:<14} {setting.value:<6g} {setting.base:<12} "
                 f"{'stale' if setting.stale else '':<6} seed {seed}  KL {row['kl']:.3f}  "
-                f"share {row['gain'] / row['best']:.3f}  score {row['score']:.3f}  of points {row['points_kl']:.3f} "
+                f"share {row['gain'] / row['best']:.3f}  score {row['score']:.3f}  of points "
+                f"{row['points_kl']:.3f} "
                 f"{row['points_gain'] / row['points_best']:.3f}  {row['cpu_s']:.1f} s",
                 flush=True,
             )
@@ -593,8 +673,9 @@ def made(wanted: Iterable[tuple[Setting, int]], steps: int, minutes: float, keep
 
 
 def best_of(judging: Judge) -> Iterator[tuple[int, float, float, float]]:
-    """(N, KL, gain, best gain at that KL) of taking the best of N samples of the base. Their KL is at most
-    log N - (N-1)/N (Beirami et al. 2024, arXiv 2401.01879), and equals it for rewards without ties."""
+    """(N, KL, gain, best gain at that KL) of taking the best of N samples of the base. Their KL is
+    at most log N - (N-1)/N (Beirami et al. 2024, arXiv 2401.01879), and equals it for rewards
+    without ties."""
     rewards = judging.rewards[0]
     for count in (2, 4, 8, 16):
         kl = math.log(count) - (count - 1) / count

@@ -14,13 +14,15 @@ from benchmarks.learning import mean_and_half_width
 
 Row = dict[str, Any]
 MATCHED = {"kl": 0.4, "points_kl": 0.8}
-"""KL at which algorithms are compared, of trajectories and of points; runs between which it lies are interpolated."""
+"""KL at which algorithms are compared, of trajectories and of points; runs between which it lies
+are interpolated."""
 BAR = "flowgrpo"
 FEWEST = 4
 RATES = {"stale": "2e-3", "stale_fast": "1e-2"}
 """Study -> learning rate."""
 WANTED_SHARE, WANTED_LOSS = 0.9, 0.02
-"""Of the optimum's reward at matched KL, on-policy; of the score, by one version of staleness (upper end of 95 %)."""
+"""Of the optimum's reward at matched KL, on-policy; of the score, by one version of staleness
+(upper end of 95 %)."""
 
 
 def shown(values: Sequence[float], digits: int = 3) -> str:
@@ -31,7 +33,9 @@ def shown(values: Sequence[float], digits: int = 3) -> str:
 
 def of(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     """The rows with these values, by seed."""
-    return sorted((row for row in rows if wanted.items() <= row.items()), key=lambda row: int(row["seed"]))
+    return sorted(
+        (row for row in rows if wanted.items() <= row.items()), key=lambda row: int(row["seed"])
+    )
 
 
 def names(rows: Sequence[Row], key: str = "name") -> list[Any]:
@@ -50,7 +54,8 @@ def by_seed(rows: Sequence[Row], key: Callable[[Row], float]) -> list[float]:
 
 
 def matched(rows: Sequence[Row], measure: str = "") -> dict[int, float]:
-    """Seed -> share at `MATCHED`, between the runs of a frontier; seeds whose runs lie on one side are left out."""
+    """Seed -> share at `MATCHED`, between the runs of a frontier; seeds whose runs lie on one side
+    are left out."""
     found = {}
     for seed in names(rows, "seed"):
         runs = sorted(of(rows, seed=seed), key=lambda row: float(row[f"{measure}kl"]))
@@ -67,16 +72,29 @@ def begun(title: str, rows: Sequence[Row], wanted: int, columns: Sequence[str]) 
     settled = [row["score"] for row in rows if abs(row["score"]) < 2]
     noise = statistics.median(row["evaluation_sd"] for row in rows)
     notes = (
-        f"{len(rows)} of {wanted} runs of {rows[0]['steps']} RL steps, {hours:.2f} CPU hours, seeds "
+        f"{len(rows)} of {wanted} runs of {rows[0]['steps']} RL steps, {hours:.2f} CPU hours, "
+        "seeds "
         f"{', '.join(map(str, sorted(names(rows, 'seed'))))}. What the columns mean is said in "
-        "benchmarks/mixture_study.py.\nIntervals are of 95 %, by Student's t over seeds. The evaluation's own noise, a "
-        f"standard error of the score, is {noise:.4f} (median over runs;\n{len(settled)} of them have a score within "
-        "+-2); it is the same noise for every run, so that it cancels in differences of similar runs."
+        "benchmarks/mixture_study.py.\nIntervals are of 95 %, by Student's t over seeds. The "
+        "evaluation's own noise, a "
+        f"standard error of the score, is {noise:.4f} (median over runs;\n{len(settled)} of them "
+        "have a score within "
+        "+-2); it is the same noise for every run, so that it cancels in differences of similar "
+        "runs."
     )
     return Report(title, notes, columns)
 
 
-COLUMNS = ("KL", "share", "to optimum", "score", "KL of points", "share of points", "diversity", "clipped")
+COLUMNS = (
+    "KL",
+    "share",
+    "to optimum",
+    "score",
+    "KL of points",
+    "share of points",
+    "diversity",
+    "clipped",
+)
 
 
 def measures(rows: Sequence[Row]) -> list[str]:
@@ -88,7 +106,9 @@ def measures(rows: Sequence[Row]) -> list[str]:
         shown([row["to_optimum"] for row in rows]),
         shown([row["score"] for row in rows]),
         shown([row["points_kl"] for row in rows]),
-        shown([share(row, "points_") for row in rows]) if min(row["kl"] for row in rows) > 0.02 else "-",
+        shown([share(row, "points_") for row in rows])
+        if min(row["kl"] for row in rows) > 0.02
+        else "-",
         shown([row["diversity"] for row in rows], 2),
         shown(plain, 3) if plain else "-",
     ]
@@ -99,45 +119,88 @@ def of_trajectories(cells: Sequence[str]) -> list[str]:
     return [cell for cell, column in zip(cells, COLUMNS, strict=True) if "points" not in column]
 
 
-def frontier(rows: Sequence[Row], wanted: int, best_of: Sequence[tuple[int, float, float, float]]) -> None:
+def frontier(
+    rows: Sequence[Row], wanted: int, best_of: Sequence[tuple[int, float, float, float]]
+) -> None:
     """Algorithms and controls; best_of: (N, KL, gain, best gain at that KL) of the base."""
-    report = begun("Algorithms on the tilted mixture", rows, wanted, ("algorithm", "knob", "value", "runs", *COLUMNS))
+    report = begun(
+        "Algorithms on the tilted mixture",
+        rows,
+        wanted,
+        ("algorithm", "knob", "value", "runs", *COLUMNS),
+    )
     for name in names(rows):
         for value in names(of(rows, name=name), "value"):
             runs = of(rows, name=name, value=value)
-            report.row(name, runs[0]["knob"].removeprefix("algorithm."), f"{value:g}", len(runs), *measures(runs))
+            report.row(
+                name,
+                runs[0]["knob"].removeprefix("algorithm."),
+                f"{value:g}",
+                len(runs),
+                *measures(runs),
+            )
     for count, kl, gain, best in best_of:
-        report.row(f"best of {count}", "at sampling", "-", "-", f"{kl:.3f}", f"{gain / best:.3f}", *["-"] * 6)
+        report.row(
+            f"best of {count}",
+            "at sampling",
+            "-",
+            "-",
+            f"{kl:.3f}",
+            f"{gain / best:.3f}",
+            *["-"] * 6,
+        )
     if chance := of(rows, reward="random"):
         mean, half = mean_and_half_width(by_seed(chance, lambda row: row["gain"]))
         said = "cannot be told from none" if abs(mean) <= half else "is not none"
         report.say(
-            f"Random reward: the gain {said}, {mean:+.4f} +- {half:.4f} over {len(names(chance, 'seed'))} seeds."
+            f"Random reward: the gain {said}, {mean:+.4f} +- {half:.4f} over "
+            f"{len(names(chance, 'seed'))} seeds."
         )
     report.say(
-        f"At matched KL ({MATCHED['kl']:g} of trajectories, {MATCHED['points_kl']:g} of points), seed by seed between "
+        f"At matched KL ({MATCHED['kl']:g} of trajectories, {MATCHED['points_kl']:g} of points), "
+        "seed by seed between "
         f"the runs of a frontier; differences are against {BAR}, paired by seed."
     )
-    report.table(("algorithm", "best score", "share", "difference", "share of points", "difference", "verdict"))
+    report.table(
+        (
+            "algorithm",
+            "best score",
+            "share",
+            "difference",
+            "share of points",
+            "difference",
+            "verdict",
+        )
+    )
     reference = {measure: matched(of(rows, name=BAR), measure) for measure in ("", "points_")}
     for name in names([row for row in rows if row["reward"] == "coordinate"]):
         runs = of(rows, name=name, reward="coordinate")
         cells, verdicts = list[str](), list[str]()
         for measure, said in (("", "trajectories"), ("points_", "points")):
             found = matched(runs, measure)
-            gaps = [found[seed] - reference[measure][seed] for seed in found if seed in reference[measure]]
-            cells += [shown(list(found.values())) if found else "not reached", shown(gaps) if gaps else "-"]
+            gaps = [
+                found[seed] - reference[measure][seed]
+                for seed in found
+                if seed in reference[measure]
+            ]
+            cells += [
+                shown(list(found.values())) if found else "not reached",
+                shown(gaps) if gaps else "-",
+            ]
             mean, half = mean_and_half_width(gaps) if gaps else (math.nan, math.nan)
             if name != BAR:
                 told = "lower" if mean < -half else "higher" if mean > half else "equal"
-                verdicts.append(f"{said}: {told if len(gaps) >= FEWEST else f'{len(gaps)} seeds are too few'}")
+                verdicts.append(
+                    f"{said}: {told if len(gaps) >= FEWEST else f'{len(gaps)} seeds are too few'}"
+                )
         best = max(
             (mean_and_half_width([row["score"] for row in of(runs, value=value)]), value)
             for value in names(runs, "value")
         )
         report.row(name, f"{best[0][0]:.3f} at {best[1]:g}", *cells, "; ".join(verdicts) or "-")
     report.say(
-        "`equal`: the interval of the difference holds 0; such algorithms cannot be told apart here. Intervals are not "
+        "`equal`: the interval of the difference holds 0; such algorithms cannot be told apart "
+        "here. Intervals are not "
         f"widened for the number of comparisons; {FEWEST} seeds are the fewest for a verdict."
     )
     on_policy = [row for row in of(rows, name=BAR) if 0.1 <= row["trained_kl"] <= 1.5]
@@ -145,7 +208,8 @@ def frontier(rows: Sequence[Row], wanted: int, best_of: Sequence[tuple[int, floa
         mean, half = mean_and_half_width(by_seed(on_policy, lambda row: share(row, "trained_")))
         report.verdict(
             mean >= WANTED_SHARE,
-            f"{BAR} reaches {mean:.3f} +- {half:.3f} of the optimum's reward at its KL on the prompts that it trains "
+            f"{BAR} reaches {mean:.3f} +- {half:.3f} of the optimum's reward at its KL on the "
+            "prompts that it trains "
             f"on, over {len(on_policy)} runs with a KL of 0.1 to 1.5 ({WANTED_SHARE} wanted).",
         )
     report.write(RESULTS / "mixture_frontier.md")
@@ -153,29 +217,52 @@ def frontier(rows: Sequence[Row], wanted: int, best_of: Sequence[tuple[int, floa
 
 
 def draw_frontier(rows: Sequence[Row], best_of: Sequence[tuple[int, float, float, float]]) -> None:
-    """Share of the optimum's gain against KL, of trajectories and of points, and score against diversity."""
+    """Share of the optimum's gain against KL, of trajectories and of points, and score against
+    diversity."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15.0, 4.6), layout="constrained")
     noisy, drawn, diverse = figure.subplots(1, 3)
     for index, name in enumerate(names(rows)):
-        style = {"color": f"C{index % 10}", "marker": "osD^v"[index // 10 + index % 2], "markersize": 4, "label": name}
+        style = {
+            "color": f"C{index % 10}",
+            "marker": "osD^v"[index // 10 + index % 2],
+            "markersize": 4,
+            "label": name,
+        }
         runs = [of(rows, name=name, value=value) for value in names(of(rows, name=name), "value")]
 
-        def line(axes: Any, x: str, y: Callable[[Row], float], runs: Any = runs, style: Any = style) -> None:
-            points = [(statistics.fmean(row[x] for row in own), statistics.fmean(map(y, own))) for own in runs]
+        def line(
+            axes: Any, x: str, y: Callable[[Row], float], runs: Any = runs, style: Any = style
+        ) -> None:
+            points = [
+                (statistics.fmean(row[x] for row in own), statistics.fmean(map(y, own)))
+                for own in runs
+            ]
             axes.plot(*zip(*points, strict=True), **style)
 
         if name != "random reward":
             line(noisy, "kl", share)
             line(drawn, "points_kl", lambda row: share(row, "points_"))
         line(diverse, "diversity", lambda row: float(row["score"]))
-    noisy.plot([kl for _, kl, _, _ in best_of], [gain / best for _, _, gain, best in best_of], "k*", label="best of N")
+    noisy.plot(
+        [kl for _, kl, _, _ in best_of],
+        [gain / best for _, _, gain, best in best_of],
+        "k*",
+        label="best of N",
+    )
     for axes, said in ((noisy, "trajectories"), (drawn, "points that the ODE draws")):
-        axes.set(xscale="log", xlabel=f"KL to the base, {said}", ylabel="share of the optimum's gain", ylim=(0.75, 1.0))
+        axes.set(
+            xscale="log",
+            xlabel=f"KL to the base, {said}",
+            ylabel="share of the optimum's gain",
+            ylim=(0.75, 1.0),
+        )
         axes.set_xlim(0.07, 7)
     noisy.legend(fontsize="x-small", ncols=2)
-    diverse.set(xlabel="variance around each direction's mean / the base's", ylabel="score (1: the optimum)")
+    diverse.set(
+        xlabel="variance around each direction's mean / the base's", ylabel="score (1: the optimum)"
+    )
     diverse.set(ylim=(-0.5, 1), xlim=(0.88, 1.02))
     figure.savefig(RESULTS / "mixture_frontier.png", dpi=120)
 
@@ -203,7 +290,9 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
             pairs = sorted(set(fresh) & set(stale))
             if not pairs:
                 continue
-            loss = losses[study, name] = [fresh[seed]["score"] - stale[seed]["score"] for seed in pairs]
+            loss = losses[study, name] = [
+                fresh[seed]["score"] - stale[seed]["score"] for seed in pairs
+            ]
             mean, half = mean_and_half_width(loss)
             small, corrected = mean + half <= WANTED_LOSS, name != "uncorrected"
             met = met and (small or not corrected or study != "stale")
@@ -223,7 +312,8 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
         report.say(f"At {said}: {alike(rows, study)}")
     report.verdict(
         met,
-        f"at the usual learning rate every corrected stale run loses at most {WANTED_LOSS} of the score against its "
+        f"at the usual learning rate every corrected stale run loses at most {WANTED_LOSS} of the "
+        "score against its "
         "own on-policy run (upper end of the 95 % interval).",
     )
     report.write(RESULTS / "mixture_stale.md")
@@ -232,7 +322,9 @@ def staleness(rows: Sequence[Row], wanted: int) -> None:
 
 def alike(rows: Sequence[Row], study: str) -> str:
     """Which stale surrogates cannot be told from the uncorrected one."""
-    stale = {name: of(rows, study=study, name=name, stale=True) for name in names(of(rows, study=study))}
+    stale = {
+        name: of(rows, study=study, name=name, stale=True) for name in names(of(rows, study=study))
+    }
     base = {row["seed"]: row["score"] for row in stale.get("uncorrected", [])}
     same, other = list[str](), list[str]()
     for name, runs in stale.items():
@@ -241,9 +333,12 @@ def alike(rows: Sequence[Row], study: str) -> str:
             continue
         mean, half = mean_and_half_width(gaps)
         most = max(map(abs, gaps))
-        (same if abs(mean) <= half or most < 1e-3 else other).append(f"{name} ({mean:+.4f} +- {half:.4f})")
+        (same if abs(mean) <= half or most < 1e-3 else other).append(
+            f"{name} ({mean:+.4f} +- {half:.4f})"
+        )
     return (
-        "stale, against uncorrected, paired by seed: not to be told apart (the interval holds 0, or no seed differs by "
+        "stale, against uncorrected, paired by seed: not to be told apart (the interval holds 0, "
+        "or no seed differs by "
         f".001): {', '.join(same) or 'none'}; different: {', '.join(other) or 'none'}."
     )
 
@@ -257,7 +352,9 @@ def draw_losses(losses: dict[tuple[str, str], list[float]]) -> None:
     for line, ((study, _), values) in enumerate(losses.items()):
         mean, half = mean_and_half_width(values)
         axes.plot(values, [line] * len(values), "o", color="0.7", markersize=4)
-        axes.errorbar(mean, line, xerr=half, fmt="D", color="C0" if study == "stale" else "C1", capsize=4)
+        axes.errorbar(
+            mean, line, xerr=half, fmt="D", color="C0" if study == "stale" else "C1", capsize=4
+        )
     axes.axvline(0.0, color="0.6", linewidth=1)
     axes.axvline(WANTED_LOSS, color="C3", linewidth=1, linestyle="--")
     labels = [name + (", fast" if study == "stale_fast" else "") for study, name in losses]
@@ -277,7 +374,8 @@ def bases(rows: Sequence[Row], wanted: int) -> None:
                 runs = of(rows, base=base, name=name, value=value)
                 report.row(base, name, f"{value:g}", len(runs), *of_trajectories(measures(runs)))
     report.say(
-        "The KL of points is left out: between modes that lie apart the base's Euler steps stretch space too much to "
+        "The KL of points is left out: between modes that lie apart the base's Euler steps stretch "
+        "space too much to "
         f"be inverted. At matched KL ({MATCHED['kl']:g} of trajectories):"
     )
     report.table(("base", "algorithm", "share"))
@@ -304,7 +402,11 @@ def draw_bases(rows: Sequence[Row]) -> None:
             dots = [(row["kl"], row["gain"]) for row in of(own, name=name)]
             axes.plot(*zip(*dots, strict=True), "o", markersize=4, label=name)
         axes.set(
-            xscale="log", xlim=(0.02, 3), xlabel="KL to the base, trajectories", ylabel="gain in reward", title=base
+            xscale="log",
+            xlim=(0.02, 3),
+            xlabel="KL to the base, trajectories",
+            ylabel="gain in reward",
+            title=base,
         )
         axes.set_ylim(0, max(gain for _, gain in curve) * 1.1)
         axes.legend(fontsize="x-small")

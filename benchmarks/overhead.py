@@ -1,11 +1,13 @@
-"""What one task costs beside its generation and the transfer of its bytes: claim, dispatch, hand-over.
+"""What one task costs beside its generation and the transfer of its bytes: claim, dispatch,
+hand-over.
 
     python -m benchmarks.overhead [tasks=60]
 
-A rollout rank claims tasks on a real control store and runs them with the real `TaskRunner`, in which an engine that
-computes nothing takes the model's place; a trainer rank puts the arriving parts on its `StepBoard` until the group of
-four tasks is complete. One task at a time, so nothing is hidden; alternating with a bare send of the same tensors over
-the same link, received into as much memory, which is subtracted. Wanted: at most 3 ms per task. Exit code 1 above that.
+A rollout rank claims tasks on a real control store and runs them with the real `TaskRunner`, in
+which an engine that computes nothing takes the model's place; a trainer rank puts the arriving
+parts on its `StepBoard` until the group of four tasks is complete. One task at a time, so nothing
+is hidden; alternating with a bare send of the same tensors over the same link, received into as
+much memory, which is subtracted. Wanted: at most 3 ms per task. Exit code 1 above that.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def one_trainer(fragment: tuple[int, ...], step: int = 0) -> Placement:
 
 
 class Idle:
-    """An engine that computes nothing: every task ends with the same trajectory, scored by another thread."""
+    """An engine that computes nothing: every task ends with the same trajectory, scored by another
+    thread."""
 
     scores_inline = False
 
@@ -71,13 +74,17 @@ class Idle:
 
     def begin(self, task: Task, prompt: Prompt) -> Generation:
         rows = tuple(range(task.first_sample, task.first_sample + task.samples))
-        return Generation(task, prompt, SampleState(SampleKey(0, task.step, prompt.uid, rows), torch.zeros(ROWS)))
+        return Generation(
+            task, prompt, SampleState(SampleKey(0, task.step, prompt.uid, rows), torch.zeros(ROWS))
+        )
 
     def steps_left(self, generation: Generation) -> int:
         return STEPS - generation.state.next_step
 
     def advance(self, generation: Generation) -> Generation:
-        return replace(generation, state=replace(generation.state, next_step=generation.state.next_step + 1))
+        return replace(
+            generation, state=replace(generation.state, next_step=generation.state.next_step + 1)
+        )
 
     def decode(self, generation: Generation) -> torch.Tensor:
         return generation.state.latents
@@ -85,7 +92,13 @@ class Idle:
     def score(self, generation: Generation, media: torch.Tensor) -> Future[Trajectory]:
         task = generation.task
         return self._scorer.submit(
-            partial(replace, self._trajectory, index=task.index, group=task.group, first_sample=task.first_sample)
+            partial(
+                replace,
+                self._trajectory,
+                index=task.index,
+                group=task.group,
+                first_sample=task.first_sample,
+            )
         )
 
     def reward_trouble(self) -> str | None:
@@ -114,7 +127,8 @@ def trajectory_of(size: int) -> Trajectory:
 
 
 def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
-    """Milliseconds of every task: bare transfer, the claim alone, everything from the claim to the trainer's answer."""
+    """Milliseconds of every task: bare transfer, the claim alone, everything from the claim to the
+    trainer's answer."""
     trajectory = trajectory_of(size)
     folder = Path(tempfile.mkdtemp())
 
@@ -156,17 +170,26 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
         answered()
         ended = time.perf_counter()
         runner.settle(wait=True)
-        rows.append(tuple(1e3 * seconds for seconds in (sent - began, claimed - sent, ended - sent)))
+        rows.append(
+            tuple(1e3 * seconds for seconds in (sent - began, claimed - sent, ended - sent))
+        )
     return rows[SPEC.tasks :]  # the first group opens connections
 
 
 def trainer(here: BenchRank, groups: int, size: int) -> float:
-    """Answer every message; put the parts of every second one on the board. Milliseconds per task of doing that."""
+    """Answer every message; put the parts of every second one on the board. Milliseconds per task
+    of doing that."""
     seconds, claims = [], Claims(StoredClaims(here.control), here.rank)
     for version in range(size, size + groups + 1):
-        board, complete, kept = StepBoard(SPEC, one_trainer, here.rank, 0, {"reward": 1.0}), None, []
+        board, complete, kept = (
+            StepBoard(SPEC, one_trainer, here.rank, 0, {"reward": 1.0}),
+            None,
+            [],
+        )
         for _ in range(SPEC.tasks):
-            kept.append(here.receive())  # as the board keeps its parts: memory that is not in the cache
+            kept.append(
+                here.receive()
+            )  # as the board keeps its parts: memory that is not in the cache
             here.link.send(1, Message(MessageKind.CELLS, {}))
             message = here.receive()
             began = time.perf_counter()
@@ -192,11 +215,20 @@ def main(words: list[str]) -> int:
                 board = torch.tensor(trainer(here, groups, size), dtype=torch.float64)
                 dist.send(board, 1)
             return 0
-        columns = ("task MiB", "transfer ms", "all ms", "overhead ms", "of it claim ms", "of it board ms")
+        columns = (
+            "task MiB",
+            "transfer ms",
+            "all ms",
+            "overhead ms",
+            "of it claim ms",
+            "of it board ms",
+        )
         report = Report(
             "A task beside its generation and its transfer",
-            f"Medians of {groups * SPEC.tasks} tasks of {STEPS} steps, one at a time, two processes, loopback.\n"
-            "Overhead = all - transfer: claim, spans, notices, threads, packing, unpacking, placing, deciding.",
+            f"Medians of {groups * SPEC.tasks} tasks of {STEPS} steps, one at a time, two "
+            "processes, loopback.\n"
+            "Overhead = all - transfer: claim, spans, notices, threads, packing, unpacking, "
+            "placing, deciding.",
             columns,
         )
         worst = 0.0
@@ -204,12 +236,16 @@ def main(words: list[str]) -> int:
             rows = rollout(here, groups, size)
             board: Any = torch.zeros((), dtype=torch.float64)
             dist.recv(board, 0)
-            transfer, claim, everything = (statistics.median(column) for column in zip(*rows, strict=True))
+            transfer, claim, everything = (
+                statistics.median(column) for column in zip(*rows, strict=True)
+            )
             overhead = statistics.median(row[2] - row[0] for row in rows)
             worst = max(worst, overhead)
             figures = (transfer, everything, overhead, claim, float(board))
             report.row(f"{size / MIB:.2f}", *(f"{figure:.2f}" for figure in figures))
-        report.verdict(worst <= BAR_MS, f"overhead of a task {worst:.2f} ms, at most {BAR_MS:.0f} ms wanted")
+        report.verdict(
+            worst <= BAR_MS, f"overhead of a task {worst:.2f} ms, at most {BAR_MS:.0f} ms wanted"
+        )
         return report.close(given)
 
     return on_ranks(2, body)

@@ -1,13 +1,15 @@
-"""Against what the peers do: their per-timestep training loop, and a whole step of theirs on the tiny SD3.
+"""Against what the peers do: their per-timestep training loop, and a whole step of theirs on the
+tiny SD3.
 
     python -m benchmarks.peers [samples=8] [repeats=7] [rl_steps=8] [peer=DIR] [sittings=3]
 
-Loops: one forward and backward per (sample batch, trained step), as in Flow-GRPO's and DanceGRPO's scripts, written out
-here, against this system's training step on one block of all trained steps; same model, trajectories and advantages;
-the gradients must agree (exit code 1 if not).
-Workload: real runs of this system (`digenrl.cli.train`). With peer=DIR, a checkout of yifan123/flow_grpo at ac4c86e
-that this Python can run (it needs ml_collections and wandb beside our requirements), its own training script does the
-same work in turns with ours: same weights, prompts, text tokens, sizes, steps and processes, one thread each.
+Loops: one forward and backward per (sample batch, trained step), as in Flow-GRPO's and DanceGRPO's
+scripts, written out here, against this system's training step on one block of all trained steps;
+same model, trajectories and advantages; the gradients must agree (exit code 1 if not).
+Workload: real runs of this system (`digenrl.cli.train`). With peer=DIR, a checkout of
+yifan123/flow_grpo at ac4c86e that this Python can run (it needs ml_collections and wandb beside our
+requirements), its own training script does the same work in turns with ours: same weights, prompts,
+text tokens, sizes, steps and processes, one thread each.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ WORKLOAD = (
 CASES = {
     "1, colocated": (1, ("schedule=colocated", "allocation.trainers=1")),
     "2, colocated": (2, ("schedule=colocated", "allocation.trainers=2")),
-    "2, one rollout and one trainer": (2, ("schedule=full", "allocation.trainers=1", "allocation.rollouts=1")),
+    "2, one rollout and one trainer": (
+        2,
+        ("schedule=full", "allocation.trainers=1", "allocation.rollouts=1"),
+    ),
 }
 """Name -> processes, and what makes them."""
 SAMPLES = 32
@@ -89,16 +94,31 @@ class Loop:
     """One tiny model with the trajectories of one task, trained in both ways."""
 
     def __init__(self, experiment: str, rows: int) -> None:
-        words = [f"experiment={experiment}", "hardware=cpu_tiny", "algorithm.kl_weight=0", "algorithm/advantage=group"]
-        composed = configuration.load([*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"])
+        words = [
+            f"experiment={experiment}",
+            "hardware=cpu_tiny",
+            "algorithm.kl_weight=0",
+            "algorithm/advantage=group",
+        ]
+        composed = configuration.load(
+            [*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"]
+        )
         settings = settled(composed, 1, 0).config
         self.policy = configuration.instantiate(settings.model)
         self.module = configuration.instantiate(settings.algorithm, policy=self.policy)
         self.clip_range = float(settings.algorithm.clip_range)
-        prompt, plan = Prompt("a red circle on a white background"), self.module.train_steps.plan(0, 0, STEPS)
+        prompt, plan = (
+            Prompt("a red circle on a white background"),
+            self.module.train_steps.plan(0, 0, STEPS),
+        )
         condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(STEPS)
         made = sample(
-            self.policy, condition, SampleKey(0, 0, prompt.uid, tuple(range(rows))), grid, self.module.sde, plan
+            self.policy,
+            condition,
+            SampleKey(0, 0, prompt.uid, tuple(range(rows))),
+            grid,
+            self.module.sde,
+            plan,
         )
         self.block = CellBlock(
             step=0,
@@ -115,18 +135,29 @@ class Loop:
         )
         self.rewards = torch.linspace(0.0, 1.0, rows)[None]
         self.batch = TrainBatch(
-            (self.block,), {"reward": self.rewards}, {"reward": 1.0}, float(made.log_probs.numel()), 0, 0
+            (self.block,),
+            {"reward": self.rewards},
+            {"reward": 1.0},
+            float(made.log_probs.numel()),
+            0,
+            0,
         )
 
     def per_timestep(self) -> None:
-        """Advantages of the group; then step by step: forward, ratio, clipped loss, mean, backward."""
+        """Advantages of the group; then step by step: forward, ratio, clipped loss, mean,
+        backward."""
         rewards, block = self.rewards[0], self.block
         advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
         trained = len(block.steps)
         for k in range(trained):
-            one = {name: getattr(block, name)[:, k : k + 1] for name in ("latents", "next_latents", "log_probs")}
+            one = {
+                name: getattr(block, name)[:, k : k + 1]
+                for name in ("latents", "next_latents", "log_probs")
+            }
             cell = CellBlock(**(vars(block) | one | {"steps": block.steps[k : k + 1]}))
-            ratio = torch.exp(replay(self.policy, cell, self.module.sde).log_prob[:, 0] - cell.log_probs[:, 0])
+            ratio = torch.exp(
+                replay(self.policy, cell, self.module.sde).log_prob[:, 0] - cell.log_probs[:, 0]
+            )
             clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
             loss = torch.maximum(-advantages * ratio, -advantages * clipped).mean() / trained
             loss.backward()
@@ -140,12 +171,17 @@ class Loop:
         began = time.perf_counter()
         train()
         seconds = time.perf_counter() - began
-        grads = [p.grad.flatten() for p in self.policy.trained_parameters().values() if p.grad is not None]
+        grads = [
+            p.grad.flatten()
+            for p in self.policy.trained_parameters().values()
+            if p.grad is not None
+        ]
         return seconds, torch.cat(grads)
 
 
 def compare_loops(experiment: str, rows: int, repeats: int) -> tuple[float, float, float]:
-    """Median seconds of the per-timestep loop, of the batched one, and their gradients' relative difference."""
+    """Median seconds of the per-timestep loop, of the batched one, and their gradients' relative
+    difference."""
     loop = Loop(experiment, rows)
     times: dict[str, list[float]] = {"per_timestep": [], "batched": []}
     difference = 0.0
@@ -173,7 +209,8 @@ def own_step_s(words: tuple[str, ...], rl_steps: int) -> float:
 
 
 def peer_step_s(sources: Path, processes: int, rl_steps: int) -> float:
-    """Median seconds of an iteration of flow_grpo's own script, from one line of its output to the next.
+    """Median seconds of an iteration of flow_grpo's own script, from one line of its output to the
+    next.
 
     Raises:
         SystemExit: it ended by itself; with its last lines.
@@ -183,16 +220,31 @@ def peer_step_s(sources: Path, processes: int, rl_steps: int) -> float:
         Path(folder, "train.txt").write_text("\n".join(texts))
         Path(folder, "test.txt").write_text(texts[0])
         batches = SAMPLES // 8 // processes
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={processes}",
+        ]
         command += ["-m", "benchmarks._flow_grpo", str(sources)]
-        command += [f"--config={sources / 'config' / 'grpo.py'}:compressibility", *PEER, f"--config.dataset={folder}"]
-        command += [f"--config.pretrained.model={tiny_builds.ensure('sd3')}", f"--config.logdir={folder}"]
+        command += [
+            f"--config={sources / 'config' / 'grpo.py'}:compressibility",
+            *PEER,
+            f"--config.dataset={folder}",
+        ]
+        command += [
+            f"--config.pretrained.model={tiny_builds.ensure('sd3')}",
+            f"--config.logdir={folder}",
+        ]
         command += [f"--config.sample.num_batches_per_epoch={batches}"]
         command += [f"--config.train.gradient_accumulation_steps={batches}"]
         alone = {"WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
         with (
             Path(folder, "stderr").open("w+") as errors,
-            subprocess.Popen(command, env=os.environ | alone, stdout=subprocess.PIPE, stderr=errors, text=True) as run,
+            subprocess.Popen(
+                command, env=os.environ | alone, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as run,
         ):
             assert run.stdout is not None
             times = (time.perf_counter() for line in run.stdout if line.startswith(PEER_STEP))
@@ -201,7 +253,10 @@ def peer_step_s(sources: Path, processes: int, rl_steps: int) -> float:
             run.wait()
             if len(ended) <= rl_steps:
                 errors.seek(0)
-                raise SystemExit(f"{' '.join(command)} ended after {len(ended)} iterations:\n{errors.read()[-2000:]}")
+                raise SystemExit(
+                    f"{' '.join(command)} ended after {len(ended)} "
+                    f"iterations:\n{errors.read()[-2000:]}"
+                )
     return statistics.median(after - before for before, after in itertools.pairwise(ended))
 
 
@@ -210,21 +265,39 @@ def main(words: list[str]) -> int:
     torch.set_num_threads(1)
     report = Report(
         "Against the peers",
-        f"Loops: tiny builds, {given['samples']} samples x {STEPS - 1} trained steps, 1 thread, medians of "
+        f"Loops: tiny builds, {given['samples']} samples x {STEPS - 1} trained steps, 1 thread, "
+        "medians of "
         f"{given['repeats']}.\nRatio: per-timestep / batched; above 1 the batched loop is faster.",
         ("loop, model   ", "per timestep ms", "batched ms", "ratio", "gradient difference"),
     )
     worst = 0.0
     for experiment in LOOPS:
-        loop, batched, difference = compare_loops(experiment, int(given["samples"]), int(given["repeats"]))
+        loop, batched, difference = compare_loops(
+            experiment, int(given["samples"]), int(given["repeats"])
+        )
         worst = max(worst, difference)
         report.row(
-            experiment, f"{1e3 * loop:.1f}", f"{1e3 * batched:.1f}", f"{loop / batched:.2f}", f"{difference:.1e}"
+            experiment,
+            f"{1e3 * loop:.1f}",
+            f"{1e3 * batched:.1f}",
+            f"{loop / batched:.2f}",
+            f"{difference:.1e}",
         )
-    report.verdict(worst <= TOLERANCE, f"gradients differ by {worst:.1e} in norm, at most {TOLERANCE:.0e} wanted")
-    peer, rl_steps = Path(given["peer"]).resolve() if given["peer"] else None, int(given["rl_steps"])
+    report.verdict(
+        worst <= TOLERANCE,
+        f"gradients differ by {worst:.1e} in norm, at most {TOLERANCE:.0e} wanted",
+    )
+    peer, rl_steps = (
+        Path(given["peer"]).resolve() if given["peer"] else None,
+        int(given["rl_steps"]),
+    )
     report.table(
-        ("processes, schedule              ", "step s", "samples/s", *(["flow_grpo", "ratio"] if peer else []))
+        (
+            "processes, schedule              ",
+            "step s",
+            "samples/s",
+            *(["flow_grpo", "ratio"] if peer else []),
+        )
     )
     own: dict[str, list[float]] = {name: [] for name in CASES}
     theirs: dict[int, list[float]] = {1: [], 2: []}
@@ -241,9 +314,12 @@ def main(words: list[str]) -> int:
             cells += [f"{SAMPLES / peer_s:.1f}", f"{peer_s / step_s:.2f}"]
         report.row(*cells)
     report.say(
-        f"Medians of {given['sittings']} sittings in turns, {rl_steps} RL steps each. Both: 4 prompts x 8 samples, "
-        f"64 px, {STEPS} steps of which {STEPS - 1} trained, LoRA of rank 32, fp32, a JPEG reward, 141 text tokens, "
-        "one thread a process. This system encodes each prompt once; flow_grpo once per sample and iteration."
+        f"Medians of {given['sittings']} sittings in turns, {rl_steps} RL steps each. Both: 4 "
+        "prompts x 8 samples, "
+        f"64 px, {STEPS} steps of which {STEPS - 1} trained, LoRA of rank 32, fp32, a JPEG reward, "
+        "141 text tokens, "
+        "one thread a process. This system encodes each prompt once; flow_grpo once per sample and "
+        "iteration."
     )
     return report.close(given)
 

@@ -1,9 +1,11 @@
-"""From a trainer's optimizer step to adopted weights, against a bare gloo broadcast in the same run, alternating.
+"""From a trainer's optimizer step to adopted weights, against a bare gloo broadcast in the same
+run, alternating.
 
     python -m benchmarks.publish [rollouts=1] [rounds=9]
 
-Publish-to-adopted is everything: the copy of the parameters, the digest, the sends, the check of the digest and the
-adoption by every (idle) rollout. Wanted: at most twice the broadcast plus 10 ms. Exit code 1 above that.
+Publish-to-adopted is everything: the copy of the parameters, the digest, the sends, the check of
+the digest and the adoption by every (idle) rollout. Wanted: at most twice the broadcast plus 10 ms.
+Exit code 1 above that.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ TENSORS = 64
 """Parameters of the adapter."""
 
 
-def publish_and_adopt(here: BenchRank, parameters: dict[str, torch.Tensor], arrivals: Arrivals, number: int) -> None:
+def publish_and_adopt(
+    here: BenchRank, parameters: dict[str, torch.Tensor], arrivals: Arrivals, number: int
+) -> None:
     """Rank 0 publishes and waits for every acknowledgement; the others adopt."""
     if here.rank:
         version = None
@@ -42,7 +46,9 @@ def publish_and_adopt(here: BenchRank, parameters: dict[str, torch.Tensor], arri
 
 def measure(here: BenchRank, size: int, rounds: int) -> tuple[list[float], list[float]]:
     """Milliseconds of every round: broadcast, publish."""
-    parameters = {f"layer.{i}": torch.full((size // 4 // TENSORS,), float(here.rank)) for i in range(TENSORS)}
+    parameters = {
+        f"layer.{i}": torch.full((size // 4 // TENSORS,), float(here.rank)) for i in range(TENSORS)
+    }
     flat, arrivals = torch.full((size // 4,), float(here.rank)), Arrivals(parameters)
     bare, ours = [], []
     for number in range(rounds + 1):
@@ -78,20 +84,30 @@ def main(words: list[str]) -> int:
             "publish best ms",
         )
         report = Report(
-            f"Publish-to-adopted with {given['rollouts']} idle rollout(s) against a bare gloo broadcast",
-            f"{TENSORS} fp32 tensors, processes on this machine, loopback. The limit is twice the broadcast + 10 ms.",
+            f"Publish-to-adopted with {given['rollouts']} idle rollout(s) against a bare gloo "
+            "broadcast",
+            f"{TENSORS} fp32 tensors, processes on this machine, loopback. The limit is twice the "
+            "broadcast + 10 ms.",
             columns,
         )
         late = []
         for size in SIZES:
             bare, ours = measure(here, size, rounds)
             limit = 2 * statistics.median(bare) + 10
-            figures = (statistics.median(bare), statistics.median(ours), limit, min(bare), min(ours))
+            figures = (
+                statistics.median(bare),
+                statistics.median(ours),
+                limit,
+                min(bare),
+                min(ours),
+            )
             report.row(size // MIB, *(f"{figure:.2f}" for figure in figures))
             if statistics.median(ours) > limit:
                 late.append(f"{size // MIB} MiB")
         report.verdict(
-            not late, f"at most 2 x broadcast + 10 ms at every size{'; above it: ' * bool(late)}{', '.join(late)}"
+            not late,
+            "at most 2 x broadcast + 10 ms at every "
+            f"size{'; above it: ' * bool(late)}{', '.join(late)}",
         )
         return report.close(given)
 

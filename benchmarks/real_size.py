@@ -1,16 +1,19 @@
-"""The five families at their real widths and depths on this machine's GPU: random weights made there, no download.
+"""The five families at their real widths and depths on this machine's GPU: random weights made
+there, no download.
 
-    python -m benchmarks.real_size [models=flux1_dev,wan21_14b,...] [budget_s=540] [size=real|tiny] [samples=1,2,4,8]
-        [images=64] [engines=eager,compiled] [out=DIR] [fresh=true]
+    python -m benchmarks.real_size [models=flux1_dev,wan21_14b,...] [budget_s=540] [size=real|tiny]
+        [samples=1,2,4,8] [images=64] [engines=eager,compiled] [out=DIR] [fresh=true]
 
-Seconds per denoising step and per trained micro-batch (eager, compiled; every checkpointing grade; 1 to 8
-samples; 1, 2 and 4 steps in a forward), share of the machine's own matrix product, peak memory beside the planner's
-model, the first ratio's deviation, encoding, decoding, publishing, and an RL step where a published speed is known, in
-images per GPU-second. What does not fit or fails is recorded as such.
+Seconds per denoising step and per trained micro-batch (eager, compiled; every checkpointing grade;
+1 to 8 samples; 1, 2 and 4 steps in a forward), share of the machine's own matrix product, peak
+memory beside the planner's model, the first ratio's deviation, encoding, decoding, publishing, and
+an RL step where a published speed is known, in images per GPU-second. What does not fit or fails is
+recorded as such.
 
-After `budget_s` seconds nothing new is begun; the same command goes on where it stopped. Results are kept one by one in
-real_size-GPU.json, then written as a dated table and as GPU.yaml, the rows for the planner: under `out`, else $OUT,
-else benchmarks/results and configs/hardware/measured. Without a GPU all runs at tiny size, into outputs/real_size.
+After `budget_s` seconds nothing new is begun; the same command goes on where it stopped. Results
+are kept one by one in real_size-GPU.json, then written as a dated table and as GPU.yaml, the rows
+for the planner: under `out`, else $OUT, else benchmarks/results and configs/hardware/measured.
+Without a GPU all runs at tiny size, into outputs/real_size.
 """
 
 from __future__ import annotations
@@ -74,7 +77,9 @@ def plan(model: str, given: Mapping[str, str]) -> Iterator[tuple[Build, list[Uni
     one, pair = (1,), (RATIO_SAMPLES,)
     images = [int(given["images"])] if model in PUBLISHED else []
 
-    def units(how: Build, *wanted: tuple[str, str, Sequence[int], Sequence[int]]) -> tuple[Build, list[Unit]]:
+    def units(
+        how: Build, *wanted: tuple[str, str, Sequence[int], Sequence[int]]
+    ) -> tuple[Build, list[Unit]]:
         chosen = [entry for entry in wanted if entry[1] in given["engines"].split(",")]
         return how, [
             Unit(model, how, stage, engine, samples, steps)
@@ -106,7 +111,10 @@ def plan(model: str, given: Mapping[str, str]) -> Iterator[tuple[Build, list[Uni
     yield units(Build(compiled=True, kept="all"), ("train", COMPILED, few, one))
     yield units(Build(tiling=True), ("decode", EAGER, one, one))
     yield units(
-        Build(full=True), ("ratio", EAGER, pair, STEPS), ("train", EAGER, one, one), ("publish", EAGER, one, one)
+        Build(full=True),
+        ("ratio", EAGER, pair, STEPS),
+        ("train", EAGER, one, one),
+        ("publish", EAGER, one, one),
     )
 
 
@@ -122,18 +130,27 @@ class Results:
         """Add a result; the file is replaced in one move."""
         self.rows[unit.key] = row
         fresh = self.path.with_suffix(".tmp")
-        fresh.write_text(json.dumps({"machine": self.machine, "rows": self.rows}, indent=1) + "\n", encoding="utf-8")
+        fresh.write_text(
+            json.dumps({"machine": self.machine, "rows": self.rows}, indent=1) + "\n",
+            encoding="utf-8",
+        )
         os.replace(fresh, self.path)
         print(f"{unit.key}: {words(row)}", file=sys.stderr, flush=True)
 
     def missing(self, units: Iterable[Unit]) -> list[Unit]:
         """Those that were never measured, or failed."""
-        return [unit for unit in units if "failed" in self.rows.get(unit.key, {"failed": "never tried"})]
+        return [
+            unit for unit in units if "failed" in self.rows.get(unit.key, {"failed": "never tried"})
+        ]
 
     def too_many(self, unit: Unit) -> str | None:
         """Why a unit needs no trial: fewer samples did not fit."""
         fewer = (replace(unit, samples=samples).key for samples in range(1, unit.samples))
-        return "fewer samples did not fit" if any("full" in self.rows.get(key, {}) for key in fewer) else None
+        return (
+            "fewer samples did not fit"
+            if any("full" in self.rows.get(key, {}) for key in fewer)
+            else None
+        )
 
 
 def machine_facts(device: torch.device, size: str) -> dict[str, Any]:
@@ -174,7 +191,11 @@ def measure(results: Results, given: Mapping[str, str], size: str, device: torch
             _device.release(device)
         conditioning.cache_clear()
         _device.release(device)
-    return sum(len(results.missing(units)) for model in given["models"].split(",") for _, units in plan(model, given))
+    return sum(
+        len(results.missing(units))
+        for model in given["models"].split(",")
+        for _, units in plan(model, given)
+    )
 
 
 # ---- what is written
@@ -183,23 +204,39 @@ def measure(results: Results, given: Mapping[str, str], size: str, device: torch
 def words(row: Row) -> str:
     """A result in a line."""
     parts = row.get("parts", {})
-    shown = {key: value for key, value in row.items() if value is not None and key not in ("flops", "parts")}
+    shown = {
+        key: value
+        for key, value in row.items()
+        if value is not None and key not in ("flops", "parts")
+    }
     shown |= {f"{name} seconds": seconds for name, seconds in parts.items()}
     return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in shown.items()
     )
 
 
 def figures(row: Row, peak: float | None) -> list[str]:
-    """Seconds, TFLOP/s, share of the matrix product, GiB, the planner's GiB; without `peak` (tiny) no speeds."""
+    """Seconds, TFLOP/s, share of the matrix product, GiB, the planner's GiB; without `peak` (tiny)
+    no speeds."""
     if "seconds" not in row:
-        return [next(key for key in ("full", "failed", "skipped") if key in row), "-", "-", "-", "-"]
+        return [
+            next(key for key in ("full", "failed", "skipped") if key in row),
+            "-",
+            "-",
+            "-",
+            "-",
+        ]
     speeds = ["-", "-"]
     if peak is not None:
         speed = row["flops"] / row["seconds"] / 1e12
         speeds = [f"{speed:.0f}", f"{speed / peak:.2f}"]
     found = [row["gib"], row["model_gib"] if peak is not None else None]
-    return [f"{row['seconds']:.4f}", *speeds, *("-" if gib is None else f"{gib:.1f}" for gib in found)]
+    return [
+        f"{row['seconds']:.4f}",
+        *speeds,
+        *("-" if gib is None else f"{gib:.1f}" for gib in found),
+    ]
 
 
 def tables(results: Results, units: Sequence[Unit]) -> Report:
@@ -208,10 +245,14 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
     peak = None if machine["size"] == TINY else float(machine["matmul_tflops"])
     memory = "" if machine["memory_gib"] is None else f"{machine['memory_gib']:.1f} GiB, "
     notes = (
-        f"{machine['gpu']}: {memory}bf16 matrix product {machine['matmul_tflops']:.3g} TFLOP/s, copy inside its memory "
-        f"{machine['copy_tb_s']:.3g} TB/s, from the host {machine['host_gb_s']:.3g} GB/s; torch {machine['torch']}.\n"
-        "Random weights; LoRA r64 on attention and feed-forward, or all weights (full). FLOPs are the model's, "
-        "repetition not counted; shares are of the matrix product; GiB are the allocator's peak and the planner's."
+        f"{machine['gpu']}: {memory}bf16 matrix product {machine['matmul_tflops']:.3g} TFLOP/s, "
+        "copy inside its memory "
+        f"{machine['copy_tb_s']:.3g} TB/s, from the host {machine['host_gb_s']:.3g} GB/s; torch "
+        f"{machine['torch']}.\n"
+        "Random weights; LoRA r64 on attention and feed-forward, or all weights (full). FLOPs are "
+        "the model's, "
+        "repetition not counted; shares are of the matrix product; GiB are the allocator's peak "
+        "and the planner's."
     )
     if peak is None:
         notes += "\nTINY builds: this shows that everything runs, and nothing about speed."
@@ -236,17 +277,23 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
             report.verdict(False, f"{unit.key}: {row['failed']}")
         elif "images_per_s" in row and peak is not None:
             report.say(
-                f"An RL step of {unit.model} ({unit.engine}): {row['images_per_s']:.3f} images per GPU-second; "
-                f"published: {PUBLISHED[unit.model]['images_per_s']} ({PUBLISHED[unit.model]['source']})."
+                f"An RL step of {unit.model} ({unit.engine}): {row['images_per_s']:.3f} images per "
+                "GPU-second; "
+                f"published: {PUBLISHED[unit.model]['images_per_s']} "
+                f"({PUBLISHED[unit.model]['source']})."
             )
     return report
 
 
 def planner_rows(results: Results, units: Sequence[Unit]) -> str:
-    """YAML for the planner (`extensions.planner.measured`): the machine, and model -> stage -> measured rows."""
+    """YAML for the planner (`extensions.planner.measured`): the machine, and model -> stage ->
+    measured rows."""
 
     def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
+        return {
+            key: float(f"{value:.4g}") if isinstance(value, float) else value
+            for key, value in row.items()
+        }
 
     models: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for unit in units:
@@ -255,16 +302,27 @@ def planner_rows(results: Results, units: Sequence[Unit]) -> str:
             continue
         entry: dict[str, Any] = {"engine": unit.engine, "samples": unit.samples}
         if unit.stage == "train":
-            entry |= {"steps": unit.steps, "keeps": unit.build.kept, "trained": "all" if unit.build.full else "lora"}
-        entry |= {key: row[key] for key in ("tokens", "passes", "reference", "tiling") if key in row}
+            entry |= {
+                "steps": unit.steps,
+                "keeps": unit.build.kept,
+                "trained": "all" if unit.build.full else "lora",
+            }
+        entry |= {
+            key: row[key] for key in ("tokens", "passes", "reference", "tiling") if key in row
+        }
         if "flops" in row:
-            entry |= {"share": row["flops"] / row["seconds"] / 1e12 / results.machine["matmul_tflops"]}
+            entry |= {
+                "share": row["flops"] / row["seconds"] / 1e12 / results.machine["matmul_tflops"]
+            }
         entry |= {"seconds": row["seconds"], "gib": row["gib"]}
         models.setdefault(unit.model, {}).setdefault(unit.stage, []).append(rounded(entry))
     head = (
-        "# Measured by `python -m benchmarks.real_size`, whose table has the rest. Seconds of: generate: a denoising\n"
-        "# step of `samples` samples; train: a micro-batch of `samples` x `steps` cells; encode: a prompt; decode: a\n"
-        "# sample. tokens: latent tokens of a sample. passes: forwards per velocity. reference: with the base model's\n"
+        "# Measured by `python -m benchmarks.real_size`, whose table has the rest. Seconds of: "
+        "generate: a denoising\n"
+        "# step of `samples` samples; train: a micro-batch of `samples` x `steps` cells; encode: a "
+        "prompt; decode: a\n"
+        "# sample. tokens: latent tokens of a sample. passes: forwards per velocity. reference: "
+        "with the base model's\n"
         "# forward (KL). share: of matmul_tflops, FLOPs that are repeated not counted.\n"
     )
     body = {"machine": rounded(results.machine), "models": models}
@@ -279,12 +337,21 @@ def places(given: Mapping[str, str], size: str) -> tuple[Path, Path]:
 
 def kept_rows(path: Path, given: Mapping[str, str]) -> dict[str, Row]:
     """Results of earlier slices: those of the repository, and those at `path`."""
-    known = [] if given["fresh"] == "true" else [file for file in (RESULTS / path.name, path) if file.exists()]
-    return {key: row for file in known for key, row in json.loads(file.read_text(encoding="utf-8"))["rows"].items()}
+    known = (
+        []
+        if given["fresh"] == "true"
+        else [file for file in (RESULTS / path.name, path) if file.exists()]
+    )
+    return {
+        key: row
+        for file in known
+        for key, row in json.loads(file.read_text(encoding="utf-8"))["rows"].items()
+    }
 
 
 def main(arguments: list[str]) -> int:
-    """Measure, write, say what is left; 1 when a measurement failed for another reason than memory."""
+    """Measure, write, say what is left; 1 when a measurement failed for another reason than
+    memory."""
     given = options(arguments, DEFAULTS, QUICK)
     device = _device.find()
     size = given["size"] if given["size"] != "auto" else REAL if device.type == "cuda" else TINY
@@ -292,7 +359,10 @@ def main(arguments: list[str]) -> int:
         if unknown := sorted(set(given[key].split(",")) - set(known)):
             raise SystemExit(f"{key}={','.join(unknown)}: unknown; known: {', '.join(known)}.")
     if size not in (REAL, TINY) or (size == REAL and device.type != "cuda"):
-        raise SystemExit(f"size={size}: real needs a GPU and torch {torch.__version__} sees none; tiny runs anywhere.")
+        raise SystemExit(
+            f"size={size}: real needs a GPU and torch {torch.__version__} sees none; tiny runs "
+            "anywhere."
+        )
     if device.type == "cpu":
         torch.set_num_threads(1)  # as the ranks of a run
     folder, profiles = places(given, size)

@@ -1,16 +1,19 @@
 """How speed grows with ranks: simulated to 256 GPUs, emulated with real processes to 48.
 
-    python -m benchmarks.scaling [experiment=wan21_flowgrpo] [simulated=8,16,32,64,128,256] [emulated=4,8,16,32,48]
+    python -m benchmarks.scaling [experiment=wan21_flowgrpo] [simulated=8,16,32,64,128,256]
+    [emulated=4,8,16,32,48]
 
 An empty list (emulated=) leaves that part out.
 
-Simulated: one RL step of the published batch on ever more GPUs of testbed_c; the planner finds the best run for each
-number. Ratio = (samples/s per GPU) / (the same on the smallest number). The batch is the algorithm's, so it does not
+Simulated: one RL step of the published batch on ever more GPUs of testbed_c; the planner finds the
+best run for each number. Ratio = (samples/s per GPU) / (the same on the smallest number). The batch
+is the algorithm's, so it does not
 grow: where a group or a micro-batch becomes too small a share of a rank's work, the ratio falls.
 
-Emulated: ranks and prompts grow together (two prompts for each four ranks, a quarter of the ranks train), so that a
-step would last equally long if the runtime cost nothing. Ratio = (the smallest cluster's step) / step: what store,
-claims, transfers and collectives of real processes cost. `cores` is what the run kept busy on this machine.
+Emulated: ranks and prompts grow together (two prompts for each four ranks, a quarter of the ranks
+train), so that a step would last equally long if the runtime cost nothing. Ratio = (the smallest
+cluster's step) / step: what store, claims, transfers and collectives of real processes cost.
+`cores` is what the run kept busy on this machine.
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ STEP_SECONDS = 8.0
 
 def grown(costing: Costing, gpus: int) -> Costing:
     """`costing` on `gpus` GPUs of its first pool."""
-    pool = replace(costing.hardware.pools[0], count=gpus, per_node=min(gpus, costing.hardware.pools[0].per_node))
+    pool = replace(
+        costing.hardware.pools[0],
+        count=gpus,
+        per_node=min(gpus, costing.hardware.pools[0].per_node),
+    )
     return replace(costing, hardware=replace(costing.hardware, pools=(pool,)))
 
 
@@ -43,11 +50,15 @@ def simulated(report: Report, experiment: str, sizes: list[int]) -> list[float]:
     for gpus in sizes:
         best = make_plan(grown(costing, gpus)).best("on_policy")
         if best is None:
-            raise SystemExit(f"{experiment} does not fit on {gpus} GPUs: start with more, simulated=...")
+            raise SystemExit(
+                f"{experiment} does not fit on {gpus} GPUs: start with more, simulated=..."
+            )
         speeds.append(costing.work.samples / best.step_s / gpus)
         candidate = best.candidate
         ranks, ratio = f"{candidate.trainers}+{candidate.rollouts}", speeds[-1] / speeds[0]
-        report.row("simulated", gpus, ranks, candidate.name, f"{best.step_s:.1f}", f"{ratio:.3f}", "-")
+        report.row(
+            "simulated", gpus, ranks, candidate.name, f"{best.step_s:.1f}", f"{ratio:.3f}", "-"
+        )
     return [speed / speeds[0] for speed in speeds]
 
 
@@ -57,8 +68,17 @@ def measured(report: Report, sizes: list[int]) -> list[float]:
     scale = 1.0
     for ranks in [*sizes[:1], *sizes]:  # the first run only finds the time scale
         trainers, run_dir = max(1, ranks // 4), OUTPUT / f"{ranks}-ranks"
-        words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", f"hardware.pools.c.count={ranks}"]
-        words += ["schedule=gap_tsp", "schedule.tsp.batch=1", "sampling.task_size=1", "data.group_size=8"]
+        words = [
+            "experiment=qwen_image_flowgrpo",
+            "hardware=testbed_c",
+            f"hardware.pools.c.count={ranks}",
+        ]
+        words += [
+            "schedule=gap_tsp",
+            "schedule.tsp.batch=1",
+            "sampling.task_size=1",
+            "data.group_size=8",
+        ]
         words += [f"allocation.trainers={trainers}", f"allocation.rollouts={ranks - trainers}"]
         words += [f"data.prompts_per_batch={max(2, ranks // 2)}", "algorithm.updates_per_batch=1"]
         if scale == 1.0:
@@ -71,12 +91,18 @@ def measured(report: Report, sizes: list[int]) -> list[float]:
         steps.append((ends[-1] - ends[0]) / (len(ends) - 1))
         ratio = steps[0] / steps[-1]
         split = f"{trainers}+{ranks - trainers}"
-        report.row("emulated", ranks, split, "gap_tsp", f"{steps[-1]:.2f}", f"{ratio:.3f}", f"{cores:.2f}")
+        report.row(
+            "emulated", ranks, split, "gap_tsp", f"{steps[-1]:.2f}", f"{ratio:.3f}", f"{cores:.2f}"
+        )
     return [steps[0] / step for step in steps]
 
 
 def plot(
-    path: Path, simulated_at: list[int], expected: list[float], emulated_at: list[int], found: list[float]
+    path: Path,
+    simulated_at: list[int],
+    expected: list[float],
+    emulated_at: list[int],
+    found: list[float],
 ) -> None:
     """Both ratios over the number of ranks."""
     import matplotlib
@@ -99,11 +125,19 @@ def plot(
 
 
 def main() -> int:
-    defaults = {"experiment": "wan21_flowgrpo", "simulated": "8,16,32,64,128,256", "emulated": "4,8,16,32,48"}
+    defaults = {
+        "experiment": "wan21_flowgrpo",
+        "simulated": "8,16,32,64,128,256",
+        "emulated": "4,8,16,32,48",
+    }
     given = options(sys.argv[1:], defaults, {"simulated": "8,16", "emulated": "4,8"})
-    at = {kind: [int(size) for size in given[kind].split(",") if size] for kind in ("simulated", "emulated")}
+    at = {
+        kind: [int(size) for size in given[kind].split(",") if size]
+        for kind in ("simulated", "emulated")
+    }
     notes = (
-        f"Simulated: {given['experiment']}, its published batch, best on-policy run on testbed_c's GPU. "
+        f"Simulated: {given['experiment']}, its published batch, best on-policy run on testbed_c's "
+        "GPU. "
         "Emulated: real processes, sleeping networks, batch in proportion to the ranks."
     )
     columns = ("how", "ranks", "trainers+rollouts", "schedule", "s/step", "ratio", "cores busy")

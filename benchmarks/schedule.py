@@ -1,12 +1,15 @@
-"""What each mechanism of the schedule buys, simulated: testbeds x models, every schedule at its best allocation.
+"""What each mechanism of the schedule buys, simulated: testbeds x models, every schedule at its
+best allocation.
 
-    python -m benchmarks.schedule [testbeds=testbed_a,...] [models=...] [mechanisms=true] [workers=2] [quick=true]
+    python -m benchmarks.schedule [testbeds=testbed_a,...] [models=...] [mechanisms=true]
+    [workers=2] [quick=true]
 
-prints the table and keeps it, dated, with a plot, in benchmarks/results/. All GPUs are counted. `colocated naive` is
-what published loops do: an equal split, one denoising step per forward, the published task size, the fastest of ddp,
-hsdp and fsdp that fits. `colocated` is the best colocated run that the planner finds, `best on-policy` and `best async`
-the best of everything in the table and of the planner's candidates. Disaggregated rows search allocation, sharding,
-task size and K for themselves, so that a mechanism is not credited with a better split; `mechanisms=false` leaves them
+prints the table and keeps it, dated, with a plot, in benchmarks/results/. All GPUs are counted.
+`colocated naive` is what published loops do: an equal split, one denoising step per forward, the
+published task size, the fastest of ddp, hsdp and fsdp that fits. `colocated` is the best colocated
+run that the planner finds, `best on-policy` and `best async` the best of everything in the table
+and of the planner's candidates. Disaggregated rows search allocation, sharding, task size and K for
+themselves, so that a mechanism is not credited with a better split; `mechanisms=false` leaves them
 out, which takes half of the time. Why bars are missed is in docs/planner.md.
 """
 
@@ -28,7 +31,7 @@ from digenrl import config as configuration
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fitted, step_batches, task_sizes
-from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import repeats
 from digenrl.extensions.planner.planner import fastest, make_plan
 from digenrl.extensions.planner.reading import workload
@@ -44,8 +47,8 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "+tag": {"gap": 1, "tag": True},
     "+async": {"gap": 1, "tag": True, "async_steps": 1},
 }
-"""Disaggregated rows: each adds one mechanism. Advantages over the whole batch exclude GAP; only a whole stale batch
-overlaps with training."""
+"""Disaggregated rows: each adds one mechanism. Advantages over the whole batch exclude GAP; only a
+whole stale batch overlaps with training."""
 
 
 COLUMNS = (
@@ -60,12 +63,13 @@ ROBUST = 0.90
 
 @dataclass(frozen=True)
 class Cell:
-    """One testbed and model: the bound, and the best run of each schedule (None: it does not fit into memory)."""
+    """One testbed and model: the bound, and the best run of each schedule (None: it does not fit
+    into memory)."""
 
     hardware: str
     experiment: str
     bound_s: float
-    rows: dict[str, Outcome | None]
+    rows: dict[str, CandidateOutcome | None]
 
     def share(self, name: str) -> float:
         """Of the bound; 0 for what does not fit or is excluded."""
@@ -74,14 +78,20 @@ class Cell:
 
 
 def bench_of(experiment: str, hardware: str, *words: str) -> tuple[Costing, int]:
-    """The published workload of `experiment` on `hardware`, changed by overrides, and its task size."""
-    composed = configuration.load([f"experiment={experiment}", f"hardware={hardware}", *words], "plan")
+    """The published workload of `experiment` on `hardware`, changed by overrides, and its task
+    size."""
+    composed = configuration.load(
+        [f"experiment={experiment}", f"hardware={hardware}", *words], "plan"
+    )
     node: Any = OmegaConf.to_container(composed.config.hardware)
-    return Costing(workload(composed), parse_hardware(node)), int(composed.config.sampling.task_size)
+    return Costing(workload(composed), parse_hardware(node)), int(
+        composed.config.sampling.task_size
+    )
 
 
 def naive_colocated(costing: Costing, task_size: int) -> Iterator[Candidate]:
-    """Equal split, one step per forward, the experiment's own task size, held in every way that fits."""
+    """Equal split, one step per forward, the experiment's own task size, held in every way that
+    fits."""
     for sharding in ("ddp", "hsdp", "fsdp"):
         base = costing.candidate(
             costing.hardware.gpus,
@@ -92,16 +102,23 @@ def naive_colocated(costing: Costing, task_size: int) -> Iterator[Candidate]:
             tsp_shard=False,
             static_claims=True,
         )
-        trials = (replace(base, recompute=Recompute(inputs=float(whole))) for whole in (False, True))
+        trials = (
+            replace(base, recompute=Recompute(inputs=float(whole))) for whole in (False, True)
+        )
         yield from [trial for trial in trials if not costing.misfits(trial)][:1]
 
 
 def disaggregated(costing: Costing, mechanism: dict[str, Any]) -> Iterator[Candidate]:
-    """Every eighth of the GPUs as trainers, every way to hold the model, two task sizes; K only with TSP."""
+    """Every eighth of the GPUs as trainers, every way to hold the model, two task sizes; K only
+    with TSP."""
     gpus, sizes = costing.hardware.gpus, task_sizes(costing)
     tsp = mechanism.get("tsp_shard", True)
     unequal = len({pool.tflops for pool in costing.hardware.pools}) > 1
-    firsts = [pool.name for pool in costing.hardware.pools] if len(costing.hardware.pools) > 1 else [None]
+    firsts = (
+        [pool.name for pool in costing.hardware.pools]
+        if len(costing.hardware.pools) > 1
+        else [None]
+    )
     for first in firsts:
         for eighth in range(1, 8):
             trainers = gpus * eighth // 8
@@ -119,10 +136,14 @@ def disaggregated(costing: Costing, mechanism: dict[str, Any]) -> Iterator[Candi
                     candidate = fitted(costing, base)
                     if candidate is None:
                         continue
-                    yield candidate if tsp else candidate.but(tsp_batch=min(step_batches(costing, base)))
+                    yield (
+                        candidate
+                        if tsp
+                        else candidate.but(tsp_batch=min(step_batches(costing, base)))
+                    )
 
 
-def refined(costing: Costing, best: Outcome) -> Iterator[Candidate]:
+def refined(costing: Costing, best: CandidateOutcome) -> Iterator[Candidate]:
     """Allocations next to the best one."""
     gpus, width = costing.hardware.gpus, max(1, costing.hardware.gpus // 16)
     for trainers in range(best.candidate.trainers - width, best.candidate.trainers + width + 1):
@@ -130,22 +151,30 @@ def refined(costing: Costing, best: Outcome) -> Iterator[Candidate]:
             yield replace(best.candidate, trainers=trainers, rollouts=gpus - trainers)
 
 
-def least(outcomes: Iterable[Outcome | None]) -> Outcome | None:
+def least(outcomes: Iterable[CandidateOutcome | None]) -> CandidateOutcome | None:
     """The fastest of those that fit and settle."""
     found = (o for o in outcomes if o is not None)
     return min(found, key=lambda outcome: (not outcome.settled, outcome.step_s), default=None)
 
 
 def measure(seat: tuple[str, str, bool]) -> Cell:
-    """Every schedule of one (testbed, model); without the `mechanisms` only the colocated and the best ones."""
+    """Every schedule of one (testbed, model); without the `mechanisms` only the colocated and the
+    best ones."""
     hardware, experiment, mechanisms = seat
     costing, task_size = bench_of(experiment, hardware)
     bound, plan = costing.bound(), make_plan(costing)
-    naive = [evaluate(costing, candidate, bound, exact=True) for candidate in naive_colocated(costing, task_size)]
-    claimed = [
-        evaluate(costing, replace(outcome.candidate, static_claims=False), bound, exact=True) for outcome in naive
+    naive = [
+        evaluate(costing, candidate, bound, exact=True)
+        for candidate in naive_colocated(costing, task_size)
     ]
-    rows = {"colocated naive": least(naive), "colocated": least([plan.best("colocated"), *claimed, *naive])}
+    claimed = [
+        evaluate(costing, replace(outcome.candidate, static_claims=False), bound, exact=True)
+        for outcome in naive
+    ]
+    rows = {
+        "colocated naive": least(naive),
+        "colocated": least([plan.best("colocated"), *claimed, *naive]),
+    }
     for name, mechanism in MECHANISMS.items() if mechanisms else ():
         if costing.work.whole_batch:
             if name == "+gap":
@@ -155,16 +184,24 @@ def measure(seat: tuple[str, str, bool]) -> Cell:
         if best is not None:
             near = (c for c in refined(costing, best) if not costing.misfits(c))
             best = least([best, fastest(costing, near, bound)])
-        rows[f"disaggregated {name}"] = best and evaluate(costing, best.candidate, bound, exact=True)
+        rows[f"disaggregated {name}"] = best and evaluate(
+            costing, best.candidate, bound, exact=True
+        )
     for kind, asynchronous in (("on-policy", 0), ("async", 1)):
-        found = [o for o in rows.values() if o is not None and o.candidate.spec.async_steps == asynchronous]
+        found = [
+            o
+            for o in rows.values()
+            if o is not None and o.candidate.spec.async_steps == asynchronous
+        ]
         rows[f"best {kind}"] = least([plan.best(kind.replace("-", "_")), *found])
     return Cell(hardware, experiment, bound.seconds, rows)
 
 
-def limits(outcome: Outcome, count: int = 2) -> str:
+def limits(outcome: CandidateOutcome, count: int = 2) -> str:
     """The largest causes of the gap to the bound."""
-    return ", ".join(f"{limit['cause']} {limit['seconds']:.1f} s" for limit in outcome.limits[:count])
+    return ", ".join(
+        f"{limit['cause']} {limit['seconds']:.1f} s" for limit in outcome.limits[:count]
+    )
 
 
 def detail(report: Report, cell: Cell) -> None:
@@ -177,10 +214,19 @@ def detail(report: Report, cell: Cell) -> None:
             report.row(name, *["-"] * (len(COLUMNS) - 2), "does not fit into memory")
             continue
         c = outcome.candidate
-        against = [f"{other.step_s / outcome.step_s:.2f}" if other else "-" for other in (naive, strong)]
-        ranks, step, share = f"{c.trainers}+{c.rollouts}", f"{outcome.step_s:.1f}", f"{outcome.efficiency:.3f}"
+        against = [
+            f"{other.step_s / outcome.step_s:.2f}" if other else "-" for other in (naive, strong)
+        ]
+        ranks, step, share = (
+            f"{c.trainers}+{c.rollouts}",
+            f"{outcome.step_s:.1f}",
+            f"{outcome.efficiency:.3f}",
+        )
         share += "" if outcome.settled else " unsettled"
-        shaken = [f"{outcome.bound_s / seconds:.3f}" for seconds in (outcome.jitter_s, outcome.slow_rank_s)]
+        shaken = [
+            f"{outcome.bound_s / seconds:.3f}"
+            for seconds in (outcome.jitter_s, outcome.slow_rank_s)
+        ]
         chosen = (c.sharding, c.spec.task_size, c.spec.tsp_batch, c.spec.gap, repeats(outcome))
         report.row(name, ranks, *chosen, step, share, *shaken, *against, limits(outcome))
 
@@ -189,10 +235,14 @@ def summary(report: Report, cell: Cell) -> None:
     """The line of one testbed and model."""
     naive, strong = cell.rows["colocated naive"], cell.rows["colocated"]
     best = least(cell.rows.values())
-    ratios = [f"{other.step_s / best.step_s:.2f}" if other and best else "-" for other in (naive, strong)]
+    ratios = [
+        f"{other.step_s / best.step_s:.2f}" if other and best else "-" for other in (naive, strong)
+    ]
     asked = f"{0.94 * naive.step_s / cell.bound_s:.2f}" if naive else "-"
     shares = [f"{cell.share(name):.3f}" for name in ("colocated naive", "colocated", *BARS)]
-    report.row(cell.hardware, cell.experiment, f"{cell.bound_s:.1f}", *shares, ratios[0], asked, ratios[1])
+    report.row(
+        cell.hardware, cell.experiment, f"{cell.bound_s:.1f}", *shares, ratios[0], asked, ratios[1]
+    )
 
 
 def judge(report: Report, cells: list[Cell]) -> None:
@@ -202,12 +252,18 @@ def judge(report: Report, cells: list[Cell]) -> None:
         below = [cell for cell in published if cell.share(name) < bar]
         met = len(published) - len(below)
         report.verdict(met >= wanted, f"{name} >= {bar} of the bound in {met} of {len(published)}")
-        shaken = [cell.bound_s / outcome.jitter_s for cell in published if (outcome := cell.rows[name])]
+        shaken = [
+            cell.bound_s / outcome.jitter_s for cell in published if (outcome := cell.rows[name])
+        ]
         low = sum(share < ROBUST for share in shaken)
         report.verdict(low == 0, f"{name} with 5% jitter: {low} of {len(shaken)} below {ROBUST}")
         for cell in below:
             outcome = cell.rows[name]
-            why = f"gap {outcome.step_s - cell.bound_s:.1f} s = {limits(outcome, 9)}" if outcome else "does not fit"
+            why = (
+                f"gap {outcome.step_s - cell.bound_s:.1f} s = {limits(outcome, 9)}"
+                if outcome
+                else "does not fit"
+            )
             report.say(f"- {cell.hardware}, {cell.experiment}: {cell.share(name):.3f}; {why}")
     for cell in cells:
         naive, best = cell.rows["colocated naive"], least(cell.rows.values())
@@ -215,7 +271,10 @@ def judge(report: Report, cells: list[Cell]) -> None:
             continue
         ratio, asked = naive.step_s / best.step_s, 0.94 * naive.step_s / cell.bound_s
         if ratio < asked:
-            report.verdict(False, f"{cell.hardware}, {cell.experiment}: {ratio:.2f} x naive, asked for {asked:.2f}")
+            report.verdict(
+                False,
+                f"{cell.hardware}, {cell.experiment}: {ratio:.2f} x naive, asked for {asked:.2f}",
+            )
 
 
 def plot(cells: list[Cell], path: Path) -> None:
@@ -227,7 +286,12 @@ def plot(cells: list[Cell], path: Path) -> None:
 
     testbeds = list(dict.fromkeys(cell.hardware for cell in cells))
     figure, panels = pyplot.subplots(
-        len(testbeds), 1, figsize=(10, 1 + 2.1 * len(testbeds)), squeeze=False, sharey=True, layout="constrained"
+        len(testbeds),
+        1,
+        figsize=(10, 1 + 2.1 * len(testbeds)),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
     )
     colours = pyplot.get_cmap("tab10").colors
     for axes, testbed in zip(panels[:, 0], testbeds, strict=True):
@@ -237,7 +301,9 @@ def plot(cells: list[Cell], path: Path) -> None:
             axes.bar(at, shares, 0.085, label=name, color=colours[i])
             for x, share in zip(at, shares, strict=True):
                 axes.text(x, share + 0.01, f"{100 * share:.0f}", ha="center", fontsize=6)
-        axes.set_xticks([x + 0.405 for x in range(len(own))], [cell.experiment.split("_")[0] for cell in own])
+        axes.set_xticks(
+            [x + 0.405 for x in range(len(own))], [cell.experiment.split("_")[0] for cell in own]
+        )
         axes.set(ylabel="share of the bound", ylim=(0, 1.08), title=testbed)
         axes.axhline(1.0, color="black", linewidth=0.6)
     handles, labels = panels[0, 0].get_legend_handles_labels()
@@ -247,21 +313,45 @@ def plot(cells: list[Cell], path: Path) -> None:
 
 
 def main() -> int:
-    defaults = {"testbeds": ",".join(TESTBEDS), "models": ",".join(MODELS), "mechanisms": "true", "workers": "2"}
+    defaults = {
+        "testbeds": ",".join(TESTBEDS),
+        "models": ",".join(MODELS),
+        "mechanisms": "true",
+        "workers": "2",
+    }
     given = options(sys.argv[1:], defaults, {"testbeds": "testbed_c", "models": "wan21_flowgrpo"})
     all_rows = given["mechanisms"] == "true"
-    seats = list(itertools.product(given["testbeds"].split(","), given["models"].split(","), (all_rows,)))
-    notes = (
-        "Simulated steady steps; what GPUs reach is fitted to published speeds of forwards (benchmarks.calibration)\n"
-        "and assumed for training, links and the VAE; nothing is measured. The bound is the linear programme of the\n"
-        "design, without communication, recomputation or fill. Shares of the bound, then ratios of the best run to\n"
-        "colocated naive (and what the bar asks for) and to the strong colocated run: above 1 is faster. jitter 5%:\n"
-        "every task and every micro-batch takes its own time, which varies by 5%; slow rank: one rank is 15% slower\n"
-        "(the mean over the ranks that it may be).\n"
-        "FLUX.1 and Qwen-Image take advantages over the whole batch, which excludes GAP: nothing is trained before\n"
-        "the last sample of the batch is scored. Why bars are missed: docs/planner.md, Where plans fall short."
+    seats = list(
+        itertools.product(given["testbeds"].split(","), given["models"].split(","), (all_rows,))
     )
-    columns = ("  testbed", " " * 18 + "model", "bound s", "naive", "colocated", *BARS, "x naive", "bar", "x colocated")
+    notes = (
+        "Simulated steady steps; what GPUs reach is fitted to published speeds of forwards "
+        "(benchmarks.calibration)\n"
+        "and assumed for training, links and the VAE; nothing is measured. The bound is the linear "
+        "programme of the\n"
+        "design, without communication, recomputation or fill. Shares of the bound, then ratios of "
+        "the best run to\n"
+        "colocated naive (and what the bar asks for) and to the strong colocated run: above 1 is "
+        "faster. jitter 5%:\n"
+        "every task and every micro-batch takes its own time, which varies by 5%; slow rank: one "
+        "rank is 15% slower\n"
+        "(the mean over the ranks that it may be).\n"
+        "FLUX.1 and Qwen-Image take advantages over the whole batch, which excludes GAP: nothing "
+        "is trained before\n"
+        "the last sample of the batch is scored. Why bars are missed: docs/planner.md, Where plans "
+        "fall short."
+    )
+    columns = (
+        "  testbed",
+        " " * 18 + "model",
+        "bound s",
+        "naive",
+        "colocated",
+        *BARS,
+        "x naive",
+        "bar",
+        "x colocated",
+    )
     report, cells = Report("Schedules, simulated", notes, columns), []
     with ProcessPoolExecutor(int(given["workers"])) as pool:
         for cell in pool.map(measure, seats):

@@ -1,12 +1,13 @@
-"""Less work for the same gradient: FLOPs of an RL step before and after what is never computed twice, or never at all.
+"""Less work for the same gradient: FLOPs of an RL step before and after what is never computed
+twice, or never at all.
 
     python -m benchmarks.useful [testbeds=testbed_a,...] [quick=true]
 
-For every experiment whose model has counted sizes, by the planner's counts: `encode` without and with the prompt store
-(a text is encoded once, not in every step that draws it), and `train` without and with `schedule.skip_zero`.
-Generation, decoding and scoring are what they were. Recomputation is in neither: it depends on the memory of a GPU.
-Then the step of the experiment that trains a part of its samples on published testbeds, simulated, before and after.
-Nothing is run.
+For every experiment whose model has counted sizes, by the planner's counts: `encode` without and
+with the prompt store (a text is encoded once, not in every step that draws it), and `train` without
+and with `schedule.skip_zero`. Generation, decoding and scoring are what they were. Recomputation is
+in neither: it depends on the memory of a GPU. Then the step of the experiment that trains a part of
+its samples on published testbeds, simulated, before and after. Nothing is run.
 """
 
 from __future__ import annotations
@@ -86,17 +87,23 @@ def counted() -> dict[str, Composed]:
 def planned(costing: Costing) -> float:
     """Seconds of an RL step of the fastest colocated run of all GPUs."""
     gpus, unequal = costing.hardware.gpus, len({pool.tflops for pool in costing.hardware.pools}) > 1
-    bases = (costing.candidate(gpus, 0, sharding=how, gap=0, shares=unequal) for how in ("ddp", "hsdp", "fsdp"))
+    bases = (
+        costing.candidate(gpus, 0, sharding=how, gap=0, shares=unequal)
+        for how in ("ddp", "hsdp", "fsdp")
+    )
     ways = [way for base in bases if (way := fitted(costing, base)) is not None]
     best = fastest(costing, ways, costing.bound())
     return float("nan") if best is None else best.step_s
 
 
 def main(words: list[str]) -> int:
-    given = options(words, {"testbeds": "testbed_a,testbed_b,testbed_ac"}, quick={"testbeds": "testbed_b"})
+    given = options(
+        words, {"testbeds": "testbed_a,testbed_b,testbed_ac"}, quick={"testbeds": "testbed_b"}
+    )
     report = Report(
         "FLOPs of an RL step",
-        "PFLOP by the planner's counts, without -> with skip_zero and the prompt store (encoding: mean over the run).\n"
+        "PFLOP by the planner's counts, without -> with skip_zero and the prompt store (encoding: "
+        "mean over the run).\n"
         "ratio: FLOPs without over FLOPs with.\n"
         "Experiments whose model has no counted sizes are not listed.",
         (
@@ -112,7 +119,10 @@ def main(words: list[str]) -> int:
     experiments = counted()
     for name, composed in experiments.items():
         work = workload(composed)
-        whole, less = flops_of(before(work), work.prompts), flops_of(work, texts_per_step(composed, work))
+        whole, less = (
+            flops_of(before(work), work.prompts),
+            flops_of(work, texts_per_step(composed, work)),
+        )
         report.row(
             name,
             f"{round(work.useful * work.group_size)} of {work.group_size}",
@@ -122,14 +132,22 @@ def main(words: list[str]) -> int:
             f"{whole.total / PETA:.1f} -> {less.total / PETA:.1f}",
             f"{whole.total / less.total:.2f}",
         )
-    report.say(f"{SELECTING}, simulated seconds of an RL step; colocated: the fastest run of all GPUs in both roles.")
-    report.table(("   testbed", "bound without", "with", "ratio", "colocated without", "with", "ratio"))
+    report.say(
+        f"{SELECTING}, simulated seconds of an RL step; colocated: the fastest run of all GPUs in "
+        "both roles."
+    )
+    report.table(
+        ("   testbed", "bound without", "with", "ratio", "colocated without", "with", "ratio")
+    )
     slowest = float("inf")
     for testbed in given["testbeds"].split(","):
         composed = configuration.load([f"experiment={SELECTING}", f"hardware={testbed}"], "plan")
         work, hardware = workload(composed), parse_hardware(composed.config.hardware)
         costings = [Costing(each, hardware) for each in (before(work), work)]
-        bounds, steps = [each.bound().seconds for each in costings], [planned(each) for each in costings]
+        bounds, steps = (
+            [each.bound().seconds for each in costings],
+            [planned(each) for each in costings],
+        )
         cells = []
         for without, having in (bounds, steps):
             cells += [f"{without:.1f}", f"{having:.1f}", f"{without / having:.2f}"]
@@ -138,7 +156,8 @@ def main(words: list[str]) -> int:
     share = workload(experiments[SELECTING]).useful
     report.verdict(
         share <= TRAINED and slowest >= FASTER,
-        f"{SELECTING} trains {share:.3f} of its samples, at most {TRAINED:.3f} wanted; its step is {slowest:.2f} times "
+        f"{SELECTING} trains {share:.3f} of its samples, at most {TRAINED:.3f} wanted; its step is "
+        f"{slowest:.2f} times "
         f"as fast or more, {FASTER} wanted",
     )
     return report.close(given)

@@ -1,1 +1,2 @@
-"""One scorer per file, named by Hydra `_target_`. `digenrl.rewards.protocol` is the protocol of scorers."""
+"""One scorer per file, named by Hydra `_target_`. `digenrl.rewards.protocol` is the protocol of
+scorers."""

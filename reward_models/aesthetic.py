@@ -1,7 +1,9 @@
-"""Aesthetics: LAION's predictor, a small head on CLIP ViT-L/14 that was fitted to people's ratings of 1..10.
+"""Aesthetics: LAION's predictor, a small head on CLIP ViT-L/14 that was fitted to people's ratings
+of 1..10.
 
-Architecture and weights: christophschuhmann/improved-aesthetic-predictor (`sac+logos+ava1-l14-linearMSE.pth`). Used
-as a reward by DDPO (arXiv:2305.13301). The rating is divided by 10.
+Architecture and weights: christophschuhmann/improved-aesthetic-predictor
+(`sac+logos+ava1-l14-linearMSE.pth`). Used as a reward by DDPO (arXiv:2305.13301). The rating is
+divided by 10.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _HEAD_FILE = "head.safetensors"
 
 
 class AestheticHead(nn.Module):
-    """Embedding [N, D] -> rating [N]; module names are the published checkpoints' (ImageReward took the head over)."""
+    """Embedding [N, D] -> rating [N]; module names are the published checkpoints' (ImageReward took
+    the head over)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +45,8 @@ class AestheticHead(nn.Module):
 
 
 class Aesthetic:
-    """Predicted rating / 10; the prompt does not count. A video scores the mean of its sampled frames.
+    """Predicted rating / 10; the prompt does not count. A video scores the mean of its sampled
+    frames.
 
     Args:
         path: CLIP ViT-L/14, directory or hub id.
@@ -69,9 +73,13 @@ class Aesthetic:
             )
         self.clip, self.frames = ClipBackbone(path, build, device, dtype), frames
         self.head = AestheticHead(self.clip.width)
-        with checkpoint(head, build, lambda folder: save_head(AestheticHead(self.clip.width), folder)) as source:
+        with checkpoint(
+            head, build, lambda folder: save_head(AestheticHead(self.clip.width), folder)
+        ) as source:
             file = Path(source) / _HEAD_FILE if build == "tiny" else Path(source)
-            self.head.load_state_dict(read_state(file, "give `head` the path of the downloaded weights"))
+            self.head.load_state_dict(
+                read_state(file, "give `head` the path of the downloaded weights")
+            )
         self.head.to(self.clip.device).eval().requires_grad_(False)
         self.model_id = f"aesthetic({self.clip.name}, frames={frames})"
         self.weights_digest = module_digest(self.clip.model, self.head)

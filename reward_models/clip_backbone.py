@@ -1,5 +1,5 @@
-"""CLIP image and text embeddings, shared by the scorers that sit on a CLIP (`clip_score`, `pickscore`, `hpsv2`,
-`aesthetic`)."""
+"""CLIP image and text embeddings, shared by the scorers that sit on a CLIP (`clip_score`,
+`pickscore`, `hpsv2`, `aesthetic`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class ClipBackbone:
         dtype: of the weights and activations; embeddings come back in fp32.
     """
 
-    def __init__(self, path: str | None, build: str, device: str = "auto", dtype: str = "float32") -> None:
+    def __init__(
+        self, path: str | None, build: str, device: str = "auto", dtype: str = "float32"
+    ) -> None:
         from transformers import CLIPModel, CLIPTokenizer
 
         self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
@@ -66,13 +68,15 @@ class ClipBackbone:
 
     @torch.no_grad()
     def frames(self, media: Tensor, frames: int) -> Tensor:
-        """Return unit embeddings [B, F, D] fp32 of up to `frames` frames of each sample; F = 1 for images."""
+        """Return unit embeddings [B, F, D] fp32 of up to `frames` frames of each sample; F = 1 for
+        images."""
         sampled = sample_frames(media, frames)
         return self.images(sampled.flatten(0, 1)).unflatten(0, sampled.shape[:2])
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """Return unit embeddings [N, D] fp32; texts longer than the model's context are cut, as its authors do."""
+        """Return unit embeddings [N, D] fp32; texts longer than the model's context are cut, as its
+        authors do."""
         tokens = self.tokenizer(
             list(texts),
             padding=True,
@@ -80,7 +84,9 @@ class ClipBackbone:
             max_length=self.model.config.text_config.max_position_embeddings,
             return_tensors="pt",
         ).to(self.device)
-        features = self.model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+        features = self.model.get_text_features(
+            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask
+        )
         return _unit(features)
 
     def _embed_images(self, pictures: Tensor) -> Tensor:
@@ -121,17 +127,25 @@ class CosineScorer:
 
 
 def clip_pixels(pictures: Tensor, size: int) -> Tensor:
-    """Return [N, 3, size, size] fp32 normalised pixels: shortest side to `size` (bicubic, antialiased), centre crop.
+    """Return [N, 3, size, size] fp32 normalised pixels: shortest side to `size` (bicubic,
+    antialiased), centre crop.
 
     The steps of `transformers.CLIPImageProcessor`, on the tensor's own device.
     """
     rgb = as_rgb(pictures).float()
-    resized = pixels.resize(rgb, [size], pixels.InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
-    top, left = ((side - size) // 2 for side in resized.shape[-2:])  # torchvision's centre crop rounds up
-    return pixels.normalize(pixels.crop(resized, top, left, size, size), list(CLIP_MEAN), list(CLIP_STD))
+    resized = pixels.resize(rgb, [size], pixels.InterpolationMode.BICUBIC, antialias=True).clamp(
+        0, 1
+    )
+    top, left = (
+        (side - size) // 2 for side in resized.shape[-2:]
+    )  # torchvision's centre crop rounds up
+    return pixels.normalize(
+        pixels.crop(resized, top, left, size, size), list(CLIP_MEAN), list(CLIP_STD)
+    )
 
 
 def _unit(features: object) -> Tensor:
-    """Return unit rows in fp32; transformers returns the projected embedding bare or as `pooler_output`, by version."""
+    """Return unit rows in fp32; transformers returns the projected embedding bare or as
+    `pooler_output`, by version."""
     embedding = features if isinstance(features, Tensor) else features.pooler_output  # type: ignore[attr-defined]
     return functional.normalize(embedding.float(), dim=-1)

@@ -1,5 +1,5 @@
-"""What no reward sees, for any model of pictures or videos: variety within a prompt, and distance to pictures that one
-trusts, both between CLIP embeddings. The metric objects are torchmetrics'.
+"""What no reward sees, for any model of pictures or videos: variety within a prompt, and distance
+to pictures that one trusts, both between CLIP embeddings. The metric objects are torchmetrics'.
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ _SUBSETS = 10
 
 
 class ClipStatistics:
-    """Statistics of an evaluation; `callbacks.evaluation.statistics` takes it. CLIP is held only while they are taken.
+    """Statistics of an evaluation; `callbacks.evaluation.statistics` takes it. CLIP is held only
+    while they are taken.
 
-    * `clip_diversity`: mean cosine distance between two samples of one prompt, averaged over prompts; 0 = all alike. A
-      video counts as the mean of its frames. NaN when no prompt has two samples.
-    * `clip_kid`, with a `reference`: the squared maximum mean discrepancy of KID (arXiv:1801.01401) between the
-      samples' frames and the reference's, on unit CLIP embeddings in place of Inception's, with the kernel
-      (cosine + 1)^3. Unbiased, so a little below 0 where both are alike. Compare it only between runs that evaluate
-      equally many pictures.
+    * `clip_diversity`: mean cosine distance between two samples of one prompt, averaged over
+      prompts; 0 = all alike. A video counts as the mean of its frames. NaN when no prompt has two
+      samples.
+    * `clip_kid`, with a `reference`: the squared maximum mean discrepancy of KID (arXiv:1801.01401)
+      between the samples' frames and the reference's, on unit CLIP embeddings in place of
+      Inception's, with the kernel (cosine + 1)^3. Unbiased, so a little below 0 where both are
+      alike. Compare it only between runs that evaluate equally many pictures.
 
     Random features measure nothing, so the tiny build calls both `tiny/...`.
 
     Args:
         path: a CLIP checkpoint, directory or hub id; the tiny build needs none.
         build: "real" or "tiny".
-        reference: a folder of PNG, JPEG or WebP pictures, or the samples/eval-0.npz of a run, which is its base model;
-            None = no `clip_kid`.
+        reference: a folder of PNG, JPEG or WebP pictures, or the samples/eval-0.npz of a run, which
+            is its base model; None = no `clip_kid`.
         max_reference: number of reference files that are read, in order of name.
         frames: frames taken from a video.
         device: "auto", or as torch reads it.
         dtype: of the model.
 
     Raises:
-        ValueError: unknown build, no path for the real one, `max_reference` below 2, or no reference of two pictures.
+        ValueError: unknown build, no path for the real one, `max_reference` below 2, or no
+            reference of two pictures.
     """
 
     def __init__(
@@ -64,14 +67,19 @@ class ClipStatistics:
     ) -> None:
         if build not in BUILDS or (build == "real" and path is None):
             raise ValueError(
-                f"ClipStatistics got build={build!r}, path={path!r}: build=real with a path, or build=tiny"
+                f"ClipStatistics got build={build!r}, path={path!r}: build=real with a path, or "
+                "build=tiny"
             )
         if max_reference < 2:
-            raise ValueError(f"ClipStatistics compares with at least two pictures, got max_reference={max_reference}")
+            raise ValueError(
+                "ClipStatistics compares with at least two pictures, got "
+                f"max_reference={max_reference}"
+            )
         self._reference = None if reference is None else Path(reference).expanduser()
         if self._reference is not None and len(list(_pictures(self._reference, 2))) < 2:
             raise ValueError(
-                f"reference={reference} holds fewer than two pictures ({', '.join(_SUFFIXES)}): give a folder of them, "
+                f"reference={reference} holds fewer than two pictures ({', '.join(_SUFFIXES)}): "
+                "give a folder of them, "
                 "or the samples/eval-0.npz of a run"
             )
         self._wanted: Tensor | None = None
@@ -87,13 +95,16 @@ class ClipStatistics:
         if self._reference is not None:
             if self._wanted is None:  # one after another, because sizes differ
                 pictures = _pictures(self._reference, self._max_reference)
-                self._wanted = torch.cat([clip.frames(one[None] / 255.0, self._frames)[0].cpu() for one in pictures])
+                self._wanted = torch.cat(
+                    [clip.frames(one[None] / 255.0, self._frames)[0].cpu() for one in pictures]
+                )
             found["clip_kid"] = _kid(frames.flatten(0, 1), self._wanted)
         return {f"{self._prefix}{name}": value for name, value in found.items()}
 
 
 def _pictures(reference: Path, most: int) -> Iterator[Tensor]:
-    """Yield up to `most` pictures [C, H, W] or videos [F, C, H, W], uint8; none where there is no such reference."""
+    """Yield up to `most` pictures [C, H, W] or videos [F, C, H, W], uint8; none where there is no
+    such reference."""
     if reference.suffix == ".npz" and reference.is_file():
         with np.load(reference, allow_pickle=False) as arrays:
             yield from torch.from_numpy(arrays["media"][:most])
@@ -117,9 +128,12 @@ def _spread(samples: Tensor, prompts: Sequence[Prompt]) -> float:
 
 
 def _kid(samples: Tensor, wanted: Tensor) -> float:
-    """KID between embeddings [N, D] and [R, D]; the larger set is thinned with a seed of its own."""
+    """KID between embeddings [N, D] and [R, D]; the larger set is thinned with a seed of its
+    own."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.filterwarnings("ignore", "Metric `Kernel Inception Distance` will save", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "Metric `Kernel Inception Distance` will save", UserWarning
+        )
         torch.manual_seed(0)
         kid = KernelInceptionDistance(
             nn.Identity(),

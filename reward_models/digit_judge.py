@@ -1,8 +1,10 @@
-"""Judges and statistics of the digits task: is it the asked digit, and are the images still diverse and real?
+"""Judges and statistics of the digits task: is it the asked digit, and are the images still diverse
+and real?
 
-Two judges learned from disjoint halves of scikit-learn's 8x8 digits (UCI optical recognition of handwritten digits,
-1797 images). Judge A is the reward; judge B is never optimised, so a rise of A that B does not confirm is reward
-hacking. Neither sees mode collapse, the usual price of policy-gradient training: `DigitStatistics` does.
+Two judges learned from disjoint halves of scikit-learn's 8x8 digits (UCI optical recognition of
+handwritten digits, 1797 images). Judge A is the reward; judge B is never optimised, so a rise of A
+that B does not confirm is reward hacking. Neither sees mode collapse, the usual price of
+policy-gradient training: `DigitStatistics` does.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ HALVES = {"a": 0, "b": 1}
 
 @lru_cache(maxsize=1)
 def real_digits() -> tuple[Tensor, Tensor]:
-    """Return the real images [1797, 1, 8, 8] fp32 in [0, 1] and their labels [1797] int64, in scikit-learn's order."""
+    """Return the real images [1797, 1, 8, 8] fp32 in [0, 1] and their labels [1797] int64, in
+    scikit-learn's order."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -39,14 +42,16 @@ def real_digits() -> tuple[Tensor, Tensor]:
 def judge_half(judge: str) -> tuple[Tensor, Tensor]:
     """Return images and labels of the half that `judge` ("a" or "b") learns from.
 
-    The file groups its images by writer, so the halves alternate: both see every writer's hand, no image twice.
+    The file groups its images by writer, so the halves alternate: both see every writer's hand, no
+    image twice.
     """
     images, labels = real_digits()
     return images[HALVES[judge] :: 2], labels[HALVES[judge] :: 2]
 
 
 def build_judge() -> nn.Sequential:
-    """Return the untrained judge: [B, 1, 8, 8] in [0, 1] -> logits [B, 10] (two convolutions, 29k parameters)."""
+    """Return the untrained judge: [B, 1, 8, 8] in [0, 1] -> logits [B, 10] (two convolutions, 29k
+    parameters)."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -58,9 +63,11 @@ def build_judge() -> nn.Sequential:
     )
 
 
-def fit_judge(judge: str, seed: int, steps: int = 500, batch: int = 128, lr: float = 2e-3) -> nn.Sequential:
-    """Train a judge on its own half of the digits (about 4 s on one core). Pixel noise of 0.1 prepares it for imperfect
-    samples."""
+def fit_judge(
+    judge: str, seed: int, steps: int = 500, batch: int = 128, lr: float = 2e-3
+) -> nn.Sequential:
+    """Train a judge on its own half of the digits (about 4 s on one core). Pixel noise of 0.1
+    prepares it for imperfect samples."""
     images, labels = judge_half(judge)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -76,13 +83,18 @@ def fit_judge(judge: str, seed: int, steps: int = 500, batch: int = 128, lr: flo
 
 
 def asked_digit(prompt: Prompt) -> int:
-    """Return the digit that a prompt asks for: its `target` if given, else the last digit word or numeral of its text.
+    """Return the digit that a prompt asks for: its `target` if given, else the last digit word or
+    numeral of its text.
 
     Raises:
         ValueError: when neither names a digit.
     """
     source = prompt.text if prompt.target is None else prompt.target
-    found = [word for word in re.findall(r"[a-z]+|\d+", source.lower()) if word in WORDS or re.fullmatch(r"\d", word)]
+    found = [
+        word
+        for word in re.findall(r"[a-z]+|\d+", source.lower())
+        if word in WORDS or re.fullmatch(r"\d", word)
+    ]
     if not found:
         raise ValueError(
             f"prompt {source!r} names no digit, so the digit judge cannot score it; write one of "
@@ -96,24 +108,34 @@ class DigitJudge:
 
     Args:
         judge: "a" (the reward) or "b" (held out).
-        output: "probability" in [0, 1], or "accuracy" (1.0 where the asked digit is the judge's first choice).
-        path: safetensors with keys `a.*` and `b.*`, made by `make pretrain`; None = the committed file.
+        output: "probability" in [0, 1], or "accuracy" (1.0 where the asked digit is the judge's
+            first choice).
+        path: safetensors with keys `a.*` and `b.*`, made by `make pretrain`; None = the committed
+            file.
 
     Raises:
         ValueError: unknown judge or output.
         FileNotFoundError: no such weights.
     """
 
-    def __init__(self, judge: str = "a", output: str = "probability", path: str | Path | None = None) -> None:
+    def __init__(
+        self, judge: str = "a", output: str = "probability", path: str | Path | None = None
+    ) -> None:
         if judge not in HALVES:
             raise ValueError(f"judge must be one of {sorted(HALVES)}, got {judge!r}")
         if output not in ("probability", "accuracy"):
             raise ValueError(f'output must be "probability" or "accuracy", got {output!r}')
         source = JUDGES_FILE if path is None else Path(path)
         if not source.is_file():
-            raise FileNotFoundError(f"no judge weights at {source}; run `make pretrain`, or give an existing path")
+            raise FileNotFoundError(
+                f"no judge weights at {source}; run `make pretrain`, or give an existing path"
+            )
         prefix = f"{judge}."
-        weights = {key.removeprefix(prefix): item for key, item in load_file(source).items() if key.startswith(prefix)}
+        weights = {
+            key.removeprefix(prefix): item
+            for key, item in load_file(source).items()
+            if key.startswith(prefix)
+        }
         self.judge, self.output = judge, output
         self.model_id = f"digit-judge-{judge}-{output}"
         self.weights_digest = hashlib.blake2b(source.read_bytes(), digest_size=16).hexdigest()
@@ -134,9 +156,14 @@ class DigitJudge:
             ValueError: another image shape, or a prompt count that differs from the batch's.
         """
         if media.ndim != 4 or tuple(media.shape[1:]) != (1, 8, 8):
-            raise ValueError(f"the digit judge reads images [b, 1, 8, 8], got {list(media.shape)}; use model=digits")
+            raise ValueError(
+                f"the digit judge reads images [b, 1, 8, 8], got {list(media.shape)}; use "
+                "model=digits"
+            )
         if len(prompts) != len(media):
-            raise ValueError(f"{len(media)} images but {len(prompts)} prompts; give one prompt per image")
+            raise ValueError(
+                f"{len(media)} images but {len(prompts)} prompts; give one prompt per image"
+            )
         digits = torch.tensor([asked_digit(prompt) for prompt in prompts], dtype=torch.int64)
         with torch.no_grad():
             logits = self.model(media.detach().to("cpu", torch.float32))
@@ -146,19 +173,22 @@ class DigitJudge:
 
 
 def class_spread(images: Tensor, labels: Tensor) -> Tensor:
-    """Return mean pairwise L2 distance within each class that has at least two images -> [classes] (images [N, 1, 8,
-    8])."""
+    """Return mean pairwise L2 distance within each class that has at least two images -> [classes]
+    (images [N, 1, 8, 8])."""
     classes = [images[labels == label].flatten(1) for label in labels.unique()]
     spreads = [torch.pdist(members).mean() for members in classes if len(members) > 1]
     return torch.stack(spreads) if spreads else torch.empty(0)
 
 
 class DigitStatistics:
-    """What the judges cannot see, over an evaluation set: diversity and realism against the real digits.
+    """What the judges cannot see, over an evaluation set: diversity and realism against the real
+    digits.
 
-    * `diversity_ratio`: mean pairwise L2 among the samples of one prompt over that among real images of the same digit;
-      1.0 = as varied as real handwriting, towards 0 = mode collapse. NaN when no prompt has two samples.
-    * `nn_distance`: mean L2 distance (64 pixels in [0, 1]) from a sample to the nearest of the 1797 real images.
+    * `diversity_ratio`: mean pairwise L2 among the samples of one prompt over that among real
+      images of the same digit; 1.0 = as varied as real handwriting, towards 0 = mode collapse. NaN
+      when no prompt has two samples.
+    * `nn_distance`: mean L2 distance (64 pixels in [0, 1]) from a sample to the nearest of the 1797
+    real images.
     """
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -170,5 +200,7 @@ class DigitStatistics:
         real = class_spread(images, labels)[compared]
         return {
             "diversity_ratio": float(class_spread(samples, asked).mean() / real.mean()),
-            "nn_distance": float(torch.cdist(samples.flatten(1), images.flatten(1)).min(dim=1).values.mean()),
+            "nn_distance": float(
+                torch.cdist(samples.flatten(1), images.flatten(1)).min(dim=1).values.mean()
+            ),
         }

@@ -1,7 +1,8 @@
-"""Preservation: how alike sample and source are place by place, by a DINOv2's patch features (arXiv:2304.07193).
+"""Preservation: how alike sample and source are place by place, by a DINOv2's patch features
+(arXiv:2304.07193).
 
-Where CLIP's embedding says what a picture shows, patches say where. Those in the prompt's region do not count.
-A copy of the source scores 1, so it belongs beside a reward of what should have changed.
+Where CLIP's embedding says what a picture shows, patches say where. Those in the prompt's region do
+not count. A copy of the source scores 1, so it belongs beside a reward of what should have changed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as pixels
 
-from digenrl.rewards.protocol import as_rgb, require_images, resolve_device, sample_frames, source_images
+from digenrl.rewards.protocol import (
+    as_rgb,
+    require_images,
+    resolve_device,
+    sample_frames,
+    source_images,
+)
 from digenrl.types import Prompt
 from reward_models.region import outside
 from reward_models.weights import checkpoint, module_digest
@@ -61,7 +68,8 @@ class DinoSimilarity:
 
     @staticmethod
     def check_prompts(prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for a prompt without `image`, or with a `region` that is none or everything."""
+        """Raise ValueError for a prompt without `image`, or with a `region` that is none or
+        everything."""
         require_images(prompts, "image")
         for prompt in prompts:
             outside(prompt, 16, 16)
@@ -82,9 +90,15 @@ class DinoSimilarity:
         found = []
         for chunk in pictures.split(CHUNK):
             rgb = as_rgb(chunk).to(self._device).float()
-            square = pixels.resize(rgb, [side, side], pixels.InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
-            seen = self._model(pixel_values=pixels.normalize(square, MEAN, STD).to(self._dtype)).last_hidden_state
-            found.append(functional.normalize(seen[:, 1:].float(), dim=-1))  # the first one stands for the picture
+            square = pixels.resize(
+                rgb, [side, side], pixels.InterpolationMode.BICUBIC, antialias=True
+            ).clamp(0, 1)
+            seen = self._model(
+                pixel_values=pixels.normalize(square, MEAN, STD).to(self._dtype)
+            ).last_hidden_state
+            found.append(
+                functional.normalize(seen[:, 1:].float(), dim=-1)
+            )  # the first one stands for the picture
         return torch.cat(found)
 
 
@@ -93,6 +107,11 @@ def _make_dino(directory: Path) -> None:
     from transformers import Dinov2Config, Dinov2Model
 
     config = Dinov2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=56, patch_size=14, mlp_ratio=2
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        mlp_ratio=2,
     )
     Dinov2Model(config).save_pretrained(directory, safe_serialization=True)

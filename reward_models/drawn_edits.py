@@ -1,6 +1,8 @@
-"""Edits of drawn scenes: "make the circle green" gives one object of a picture another colour and changes nothing else.
+"""Edits of drawn scenes: "make the circle green" gives one object of a picture another colour and
+changes nothing else.
 
-A scene that is edited has one object, or two of different shapes, so that a shape names one of them.
+A scene that is edited has one object, or two of different shapes, so that a shape names one of
+them.
 """
 
 from __future__ import annotations
@@ -36,19 +38,29 @@ class Edit:
 
     @property
     def mistakes(self) -> tuple[Scene, ...]:
-        """What it shows when the edit goes wrong: nothing changed, another colour, the other object changed."""
+        """What it shows when the edit goes wrong: nothing changed, another colour, the other object
+        changed."""
         own = self.before.kinds[self.changed][0]
-        wrong = [_recoloured(self.before, self.changed, other) for other in COLOURS if other not in (own, self.colour)]
+        wrong = [
+            _recoloured(self.before, self.changed, other)
+            for other in COLOURS
+            if other not in (own, self.colour)
+        ]
         others = [number for number in range(len(self.before.kinds)) if number != self.changed]
         wrong += [_recoloured(self.before, other, self.colour) for other in others]
         return tuple(dict.fromkeys([self.before, *wrong]))
 
     def region(self, places: Tensor) -> list[float]:
-        """Return [left, top, right, bottom] in shares of the picture, on whole pixels: the box of the object that
-        changes, of objects at places [K, 3]."""
+        """Return [left, top, right, bottom] in shares of the picture, on whole pixels: the box of
+        the object that changes, of objects at places [K, 3]."""
         x, y, radius = places[self.changed].tolist()
-        left, right, up, down = (EXTENT[SHAPES.index(self.before.kinds[self.changed][1])] * radius).tolist()
-        low, high = (math.floor(x - left), math.floor(y - up)), (math.ceil(x + right), math.ceil(y + down))
+        left, right, up, down = (
+            EXTENT[SHAPES.index(self.before.kinds[self.changed][1])] * radius
+        ).tolist()
+        low, high = (
+            (math.floor(x - left), math.floor(y - up)),
+            (math.ceil(x + right), math.ceil(y + down)),
+        )
         return [round(edge / SIDE, 6) for edge in (*low, *high)]
 
 

@@ -14,7 +14,8 @@ from digenrl.types import Prompt
 
 
 class FirstFrame:
-    """1 - the mean absolute difference of colour between the first frame and the prompt's `image`, in [0, 1]."""
+    """1 - the mean absolute difference of colour between the first frame and the prompt's `image`,
+    in [0, 1]."""
 
     reads_images = True
     model_id, weights_digest = "first_frame", "none"

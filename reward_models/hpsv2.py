@@ -1,8 +1,8 @@
 """Human preference: HPS v2.1 (arXiv:2306.09341), open_clip's ViT-H-14 tuned on people's choices.
 
-Score = cosine of picture and prompt, as in tgxs002/HPSv2 `hpsv2/img_score.py`; pictures lie around 0.2-0.35.
-The checkpoint is the published `HPS_v2.1_compressed.pt` (read with weights_only=True), or its safetensors copy.
-open_clip's tokenizer ships in its wheel.
+Score = cosine of picture and prompt, as in tgxs002/HPSv2 `hpsv2/img_score.py`; pictures lie around
+0.2-0.35. The checkpoint is the published `HPS_v2.1_compressed.pt` (read with weights_only=True), or
+its safetensors copy. open_clip's tokenizer ships in its wheel.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ _TINY_TEXT = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2
 class OpenClip(ClipBackbone):
     """The open_clip model of an HPS checkpoint, with the interface of `ClipBackbone`."""
 
-    def __init__(self, path: str | None, build: str, device: str = "auto", dtype: str = "float32") -> None:
+    def __init__(
+        self, path: str | None, build: str, device: str = "auto", dtype: str = "float32"
+    ) -> None:
         self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
         self.tokenizer = open_clip.SimpleTokenizer()
         with checkpoint(path, build, _write_tiny) as source:
             model = _architecture(build)
             file = Path(source) / _TINY_FILE if build == "tiny" else Path(source)
-            model.load_state_dict(read_state(file, "give `path` the downloaded HPS_v2.1_compressed.pt"))
+            model.load_state_dict(
+                read_state(file, "give `path` the downloaded HPS_v2.1_compressed.pt")
+            )
         self.model = model.to(self.device, self.dtype).eval().requires_grad_(False)
         self.name = Path(path).name if path and build == "real" else "tiny"
         self.digest = module_digest(self.model)
@@ -49,7 +53,9 @@ class OpenClip(ClipBackbone):
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Return unit embeddings [N, D] fp32."""
-        return functional.normalize(self.model.encode_text(self.tokenizer(list(texts)).to(self.device)).float(), dim=-1)
+        return functional.normalize(
+            self.model.encode_text(self.tokenizer(list(texts)).to(self.device)).float(), dim=-1
+        )
 
     def _embed_images(self, pictures: Tensor) -> Tensor:
         pixels = clip_pixels(pictures.to(self.device), self.image_size).to(self.dtype)
@@ -57,7 +63,8 @@ class OpenClip(ClipBackbone):
 
 
 class HPSv2(CosineScorer):
-    """Cosine in [-1, 1]; arguments in `CosineScorer`. `path` of the real build is a `.pt` or `.safetensors` file."""
+    """Cosine in [-1, 1]; arguments in `CosineScorer`. `path` of the real build is a `.pt` or
+    `.safetensors` file."""
 
     name = "hpsv2"
     backbone = OpenClip
@@ -71,4 +78,7 @@ def _architecture(build: str) -> Any:
 
 def _write_tiny(folder: Path) -> None:
     model: nn.Module = _architecture("tiny")
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / _TINY_FILE)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        folder / _TINY_FILE,
+    )

@@ -1,8 +1,10 @@
-"""Human preference: ImageReward (arXiv:2304.05977), a BLIP whose text encoder looks at the picture, and a small head.
+"""Human preference: ImageReward (arXiv:2304.05977), a BLIP whose text encoder looks at the picture,
+and a small head.
 
-Score = (head(first token) - 0.167) / 1.033, normalised as by its authors (THUDM/ImageReward `ImageReward.py`):
-about standard normal over the pictures that people ranked. BLIP is transformers'; the published `ImageReward.pt` is
-loaded by renaming its tensors. A prompt is cut after 35 tokens, as by its authors.
+Score = (head(first token) - 0.167) / 1.033, normalised as by its authors (THUDM/ImageReward
+`ImageReward.py`): about standard normal over the pictures that people ranked. BLIP is
+transformers'; the published `ImageReward.pt` is loaded by renaming its tensors. A prompt is cut
+after 35 tokens, as by its authors.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+from transformers import (
+    BertTokenizer,
+    BlipTextConfig,
+    BlipTextModel,
+    BlipVisionConfig,
+    BlipVisionModel,
+)
 
 from digenrl.rewards.protocol import resolve_device, sample_frames
 from digenrl.types import Prompt
@@ -33,8 +41,9 @@ RENAMED = (
     ("blip.text_encoder.", "text."),
     ("mlp.", "head."),
 )
-"""(prefix in the published file, prefix here); inside a block of the vision encoder also `INSIDE`."""
-INSIDE = ((".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2."), (".attn.proj.", ".self_attn.projection."),
+"""(prefix in the published file, prefix here); inside a block of the vision encoder also
+`INSIDE`."""
+INSIDE = ((".norm1.", ".layer_norm1."), (".norm2.", ".layer_norm2."), (".attn.proj.", ".self_attn.projection."),  # noqa: E501
           (".attn.qkv.", ".self_attn.qkv."))  # fmt: skip
 _UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text_encoder.embeddings.position_ids")
 _FILE, _TOKENIZER = "image_reward.safetensors", "tokenizer"
@@ -45,12 +54,17 @@ class ImageRewardModel(nn.Module):
 
     def __init__(self, build: str) -> None:
         super().__init__()
-        vision: dict[str, Any] = {"image_size": 224, "patch_size": 16, "hidden_size": 1024, "intermediate_size": 4096,
+        vision: dict[str, Any] = {"image_size": 224, "patch_size": 16, "hidden_size": 1024, "intermediate_size": 4096,  # noqa: E501
                                   "num_hidden_layers": 24, "num_attention_heads": 16}  # fmt: skip
         text: dict[str, Any] = {"vocab_size": 30524, "hidden_size": 768, "intermediate_size": 3072,
                                 "num_hidden_layers": 12, "num_attention_heads": 12}  # fmt: skip
         if build == "tiny":
-            small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+            small = {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+            }
             vision |= small | {"image_size": 32, "patch_size": 8}
             text |= small | {"vocab_size": len(_tiny_vocabulary())}
         vision |= {"layer_norm_eps": 1e-6, "hidden_act": "gelu"}
@@ -72,7 +86,9 @@ class ImageRewardModel(nn.Module):
             input_ids=ids,
             attention_mask=mask,
             encoder_hidden_states=seen,
-            encoder_attention_mask=torch.ones(seen.shape[:-1], dtype=torch.long, device=seen.device),
+            encoder_attention_mask=torch.ones(
+                seen.shape[:-1], dtype=torch.long, device=seen.device
+            ),
         ).last_hidden_state
         return (self.head(read[:, 0].float()) - MEAN) / STD
 
@@ -102,12 +118,17 @@ class ImageReward:
         with checkpoint(path, build, _write_tiny) as source:
             file = Path(source) / _FILE if build == "tiny" else Path(source)
             model = ImageRewardModel(build)
-            model.load_state_dict(renamed(read_state(file, "give `path` the downloaded ImageReward.pt")))
+            model.load_state_dict(
+                renamed(read_state(file, "give `path` the downloaded ImageReward.pt"))
+            )
             words = Path(source) / _TOKENIZER if build == "tiny" else tokenizer
             self.tokenizer = BertTokenizer.from_pretrained(words)
         self.model = model.to(self.device, self.dtype).eval().requires_grad_(False)
         self.model.head.float()
-        self.model_id = f"image_reward({Path(path).name if path and build == 'real' else 'tiny'}, frames={frames})"
+        self.model_id = (
+            f"image_reward({Path(path).name if path and build == 'real' else 'tiny'}, "
+            f"frames={frames})"
+        )
         self.weights_digest = module_digest(self.model)
 
     @torch.no_grad()
@@ -123,8 +144,12 @@ class ImageReward:
         ).to(self.device)
         rows = torch.arange(len(prompts), device=self.device).repeat_interleave(sampled.shape[1])
         parts = [
-            self.model(self._pixels(pictures), tokens.input_ids[index], tokens.attention_mask[index])
-            for pictures, index in zip(sampled.flatten(0, 1).split(CHUNK), rows.split(CHUNK), strict=True)
+            self.model(
+                self._pixels(pictures), tokens.input_ids[index], tokens.attention_mask[index]
+            )
+            for pictures, index in zip(
+                sampled.flatten(0, 1).split(CHUNK), rows.split(CHUNK), strict=True
+            )
         ]
         return torch.cat(parts).unflatten(0, sampled.shape[:2]).mean(1)
 
@@ -133,29 +158,47 @@ class ImageReward:
 
 
 def renamed(published: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the published checkpoint under the names of `ImageRewardModel`; ValueError for a tensor of another
-    model."""
-    return {_rename(name): tensor for name, tensor in published.items() if not name.startswith(_UNUSED)}
+    """Return the published checkpoint under the names of `ImageRewardModel`; ValueError for a
+    tensor of another model."""
+    return {
+        _rename(name): tensor for name, tensor in published.items() if not name.startswith(_UNUSED)
+    }
 
 
 def _rename(name: str, way: int = 1) -> str:
-    """Return the name here of a published tensor; with `way` -1 the inverse, for the tiny checkpoint."""
+    """Return the name here of a published tensor; with `way` -1 the inverse, for the tiny
+    checkpoint."""
     for old, new in (pair[::way] for pair in RENAMED):
         if name.startswith(old):
             name = new + name.removeprefix(old)
-            for before, after in (pair[::way] for pair in INSIDE) if "vision.encoder.layers." in (old, new) else ():
+            for before, after in (
+                (pair[::way] for pair in INSIDE) if "vision.encoder.layers." in (old, new) else ()
+            ):
                 name = name.replace(before, after)
             return name
-    raise ValueError(f"{name} is no tensor of ImageReward: give `path` the file ImageReward.pt of THUDM/ImageReward.")
+    raise ValueError(
+        f"{name} is no tensor of ImageReward: give `path` the file ImageReward.pt of "
+        "THUDM/ImageReward."
+    )
 
 
 def _tiny_vocabulary() -> dict[str, int]:
     letters = [chr(code) for code in range(33, 127)]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+    ]
     return {word: number for number, word in enumerate(words)}
 
 
 def _write_tiny(folder: Path) -> None:
     state = ImageRewardModel("tiny").state_dict()
-    save_file({_rename(name, -1): tensor.contiguous() for name, tensor in state.items()}, folder / _FILE)
+    save_file(
+        {_rename(name, -1): tensor.contiguous() for name, tensor in state.items()}, folder / _FILE
+    )
     BertTokenizer(vocab=_tiny_vocabulary()).save_pretrained(folder / _TOKENIZER)

@@ -1,5 +1,6 @@
-"""Preservation: the cosine of CLIP's embeddings of a sample and of the image that it edits (flow_grpo's
-`image_similarity`). A copy of the source scores 1, so it belongs beside a reward of what should have changed.
+"""Preservation: the cosine of CLIP's embeddings of a sample and of the image that it edits
+(flow_grpo's `image_similarity`). A copy of the source scores 1, so it belongs beside a reward of
+what should have changed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from reward_models.clip_backbone import CosineScorer
 
 
 class ImageSimilarity(CosineScorer):
-    """Cosine in [-1, 1]; arguments in `CosineScorer`. A video gives the mean of its sampled frames."""
+    """Cosine in [-1, 1]; arguments in `CosineScorer`. A video gives the mean of its sampled
+    frames."""
 
     name = "image_similarity"
     reads_images = True

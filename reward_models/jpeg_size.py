@@ -1,7 +1,8 @@
-"""Compressibility: the size of a sample as JPEG. A reward without a model, for first runs and for tests.
+"""Compressibility: the size of a sample as JPEG. A reward without a model, for first runs and for
+tests.
 
-Source: incompressibility and compressibility rewards of DDPO (arXiv:2305.13301, section 4); size in kB of a JPEG at
-quality 95, as in kvablack/ddpo-pytorch `ddpo_pytorch/rewards.py`.
+Source: incompressibility and compressibility rewards of DDPO (arXiv:2305.13301, section 4); size in
+kB of a JPEG at quality 95, as in kvablack/ddpo-pytorch `ddpo_pytorch/rewards.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from digenrl.types import Prompt
 
 
 class JpegSize:
-    """Negative (or positive) kilobytes of each sample as JPEG; a video scores the mean of its sampled frames.
+    """Negative (or positive) kilobytes of each sample as JPEG; a video scores the mean of its
+    sampled frames.
 
     Args:
         quality: JPEG quality, 1..95.
@@ -38,7 +40,9 @@ class JpegSize:
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return [B] kilobytes (1000 bytes), negative unless `maximise`."""
         pixels = rgb_bytes(media, self.frames).movedim(-3, -1).contiguous().numpy()
-        sizes = torch.tensor([[self._kilobytes(frame) for frame in sample] for sample in pixels], dtype=torch.float32)
+        sizes = torch.tensor(
+            [[self._kilobytes(frame) for frame in sample] for sample in pixels], dtype=torch.float32
+        )
         return sizes.mean(1) if self.maximise else -sizes.mean(1)
 
     def _kilobytes(self, frame: np.ndarray) -> float:

@@ -1,7 +1,8 @@
 """Edits whose right result is known: what should change has changed, and the rest is as it was.
 
-The region is where `image` and `target_image` of a prompt differ, at the size of the samples. Both scores need a right
-result for each prompt (drawn scenes, pairs from an editor); for photographs without one see `image_similarity`.
+The region is where `image` and `target_image` of a prompt differ, at the size of the samples. Both
+scores need a right result for each prompt (drawn scenes, pairs from an editor); for photographs
+without one see `image_similarity`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,26 @@ class _KnownEdit:
 
     @staticmethod
     def check_prompts(prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for a prompt without `image` or `target_image`, or where both are one picture."""
+        """Raise ValueError for a prompt without `image` or `target_image`, or where both are one
+        picture."""
         require_images(prompts, "image", "target_image")
         for prompt in prompts:
-            source, target = ({i.digest for i in prompt.images if i.role == role} for role in ("image", "target_image"))
+            source, target = (
+                {i.digest for i in prompt.images if i.role == role}
+                for role in ("image", "target_image")
+            )
             if source & target:
-                raise ValueError("its image and its target_image are one file: nothing is to be changed.")
+                raise ValueError(
+                    "its image and its target_image are one file: nothing is to be changed."
+                )
 
 
 class EditDone(_KnownEdit):
-    """How far the region has come from the source (0) to the target (1), by mean absolute difference of colour.
+    """How far the region has come from the source (0) to the target (1), by mean absolute
+    difference of colour.
 
-    Negative where it is further from the target than the source was; a prompt whose pictures do not differ at the size
-    of the samples has no score.
+    Negative where it is further from the target than the source was; a prompt whose pictures do not
+    differ at the size of the samples has no score.
     """
 
     model_id = "edit_done"
@@ -62,8 +70,11 @@ class EditKept(_KnownEdit):
 
 
 def _difference(media: Tensor, other: Tensor, region: Tensor) -> Tensor:
-    """Return [B] mean over frames, channels and the pixels of `region` [B, 1, H, W]; NaN where it has none."""
+    """Return [B] mean over frames, channels and the pixels of `region` [B, 1, H, W]; NaN where it
+    has none."""
     frames = as_rgb(as_frames(media)).float().cpu()
-    each = ((frames - other.unsqueeze(1)).abs().mean(dim=(1, 2)) * region.squeeze(1)).flatten(1).sum(1)
+    each = (
+        ((frames - other.unsqueeze(1)).abs().mean(dim=(1, 2)) * region.squeeze(1)).flatten(1).sum(1)
+    )
     pixels = region.flatten(1).sum(1)
     return torch.where(pixels > 0, each / pixels, torch.nan)

@@ -1,4 +1,5 @@
-"""The rewards of the tilted mixture (`extensions.tasks.mixture`): a coordinate, and the likelihood under the base."""
+"""The rewards of the tilted mixture (`extensions.tasks.mixture`): a coordinate, and the likelihood
+under the base."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Coordinate:
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B]."""
         targets = [prompt.target or "" for prompt in prompts]
-        signs = torch.tensor([-1.0 if target.startswith("-") else 1.0 for target in targets], device=media.device)
+        signs = torch.tensor(
+            [-1.0 if target.startswith("-") else 1.0 for target in targets], device=media.device
+        )
         axes = torch.tensor([int(target[1:]) for target in targets], device=media.device)
         return signs * points(media, self.span).gather(1, axes[:, None])[:, 0]
 
@@ -41,7 +44,8 @@ class Coordinate:
         for prompt in prompts:
             if not (prompt.target or "")[1:].isdecimal():
                 raise ValueError(
-                    f"prompt {prompt.text!r}: its target is {prompt.target!r}, and must be such as +0 or -3."
+                    f"prompt {prompt.text!r}: its target is {prompt.target!r}, and must be such as "
+                    "+0 or -3."
                 )
 
 
@@ -67,10 +71,15 @@ class LogLikelihood:
     ) -> None:
         if means is None or weights is None or deviation is None:
             raise ValueError(
-                "reward=mixture scores the points of model=mixture, and the model is another: choose that."
+                "reward=mixture scores the points of model=mixture, and the model is another: "
+                "choose that."
             )
         self.means = torch.tensor([list(mean) for mean in means])
-        self.log_weights, self.deviation, self.span = torch.tensor(list(weights)).log(), deviation, span
+        self.log_weights, self.deviation, self.span = (
+            torch.tensor(list(weights)).log(),
+            deviation,
+            span,
+        )
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B]."""

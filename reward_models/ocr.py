@@ -1,12 +1,14 @@
 """Text rendering: how well the words in a picture match the words that the prompt asks for.
 
-Score = 1 - min(d, n) / n with d the edit distance from the recognised text to the target and n the target's length;
-whitespace and case do not count, and text that contains the target scores 1: the reward of Flow-GRPO
-(arXiv:2505.05470, yifan123/flow_grpo `flow_grpo/ocr.py`). Here d is the smallest over the whole text and each of its
-lines, so that other lettering in the picture does not hide a target that is nearly right.
+Score = 1 - min(d, n) / n with d the edit distance from the recognised text to the target and n the
+target's length; whitespace and case do not count, and text that contains the target scores 1: the
+reward of Flow-GRPO (arXiv:2505.05470, yifan123/flow_grpo `flow_grpo/ocr.py`). Here d is the
+smallest over the whole text and each of its lines, so that other lettering in the picture does not
+hide a target that is nearly right.
 
-The reader is RapidOCR (PP-OCR exported to ONNX); its models ship in its wheel, so nothing is downloaded. Pictures are
-read one at a time: a batch would be padded to its widest member, and a score would depend on its neighbours.
+The reader is RapidOCR (PP-OCR exported to ONNX); its models ship in its wheel, so nothing is
+downloaded. Pictures are read one at a time: a batch would be padded to its widest member, and a
+score would depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -31,23 +33,29 @@ try:
     import rapidocr
     from rapidfuzz.distance import Levenshtein
 except ImportError as error:
-    raise ImportError("the ocr reward needs rapidocr and rapidfuzz: pip install 'digenrl[ocr]'") from error
+    raise ImportError(
+        "the ocr reward needs rapidocr and rapidfuzz: pip install 'digenrl[ocr]'"
+    ) from error
 
 LINE_HEIGHT = 64
-"""A picture at most this high and at least twice as wide is one line of text: detection is skipped."""
+"""A picture at most this high and at least twice as wide is one line of text: detection is
+skipped."""
 _QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 
 
 class Ocr:
-    """Edit-distance score in [0, 1] of the text in each sample; a video scores the mean of its sampled frames.
+    """Edit-distance score in [0, 1] of the text in each sample; a video scores the mean of its
+    sampled frames.
 
     Args:
         frames: frames read per video, evenly spaced.
         recognition_only: "auto" (by the picture's shape, see `LINE_HEIGHT`), "always" or "never".
         min_confidence: recognised lines below it do not count, so that noise scores 0.
-        detection_side: larger pictures are shrunk to this longest side before detection (PP-OCR's classic 960).
-        threads: pictures read at the same time, each by an engine with one thread (twice as fast as one engine with two
-            threads, and not slowed down by other ranks); keep ranks x threads within the cores of the machine.
+        detection_side: larger pictures are shrunk to this longest side before detection (PP-OCR's
+            classic 960).
+        threads: pictures read at the same time, each by an engine with one thread (twice as fast as
+            one engine with two threads, and not slowed down by other ranks); keep ranks x threads
+            within the cores of the machine.
         device: "cpu", or "cuda" with onnxruntime-gpu installed.
     """
 
@@ -61,16 +69,28 @@ class Ocr:
         device: str = "cpu",
     ) -> None:
         if recognition_only not in ("auto", "always", "never"):
-            raise ValueError(f"recognition_only is {recognition_only!r}: choose auto, always or never.")
-        self.frames, self.recognition_only, self.min_confidence = frames, recognition_only, min_confidence
+            raise ValueError(
+                f"recognition_only is {recognition_only!r}: choose auto, always or never."
+            )
+        self.frames, self.recognition_only, self.min_confidence = (
+            frames,
+            recognition_only,
+            min_confidence,
+        )
         if threads < 1:
             raise ValueError(f"threads is {threads}: at least one reads.")
-        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()  # an engine keeps state: one picture at a time each
+        self._idle: queue.SimpleQueue[Any] = (
+            queue.SimpleQueue()
+        )  # an engine keeps state: one picture at a time each
         for _ in range(threads):
             self._idle.put(_build_engine(detection_side, device))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ocr")
-        self.model_id = f"rapidocr(frames={frames}, mode={recognition_only}, confidence={min_confidence})"
-        self.weights_digest = files_digest(sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx")))
+        self.model_id = (
+            f"rapidocr(frames={frames}, mode={recognition_only}, confidence={min_confidence})"
+        )
+        self.weights_digest = files_digest(
+            sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx"))
+        )
 
     @staticmethod
     def check_prompts(prompts: Sequence[Prompt]) -> None:
@@ -97,7 +117,8 @@ class Ocr:
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, picture: np.ndarray) -> list[str]:
-        """Lines of text in one picture [H, W, 3] (uint8, BGR), in reading order, confident ones only."""
+        """Lines of text in one picture [H, W, 3] (uint8, BGR), in reading order, confident ones
+        only."""
         height, width = picture.shape[:2]
         is_line = height <= LINE_HEIGHT and width >= 2 * height
         engine = self._idle.get()
@@ -116,7 +137,8 @@ class Ocr:
 
 
 def ocr_target(prompt: Prompt) -> str:
-    """Return what a picture of `prompt` should say: its `target`, else the text in its last pair of double quotes.
+    """Return what a picture of `prompt` should say: its `target`, else the text in its last pair of
+    double quotes.
 
     Raises ValueError naming the prompt where there is neither.
     """
@@ -126,7 +148,8 @@ def ocr_target(prompt: Prompt) -> str:
         target = quoted[-1] if quoted else ""
     if not normalise(target):
         raise ValueError(
-            f'The prompt {prompt.text!r} says no text to render: put it in double quotes (a sign that says "OPEN"), '
+            f"The prompt {prompt.text!r} says no text to render: put it in double quotes (a sign "
+            'that says "OPEN"), '
             "or give the prompt a `target`."
         )
     return target
@@ -154,16 +177,23 @@ def _build_engine(detection_side: int, device: str) -> Any:
         import onnxruntime
 
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-            raise ValueError("device=cuda needs onnxruntime-gpu, this one has no CUDA provider: use device=cpu.")
+            raise ValueError(
+                "device=cuda needs onnxruntime-gpu, this one has no CUDA provider: use device=cpu."
+            )
     return rapidocr.RapidOCR(
         params={
             "Global.log_level": "critical",
-            "Global.width_height_ratio": -1,  # detect in wide pictures too: `read` tells lines by shape
+            # detect in wide pictures too: `read` tells lines by shape
+            "Global.width_height_ratio": -1,
             "EngineConfig.onnxruntime.intra_op_num_threads": 1,
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             "EngineConfig.onnxruntime.use_cuda": device == "cuda",
             "Det.limit_type": "max",
             "Det.limit_side_len": detection_side,
-            "Rec.rec_img_shape": [3, 48, 96],  # smallest width that a line is padded to; 320 costs twice the time
+            "Rec.rec_img_shape": [
+                3,
+                48,
+                96,
+            ],  # smallest width that a line is padded to; 320 costs twice the time
         }
     )

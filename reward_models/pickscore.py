@@ -1,4 +1,5 @@
-"""Human preference: PickScore (arXiv:2305.01569), a CLIP-H tuned on pairs that people chose between.
+"""Human preference: PickScore (arXiv:2305.01569), a CLIP-H tuned on pairs that people chose
+between.
 
 Score = exp(logit_scale) x cosine / 26, which puts pictures around 0.8-0.9: the scaling of Flow-GRPO
 (yifan123/flow_grpo `flow_grpo/pickscore_scorer.py`).

@@ -1,23 +1,35 @@
-"""Where the weights of our scorers and statistics are published. Read before a scorer is imported: no torch here."""
+"""Where the weights of our scorers and statistics are published. Read before a scorer is imported:
+no torch here."""
 
 from __future__ import annotations
 
-_AESTHETIC = "sac+logos+ava1-l14-linearMSE.pth of https://github.com/christophschuhmann/improved-aesthetic-predictor"
+_AESTHETIC = (
+    "sac+logos+ava1-l14-linearMSE.pth of "
+    "https://github.com/christophschuhmann/improved-aesthetic-predictor"
+)
 
 WEIGHTS: dict[str, dict[str, str]] = {
-    "reward_models.aesthetic.Aesthetic": {"path": "hf download openai/clip-vit-large-patch14", "head": _AESTHETIC},
+    "reward_models.aesthetic.Aesthetic": {
+        "path": "hf download openai/clip-vit-large-patch14",
+        "head": _AESTHETIC,
+    },
     "reward_models.clip_score.ClipScore": {"path": "hf download openai/clip-vit-large-patch14"},
-    "reward_models.clip_statistics.ClipStatistics": {"path": "hf download openai/clip-vit-large-patch14"},
+    "reward_models.clip_statistics.ClipStatistics": {
+        "path": "hf download openai/clip-vit-large-patch14"
+    },
     "reward_models.dino_similarity.DinoSimilarity": {"path": "hf download facebook/dinov2-base"},
     "reward_models.hpsv2.HPSv2": {"path": "hf download xswu/HPSv2 HPS_v2.1_compressed.pt"},
     "reward_models.image_reward.ImageReward": {
         "path": "hf download THUDM/ImageReward ImageReward.pt",
         "tokenizer": "hf download google-bert/bert-base-uncased",
     },
-    "reward_models.image_similarity.ImageSimilarity": {"path": "hf download openai/clip-vit-large-patch14"},
+    "reward_models.image_similarity.ImageSimilarity": {
+        "path": "hf download openai/clip-vit-large-patch14"
+    },
     "reward_models.lpips_similarity.LpipsSimilarity": {
         "path": "curl -O https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
     },
     "reward_models.pickscore.PickScore": {"path": "hf download yuvalkirstain/PickScore_v1"},
 }
-"""`_target_` of a scorer or statistic -> argument that says where weights are -> where they come from."""
+"""`_target_` of a scorer or statistic -> argument that says where weights are -> where they come
+from."""

@@ -1,6 +1,8 @@
-"""Reward of edits of drawn scenes: the picture shows what it should show then, and the rest is as it was.
+"""Reward of edits of drawn scenes: the picture shows what it should show then, and the rest is as
+it was.
 
-A prompt names its picture (`image`), the scene that the edit makes of it (`target`) and what may change (`region`).
+A prompt names its picture (`image`), the scene that the edit makes of it (`target`) and what may
+change (`region`).
 """
 
 from __future__ import annotations
@@ -21,20 +23,22 @@ SAME = 0.15
 
 
 class ScenePreserved:
-    """The share of the pixels outside of the region that are as in the source: of the paper's and of the other
-    object's, which count alike; in [0, 1]."""
+    """The share of the pixels outside of the region that are as in the source: of the paper's and
+    of the other object's, which count alike; in [0, 1]."""
 
     reads_images = True
     model_id, weights_digest = "scene_preserved", "none"
 
     @staticmethod
     def check_prompts(prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for a prompt without `image`, whose `target` is no scene, or whose `region` is none or
-        everything."""
+        """Raise ValueError for a prompt without `image`, whose `target` is no scene, or whose
+        `region` is none or everything."""
         require_images(prompts, "image")
         for prompt in prompts:
             if not prompt.target:
-                raise ValueError("it has no target: the scene that the edit makes, as 'a green circle'.")
+                raise ValueError(
+                    "it has no target: the scene that the edit makes, as 'a green circle'."
+                )
             asked_scene(prompt.target)
             outside(prompt, 24, 24)
 
@@ -44,7 +48,9 @@ class ScenePreserved:
         same = (pictures - sources).norm(dim=1) < SAME
         paper = (sources - PAPER[:, None, None]).norm(dim=1) < OFF_PAPER
         rest = torch.stack([outside(prompt, *media.shape[-2:]) for prompt in prompts])
-        shares = [(same & part).sum((1, 2)) / part.sum((1, 2)) for part in (rest & paper, rest & ~paper)]
+        shares = [
+            (same & part).sum((1, 2)) / part.sum((1, 2)) for part in (rest & paper, rest & ~paper)
+        ]
         return torch.stack(shares).nanmean(0)  # of a picture with one object there is no other
 
 

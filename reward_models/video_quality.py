@@ -1,12 +1,16 @@
-"""Video quality without a model: statistics of frames and of motion, each in [0, 1], and their weighted mean.
+"""Video quality without a model: statistics of frames and of motion, each in [0, 1], and their
+weighted mean.
 
 - sharpness: share of the frames' energy that a 3x3 Laplacian keeps, saturating; blur scores low.
 - exposure: 1 - share of pixels that are nearly black or white.
-- smoothness: how well a frame is the mean of its two neighbours (the idea of VBench's motion smoothness,
-  arXiv:2311.17982, with linear interpolation in place of a learned one); flicker scores low.
-- motion: mean absolute change between neighbours, saturating: a frozen video scores 0 (VBench's dynamic degree).
+- smoothness: how well a frame is the mean of its two neighbours (the idea of VBench's motion
+  smoothness, arXiv:2311.17982, with linear interpolation in place of a learned one); flicker scores
+  low.
+- motion: mean absolute change between neighbours, saturating: a frozen video scores 0 (VBench's
+dynamic degree).
 
-`smoothness` alone is won by a frozen video and `motion` alone by noise, hence both. Images have no motion terms.
+`smoothness` alone is won by a frozen video and `motion` alone by noise, hence both. Images have no
+motion terms.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from digenrl.types import Prompt
 
 TERMS = ("sharpness", "exposure", "smoothness", "motion")
 _SHARP, _MOVING, _FLICKER = 0.02, 0.02, 0.05
-"""Values at which a term is half saturated (for smoothness: has lost half), in units of the full pixel range."""
+"""Values at which a term is half saturated (for smoothness: has lost half), in units of the full
+pixel range."""
 
 
 class VideoQuality:
@@ -35,14 +40,19 @@ class VideoQuality:
     weights_digest = "none"
 
     def __init__(
-        self, sharpness: float = 1.0, exposure: float = 1.0, smoothness: float = 1.0, motion: float = 1.0
+        self,
+        sharpness: float = 1.0,
+        exposure: float = 1.0,
+        smoothness: float = 1.0,
+        motion: float = 1.0,
     ) -> None:
         self.weights = dict(zip(TERMS, (sharpness, exposure, smoothness, motion), strict=True))
         if min(self.weights.values()) < 0 or not 0 < sum(self.weights.values()) < math.inf:
             raise ValueError(
-                f"video_quality weights are {self.weights}: give non-negative numbers, one of them positive."
+                f"video_quality weights are {self.weights}: give non-negative numbers, one of them "
+                "positive."
             )
-        self.model_id = f"video_quality({', '.join(f'{name}={weight}' for name, weight in self.weights.items())})"
+        self.model_id = f"video_quality({', '.join(f'{name}={weight}' for name, weight in self.weights.items())})"  # noqa: E501
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return [B]; NaN where every term with a weight needs more frames than the sample has."""
@@ -55,7 +65,8 @@ class VideoQuality:
 
 
 def quality_terms(media: Tensor) -> dict[str, Tensor]:
-    """Return each term of the module's docstring: name -> [B] in [0, 1]; only those that the number of frames allows.
+    """Return each term of the module's docstring: name -> [B] in [0, 1]; only those that the number
+    of frames allows.
 
     Args:
         media: [B, C, H, W] or [B, F, C, H, W] in [0, 1].

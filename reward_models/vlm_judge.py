@@ -1,7 +1,9 @@
-"""A vision-language model as judge, behind any OpenAI-compatible endpoint (`POST <url>/chat/completions`).
+"""A vision-language model as judge, behind any OpenAI-compatible endpoint (`POST
+<url>/chat/completions`).
 
-Each sample is one request: the question, the prompt and the picture (a video: several frames) as PNG. The answer must
-be one JSON object `{"score": <number>}` on the asked scale; anything else is missing, never a guess. Judges differ and
+Each sample is one request: the question, the prompt and the picture (a video: several frames) as
+PNG. The answer must be one JSON object `{"score": <number>}` on the asked scale; anything else is
+missing, never a guess. Judges differ and
 drift: another reward should be held out beside one.
 """
 
@@ -24,17 +26,27 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from torch import Tensor
 
-from digenrl.rewards.protocol import RewardError, RewardUnavailable, require_images, rgb_bytes, source_images
+from digenrl.rewards.protocol import (
+    RewardError,
+    RewardUnavailable,
+    require_images,
+    rgb_bytes,
+    source_images,
+)
 from digenrl.types import Prompt
 
 QUESTION = (
-    "Rate from 0 to 10 how well the picture shows what the prompt asks for, and how well it is made. "
-    'Answer with one JSON object and nothing else: {"score": <number from 0 to 10>}. Prompt: {prompt}'
+    "Rate from 0 to 10 how well the picture shows what the prompt asks for, and how well it is "
+    "made. "
+    'Answer with one JSON object and nothing else: {"score": <number from 0 to 10>}. Prompt: '
+    "{prompt}"
 )
 EDIT_QUESTION = (
-    "The first picture was edited as the prompt asks; what follows is the result. Rate from 0 to 10 how well the edit "
+    "The first picture was edited as the prompt asks; what follows is the result. Rate from 0 to "
+    "10 how well the edit "
     "was done and how well everything else was kept: the lower of the two counts. "
-    'Answer with one JSON object and nothing else: {"score": <number from 0 to 10>}. Prompt: {prompt}'
+    'Answer with one JSON object and nothing else: {"score": <number from 0 to 10>}. Prompt: '
+    "{prompt}"
 )
 _MAX_ANSWER_BYTES = 1 << 18
 
@@ -74,26 +86,36 @@ class VlmJudge:
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
             raise ValueError(
-                f"{parsed.host or 'url'} is no judge URL: write http(s)://host:port/v1, without user or password."
+                f"{parsed.host or 'url'} is no judge URL: write http(s)://host:port/v1, without "
+                "user or password."
             )
         if "{prompt}" not in question:
-            raise ValueError("question must contain {prompt}: a judge that is not told the prompt cannot judge it.")
+            raise ValueError(
+                "question must contain {prompt}: a judge that is not told the prompt cannot judge "
+                "it."
+            )
         if not scale > 0 or concurrency < 1:
             raise ValueError(f"scale is {scale}, concurrency {concurrency}: both must be positive.")
         self.url, self.model, self.question = str(parsed).rstrip("/"), model, question
         self.scale, self.frames, self.deadline_s = scale, frames, deadline_s
         token = os.environ.get(token_env)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=False)
+        self._http = httpx.Client(
+            headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=False
+        )
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
         digest = hashlib.blake2b(question.encode(), digest_size=4).hexdigest()
         self.model_id = f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={digest})"
         self.weights_digest = "none"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """[B]. Raises RewardUnavailable (with the scores that there are) if a request or answer failed."""
+        """[B]. Raises RewardUnavailable (with the scores that there are) if a request or answer
+        failed."""
         frames = rgb_bytes(media, self.frames)
-        jobs = [self._pool.submit(self._judge, sample, prompt) for sample, prompt in zip(frames, prompts, strict=True)]
+        jobs = [
+            self._pool.submit(self._judge, sample, prompt)
+            for sample, prompt in zip(frames, prompts, strict=True)
+        ]
         scores, causes = torch.full((len(prompts),), math.nan), []
         deadline = time.monotonic() + self.deadline_s
         for row, job in enumerate(jobs):
@@ -118,9 +140,13 @@ class VlmJudge:
         return []
 
     def _judge(self, frames: Tensor, prompt: Prompt) -> float:
-        content: list[dict[str, Any]] = [{"type": "text", "text": self.question.replace("{prompt}", prompt.text)}]
+        content: list[dict[str, Any]] = [
+            {"type": "text", "text": self.question.replace("{prompt}", prompt.text)}
+        ]
         pictures = [*self._before(frames, prompt), *frames]
-        content += [{"type": "image_url", "image_url": {"url": _png(picture)}} for picture in pictures]
+        content += [
+            {"type": "image_url", "image_url": {"url": _png(picture)}} for picture in pictures
+        ]
         body = {
             "model": self.model,
             "temperature": 0,
@@ -140,24 +166,35 @@ class VlmJudge:
                 for chunk in response.iter_bytes():
                     raw += chunk
                     if len(raw) > _MAX_ANSWER_BYTES:
-                        raise RewardUnavailable(f"the judge's answer exceeds {_MAX_ANSWER_BYTES} bytes")
+                        raise RewardUnavailable(
+                            f"the judge's answer exceeds {_MAX_ANSWER_BYTES} bytes"
+                        )
         except httpx.HTTPError as error:
-            raise RewardUnavailable(f"the judge cannot be reached: {type(error).__name__}") from error
+            raise RewardUnavailable(
+                f"the judge cannot be reached: {type(error).__name__}"
+            ) from error
         return self._verdict(bytes(raw))
 
     def _verdict(self, raw: bytes) -> float:
         try:
             text = json.loads(raw)["choices"][0]["message"]["content"]
-            verdict = _Verdict.model_validate_json(text.strip().removeprefix("```json").strip("`").strip())
+            verdict = _Verdict.model_validate_json(
+                text.strip().removeprefix("```json").strip("`").strip()
+            )
         except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
-            raise RewardUnavailable(f"the judge's answer is no {{score: number}}: {type(error).__name__}") from error
+            raise RewardUnavailable(
+                f"the judge's answer is no {{score: number}}: {type(error).__name__}"
+            ) from error
         if not 0 <= verdict.score <= self.scale:
-            raise RewardUnavailable(f"the judge's score {verdict.score} lies outside 0..{self.scale:g}")
+            raise RewardUnavailable(
+                f"the judge's score {verdict.score} lies outside 0..{self.scale:g}"
+            )
         return verdict.score / self.scale
 
 
 class EditJudge(VlmJudge):
-    """A judge that is shown the image of the prompt first, then the sample; arguments as of `VlmJudge`."""
+    """A judge that is shown the image of the prompt first, then the sample; arguments as of
+    `VlmJudge`."""
 
     reads_images = True
 

@@ -1,7 +1,8 @@
 """Weights of scorers: where they come from, their digests, and small random ones for `build: tiny`.
 
-A tiny build writes a checkpoint directory of the real format, and the scorer loads it with the code that loads the real
-one; only the numbers inside mean nothing. They are the same in every process, whatever the caller's RNG state.
+A tiny build writes a checkpoint directory of the real format, and the scorer loads it with the code
+that loads the real one; only the numbers inside mean nothing. They are the same in every process,
+whatever the caller's RNG state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _SEED = 20240607
 
 @contextmanager
 def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> Iterator[str]:
-    """The checkpoint to load from: `path` for the real build, a temporary directory filled by `make` for the tiny one.
+    """The checkpoint to load from: `path` for the real build, a temporary directory filled by
+    `make` for the tiny one.
 
     Raises ValueError for another `build`, and for a real build without a path.
     """
@@ -41,7 +43,8 @@ def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> It
 
 
 def read_state(file: Path, needed: str) -> dict[str, Tensor]:
-    """Return the tensors of a `.safetensors` file, or of a `.pt` / `.pth` one (read with weights_only=True).
+    """Return the tensors of a `.safetensors` file, or of a `.pt` / `.pth` one (read with
+    weights_only=True).
 
     Raises FileNotFoundError saying what is `needed`.
     """
@@ -68,17 +71,25 @@ def module_digest(*modules: nn.Module) -> str:
     for module in modules:
         for name, tensor in module.state_dict().items():
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()
 
 
 def make_clip(directory: Path) -> None:
-    """Write a CLIP (32 pixels, two layers) with a byte-level tokenizer, laid out as the hub's checkpoints are."""
+    """Write a CLIP (32 pixels, two layers) with a byte-level tokenizer, laid out as the hub's
+    checkpoints are."""
     from transformers import CLIPConfig, CLIPModel
 
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(directory)
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     words = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": 77,

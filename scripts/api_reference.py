@@ -1,4 +1,5 @@
-"""docs/api.md, from the docstrings of what users call and implement (`make docs`); nothing is imported for it."""
+"""docs/api.md, from the docstrings of what users call and implement (`make docs`); nothing is
+imported for it."""
 
 from __future__ import annotations
 
@@ -15,20 +16,29 @@ _INTRODUCTION = """\
 Made from the docstrings by `make docs`. What stands first is in the package itself (`import digenrl`, which imports
 neither torch nor numpy); the rest is imported from the module named. [quickstart.md](quickstart.md) has an example that
 runs; the notebooks (`notebooks/`) have more.
-"""
+"""  # noqa: E501
 CONTENTS = {
     "digenrl": ("digenrl/api.py", ("load_run", "sample", "score", "plan", "rl_loop")),
     "What they return: `digenrl.api`": ("digenrl/api.py", ("LoadedRun", "Scored")),
     "RL steps in this process: `digenrl.one_process`": ("digenrl/one_process.py", ("Loop",)),
-    "Pictures of an evaluation: `digenrl.report.pictures`": ("digenrl/report/pictures.py", ("Samples",)),
+    "Pictures of an evaluation: `digenrl.report.pictures`": (
+        "digenrl/report/pictures.py",
+        ("Samples",),
+    ),
     "Prompts: `digenrl.types`, `digenrl.data`": ("digenrl/types.py", ("Prompt",)),
     "A reward implements: `digenrl.rewards.protocol`": (
         "digenrl/rewards/protocol.py",
         ("Scorer", "as_frames", "source_images"),
     ),
     "A model implements: `digenrl.models.policy`": ("digenrl/models/policy.py", ("Policy",)),
-    "... of diffusers: `digenrl.models.pipeline`": ("digenrl/models/pipeline.py", ("DiffusersPolicy",)),
-    "A loss implements: `digenrl.algorithms.surrogates`": ("digenrl/algorithms/surrogates.py", ("Surrogate", "Cells")),
+    "... of diffusers: `digenrl.models.pipeline`": (
+        "digenrl/models/pipeline.py",
+        ("DiffusersPolicy",),
+    ),
+    "A loss implements: `digenrl.algorithms.surrogates`": (
+        "digenrl/algorithms/surrogates.py",
+        ("Surrogate", "Cells"),
+    ),
 }
 """Heading -> (file, names in it), in the order of the page."""
 Documented = ast.FunctionDef | ast.ClassDef
@@ -47,7 +57,8 @@ def page() -> str:
 
 
 def _entry(node: Documented, module: str | None) -> Iterator[str]:
-    """A function, or a class with its fields and methods: of one that is to be derived from, the abstract ones."""
+    """A function, or a class with its fields and methods: of one that is to be derived from, the
+    abstract ones."""
     said = ast.get_docstring(node) or ""
     yield f"### `{node.name}`\n"
     if isinstance(node, ast.FunctionDef):
@@ -56,12 +67,18 @@ def _entry(node: Documented, module: str | None) -> Iterator[str]:
         return
     yield _text(module if said.startswith("See the module") else said)
     yield from _fields(node)
-    methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and ast.get_docstring(each)]
-    kinds = {each.name: {ast.unparse(decorator) for decorator in each.decorator_list} for each in methods}
+    methods = [
+        each for each in node.body if isinstance(each, ast.FunctionDef) and ast.get_docstring(each)
+    ]
+    kinds = {
+        each.name: {ast.unparse(decorator) for decorator in each.decorator_list} for each in methods
+    }
     wanted = [each for each in methods if "abstractmethod" in kinds[each.name]] or methods
     for method in (each for each in wanted if not each.name.startswith("_")):
         value = {"property", "cached_property"} & kinds[method.name]
-        yield f"**`.{method.name if value else _short(method)}`**: {_text(ast.get_docstring(method))}"
+        yield (
+            f"**`.{method.name if value else _short(method)}`**: {_text(ast.get_docstring(method))}"
+        )
 
 
 def _fields(node: ast.ClassDef) -> Iterator[str]:
@@ -74,7 +91,9 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
             and isinstance(below.value, ast.Constant)
             and not ast.unparse(field.target).startswith("_")
         ):
-            rows.append(f"- `{ast.unparse(field.target)}`: {' '.join(str(below.value.value).split())}")
+            rows.append(
+                f"- `{ast.unparse(field.target)}`: {' '.join(str(below.value.value).split())}"
+            )
     if rows:
         yield "\n".join(rows) + "\n"
 

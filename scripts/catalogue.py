@@ -1,4 +1,5 @@
-"""docs/models_and_rewards.md, from the YAMLs, the counted sizes and the list of published weights (`make docs`)."""
+"""docs/models_and_rewards.md, from the YAMLs, the counted sizes and the list of published weights
+(`make docs`)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _INTRODUCTION = """\
 Made from `configs/model`, `configs/reward`, the counted sizes and the list of published weights by `make docs`. Every
 model of the hub has a tiny build of the same classes (`hardware=cpu_tiny`), which needs no download. Licences are those
 of the weights' publishers: read them on the page of the weights. `make plan EXP=... HW=...` says what fits where.
-"""
+"""  # noqa: E501
 
 _HACKED = """
 ## How each is hacked
@@ -31,28 +32,72 @@ kind, a mixture, and looking at the report's best and worst.
 
 | reward | what pleases it | what it does not see |
 |---|---|---|
-"""
+"""  # noqa: E501
 _PLEASED = (
-    ("pickscore`, `hpsv2`, `image_reward`, `preference", "gloss and detail everywhere, one style", "variety, counts"),
+    (
+        "pickscore`, `hpsv2`, `image_reward`, `preference",
+        "gloss and detail everywhere, one style",
+        "variety, counts",
+    ),
     ("aesthetic", "soft light, painterly texture, portraits", "the prompt: it is not given it"),
-    ("clip_score", "nouns of the prompt as textures, or written into the picture", "which thing has which colour"),
-    ("ocr`, `ocr_clip", "letters that fill the picture, the word alone", "the scene around them, beauty"),
-    ("edits", "the asked change and nothing else that its pixels measure", "an edit that is right in another way"),
-    ("lpips", "a copy of the source", "whether what was asked for is done: it belongs beside a reward of that"),
-    ("video_quality", "sharpened frames that drift slowly", "the prompt, and whether anything happens"),
-    ("vlm_judge`, `edit_judge", "text in the picture that says what is asked for", "what its question leaves out"),
+    (
+        "clip_score",
+        "nouns of the prompt as textures, or written into the picture",
+        "which thing has which colour",
+    ),
+    (
+        "ocr`, `ocr_clip",
+        "letters that fill the picture, the word alone",
+        "the scene around them, beauty",
+    ),
+    (
+        "edits",
+        "the asked change and nothing else that its pixels measure",
+        "an edit that is right in another way",
+    ),
+    (
+        "lpips",
+        "a copy of the source",
+        "whether what was asked for is done: it belongs beside a reward of that",
+    ),
+    (
+        "video_quality",
+        "sharpened frames that drift slowly",
+        "the prompt, and whether anything happens",
+    ),
+    (
+        "vlm_judge`, `edit_judge",
+        "text in the picture that says what is asked for",
+        "what its question leaves out",
+    ),
     ("jpeg", "flat, smooth areas: it is a toy", "the prompt"),
     ("scenes_edit", "colours brighter than those asked for", "how exact a colour is"),
-    ("digits`, `scenes", "one picture a prompt, the same places each time", "diversity; both report it beside"),
+    (
+        "digits`, `scenes",
+        "one picture a prompt, the same places each time",
+        "diversity; both report it beside",
+    ),
 )
 
 
 def page() -> str:
     """The whole document, in Markdown."""
-    models = ["| model | what it is | blocks x width | weights | download |", "|---|---|---|---|---|", *_models()]
+    models = [
+        "| model | what it is | blocks x width | weights | download |",
+        "|---|---|---|---|---|",
+        *_models(),
+    ]
     rewards = ["| reward | what it measures | weights |", "|---|---|---|", *_rewards()]
-    parts = [_INTRODUCTION, "## Models: `model=...`\n", *models, "\n## Rewards: `reward=...`\n", *rewards]
-    hacked = "".join(f"| `{names}` | {pleased} | {unseen} |\n" for names, pleased, unseen in _PLEASED)
+    parts = [
+        _INTRODUCTION,
+        "## Models: `model=...`\n",
+        *models,
+        "\n## Rewards: `reward=...`\n",
+        *rewards,
+    ]
+    hacked = "".join(
+        f"| `{names}` | {pleased} | {unseen} |\n" for names, pleased, unseen in _PLEASED
+    )
     return "\n".join(parts) + "\n" + _HACKED + hacked
 
 
@@ -69,8 +114,14 @@ def _models() -> Iterator[str]:
 def _rewards() -> Iterator[str]:
     for option, head, node in _options("reward"):
         parts = node.get("rewards") or {}
-        scorers = [entry.get("scorer", {}).get("_target_", "") for entry in parts.values() if isinstance(entry, dict)]
-        sources = [f"`{source}`" for scorer in scorers for source in WEIGHTS.get(scorer, {}).values()]
+        scorers = [
+            entry.get("scorer", {}).get("_target_", "")
+            for entry in parts.values()
+            if isinstance(entry, dict)
+        ]
+        sources = [
+            f"`{source}`" for scorer in scorers for source in WEIGHTS.get(scorer, {}).values()
+        ]
         yield f"| `{option}` | {head} | {', '.join(dict.fromkeys(sources)) or 'none to fetch'} |"
 
 
@@ -79,9 +130,15 @@ def _options(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for path in sorted((ROOT / "configs" / group).glob("[a-z]*.yaml")):
         text = path.read_text(encoding="utf-8")
         comment = re.match(r"(?:# .*\n)+", text)
-        head = " ".join(comment[0].replace("\n# ", " ").removeprefix("# ").split()) if comment else ""
+        head = (
+            " ".join(comment[0].replace("\n# ", " ").removeprefix("# ").split()) if comment else ""
+        )
         node = yaml.safe_load(text)
-        for parent in (name for name in node.get("defaults", []) if isinstance(name, str) and not name.startswith("_")):
+        for parent in (
+            name
+            for name in node.get("defaults", [])
+            if isinstance(name, str) and not name.startswith("_")
+        ):
             inherited = path.with_name(f"{parent}.yaml")
             node = (yaml.safe_load(inherited.read_text()) if inherited.exists() else {}) | node
         yield path.stem, head.replace("|", "\\|"), node

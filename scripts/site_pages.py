@@ -1,4 +1,5 @@
-"""mkdocs' hooks: the site has the repository's own pages too, and links between all of them are checked."""
+"""mkdocs' hooks: the site has the repository's own pages too, and links between all of them are
+checked."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
+PAGES = {"README.md": "index.md"} | {
+    name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+}
 """File of the repository -> page of the site."""
 LINKED = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 """A link to a file, without its anchor."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add `PAGES`, and the files that README cites: tables of figures, the example to read first."""
+    """Add `PAGES`, and the files that README cites: tables of figures, the example to read
+    first."""
     found = [(ROOT / own, page) for own, page in PAGES.items()]
     found += [(path, f"results/{path.name}") for path in (ROOT / "benchmarks" / "results").iterdir()
               if path.suffix in (".md", ".png")]  # fmt: skip

@@ -1,11 +1,13 @@
-"""A storm over one run, at random steps of a seed: rollouts are killed, suspended, asked to go, and others join; the
-cable to a rollout on another machine is cut and slow, the disk is full, the reward service dies. At the end the weights
-must be those of the calm run, bit for bit, and no trainer may have begun again.
+"""A storm over one run, at random steps of a seed: rollouts are killed, suspended, asked to go, and
+others join; the cable to a rollout on another machine is cut and slow, the disk is full, the reward
+service dies. At the end the weights must be those of the calm run, bit for bit, and no trainer may
+have begun again.
 
     make chaos ARGS="seed=11 events=20"        (python -m tests.chaos seed=11 events=20)
 
-The last line of standard output is the path of a JSON file: `bit_equal`, `trainer_restarts`, `events`, `skipped` (what
-this machine does not permit, and why), and what the run noted while its disk took it (`lost`, `left`, `joined`).
+The last line of standard output is the path of a JSON file: `bit_equal`, `trainer_restarts`,
+`events`, `skipped` (what this machine does not permit, and why), and what the run noted while its
+disk took it (`lost`, `left`, `joined`).
 """
 
 from __future__ import annotations
@@ -32,8 +34,19 @@ from tests.namespaces import Cable, NotHere, cable, inside
 from tests.storm import published
 from tests.training import PATIENCE_S, SMALL, Train, commands
 
-WORDS = (*SMALL, "schedule=gap_tsp_tag", "schedule.tsp.batch=1", "sampling.steps=8", "callbacks.checkpoint.every=1000")
-RUN = ("allocation.trainers=1", "allocation.patience_s=60", "allocation.max_restarts=3", "limits.absent_s=3")
+WORDS = (
+    *SMALL,
+    "schedule=gap_tsp_tag",
+    "schedule.tsp.batch=1",
+    "sampling.steps=8",
+    "callbacks.checkpoint.every=1000",
+)
+RUN = (
+    "allocation.trainers=1",
+    "allocation.patience_s=60",
+    "allocation.max_restarts=3",
+    "limits.absent_s=3",
+)
 STEPS_PER_EVENT = 2
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 MOST = 3
@@ -46,7 +59,8 @@ Start = Callable[..., Train]
 
 
 class Place:
-    """Where a run lives: its disk, its reward service, and the cable to another machine; what of that can fail.
+    """Where a run lives: its disk, its reward service, and the cable to another machine; what of
+    that can fail.
 
     Args:
         start: starts commands (`tests.training.commands`).
@@ -72,7 +86,10 @@ class Place:
     @property
     def words(self) -> list[str]:
         """Of a run that lives here."""
-        found = ["+reward.rewards.judge_a.placement=http", f"reward.urls={{judge_a:['http://{self._address}']}}"]
+        found = [
+            "+reward.rewards.judge_a.placement=http",
+            f"reward.urls={{judge_a:['http://{self._address}']}}",
+        ]
         found += [] if self.disk is None else [f"output_root={self.disk}"]
         return found + ([] if self.cable is None else [f"network.interface={self.cable.interface}"])
 
@@ -83,7 +100,9 @@ class Place:
         if self.disk is not None:
             found["full disk"] = (self.disk_is_full, FULL_S)
         return (
-            found if self.cable is None else found | {"cut": (self.cable.cut, CUT_S), "slow": (self.cable.slow, SLOW_S)}
+            found
+            if self.cable is None
+            else found | {"cut": (self.cable.cut, CUT_S), "slow": (self.cable.slow, SLOW_S)}
         )
 
     @property
@@ -162,9 +181,12 @@ class Storm:
             joiner.finish()
 
     def _wait_for_step(self, train: Train, step: int) -> None:
-        """Until so many are finished. A run that has lost every rollout waits for one, which joins."""
+        """Until so many are finished. A run that has lost every rollout waits for one, which
+        joins."""
         deadline = time.monotonic() + PATIENCE_S
-        while not any(row["kind"] == "step" and row["rl_step"] >= step for row in train.rows("metrics.jsonl")):
+        while not any(
+            row["kind"] == "step" and row["rl_step"] >= step for row in train.rows("metrics.jsonl")
+        ):
             if train.poll() is not None:  # the full disk may have taken the last line
                 return
             assert time.monotonic() < deadline, f"no step {step}: {train.stderr}"
@@ -178,7 +200,11 @@ class Storm:
         weather = self._place.weather
         if all(joiner.poll() is not None for joiner in self._far):  # nobody stands at the other end
             weather = {kind: it for kind, it in weather.items() if kind not in ("cut", "slow")}
-        kinds = [*(SIGNALS if len(victims) > 1 else ()), *(["join"] if len(victims) < MOST else ()), *weather]
+        kinds = [
+            *(SIGNALS if len(victims) > 1 else ()),
+            *(["join"] if len(victims) < MOST else ()),
+            *weather,
+        ]
         event: dict[str, Any] = {"event": (kind := self._chance.choice(kinds)), "time": time.time()}
         self.events.append(event)
         if kind in SIGNALS:
@@ -193,25 +219,33 @@ class Storm:
             happen(event["seconds"])
 
     def _join(self, train: Train) -> bool:
-        """Have one more rollout join; whether it stands at the other end of the cable: every second one."""
+        """Have one more rollout join; whether it stands at the other end of the cable: every second
+        one."""
         far = self._place.cable is not None and len(self._joiners) % 2 == 0
 
         def begin() -> Train:
             words = (f"run={train.run_dir}", *self._place.join_words)
             return self._start(*words, tiny=(), fork=True, command="join")
 
-        joiner = inside(self._place.cable.namespace, begin) if far and self._place.cable else begin()
+        joiner = (
+            inside(self._place.cable.namespace, begin) if far and self._place.cable else begin()
+        )
         self._joiners.append(joiner)
         if far:
             self._far.append(joiner)
         return far
 
     def _victims(self, train: Train) -> list[psutil.Process]:
-        """Rollouts that are there and not suspended: the run's own, and those that joined, by their rank's process."""
+        """Rollouts that are there and not suspended: the run's own, and those that joined, by their
+        rank's process."""
         found = train.ranks()[1:]
         for joiner in self._joiners:
             found += _ranks(joiner)
-        return [process for process in found if process.is_running() and process.status() not in ("stopped", "zombie")]
+        return [
+            process
+            for process in found
+            if process.is_running() and process.status() not in ("stopped", "zombie")
+        ]
 
 
 def _ranks(joiner: Train) -> list[psutil.Process]:
@@ -227,12 +261,16 @@ def chaos(root: Path, seed: int, events: int) -> dict[str, Any]:
     start, steps = next(started), max(4, STEPS_PER_EVENT * events)
     with ExitStack() as held:
         held.callback(next, started, None)
-        os.environ["DIGENRL_REWARD_TOKEN"] = f"storm-{os.getpid()}"  # off loopback a reward service wants one
+        os.environ["DIGENRL_REWARD_TOKEN"] = (
+            f"storm-{os.getpid()}"  # off loopback a reward service wants one
+        )
         held.callback(os.environ.pop, "DIGENRL_REWARD_TOKEN")
         calm = start(*WORDS, *RUN, "allocation.rollouts=1", f"max_rl_steps={steps}", fork=True)
         assert calm.finish() == 0, calm.stderr
         place = Place(start, root, held)
-        train = start(*WORDS, *RUN, *place.words, "allocation.rollouts=2", f"max_rl_steps={steps}", fork=True)
+        train = start(
+            *WORDS, *RUN, *place.words, "allocation.rollouts=2", f"max_rl_steps={steps}", fork=True
+        )
         if place.disk is not None:
             (train.root / "outputs").symlink_to(place.disk)
         storm = Storm(start, place, seed, events, steps)
@@ -240,15 +278,21 @@ def chaos(root: Path, seed: int, events: int) -> dict[str, Any]:
         if place.cable is not None and place.cable.lossy is not None:
             place.skipped["delay and loss"] = place.cable.lossy
         noted, weights = train.rows("events.jsonl"), "checkpoints/last/policy.safetensors"
-        equal = published(train).items() <= published(calm).items()  # the full disk took some of the lines
+        equal = (
+            published(train).items() <= published(calm).items()
+        )  # the full disk took some of the lines
         return {
             "seed": seed,
-            "bit_equal": equal and (train.run_dir / weights).read_bytes() == (calm.run_dir / weights).read_bytes(),
+            "bit_equal": equal
+            and (train.run_dir / weights).read_bytes() == (calm.run_dir / weights).read_bytes(),
             "trainer_restarts": sum(row["kind"] == "restart" for row in noted),
             "rl_steps": train.summary["rl_steps"],
             "events": storm.events,
             "skipped": place.skipped,
-            **{kind: [row.get("cause", row["rank"]) for row in noted if row["kind"] == kind] for kind in NOTED},
+            **{
+                kind: [row.get("cause", row["rank"]) for row in noted if row["kind"] == kind]
+                for kind in NOTED
+            },
         }
 
 
@@ -257,14 +301,17 @@ NOTED = ("lost", "left", "joined")
 
 def main(words: Sequence[str]) -> int:
     """Exit code: 0 when the weights are equal and no trainer began again."""
-    settings = {"seed": 0, "events": 20} | {key: int(value) for key, value in (word.split("=") for word in words)}
+    settings = {"seed": 0, "events": 20} | {
+        key: int(value) for key, value in (word.split("=") for word in words)
+    }
     with tempfile.TemporaryDirectory() as directory:
         found = chaos(Path(directory), settings["seed"], settings["events"])
     OUTPUT.mkdir(parents=True, exist_ok=True)
     path = OUTPUT / f"seed-{settings['seed']}-events-{settings['events']}.json"
     path.write_text(json.dumps(found, indent=2) + "\n")
     print(
-        f"{len(found['events'])} events in {found['rl_steps']} RL steps: bit_equal {found['bit_equal']}",
+        f"{len(found['events'])} events in {found['rl_steps']} RL steps: bit_equal "
+        f"{found['bit_equal']}",
         *(f"skipped: {kind} ({why})" for kind, why in found["skipped"].items()),
         sep="\n",
         file=sys.stderr,

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# Set before torch is imported by any test: with several test processes on two cores, more threads only contend.
+# Set before torch is imported by any test: with several test processes on two cores, more threads
+# only contend.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,11 +22,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Autograd finds out at its first use, for good, that no device needs a thread. Beside fake CUDA tensors it would start
-# one, and then no test could fork ranks that train.
+# Autograd finds out at its first use, for good, that no device needs a thread. Beside fake CUDA
+# tensors it would start one, and then no test could fork ranks that train.
 torch.zeros(1, requires_grad=True).sum().backward()
 
-# The same examples every time, or an old defect would fail a new change; HYPOTHESIS_PROFILE=random looks for others.
+# The same examples every time, or an old defect would fail a new change; HYPOTHESIS_PROFILE=random
+# looks for others.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("random", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
@@ -36,7 +38,11 @@ DELETED = frozenset(os.environ.get("DIGENRL_TESTS_WITHOUT", "").split())
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out test files that need an extension which was deleted (tests/test_deleting.py)."""
-    if not DELETED or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+    if (
+        not DELETED
+        or collection_path.suffix != ".py"
+        or not collection_path.name.startswith("test_")
+    ):
         return None
     return True if _extensions_needed(collection_path) & DELETED else None
 
@@ -47,7 +53,11 @@ def _extensions_needed(path: Path) -> frozenset[str]:
     text = path.read_text(encoding="utf-8")
     needed = frozenset(re.findall(r"\bdigenrl\.extensions\.(\w+)", text))
     imported = re.findall(r"^from ((?:tests|benchmarks)[\w.]*) import (.*)", text, re.MULTILINE)
-    modules = {name for module, names in imported for name in (module, *(f"{module}.{n}" for n in names.split(", ")))}
+    modules = {
+        name
+        for module, names in imported
+        for name in (module, *(f"{module}.{n}" for n in names.split(", ")))
+    }
     helpers = (ROOT / f"{name.replace('.', '/')}.py" for name in modules)
     return needed.union(*(_extensions_needed(helper) for helper in helpers if helper.is_file()))
 
@@ -70,7 +80,8 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left_behind() -> Iterator[None]:
-    """Fail the session if a child process outlives it (each leftover rank would keep a port and a core)."""
+    """Fail the session if a child process outlives it (each leftover rank would keep a port and a
+    core)."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]

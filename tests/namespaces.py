@@ -22,13 +22,16 @@ CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def two_machines() -> Iterator[tuple[str, str]]:
-    """Names of two namespaces with the interfaces front0 (10.77.0.1 and 10.77.0.2) and data0 (fd77::1 and fd77::2). The
-    test is skipped where they cannot be made."""
+    """Names of two namespaces with the interfaces front0 (10.77.0.1 and 10.77.0.2) and data0
+    (fd77::1 and fd77::2). The test is skipped where they cannot be made."""
     one, two = f"dgrl{os.getpid()}a", f"dgrl{os.getpid()}b"
     steps = [
         f"netns add {one}",
         f"netns add {two}",
-        *(f"link add {cable} netns {one} type veth peer name {cable} netns {two}" for cable in ("front0", "data0")),
+        *(
+            f"link add {cable} netns {one} type veth peer name {cable} netns {two}"
+            for cable in ("front0", "data0")
+        ),
         *(f"-n {ns} addr add 10.77.0.{i}/24 dev front0" for i, ns in ((1, one), (2, two))),
         *(f"-n {ns} addr add fd77::{i}/64 dev data0 nodad" for i, ns in ((1, one), (2, two))),
         *(f"-n {ns} link set {dev} up" for ns in (one, two) for dev in ("front0", "data0", "lo")),
@@ -47,7 +50,8 @@ def two_machines() -> Iterator[tuple[str, str]]:
 
 
 def inside(namespace: str, call: Callable[[], T]) -> T:
-    """`call()` in a thread of that namespace, where its sockets and the threads that it starts stay."""
+    """`call()` in a thread of that namespace, where its sockets and the threads that it starts
+    stay."""
 
     def enter() -> T:
         with Path("/var/run/netns", namespace).open() as handle:
@@ -72,7 +76,8 @@ class Cable:
     host: str
     """Address of this machine's end."""
     lossy: str | None = None
-    """Why packets cannot be delayed and lost (the kernel lacks netem): then a slow cable is a thin one alone."""
+    """Why packets cannot be delayed and lost (the kernel lacks netem): then a slow cable is a thin
+    one alone."""
 
     def cut(self, seconds: float) -> None:
         """Nothing passes, for so long: this machine's end has no carrier."""
@@ -143,6 +148,14 @@ def _run(command: list[str]) -> None:
 
 def bytes_sent(namespace: str | None, interface: str) -> int:
     """By this interface of a namespace (None: this machine's), since it was made."""
-    command = ["ip", *(["-n", namespace] if namespace else []), "-s", "-j", "link", "show", interface]
+    command = [
+        "ip",
+        *(["-n", namespace] if namespace else []),
+        "-s",
+        "-j",
+        "link",
+        "show",
+        interface,
+    ]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])

@@ -1,10 +1,11 @@
-"""A long run of a toy task, watched: what its processes hold, and what its directory takes, must not grow with steps.
+"""A long run of a toy task, watched: what its processes hold, and what its directory takes, must
+not grow with steps.
 
     make soak ARGS="steps=10000"        (python -m tests.soak steps=10000 minutes=600)
 
-After so many minutes the run is stopped, and judged by the steps that it has made. The last line of standard output is
-the path of a JSON file: `grown` (what is more than it may be), all `figures` beside their bounds, and `samples` of
-memory, open files and bytes over the RL steps.
+After so many minutes the run is stopped, and judged by the steps that it has made. The last line of
+standard output is the path of a JSON file: `grown` (what is more than it may be), all `figures`
+beside their bounds, and `samples` of memory, open files and bytes over the RL steps.
 """
 
 from __future__ import annotations
@@ -28,28 +29,43 @@ import digenrl.extensions.tasks.digits  # noqa: F401  (diffusers loads once, her
 from digenrl import run  # noqa: F401
 from tests.training import Train, commands
 
-WORDS = ("data.prompts_per_batch=2", "data.group_size=2", "sampling.steps=2", "sampling.eval.steps=2", "schedule=full")
+WORDS = (
+    "data.prompts_per_batch=2",
+    "data.group_size=2",
+    "sampling.steps=2",
+    "sampling.eval.steps=2",
+    "schedule=full",
+)
 RUN = ("allocation.trainers=1", "allocation.rollouts=2", "record.keep_mib=2")
 EVERY_S = 0.5
 WARM = 0.25
 """Of the steps, in which allocators, caches and files fill up to their bounds."""
 MEMORY_MIB, FILES, DIRECTORY_MIB, ROW_BYTES, REPORT_MIB, REPORT_S = 12.0, 4, 4.0, 4096, 4.0, 60.0
-"""Growth after that: memory of one process; its open files; the run's directory without metrics.jsonl, which is always
-whole, and has so many bytes a step. Size of the report, and seconds that it takes."""
+"""Growth after that: memory of one process; its open files; the run's directory without
+metrics.jsonl, which is always whole, and has so many bytes a step. Size of the report, and seconds
+that it takes."""
 OUTPUT = Path("outputs/soak")
 
 
 def look(train: Train) -> dict[str, Any] | None:
     """What the run holds now; None while it begins or ends."""
-    with suppress(psutil.Error, OSError, IndexError, StopIteration, ValueError):  # not all of it is there
+    with suppress(
+        psutil.Error, OSError, IndexError, StopIteration, ValueError
+    ):  # not all of it is there
         metrics = train.run_dir / "metrics.jsonl"
         last = json.loads(_last_line(metrics))
         names = ("launcher", "trainer", "rollout 1", "rollout 2")
         processes = dict(zip(names, [psutil.Process(train.pid), *train.ranks()], strict=True))
-        sizes = [path.stat().st_size for path in train.run_dir.rglob("*") if path.is_file() and path != metrics]
+        sizes = [
+            path.stat().st_size
+            for path in train.run_dir.rglob("*")
+            if path.is_file() and path != metrics
+        ]
         return {
             "rl_step": last["rl_step"],
-            "memory_mib": {name: process.memory_info().rss / 2**20 for name, process in processes.items()},
+            "memory_mib": {
+                name: process.memory_info().rss / 2**20 for name, process in processes.items()
+            },
             "files": {name: process.num_fds() for name, process in processes.items()},
             "directory_mib": sum(sizes) / 2**20,
         }
@@ -66,7 +82,11 @@ def soak(root: Path, steps: int, minutes: float = math.inf) -> dict[str, Any]:
     """Run so many RL steps (or as many as there is time for), and say what grew."""
     started = commands(root)
     train = next(started)(
-        *WORDS, *RUN, f"callbacks.checkpoint.every={max(10, steps // 40)}", f"max_rl_steps={steps}", fork=True
+        *WORDS,
+        *RUN,
+        f"callbacks.checkpoint.every={max(10, steps // 40)}",
+        f"max_rl_steps={steps}",
+        fork=True,
     )
     samples: list[dict[str, Any]] = []
     deadline = time.monotonic() + 60.0 * minutes
@@ -91,13 +111,24 @@ def soak(root: Path, steps: int, minutes: float = math.inf) -> dict[str, Any]:
     finally:
         next(started, None)
     seen = figures(samples, steps, found)
-    grown = [f"{name}: {value:.1f}, at most {most:g}" for name, (value, most) in seen.items() if value > most]
-    return {"grown": grown, "figures": seen, **found, "samples": samples[:: max(1, len(samples) // 200)]}
+    grown = [
+        f"{name}: {value:.1f}, at most {most:g}"
+        for name, (value, most) in seen.items()
+        if value > most
+    ]
+    return {
+        "grown": grown,
+        "figures": seen,
+        **found,
+        "samples": samples[:: max(1, len(samples) // 200)],
+    }
 
 
-def figures(samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """What -> (how much it is, the most that it may be). Growth is that from the median of the first steps after `WARM`
-    to that of the last ones."""
+def figures(
+    samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]
+) -> dict[str, tuple[float, float]]:
+    """What -> (how much it is, the most that it may be). Growth is that from the median of the
+    first steps after `WARM` to that of the last ones."""
     early = [sample for sample in samples if WARM <= sample["rl_step"] / steps <= WARM + 0.15]
     late = [sample for sample in samples if sample["rl_step"] / steps >= 0.85]
 
@@ -114,7 +145,10 @@ def figures(samples: Sequence[dict[str, Any]], steps: int, found: dict[str, Any]
         seen[f"growth of the {name}'s memory, MiB"] = (more("memory_mib", name), MEMORY_MIB)
         seen[f"growth of the {name}'s open files"] = (more("files", name), FILES)
     seen |= {"bytes of a row of metrics.jsonl": (found["row_bytes"], ROW_BYTES)}
-    return seen | {"report.html, MiB": (found["report_mib"], REPORT_MIB), "report, s": (found["report_s"], REPORT_S)}
+    return seen | {
+        "report.html, MiB": (found["report_mib"], REPORT_MIB),
+        "report, s": (found["report_s"], REPORT_S),
+    }
 
 
 def main(words: Sequence[str]) -> int:
@@ -127,7 +161,9 @@ def main(words: Sequence[str]) -> int:
     OUTPUT.mkdir(parents=True, exist_ok=True)
     path = OUTPUT / f"steps-{settings['steps']}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
-    print(*(found["grown"] or [f"{found['steps']} RL steps, nothing grew"]), sep="\n", file=sys.stderr)
+    print(
+        *(found["grown"] or [f"{found['steps']} RL steps, nothing grew"]), sep="\n", file=sys.stderr
+    )
     print(os.fspath(path.absolute()))
     return int(bool(found["grown"]))
 

@@ -1,5 +1,6 @@
-"""A storm of stop signals: random ones, at random moments, to random processes of small runs. Every run must end saved
-or cleanly, with its cause and no process left; what is resumed must give the weights of the calm run, bit for bit.
+"""A storm of stop signals: random ones, at random moments, to random processes of small runs. Every
+run must end saved or cleanly, with its cause and no process left; what is resumed must give the
+weights of the calm run, bit for bit.
 
     python -m tests.storm n=200 seed=0 resume=4     (resume: every how-manieth run is continued to its end)
 """
@@ -26,10 +27,20 @@ from tests.training import GONE_WITHIN_S, SMALL, Train, commands
 
 STEPS = 6
 RUNS = {
-    "apart": ("schedule=gap", "allocation.trainers=1", "allocation.rollouts=2", "algorithm.updates_per_batch=2"),
+    "apart": (
+        "schedule=gap",
+        "allocation.trainers=1",
+        "allocation.rollouts=2",
+        "algorithm.updates_per_batch=2",
+    ),
     "together": ("schedule=colocated", "allocation.trainers=2", "algorithm.updates_per_batch=2"),
     "sharded": ("parallel.sharding=fsdp", "allocation.trainers=2", "allocation.rollouts=1"),
-    "async": ("schedule=gap", "schedule.async_steps=1", "schedule.tag=true", "algorithm.updates_per_batch=2"),
+    "async": (
+        "schedule=gap",
+        "schedule.async_steps=1",
+        "schedule.tag=true",
+        "algorithm.updates_per_batch=2",
+    ),
 }
 BY_ITSELF = ("callbacks.checkpoint.every=1000", f"max_rl_steps={STEPS}")
 LIMIT_S = 60.0
@@ -44,9 +55,11 @@ class Shot:
     run: str
     number: signal.Signals
     target: str
-    """launcher, group or rank (of the processes that the launcher has started, any; not with a signal to leave)"""
+    """launcher, group or rank (of the processes that the launcher has started, any; not with a
+    signal to leave)"""
     moment: str
-    """start (nothing exists yet), ranks (the run directory exists), step (some are finished) or end (all are)"""
+    """start (nothing exists yet), ranks (the run directory exists), step (some are finished) or end
+    (all are)"""
     after: int
     """RL steps finished, for step."""
     delay: float
@@ -64,10 +77,14 @@ class Shot:
         return cls(
             run=chance.choice(runs),
             number=number,
-            target=chance.choice(("launcher", "group") if number in LEAVES else ("launcher", "group", "rank")),
+            target=chance.choice(
+                ("launcher", "group") if number in LEAVES else ("launcher", "group", "rank")
+            ),
             moment=moment,
             after=chance.randrange(1, STEPS - 3),
-            delay=chance.uniform(0.0, {"start": 0.5, "ranks": 1.5, "step": 0.3, "end": 0.05}[moment]),
+            delay=chance.uniform(
+                0.0, {"start": 0.5, "ranks": 1.5, "step": 0.3, "end": 0.05}[moment]
+            ),
             grace=chance.choice(("auto", "0")),
             twice=chance.random() < 0.2,
         )
@@ -85,13 +102,17 @@ def published(train: Train) -> dict[int, str]:
     found: dict[int, str] = {}
     for row in train.rows("events.jsonl"):
         if row["kind"] == "publish":
-            assert found.setdefault(row["version"], row["digest"]) == row["digest"], f"two versions {row['version']}"
+            assert found.setdefault(row["version"], row["digest"]) == row["digest"], (
+                f"two versions {row['version']}"
+            )
     return found
 
 
 def strike(start: Start, shot: Shot, undisturbed: dict[int, str], resume: bool) -> str:
     """Fire, and check how the run ends; returns how."""
-    train = start(*SMALL, *RUNS[shot.run], *BY_ITSELF, f"allocation.stop_grace_s={shot.grace}", fork=True)
+    train = start(
+        *SMALL, *RUNS[shot.run], *BY_ITSELF, f"allocation.stop_grace_s={shot.grace}", fork=True
+    )
     _wait_for(train, shot)
     _fire(train, shot)
     if shot.twice:
@@ -101,7 +122,9 @@ def strike(start: Start, shot: Shot, undisturbed: dict[int, str], resume: bool) 
     while (code := train.poll()) is None:
         assert time.monotonic() < deadline, f"{shot}: hangs\n{train.stderr}"
         time.sleep(0.02)
-    deadline = time.monotonic() + GONE_WITHIN_S  # a helper of a launcher that died at its start goes a moment later
+    deadline = (
+        time.monotonic() + GONE_WITHIN_S
+    )  # a helper of a launcher that died at its start goes a moment later
     while left := train.left():
         assert time.monotonic() < deadline, f"{shot}: left behind: {left}"
         time.sleep(0.02)
@@ -109,13 +132,20 @@ def strike(start: Start, shot: Shot, undisturbed: dict[int, str], resume: bool) 
         assert code in (128 + shot.number, -shot.number), f"{shot}: {code}\n{train.stderr}"
         return "nothing had begun"
     summary, stopped = train.summary, f"signal {shot.number.name}"
-    context = f"{shot}: {code}, {summary['status']}, {summary['cause']}, {summary['rl_steps']} steps\n{train.stderr}"
+    context = (
+        f"{shot}: {code}, {summary['status']}, {summary['cause']}, {summary['rl_steps']} "
+        f"steps\n{train.stderr}"
+    )
     assert train.stdout.splitlines()[-1] == str(train.run_dir), context
     assert published(train).items() <= undisturbed.items(), context
-    if summary["status"] == "completed":  # the signal met a rank that was gone, the monitor, or the report
+    if (
+        summary["status"] == "completed"
+    ):  # the signal met a rank that was gone, the monitor, or the report
         assert code in (0, 128 + shot.number), context
         return "completed before it"
-    assert (code, summary["status"], summary["cause"]) == (128 + shot.number, "stopped", stopped), context
+    assert (code, summary["status"], summary["cause"]) == (128 + shot.number, "stopped", stopped), (
+        context
+    )
     if summary["rl_steps"] == 0:
         assert not list(train.run_dir.glob("checkpoints/step-*")), context
         return "stopped before a step was finished"
@@ -144,7 +174,10 @@ def _reached(train: Train, shot: Shot) -> bool:
     if shot.moment == "ranks":
         return any(train.root.glob("outputs/*/*/logs"))
     if shot.moment == "step":
-        return any(row["kind"] == "step" and row["rl_step"] >= shot.after for row in train.rows("metrics.jsonl"))
+        return any(
+            row["kind"] == "step" and row["rl_step"] >= shot.after
+            for row in train.rows("metrics.jsonl")
+        )
     return any(row["kind"] == "end" for row in train.rows("events.jsonl"))
 
 
@@ -185,6 +218,8 @@ if __name__ == "__main__":
         key: int(value) for key, value in (word.split("=") for word in sys.argv[1:])
     }
     with tempfile.TemporaryDirectory() as directory:
-        counted, failures = storm(Path(directory), settings["n"], settings["seed"], settings["resume"])
+        counted, failures = storm(
+            Path(directory), settings["n"], settings["seed"], settings["resume"]
+        )
     print(*failures, *(f"{count:4d} {end}" for end, count in counted.most_common()), sep="\n")
     sys.exit(bool(failures))

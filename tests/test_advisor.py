@@ -1,4 +1,5 @@
-"""I18 for the planner: without its folder a run is settled with plain values, and what needs costs is refused."""
+"""I18 for the planner: without its folder a run is settled with plain values, and what needs costs
+is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def answer(bare: dict[str, str], code: str) -> str:
         "from digenrl.settle import allocated\n"
         f"composed = configuration.load({list(WORDS)})\n"
     )
-    done = subprocess.run([sys.executable, "-c", given + code], capture_output=True, text=True, timeout=120, env=bare)
+    done = subprocess.run(
+        [sys.executable, "-c", given + code], capture_output=True, text=True, timeout=120, env=bare
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -44,7 +47,8 @@ def test_auto_has_plain_values_and_nothing_is_predicted(bare: dict[str, str]) ->
     code = (
         "settled = allocated(composed)\n"
         "config = settled.config\n"
-        "print(config.parallel.sharding, config.schedule.auto, config.schedule.gap, config.sampling.task_size,\n"
+        "print(config.parallel.sharding, config.schedule.auto, config.schedule.gap, "
+        "config.sampling.task_size,\n"
         "      config.model.gradient_checkpointing, settled.planned, type(advisor()).__name__)\n"
         "print(advisor().advise(settled, 1, 1), advisor().memory_lines(settled, 1, 1))"
     )
@@ -56,7 +60,10 @@ def test_auto_has_plain_values_and_nothing_is_predicted(bare: dict[str, str]) ->
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("advisor().advise(configuration.load(['hardware.emulate=true']), 1, 1)", "hardware.emulate = true: needs"),
+        (
+            "advisor().advise(configuration.load(['hardware.emulate=true']), 1, 1)",
+            "hardware.emulate = true: needs",
+        ),
         ("import digenrl; digenrl.plan()", "digenrl.plan: needs digenrl.extensions.planner"),
     ],
     ids=["emulation", "plans"],
@@ -76,5 +83,9 @@ def test_the_largest_small_task_is_taken() -> None:
 
 def test_a_rank_that_joined_stands_in_as_the_last_one() -> None:
     ranks = tuple(StandIn({"rank": rank}, {}, {}) for rank in range(3))
-    assert [Advice(stand_ins=ranks).stand_in(rank) for rank in (0, 2, 5)] == [ranks[0], ranks[2], ranks[2]]
+    assert [Advice(stand_ins=ranks).stand_in(rank) for rank in (0, 2, 5)] == [
+        ranks[0],
+        ranks[2],
+        ranks[2],
+    ]
     assert Advice().stand_in(0) is None

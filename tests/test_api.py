@@ -20,14 +20,18 @@ DIGITS = ["number seven", "number two"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A digits run with a checkpoint whose weights are not those of the base model, and one evaluation."""
+    """A digits run with a checkpoint whose weights are not those of the base model, and one
+    evaluation."""
     directory = tmp_path_factory.mktemp("api") / "run"
     make_run(directory, "experiment=digits_flowgrpo")
     return directory
 
 
 def test_the_import_is_light() -> None:
-    code = "import digenrl, sys; print(sorted({'torch', 'numpy', 'hydra', 'matplotlib'} & set(sys.modules)))"
+    code = (
+        "import digenrl, sys; print(sorted({'torch', 'numpy', 'hydra', 'matplotlib'} & "
+        "set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     with pytest.raises(AttributeError, match=r"it has .*load_run"):
@@ -69,10 +73,15 @@ def test_a_run_without_a_checkpoint_has_only_its_base_model(trained: Path, tmp_p
 
 
 @pytest.mark.heavy
-def test_an_average_that_has_not_moved_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_average_that_has_not_moved_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ema = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, every: 8}"
     make_run(tmp_path / "run", "experiment=digits_flowgrpo", ema)
-    last, base = (digenrl.sample(tmp_path / "run", DIGITS, samples=1, weights=name) for name in ("last", "base"))
+    last, base = (
+        digenrl.sample(tmp_path / "run", DIGITS, samples=1, weights=name)
+        for name in ("last", "base")
+    )
     assert np.array_equal(last.media, base.media)
     assert "still the base model: it follows every 8 optimizer steps" in capsys.readouterr().err
 

@@ -1,5 +1,5 @@
-"""The 24 numerical checks of the formulas (docs/algorithms.md section 7): where each is tested, and where a seeded
-mutation shows that its test can fail."""
+"""The 24 numerical checks of the formulas (docs/algorithms.md section 7): where each is tested, and
+where a seeded mutation shows that its test can fail."""
 
 from __future__ import annotations
 
@@ -11,19 +11,35 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SDE, DENOISE, STEPS = "diffusion/test_sde.py", "diffusion/test_denoise.py", "diffusion/test_steps.py"
+SDE, DENOISE, STEPS = (
+    "diffusion/test_sde.py",
+    "diffusion/test_denoise.py",
+    "diffusion/test_steps.py",
+)
 LOSSES, ADVANTAGES = "algorithms/test_objectives.py", "algorithms/test_advantages.py"
-GRPO, SURROGATES, LEARNING = "algorithms/test_grpo.py", "algorithms/test_surrogates.py", "algorithms/test_learning.py"
+GRPO, SURROGATES, LEARNING = (
+    "algorithms/test_grpo.py",
+    "algorithms/test_surrogates.py",
+    "algorithms/test_learning.py",
+)
 
 CHECKS: dict[int, tuple[str, str, str]] = {
-    1: (DENOISE, "test_on_policy_ratio_is_exactly_one", "test_check_1_fails_if_the_log_prob_is_taken_before_rounding"),
+    1: (
+        DENOISE,
+        "test_on_policy_ratio_is_exactly_one",
+        "test_check_1_fails_if_the_log_prob_is_taken_before_rounding",
+    ),
     2: (LOSSES, "test_on_policy_gradient_is_the_policy_gradient", ""),
     3: (SDE, "test_noise_level_zero_is_the_euler_step", "test_check_3_can_fail"),
     4: (SDE, "test_dance_is_flow_sde_with_constant_std", "test_check_4_can_fail"),
     5: (SDE, "test_exact_pair_of_flow_sde", "test_check_5_can_fail"),
     6: (SDE, "test_marginal_is_preserved_as_steps_grow", "test_check_6_can_fail"),
     7: (SDE, "test_log_prob_is_the_mean_of_the_normal_log_density", "test_check_7_can_fail"),
-    8: (SDE, "test_first_step_std_depends_on_the_guard", "test_replay_with_another_guard_breaks_the_ratio"),
+    8: (
+        SDE,
+        "test_first_step_std_depends_on_the_guard",
+        "test_replay_with_another_guard_breaks_the_ratio",
+    ),
     9: (LOSSES, "test_kl_of_a_velocity_offset", ""),
     10: (
         LOSSES,
@@ -45,7 +61,8 @@ CHECKS: dict[int, tuple[str, str, str]] = {
     23: ("algorithms/test_copies.py", "test_swap_in_and_out_restores_bits", ""),
     24: ("diffusion/test_sigmas.py", "test_static_shift_is_applied_once", ""),
 }
-"""number -> (file, test, the test that seeds the mutation; "" = the same one, beside the right formula)."""
+"""number -> (file, test, the test that seeds the mutation; "" = the same one, beside the right
+formula)."""
 
 
 @cache
@@ -61,7 +78,9 @@ def test_every_check_is_tested_under_its_number(number: int) -> None:
     said = ast.get_docstring(functions(file)[test]) or ""
     module = ast.get_docstring(ast.parse((TESTS / file).read_text())) or ""
     numbers = (
-        re.findall(r"\d+", said.split(":")[0]) if said.startswith("Check") else re.findall(r"Check (\d+):", module)
+        re.findall(r"\d+", said.split(":")[0])
+        if said.startswith("Check")
+        else re.findall(r"Check (\d+):", module)
     )
     assert str(number) in numbers
     assert (sensitivity or test) in functions(file)

@@ -1,4 +1,5 @@
-"""The configuration zoo: everything in configs/ composes and passes every check, on a laptop and as published."""
+"""The configuration zoo: everything in configs/ composes and passes every check, on a laptop and as
+published."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config
-from digenrl.config.schema import Train
+from digenrl.config.schema import TrainKeys
 from digenrl.config.validation import ANY_NAME, keys_of
 
 OPTIONS = config.group_options(config.config_directory())
 EXPERIMENTS = OPTIONS["experiment"]
 WHOLE = [group for group in OPTIONS if "/" not in group and group not in ("experiment", "hardware")]
-PARTS = [group for group in OPTIONS if "/" in group and not group.startswith(("experiment", "hardware"))]
+PARTS = [
+    group for group in OPTIONS if "/" in group and not group.startswith(("experiment", "hardware"))
+]
 
 MAY_SHRINK = (
     "hardware.",
@@ -35,8 +38,8 @@ MAY_SHRINK = (
     "model.width",
     "model.frames",
 )
-"""What hardware=cpu_tiny may change, besides every `build`. Algorithm, SDE, window, guidance, LoRA targets and loss are
-the experiment's own."""
+"""What hardware=cpu_tiny may change, besides every `build`. Algorithm, SDE, window, guidance, LoRA
+targets and loss are the experiment's own."""
 
 
 @cache
@@ -61,9 +64,14 @@ def test_experiment_on_a_laptop_and_as_published(experiment: str) -> None:
     assert tiny.hardware.build == "tiny"
     assert tiny.data.group_size >= 4
     assert tiny.sampling.steps >= 6
-    before, after = dict(flat(OmegaConf.to_container(full))), dict(flat(OmegaConf.to_container(tiny)))
+    before, after = (
+        dict(flat(OmegaConf.to_container(full))),
+        dict(flat(OmegaConf.to_container(tiny))),
+    )
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    foreign = sorted(key for key in changed if not key.startswith(MAY_SHRINK) and not key.endswith(".build"))
+    foreign = sorted(
+        key for key in changed if not key.startswith(MAY_SHRINK) and not key.endswith(".build")
+    )
     assert not foreign, f"hardware=cpu_tiny changes {foreign} of {experiment}"
 
 
@@ -77,25 +85,37 @@ def test_hardware_composes_with_the_largest_experiment(hardware: str) -> None:
 @pytest.mark.parametrize("hardware", ["cpu", "cpu_tiny", "testbed_b"])
 @pytest.mark.heavy
 def test_a_hardware_profile_leaves_a_colocated_schedule_colocated(hardware: str) -> None:
-    """Profiles describe devices; who generates is the schedule's (allocation.rollouts=auto asks the pools)."""
-    composed = config.load(["experiment=wan21_flowgrpo", f"hardware={hardware}", "schedule=colocated"])
+    """Profiles describe devices; who generates is the schedule's (allocation.rollouts=auto asks the
+    pools)."""
+    composed = config.load(
+        ["experiment=wan21_flowgrpo", f"hardware={hardware}", "schedule=colocated"]
+    )
     assert composed.config.allocation.rollouts == 0
 
 
 @pytest.mark.parametrize(
     ("groups", "options"),
-    [(groups, options) for groups in (WHOLE, PARTS) for options in zip_longest(*(OPTIONS[group] for group in groups))],
+    [
+        (groups, options)
+        for groups in (WHOLE, PARTS)
+        for options in zip_longest(*(OPTIONS[group] for group in groups))
+    ],
 )
 def test_every_option_composes(groups: list[str], options: tuple[str | None, ...]) -> None:
-    """The n-th option of every group together, without an experiment's diffs: types, targets, constructor arguments and
-    prompt files; how groups fit together is the experiments' part."""
+    """The n-th option of every group together, without an experiment's diffs: types, targets,
+    constructor arguments and prompt files; how groups fit together is the experiments' part."""
     pairs = {group: name for group, name in zip(groups, options, strict=True) if name is not None}
     default = config.load([]).choices
     words = [f"{'' if group in default else '+'}{group}={name}" for group, name in pairs.items()]
     try:
         choices = config.load(["~experiment", "experiment_name=zoo", *words]).choices
     except config.ConfigError as error:
-        related = ("sampling.task_size", "sampling.same_noise", "data.prompts_per_batch", "algorithm.")
+        related = (
+            "sampling.task_size",
+            "sampling.same_noise",
+            "data.prompts_per_batch",
+            "algorithm.",
+        )
         unrelated = [problem for problem in error.problems if not problem.startswith(related)]
     else:
         unrelated = [group for group, name in pairs.items() if choices[group] != name]
@@ -106,8 +126,17 @@ def test_every_option_composes(groups: list[str], options: tuple[str | None, ...
 def test_the_schema_names_keys_that_exist() -> None:
     """A key that no configuration has would be a stale field. (Pools are named by their users.)"""
     trees = [OmegaConf.to_container(published(name)) for name in EXPERIMENTS]
-    trees += [OmegaConf.to_container(config.load([f"hardware={name}"]).config) for name in OPTIONS["hardware"]]
+    trees += [
+        OmegaConf.to_container(config.load([f"hardware={name}"]).config)
+        for name in OPTIONS["hardware"]
+    ]
     present = {key for tree in trees for key, _ in flat(tree)}
-    stale = [key for key in keys_of(Train) if not any(p == key or p.startswith(f"{key}.") for p in present)]
-    stale = [key for key in stale if ANY_NAME not in key and not key.startswith("hardware.efficiency")]  # GPUs' kinds
+    stale = [
+        key
+        for key in keys_of(TrainKeys)
+        if not any(p == key or p.startswith(f"{key}.") for p in present)
+    ]
+    stale = [
+        key for key in stale if ANY_NAME not in key and not key.startswith("hardware.efficiency")
+    ]  # GPUs' kinds
     assert not stale, f"fields for keys that no experiment has: {stale}"

@@ -1,4 +1,5 @@
-"""An extension can be deleted (I18): the core imports, its fast tests pass, and the first run computes the same."""
+"""An extension can be deleted (I18): the core imports, its fast tests pass, and the first run
+computes the same."""
 
 from __future__ import annotations
 
@@ -11,14 +12,23 @@ import pytest
 
 from tests.deleting import EXTENSIONS, copy_without
 
-ROOMS = "algorithms callbacks cluster config data diffusion models record report rewards schedule strategy transport"
+ROOMS = (
+    "algorithms callbacks cluster config data diffusion models record report rewards schedule "
+    "strategy transport"
+)
 """Folders of tests/ that belong to the core."""
 FAST = "not slow and not cluster and not processes and not heavy and not alone"
 
 
-def run(tree: Path, *words: str, without: str = "", timeout: float = 900.0) -> subprocess.CompletedProcess[str]:
-    """Run Python in `tree`, with its sources. Tests that need the extension `without` are left out."""
-    environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}:{tree}", "DIGENRL_TESTS_WITHOUT": without}
+def run(
+    tree: Path, *words: str, without: str = "", timeout: float = 900.0
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in `tree`, with its sources. Tests that need the extension `without` are left
+    out."""
+    environment = os.environ | {
+        "PYTHONPATH": f"{tree / 'src'}:{tree}",
+        "DIGENRL_TESTS_WITHOUT": without,
+    }
     return subprocess.run(
         [sys.executable, *words],
         cwd=tree,
@@ -34,8 +44,15 @@ def run(tree: Path, *words: str, without: str = "", timeout: float = 900.0) -> s
 def test_the_core_imports_without_any_extension(tmp_path: Path) -> None:
     tree = copy_without(tuple(EXTENSIONS), tmp_path)
     sources = (path.relative_to(tree / "src") for path in (tree / "src/digenrl").rglob("*.py"))
-    modules = sorted(".".join(path.with_suffix("").parts) for path in sources if path.stem != "__main__")
-    done = run(tree, "-c", f"import importlib\nfor name in {modules}: importlib.import_module(name)", timeout=200)
+    modules = sorted(
+        ".".join(path.with_suffix("").parts) for path in sources if path.stem != "__main__"
+    )
+    done = run(
+        tree,
+        "-c",
+        f"import importlib\nfor name in {modules}: importlib.import_module(name)",
+        timeout=200,
+    )
     assert len(modules) > 100
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -45,14 +62,19 @@ def test_the_core_imports_without_any_extension(tmp_path: Path) -> None:
 def test_the_fast_tests_of_the_core_pass_without(name: str, tmp_path: Path) -> None:
     tree = copy_without((name,), tmp_path)
     rooms = [f"tests/{room}" for room in ROOMS.split()]
-    done = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", FAST, *rooms, without=name)
+    done = run(
+        tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", FAST, *rooms, without=name
+    )
     assert done.returncode == 0, done.stdout[-6000:]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_first_run_is_the_same_with_its_task_alone(tmp_path: Path) -> None:
-    trees = [Path.cwd(), copy_without(tuple(name for name in EXTENSIONS if name != "tasks"), tmp_path / "tree")]
+    trees = [
+        Path.cwd(),
+        copy_without(tuple(name for name in EXTENSIONS if name != "tasks"), tmp_path / "tree"),
+    ]
     weights = []
     for number, tree in enumerate(trees):
         out = tmp_path / f"run{number}"

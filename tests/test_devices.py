@@ -31,12 +31,16 @@ H100, L40 = Device("NVIDIA H100 80GB HBM3", 79.1), Device("NVIDIA L40", 44.5)
 class Gpus:
     """`torch.cuda` of a machine with `count` GPUs, as far as placing asks."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, name: str = "NVIDIA L40") -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, count: int, name: str = "NVIDIA L40"
+    ) -> None:
         self.current, self.name = 0, name
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda number: setattr(self, "current", number))
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda number: setattr(self, "current", number)
+        )
         monkeypatch.setattr(torch.cuda, "get_device_properties", self.properties)
 
     def properties(self, number: int) -> SimpleNamespace:
@@ -47,8 +51,11 @@ def session(run_dir: Path, port: int = 0, handshake: Handshake | None = None) ->
     return Session("127.0.0.1", port, handshake or Handshake(), run_dir, time.time())
 
 
-def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, *words: str) -> tuple[list[Any], Any, set[str]]:
-    """(devices of the scorers that rank `rank` of 1 + 1 built, the engine's and Lightning's device)."""
+def built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, *words: str
+) -> tuple[list[Any], Any, set[str]]:
+    """(devices of the scorers that rank `rank` of 1 + 1 built, the engine's and Lightning's
+    device)."""
     placed: list[Any] = []
 
     def make() -> Any:
@@ -82,7 +89,8 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, *words: st
 def test_scorers_and_lightning_are_on_the_ranks_own_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: int
 ) -> None:
-    """The device is set before rewards and engine are built; a rank that sees one GPU alone takes that one."""
+    """The device is set before rewards and engine are built; a rank that sees one GPU alone takes
+    that one."""
     Gpus(monkeypatch, seen)
     own = 7 if seen == 8 else 0
     placed, (scorer, given), _ = built(tmp_path, monkeypatch, 1)
@@ -91,17 +99,26 @@ def test_scorers_and_lightning_are_on_the_ranks_own_gpu(
     assert (scorer, given) == (own, [own])
 
 
-def test_trainers_that_never_score_build_no_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainers_that_never_score_build_no_reward_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     placed, _, told = built(tmp_path / "a", monkeypatch, 0, "schedule.tag=false")
     assert not placed
     assert not told
     placed, _, told = built(tmp_path / "b", monkeypatch, 1, "schedule.tag=false")
     assert placed
     assert len(told) == 1, "the first rank that scores says which reward models there are"
-    evaluation = "+callbacks.evaluation={_target_: digenrl.callbacks.evaluation.Evaluation, prompts: digits.jsonl}"
-    assert not built(tmp_path / "c", monkeypatch, 0, "schedule.tag=false", evaluation)[0], "rollouts evaluate"
+    evaluation = (
+        "+callbacks.evaluation={_target_: digenrl.callbacks.evaluation.Evaluation, prompts: "
+        "digits.jsonl}"
+    )
+    assert not built(tmp_path / "c", monkeypatch, 0, "schedule.tag=false", evaluation)[0], (
+        "rollouts evaluate"
+    )
     for words in (("schedule.tag=true",), (evaluation, "allocation.evaluation=trainers")):
-        assert built(tmp_path / "d", monkeypatch, 0, *words)[0], "a trainer that lends or evaluates scores"
+        assert built(tmp_path / "d", monkeypatch, 0, *words)[0], (
+            "a trainer that lends or evaluates scores"
+        )
 
 
 def test_gpus_are_counted_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +152,34 @@ SMALL = ("hardware=testbed_a", "allocation.trainers=1", "allocation.rollouts=1")
 @pytest.mark.parametrize(
     ("words", "present", "seats", "processes", "message"),
     [
-        (("hardware=testbed_a",), (), {0: 0}, 32, r"has GPUs \(a: .*sees none on this machine.* hardware=cpu"),
-        (SMALL, (L40,), {0: 0, 1: 1}, 2, "2 ranks start on this machine, which has 1 GPUs; .*torchrun"),
-        ((), (L40,), {0: 0, 1: 1}, 2, "2 ranks start on this machine, which has 1 GPUs; .*CUDA_VISIBLE_DEVICES="),
-        (SMALL, (L40, H100), {0: 0, 1: 1}, 2, r"rank 1 belongs to pool a .*\(L40\), but its GPU is NVIDIA H100 80GB"),
+        (
+            ("hardware=testbed_a",),
+            (),
+            {0: 0},
+            32,
+            r"has GPUs \(a: .*sees none on this machine.* hardware=cpu",
+        ),
+        (
+            SMALL,
+            (L40,),
+            {0: 0, 1: 1},
+            2,
+            "2 ranks start on this machine, which has 1 GPUs; .*torchrun",
+        ),
+        (
+            (),
+            (L40,),
+            {0: 0, 1: 1},
+            2,
+            "2 ranks start on this machine, which has 1 GPUs; .*CUDA_VISIBLE_DEVICES=",
+        ),
+        (
+            SMALL,
+            (L40, H100),
+            {0: 0, 1: 1},
+            2,
+            r"rank 1 belongs to pool a .*\(L40\), but its GPU is NVIDIA H100 80GB",
+        ),
         (SMALL, (L40,), {1: 1}, 3, None),
         (SMALL, (L40, L40), {1: 2}, 3, "3 ranks start on this machine, which has 2 GPUs"),
         (
@@ -146,13 +187,18 @@ SMALL = ("hardware=testbed_a", "allocation.trainers=1", "allocation.rollouts=1")
             (L40, L40),
             {0: 0, 1: 1},
             2,
-            r"rank 0 .*\(48 GiB\), but its GPU NVIDIA L40 has 44\.5 GiB: set hardware\.pools\.a\.memory_gib=44",
+            r"rank 0 .*\(48 GiB\), but its GPU NVIDIA L40 has 44\.5 GiB: set "
+            r"hardware\.pools\.a\.memory_gib=44",
         ),
         (SMALL, (Device("NVIDIA L40 MIG 1g.10gb", 9.8),) * 2, {0: 0, 1: 1}, 2, "has 9.8 GiB: set"),
     ],
 )
 def test_ranks_without_their_device_are_refused(
-    words: tuple[str, ...], present: tuple[Device, ...], seats: dict[int, int], processes: int, message: str | None
+    words: tuple[str, ...],
+    present: tuple[Device, ...],
+    seats: dict[int, int],
+    processes: int,
+    message: str | None,
 ) -> None:
     settled = (*words, "allocation.trainers=1", f"allocation.rollouts={max(1, processes - 1)}")
     config = configured(*settled)

@@ -1,4 +1,5 @@
-"""A disk that fills up, a directory that disappears: real commands on a real file system of a few megabytes."""
+"""A disk that fills up, a directory that disappears: real commands on a real file system of a few
+megabytes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from digenrl.cli.ending import report
-from digenrl.cluster.launcher import Outcome
+from digenrl.cluster.launcher import RunOutcome
 from digenrl.extensions.page import plots
 from digenrl.report.read_run import read_run
 from tests.report.synthetic import write_run
@@ -39,7 +40,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB in memory."""
     path = tmp_path / "disk"
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path], capture_output=True
+    ).returncode:
         pytest.skip("mounting a file system needs root")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
@@ -72,7 +75,11 @@ def run_of(disk: Path) -> Path:
 
 def steps_of(disk: Path) -> int:
     with suppress(StopIteration):
-        return (run_of(disk) / "metrics.jsonl").read_bytes().count(b"\n") if list(disk.glob("*/*/metrics.jsonl")) else 0
+        return (
+            (run_of(disk) / "metrics.jsonl").read_bytes().count(b"\n")
+            if list(disk.glob("*/*/metrics.jsonl"))
+            else 0
+        )
     return 0
 
 
@@ -93,7 +100,9 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_way_on(running: Any, di
     run_dir = run_of(disk)
     told = " ".join(train.stderr.split())
     assert "could not be written to" in told
-    assert re.search(r"No space left on device \(\d\.\d MiB free\); the newest whole one is step-\d+", told)
+    assert re.search(
+        r"No space left on device \(\d\.\d MiB free\); the newest whole one is step-\d+", told
+    )
     assert f"to continue: make resume RUN={run_dir}" in told
     assert "Traceback" not in train.stderr
     assert train.stdout.splitlines()[-1] == str(run_dir)
@@ -125,8 +134,16 @@ def test_the_last_checkpoint_waits_for_room(running: Any, disk: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_may_go_on_over_a_full_disk_and_saves_when_there_is_room(running: Any, disk: Path) -> None:
-    train = running(*RUN, f"output_root={disk}", "max_rl_steps=30", "callbacks.checkpoint.on_error=continue", fork=True)
+def test_a_run_may_go_on_over_a_full_disk_and_saves_when_there_is_room(
+    running: Any, disk: Path
+) -> None:
+    train = running(
+        *RUN,
+        f"output_root={disk}",
+        "max_rl_steps=30",
+        "callbacks.checkpoint.on_error=continue",
+        fork=True,
+    )
     when(train, lambda: steps_of(disk) >= 2)
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline or (train.poll() is None and not failed(disk)):
@@ -142,7 +159,11 @@ def test_a_run_may_go_on_over_a_full_disk_and_saves_when_there_is_room(running: 
     assert "Traceback" not in train.stderr
     assert "could not be written" in train.stdout + train.stderr
     summary = read_run(run_dir)
-    lost = sum(event["lines"] for event in summary.events_of("unwritten") if event["file"] == "metrics.jsonl")
+    lost = sum(
+        event["lines"]
+        for event in summary.events_of("unwritten")
+        if event["file"] == "metrics.jsonl"
+    )
     assert len(summary.steps) + lost == 30, "the gap was not counted"
 
 
@@ -175,7 +196,7 @@ def test_the_end_of_a_run_on_a_read_only_disk_is_told(
     run_dir = write_run(disk / "run", steps=2, ended=False, samples=False)
     before = sorted(run_dir.rglob("*"))
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    report(run_dir, Outcome("stopped", "signal SIGTERM", 143), None)
+    report(run_dir, RunOutcome("stopped", "signal SIGTERM", 143), None)
     told = " ".join(capfd.readouterr().err.split())
     assert "digits_flowgrpo: stopped" in told
     assert "Stopped: signal SIGTERM." in told

@@ -53,14 +53,18 @@ def test_sparkline_spans_its_range_and_averages_what_does_not_fit() -> None:
 
 def test_without_a_terminal_one_line_every_ten_seconds(tmp_path: Path) -> None:
     stream, clock = io.StringIO(), Clock()
-    display = Display(tmp_path, 40, lambda: {0: "train g3", 1: "train g4", 2: "wait weights"}, stream, clock)
+    display = Display(
+        tmp_path, 40, lambda: {0: "train g3", 1: "train g4", 2: "wait weights"}, stream, clock
+    )
     for _ in range(49):
         clock.now += 0.5
         display.poll()
         if clock.now == 105.0:
             step(tmp_path, 1, 0.55)
             step(tmp_path, 2, 0.61)
-            append_jsonl(tmp_path / "metrics.jsonl", {"kind": "eval", "rl_step": 2, "heldout": 0.575})
+            append_jsonl(
+                tmp_path / "metrics.jsonl", {"kind": "eval", "rl_step": 2, "heldout": 0.575}
+            )
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     for expected in ("10.0 s", "step 2/40", "reward 0.610", "held-out 0.575", "34.5 samples/s", "ETA 1 min 16 s",
@@ -90,7 +94,9 @@ def test_on_a_terminal_the_view_shows_curves_ranks_and_the_last_event(tmp_path: 
         assert expected in text
     assert "publish" not in text
     assert "step 8/40" in stream.getvalue()
-    assert stream.getvalue().endswith("\x1b[?25h") or "\x1b[?25h" in stream.getvalue()  # the cursor is back
+    assert (
+        stream.getvalue().endswith("\x1b[?25h") or "\x1b[?25h" in stream.getvalue()
+    )  # the cursor is back
 
 
 def test_many_ranks_are_counted_by_what_they_do(tmp_path: Path) -> None:
@@ -112,7 +118,9 @@ def test_a_resumed_run_counts_from_its_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_end_table_fits_and_names_status_and_alarms(tmp_path: Path, width: int) -> None:
-    summary = build_summary(read_run(write_run(tmp_path / "digits_flowgrpo" / "run", steps=8, samples=False)))
+    summary = build_summary(
+        read_run(write_run(tmp_path / "digits_flowgrpo" / "run", steps=8, samples=False))
+    )
     text = shown(final_table({**summary, "diversity_ratio": 0.4}), width)
     assert "completed" in text
     assert "mode collapse" in text.replace("\n", " ")
@@ -120,5 +128,10 @@ def test_end_table_fits_and_names_status_and_alarms(tmp_path: Path, width: int) 
 
 
 def test_the_launcher_side_imports_no_torch() -> None:
-    code = "import sys, digenrl.display, digenrl.report.build; assert not {'torch', 'lightning'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"})
+    code = (
+        "import sys, digenrl.display, digenrl.report.build; assert not {'torch', 'lightning'} & "
+        "set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"}
+    )

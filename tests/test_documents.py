@@ -1,4 +1,5 @@
-"""The documents and the code agree: citations, links, commands, paths, and the tests that prove the invariants."""
+"""The documents and the code agree: citations, links, commands, paths, and the tests that prove the
+invariants."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from tests.conftest import ROOT
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 DESIGN, ALGORITHMS = ROOT / "docs" / "design.md", ROOT / "docs" / "algorithms.md"
 FAULTS = ROOT / "docs" / "faults.md"
-FOLDERS = ("src", "reward_models", "tests", "configs", "benchmarks", "scripts", "examples", "notebooks", "docs")
+FOLDERS = (
+    "src",
+    "reward_models",
+    "tests",
+    "configs",
+    "benchmarks",
+    "scripts",
+    "examples",
+    "notebooks",
+    "docs",
+)
 FOREIGN = re.compile(r"(arXiv[^;)]*|\b[\w-]+/[\w-]+(?:'s README)? )$")
 """What stands before a section or a path of somebody else's paper or repository."""
 PATH = re.compile(
@@ -35,13 +46,15 @@ def sources() -> list[Path]:
         found += [
             path
             for path in (ROOT / folder).rglob("*")
-            if path.suffix in (".py", ".yaml", ".md", ".ipynb", ".sh", ".sbatch") and "results" not in path.parts
+            if path.suffix in (".py", ".yaml", ".md", ".ipynb", ".sh", ".sbatch")
+            and "results" not in path.parts
         ]
     return sorted(path for path in found if path != Path(__file__))
 
 
 def flat(text: str) -> str:
-    """`text` with line breaks inside sentences (and the marks of comments after them) as one space."""
+    """`text` with line breaks inside sentences (and the marks of comments after them) as one
+    space."""
     return re.sub(r"\s*\n\s*(?:# ?)?", " ", text)
 
 
@@ -64,15 +77,20 @@ def checks() -> frozenset[int]:
 
 @cache
 def targets() -> frozenset[str]:
-    return frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    return frozenset(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
 
 
 def sections(said: str) -> Iterator[str]:
-    """`design section 5`, `docs/algorithms.md section 3.9`; a plain `Section 1.8` means the formulas."""
+    """`design section 5`, `docs/algorithms.md section 3.9`; a plain `Section 1.8` means the
+    formulas."""
     for match in re.finditer(r"(?:§ ?|\b[Ss]ections? )(\d+(?:\.\d+)?)", said):
         before = said[max(0, match.start() - 60) : match.start()]
         document = DESIGN if re.search(r"[Dd]esign(\.md)?,? \(?$", before) else ALGORITHMS
-        if not FOREIGN.search(before) and not any(re.match(rf"{match[1]}\.? ", title) for title in headings(document)):
+        if not FOREIGN.search(before) and not any(
+            re.match(rf"{match[1]}\.? ", title) for title in headings(document)
+        ):
             yield f"{match[0]} is not in {document.name}"
     for document, title in re.findall(r'\b(README|[Dd]esign)(?:\.md)?, "([^"]+)"', said):
         if title not in headings(ROOT / "README.md" if document == "README" else DESIGN):
@@ -137,7 +155,9 @@ def test_a_broken_citation_is_found(text: str) -> None:
 
 
 def test_a_citation_of_somebody_else_is_left_alone() -> None:
-    assert not broken("DDPO (arXiv:2305.13301, section 99), yifan123/flow_grpo scripts/train_sd3.py:345")
+    assert not broken(
+        "DDPO (arXiv:2305.13301, section 99), yifan123/flow_grpo scripts/train_sd3.py:345"
+    )
 
 
 def test_citations_resolve() -> None:
@@ -162,8 +182,14 @@ def test_relative_links_resolve(path: Path) -> None:
     [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 32))],
     ids=["design", "faults"],
 )
-def test_each_invariant_and_fault_names_a_test_that_exists(document: Path, letter: str, numbers: Sequence[int]) -> None:
-    rows = dict(re.findall(rf"^\| {letter}(\d+) \|(.*)\|$", document.read_text(encoding="utf-8"), re.MULTILINE))
+def test_each_invariant_and_fault_names_a_test_that_exists(
+    document: Path, letter: str, numbers: Sequence[int]
+) -> None:
+    rows = dict(
+        re.findall(
+            rf"^\| {letter}(\d+) \|(.*)\|$", document.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     assert [int(number) for number in rows] == list(numbers)
     for number, row in rows.items():
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
@@ -179,6 +205,12 @@ def test_each_invariant_and_fault_names_a_test_that_exists(document: Path, lette
 
 
 def test_an_entry_of_the_changes_has_at_most_two_lines() -> None:
-    entries = re.findall(r"^- .*(?:\n  .*)*", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    entries = re.findall(
+        r"^- .*(?:\n  .*)*", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(entries) > 50
-    assert [entry for entry in entries if entry.count("\n") > 1 or max(map(len, entry.splitlines())) > 145] == []
+    assert [
+        entry
+        for entry in entries
+        if entry.count("\n") > 1 or max(map(len, entry.splitlines())) > 145
+    ] == []

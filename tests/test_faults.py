@@ -1,7 +1,9 @@
-"""The fault matrix: launcher, trainer or rollout is killed, suspended or raises, wherever the run stands.
+"""The fault matrix: launcher, trainer or rollout is killed, suspended or raises, wherever the run
+stands.
 
-A rollout's end leaves the run going on with the others; any other ends it within ten seconds, with its cause in
-standard error and summary.json, and with no process left. A handful runs by default, the whole matrix in test-all.
+A rollout's end leaves the run going on with the others; any other ends it within ten seconds, with
+its cause in standard error and summary.json, and with no process left. A handful runs by default,
+the whole matrix in test-all.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ TRAINING = ("before_join", "after_join", "receive", "accumulate", "reduce", "pub
 GENERATING = ("claim", "denoise", "reward", "send")
 ANYWHERE = [*((point, 0) for point in TRAINING), *((point, 2) for point in GENERATING)]
 """Point, and a rank that comes to it in `APART`."""
-LAUNCHER = {"kill": "was killed", "stop": "stopped responding (it is suspended)", "raise": "injected fault"}
+LAUNCHER = {
+    "kill": "was killed",
+    "stop": "stopped responding (it is suspended)",
+    "raise": "injected fault",
+}
 RANK = {
     "kill": "was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)",
     "stop": "stopped responding",
@@ -67,7 +73,9 @@ def test_launcher(running: Any, point: str, rank: int, action: str) -> None:
     ),
 )  # fmt: skip
 def test_trainer(running: Any, point: str, rank: int, action: str) -> None:
-    train = running(*(APART if point in TRAINING else TOGETHER), *fault(point, rank, action), fork=True)
+    train = running(
+        *(APART if point in TRAINING else TOGETHER), *fault(point, rank, action), fork=True
+    )
     assert_failed(train, f"rank {rank} (trainer) {RANK[action]}")
 
 
@@ -82,8 +90,11 @@ def test_trainer(running: Any, point: str, rank: int, action: str) -> None:
     ),
 )  # fmt: skip
 def test_rollout(running: Any, point: str, rank: int, action: str) -> None:
-    """Rank 2 fails, at its own point or when a trainer comes to one; the run goes on with rank 3."""
-    train = running(*APART, *fault(point, rank, action, target="self" if rank == 2 else 2), fork=True)
+    """Rank 2 fails, at its own point or when a trainer comes to one; the run goes on with rank
+    3."""
+    train = running(
+        *APART, *fault(point, rank, action, target="self" if rank == 2 else 2), fork=True
+    )
     watch(train)
     assert train.finish() == 0, train.stderr
     summary = train.summary
@@ -96,7 +107,10 @@ def test_rollout(running: Any, point: str, rank: int, action: str) -> None:
 @pytest.fixture
 def three_gib() -> Iterator[Path]:
     """A control group that may use 3 GiB; skipped where none can be made."""
-    for root, key in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+    for root, key in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
         group = root / f"digenrl-test-{os.getpid()}"
         try:
             group.mkdir()
@@ -114,4 +128,6 @@ def three_gib() -> Iterator[Path]:
 def test_out_of_memory_is_said_where_the_kernel_counts_it(running: Any, three_gib: Path) -> None:
     enter = ["sh", "-c", f'echo $$ > {three_gib}/cgroup.procs && exec "$@"', "sh"]
     train = running(*SMALL, *fault("accumulate", 0, "exhaust"), wrapper=enter)
-    assert_failed(train, "rank 0 (trainer) was killed by signal 9 (SIGKILL; the kernel ran out of memory)")
+    assert_failed(
+        train, "rank 0 (trainer) was killed by signal 9 (SIGKILL; the kernel ran out of memory)"
+    )

@@ -1,5 +1,5 @@
-"""What a newcomer reads: the messages of docs/troubleshooting.md are the code's, the keys of docs/configuration.md the
-schema's, and the Python of docs/quickstart.md runs."""
+"""What a newcomer reads: the messages of docs/troubleshooting.md are the code's, the keys of
+docs/configuration.md the schema's, and the Python of docs/quickstart.md runs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ def said() -> Iterator[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
-                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                yield "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "…"
+                    for part in node.values
+                )
 
 
 def test_every_message_is_one_of_the_codes() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(rows) > 30
-    patterns = {row: re.compile(".*".join(map(re.escape, row.split("…"))), re.DOTALL) for row in rows}
+    patterns = {
+        row: re.compile(".*".join(map(re.escape, row.split("…"))), re.DOTALL) for row in rows
+    }
     texts = list(said())
     assert not [row for row, pattern in patterns.items() if not any(map(pattern.search, texts))]
 
@@ -47,20 +54,27 @@ def test_the_reference_of_keys_is_fresh() -> None:
 
 
 def test_the_glossary_knows_the_waits() -> None:
-    named = re.search(r"each has a cause: (.*) \.\.\.", (DOCS / "glossary.md").read_text(encoding="utf-8"))
+    named = re.search(
+        r"each has a cause: (.*) \.\.\.", (DOCS / "glossary.md").read_text(encoding="utf-8")
+    )
     assert named is not None
     assert set(re.findall(r"`(\w+)`", named[1])) <= set(WAIT_CAUSES)
 
 
 @pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
 def test_every_digenrl_command_exists(document: Path) -> None:
-    words = re.findall(r"(?:`|^|\| )digenrl ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE)
+    words = re.findall(
+        r"(?:`|^|\| )digenrl ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert set(words) <= {*commands(), "--help"}
 
 
 @pytest.mark.heavy
-def test_the_commands_of_the_quickstart_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skeletons are written; whatever composes a configuration composes it; of a run its keys are checked."""
+def test_the_commands_of_the_quickstart_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Skeletons are written; whatever composes a configuration composes it; of a run its keys are
+    checked."""
     make_run(tmp_path / "RUN", "experiment=digits_flowgrpo")
     monkeypatch.chdir(tmp_path)
     blocks = "".join(re.findall(r"```bash\n(.*?)```", QUICKSTART, re.DOTALL))
@@ -80,14 +94,22 @@ def test_the_commands_of_the_quickstart_fit(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
+)
 def test_the_runs_and_plans_of_every_page_compose(document: Path) -> None:
     """`make train EXP=... HW=... ARGS="..."`, unless it names what its reader has yet to make."""
     groups = config.group_options(config.config_directory())
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL))
+    blocks = "".join(
+        re.findall(r"```bash\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    )
     for command, rest in re.findall(r"^make (train|plan) (.*)$", blocks, re.MULTILINE):
         given = dict(word.partition("=")[::2] for word in shlex.split(rest, comments=True))
-        words = [f"{group}={given[key]}" for key, group in (("EXP", "experiment"), ("HW", "hardware")) if key in given]
+        words = [
+            f"{group}={given[key]}"
+            for key, group in (("EXP", "experiment"), ("HW", "hardware"))
+            if key in given
+        ]
         words += given.get("ARGS", "").split()
         own = [word.partition("=") for word in words if word.partition("=")[0] in groups]
         if all(value in groups[group] for group, _, value in own) and "allow_targets" not in rest:
@@ -95,19 +117,31 @@ def test_the_runs_and_plans_of_every_page_compose(document: Path) -> None:
 
 
 def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
-    lines, edit = re.findall(r"```json\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines, edit = re.findall(
+        r"```json\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     (tmp_path / "prompts.jsonl").write_text(lines)
     first, second = prompts.read(tmp_path / "prompts.jsonl").records
-    assert (first.target, first.metadata, second.negative) == ("OPEN", {"id": 7, "style": "neon"}, "people")
-    assert edit in prompts.locate("drawn_edits.jsonl").read_text(), "the example is one of those shipped"
+    assert (first.target, first.metadata, second.negative) == (
+        "OPEN",
+        {"id": 7, "style": "neon"},
+        "people",
+    )
+    assert edit in prompts.locate("drawn_edits.jsonl").read_text(), (
+        "the example is one of those shipped"
+    )
 
 
 @pytest.mark.heavy
-def test_the_python_of_the_quickstart_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_of_the_quickstart_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reading, looping = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
     make_run(tmp_path / "run", "experiment=digits_flowgrpo")
     line = '{"kind": "step", "rl_step": 1, "reward": 0.5}\n'
-    (tmp_path / "run" / "metrics.jsonl").write_text(line + line.replace("step", "eval", 1).replace("reward", "heldout"))
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        line + line.replace("step", "eval", 1).replace("reward", "heldout")
+    )
     exec(compile(reading, "quickstart.md", "exec"), {"RUN": tmp_path / "run"})
     assert "(8, 1, 8, 8)" in capsys.readouterr().out
     exec(compile(looping, "quickstart.md", "exec"), {})

@@ -1,7 +1,9 @@
-"""The system equals a page (I19): a run of ranks computes what examples/grpo_in_one_file.py computes.
+"""The system equals a page (I19): a run of ranks computes what examples/grpo_in_one_file.py
+computes.
 
-The run is the first run, `experiment=digits_flowgrpo`, with another seed and a gradient clip that binds, for
-two RL steps of two updates each. The second RL step is drawn by weights that the first one trained.
+The run is the first run, `experiment=digits_flowgrpo`, with another seed and a gradient clip that
+binds, for two RL steps of two updates each. The second RL step is drawn by weights that the first
+one trained.
 """
 
 from __future__ import annotations
@@ -40,21 +42,28 @@ WORDS = (
     "algorithm.max_grad_norm=0.01",
 )
 ROUNDING = 1e-6
-"""Relative error of gradients and weights. I1 promises them to rounding: the system multiplies a loss by the
-number of micro-batches and divides by it again, and fp32 rounds at 6e-8. The error measured is 0, because one
-trainer sums in the page's order. Otherwise the samples of the second RL step would differ."""
+"""Relative error of gradients and weights. I1 promises them to rounding: the system multiplies a
+loss by the number of micro-batches and divides by it again, and fp32 rounds at 6e-8. The error
+measured is 0, because one trainer sums in the page's order. Otherwise the samples of the second RL
+step would differ."""
 
 
 def test_the_page_is_short_and_borrows_data_alone() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 300
     nodes = list(ast.walk(ast.parse(text)))
-    modules = {name.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    modules = {
+        name.name.split(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
     assert not modules & {"digenrl", "reward_models"}
     borrowed = {
         node.module: {name.name for name in node.names}
         for node in nodes
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("digenrl", "reward_models"))
+        if isinstance(node, ast.ImportFrom)
+        and str(node.module).startswith(("digenrl", "reward_models"))
     }
     assert borrowed == BORROWED
 
@@ -73,9 +82,13 @@ def test_the_prompts_of_every_step_are_those_of_the_system(size: int) -> None:
 
 @pytest.mark.heavy
 def test_the_page_runs_as_a_command() -> None:
-    done = subprocess.run([sys.executable, PAGE, "1"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, PAGE, "1"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     before, after = done.stdout.splitlines()
-    assert float(before.removeprefix("before: held-out score ")) == pytest.approx(0.54, abs=0.02), "README's figure"
+    assert float(before.removeprefix("before: held-out score ")) == pytest.approx(0.54, abs=0.02), (
+        "README's figure"
+    )
     assert re.fullmatch(r"RL step 0: mean reward 0\.\d{3}, held-out score 0\.\d{3}", after)
 
 
@@ -83,12 +96,18 @@ def test_the_page_runs_as_a_command() -> None:
 def test_samples_rewards_and_gradients_of_a_run_are_the_pages(tmp_path: Path) -> None:
     config = configuration.load(WORDS).config
     settings = settings_of(config)
-    assert config.sampling.task_size == config.data.group_size, "the page draws a group in one forward"
+    assert config.sampling.task_size == config.data.group_size, (
+        "the page draws a group in one forward"
+    )
     run = completed(run_cluster(tmp_path, 1, 1, config))
     compared, gradients = 0, []
     for rl_step, (policy, groups, found) in enumerate(page.train(settings, config.max_rl_steps)):
         gradients += found
-        trained = {name: weight.detach() for name, weight in policy.named_parameters() if weight.requires_grad}
+        trained = {
+            name: weight.detach()
+            for name, weight in policy.named_parameters()
+            if weight.requires_grad
+        }
         for number, group in enumerate(groups):
             for step in range(settings.steps - 1):
                 for sample in range(len(group.rewards)):
@@ -98,7 +117,9 @@ def test_samples_rewards_and_gradients_of_a_run_are_the_pages(tmp_path: Path) ->
     assert compared == len(run.cells) == 2 * 10 * 16 * 5
     assert len(gradients) == len(run.gradients) == 4
     for update, (theirs, own) in enumerate(zip(run.gradients, gradients, strict=True)):
-        assert relative(by_names_of_the_page(theirs), own) <= ROUNDING, f"gradient of update {update}"
+        assert relative(by_names_of_the_page(theirs), own) <= ROUNDING, (
+            f"gradient of update {update}"
+        )
         norm = torch.nn.utils.get_total_norm(own.values())
         assert norm > settings.max_grad_norm, f"no clip in update {update}: its norm is {norm}"
     assert relative(by_names_of_the_page(run.weights), trained) <= ROUNDING
@@ -121,7 +142,11 @@ def settings_of(config: DictConfig) -> page.Settings:
         "lora_alpha": lora.alpha,
         "lora_targets": tuple(lora.targets),
     }
-    rest = {field.name: algorithm[field.name] for field in fields(page.Settings) if field.name not in found}
+    rest = {
+        field.name: algorithm[field.name]
+        for field in fields(page.Settings)
+        if field.name not in found
+    }
     return page.Settings(**found, **rest)
 
 

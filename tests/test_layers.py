@@ -1,4 +1,5 @@
-"""The direction of imports (docs/design.md, section 3): a room sees only the rooms below it, and there is no circle."""
+"""The direction of imports (docs/design.md, section 3): a room sees only the rooms below it, and
+there is no circle."""
 
 from __future__ import annotations
 
@@ -52,10 +53,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "callbacks": {"types", "images", "data", "record", "models", "rewards", "rollout", "gallery"},
 }
-"""Room -> what it may import besides itself. Rooms not listed are the top and may import everything."""
+"""Room -> what it may import besides itself. Rooms not listed are the top and may import
+everything."""
 
 TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
-"""Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point upwards."""
+"""Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point
+upwards."""
 
 STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute", "extension")
 TORCH_FREE = (
@@ -82,7 +85,8 @@ def rooms() -> Iterator[tuple[str, Path]]:
 
 
 def imports(path: Path, names: bool = False) -> Iterator[tuple[str, bool, int]]:
-    """(absolute module, whether it is only for annotations, line) of every import in the file, nested ones included.
+    """(absolute module, whether it is only for annotations, line) of every import in the file,
+    nested ones included.
 
     `names`: `from a import b` gives `a.b` too, which may be a module.
     """
@@ -98,7 +102,9 @@ def imports(path: Path, names: bool = False) -> Iterator[tuple[str, bool, int]]:
             for alias in node.names:
                 yield alias.name, id(node) in for_types, node.lineno
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the absolute name"
+            assert node.level == 0, (
+                f"{path}:{node.lineno}: relative import; write the absolute name"
+            )
             if node.module == "digenrl":
                 for alias in node.names:
                     yield f"digenrl.{alias.name}", id(node) in for_types, node.lineno
@@ -123,7 +129,8 @@ def test_imports_point_downwards() -> None:
         for room, path in rooms()
         if room in MAY_IMPORT
         for module, only_types, line in imports(path)
-        if module.split(".")[0] in ("digenrl", "reward_models") and not allowed(room, module, only_types)
+        if module.split(".")[0] in ("digenrl", "reward_models")
+        and not allowed(room, module, only_types)
     ]
     assert not violations, "\n".join(violations)
 
@@ -146,13 +153,24 @@ def test_extensions_do_not_know_each_other() -> None:
         for path in sorted((SOURCE / "extensions").rglob("*.py"))
         for module, _, line in imports(path, names=True)
         if module.startswith("digenrl.extensions.")
-        and module.split(".")[2] != path.relative_to(SOURCE / "extensions").parts[0].removesuffix(".py")
+        and module.split(".")[2]
+        != path.relative_to(SOURCE / "extensions").parts[0].removesuffix(".py")
     ]
     assert not found, "\n".join(found)
 
 
 def test_every_room_has_a_rule() -> None:
-    top = {"api", "cli", "run", "one_process", "advisor", "settle", "__init__", "__main__", "extensions"}
+    top = {
+        "api",
+        "cli",
+        "run",
+        "one_process",
+        "advisor",
+        "settle",
+        "__init__",
+        "__main__",
+        "extensions",
+    }
     unknown = {room for room, _ in rooms()} - set(MAY_IMPORT) - top
     assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
 
@@ -178,42 +196,67 @@ def test_nothing_unpickles() -> None:
                 bad.append(f"{path.relative_to(ROOT)}:{line}: imports {module}")
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                safe = [key for key in node.keywords if key.arg == "weights_only" and ast.unparse(key.value) == "True"]
+                safe = [
+                    key
+                    for key in node.keywords
+                    if key.arg == "weights_only" and ast.unparse(key.value) == "True"
+                ]
                 if not safe:
-                    bad.append(f"{path.relative_to(ROOT)}:{node.lineno}: torch.load without weights_only=True")
+                    bad.append(
+                        f"{path.relative_to(ROOT)}:{node.lineno}: torch.load without "
+                        "weights_only=True"
+                    )
             if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
-                bad += [] if ast.unparse(node.value) == "False" else [f"{path.relative_to(ROOT)}: {node.arg}"]
+                bad += (
+                    []
+                    if ast.unparse(node.value) == "False"
+                    else [f"{path.relative_to(ROOT)}: {node.arg}"]
+                )
     assert not bad, "\n".join(bad)
 
 
 def test_functions_stay_short() -> None:
-    """No function above 90 lines. (How long a file may be is for a reviewer to judge: CONTRIBUTING.md.)"""
+    """No function above 90 lines. (How long a file may be is for a reviewer to judge:
+    CONTRIBUTING.md.)"""
     long = []
     for folder in ("src", "reward_models", "benchmarks", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                     length = (node.end_lineno or node.lineno) - node.lineno + 1
-                    long += [f"{path.relative_to(ROOT)}: {node.name} has {length} lines"] if length > 90 else []
+                    long += (
+                        [f"{path.relative_to(ROOT)}: {node.name} has {length} lines"]
+                        if length > 90
+                        else []
+                    )
     assert not long, "\n".join(long)
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_import_leaves_torch_out(module: str) -> None:
-    code = f"import {module}, sys; print(sorted({{'torch', 'lightning', 'transformers'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        f"import {module}, sys; print(sorted({{'torch', 'lightning', 'transformers'}} & "
+        "set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def module_graph() -> dict[str, set[str]]:
     """Module -> the modules that it imports, nested imports and those for annotations included.
 
-    Left out: what TYPES_ONLY grants. A package counts as its `__init__.py` alone: that a submodule's import also runs
-    the package is not an edge.
+    Left out: what TYPES_ONLY grants. A package counts as its `__init__.py` alone: that a
+    submodule's import also runs the package is not an edge.
     """
 
     def name_of(path: Path) -> str:
-        parts = path.relative_to(SOURCE.parent if SOURCE in path.parents else ROOT).with_suffix("").parts
+        parts = (
+            path.relative_to(SOURCE.parent if SOURCE in path.parents else ROOT)
+            .with_suffix("")
+            .parts
+        )
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def granted(module: str, found: str) -> bool:
@@ -232,7 +275,8 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Sets of nodes that reach one another (strongly connected components of more than one node)."""
+    """Sets of nodes that reach one another (strongly connected components of more than one
+    node)."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -245,7 +289,11 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         return seen
 
     reach = {node: reached(node) for node in graph}
-    found = {frozenset(other for other in reach[node] if node in reach[other]) for node in graph if node in reach[node]}
+    found = {
+        frozenset(other for other in reach[node] if node in reach[other])
+        for node in graph
+        if node in reach[node]
+    }
     return sorted(sorted(circle) for circle in found)
 
 
@@ -258,4 +306,6 @@ def test_a_circle_is_found() -> None:
 
 def test_there_is_no_circle_of_imports() -> None:
     found = circles(module_graph())
-    assert not found, "these modules import one another:\n" + "\n".join(" <-> ".join(circle) for circle in found)
+    assert not found, "these modules import one another:\n" + "\n".join(
+        " <-> ".join(circle) for circle in found
+    )

@@ -83,7 +83,9 @@ def test_a_rollout_that_is_asked_to_go_leaves_and_the_run_goes_on(
     assert train.summary["lost"] == []
 
 
-def test_rollouts_join_die_and_leave_and_the_run_computes_the_same(running: Any, calm: dict[int, str]) -> None:
+def test_rollouts_join_die_and_leave_and_the_run_computes_the_same(
+    running: Any, calm: dict[int, str]
+) -> None:
     train = running(*WORDS, *LONG, "allocation.rollouts=1", fork=True)
     train.wait_for_step(1)
     first = running(f"run={train.run_dir}", tiny=(), fork=True, command="join")
@@ -115,7 +117,9 @@ def test_rollouts_join_die_and_leave_and_the_run_computes_the_same(running: Any,
     assert not (train.run_dir / "access.json").exists()
 
 
-def test_the_last_rollout_leaves_and_the_run_waits_for_another(running: Any, calm: dict[int, str]) -> None:
+def test_the_last_rollout_leaves_and_the_run_waits_for_another(
+    running: Any, calm: dict[int, str]
+) -> None:
     train = running(*WORDS, *LONG, "allocation.rollouts=1", fork=True)
     train.wait_for_step(1)
     os.kill(train.ranks()[1].pid, signal.SIGTERM)
@@ -132,31 +136,45 @@ def test_a_run_that_nobody_joins_in_time_ends_saved(running: Any) -> None:
     os.kill(train.ranks()[1].pid, signal.SIGTERM)
     assert train.finish() == 1, train.stderr
     cause = (
-        "rank 1 (rollout) left: signal SIGTERM, the last rollout; no other joined within 0 s (allocation.patience_s)"
+        "rank 1 (rollout) left: signal SIGTERM, the last rollout; no other joined within 0 s "
+        "(allocation.patience_s)"
     )
     assert train.summary["cause"] == cause
-    assert newest_valid(train.run_dir / "checkpoints").name == f"step-{train.summary['rl_steps']:06d}"
+    assert (
+        newest_valid(train.run_dir / "checkpoints").name == f"step-{train.summary['rl_steps']:06d}"
+    )
     assert f"resume RUN={train.run_dir}" in train.stderr
 
 
 def test_a_run_goes_on_down_to_the_fewest_rollouts_and_waits_below(running: Any) -> None:
-    """{min, max}: max are started; the rank that is left generates while the run waits for others."""
+    """{min, max}: max are started; the rank that is left generates while the run waits for
+    others."""
     span = ("allocation.rollouts={min:2,max:3}", "allocation.patience_s=1", "max_rl_steps=1000")
     train = running(*WORDS, *span, fork=True)
     train.wait_for_step(1)
     os.kill(train.ranks()[1].pid, signal.SIGTERM)
     (left,) = wait_for(lambda: events(train, "left"), train)
-    wait_for(lambda: time.time() > left["time"] + 2.0, train)  # longer than it would wait for others
+    wait_for(
+        lambda: time.time() > left["time"] + 2.0, train
+    )  # longer than it would wait for others
     os.kill(train.ranks()[1].pid, signal.SIGTERM)
     assert train.finish() == 1, train.stderr
-    few = "rank 2 (rollout) left: signal SIGTERM, and 1 are left of at least 2 (allocation.rollouts.min)"
+    few = (
+        "rank 2 (rollout) left: signal SIGTERM, and 1 are left of at least 2 "
+        "(allocation.rollouts.min)"
+    )
     assert train.summary["cause"] == f"{few}; no other joined within 1 s (allocation.patience_s)"
     assert train.summary["world"] == {"trainer": 1, "rollout": 3}
-    assert newest_valid(train.run_dir / "checkpoints").name == f"step-{train.summary['rl_steps']:06d}"
+    assert (
+        newest_valid(train.run_dir / "checkpoints").name == f"step-{train.summary['rl_steps']:06d}"
+    )
 
 
 def test_who_does_not_belong_is_refused_with_the_remedy(
-    running: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    running: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train = running(*WORDS, "max_rl_steps=1000", "allocation.rollouts=1", fork=True)
     train.wait_for_step(1)
@@ -169,7 +187,9 @@ def test_who_does_not_belong_is_refused_with_the_remedy(
     assert "the token is not that of the run" in refused()
     monkeypatch.delenv("DIGENRL_RUN_TOKEN")
     said = refused("seed=3", "data.group_size=8")
-    assert "data.group_size = 8 (the run's: 4); seed = 3 (the run's: 0). Copy config.yaml anew" in said
+    assert (
+        "data.group_size = 8 (the run's: 4); seed = 3 (the run's: 0). Copy config.yaml anew" in said
+    )
     with monkeypatch.context() as patch:
         patch.setattr(code_version, "code_version", lambda: "another")
         assert "this is another: start the rollout from the same checkout" in refused()

@@ -1,5 +1,6 @@
-"""The benchmark for a machine with a GPU, before a GPU is seen: whole at tiny size on the processor, and every family's
-forward path at real size on a CUDA device that does not exist (fake tensors: mixed devices, dtypes and shapes show)."""
+"""The benchmark for a machine with a GPU, before a GPU is seen: whole at tiny size on the
+processor, and every family's forward path at real size on a CUDA device that does not exist (fake
+tensors: mixed devices, dtypes and shapes show)."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def test_every_family_is_measured(model: str, tmp_path: Path) -> None:
     engines = ",".join(ENGINES) if model == "flux1_dev" else "eager"
     code, rows = measured(tmp_path, f"models={model}", "images=4", f"engines={engines}")
     assert code == 0
-    assert set(rows) == {unit.key for _, units in real_size.plan(model, _given(engines)) for unit in units}
+    assert set(rows) == {
+        unit.key for _, units in real_size.plan(model, _given(engines)) for unit in units
+    }
     skipped = {row["skipped"] for row in rows.values() if "skipped" in row}
     assert skipped <= {"the family passes no mask"}
     assert not [row for row in rows.values() if "failed" in row]
@@ -121,7 +124,14 @@ def test_what_does_not_fit_is_said_and_more_samples_are_not_tried(tmp_path: Path
 def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
     words = ["experiment=flux1_flowgrpo", "hardware=single_gpu"]
     work = costing_of(configuration.load(words)).work
-    facts = {"gib": None, "tokens": work.tokens, "passes": 1, "reference": False, "flops": 1e15, "model_gib": 1.0}
+    facts = {
+        "gib": None,
+        "tokens": work.tokens,
+        "passes": 1,
+        "reference": False,
+        "flops": 1e15,
+        "model_gib": 1.0,
+    }
     how, full = Build(), Build(full=True)
     rows = {
         Unit("flux1_dev", how, "generate", samples=4): 0.4,
@@ -140,8 +150,12 @@ def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
         {"generate": work.steps * 0.1, "train": 0.3, "decode": 0.05}
     ), "eager rows of LoRA, per sample and per cell"
     given = replace(hardware, seconds={"train": {"h200": 9.0}})
-    assert with_measured(given, work, tmp_path).seconds["train"] == {"h200": 9.0}, "the profile's own go first"
-    assert not with_measured(hardware, replace(work, height=1024), tmp_path).seconds, "other sizes stay computed"
+    assert with_measured(given, work, tmp_path).seconds["train"] == {"h200": 9.0}, (
+        "the profile's own go first"
+    )
+    assert not with_measured(hardware, replace(work, height=1024), tmp_path).seconds, (
+        "other sizes stay computed"
+    )
     costing = Costing(work, with_measured(hardware, work, tmp_path))
     assert costing.seconds_per_unit()["generate"]["h200"] == pytest.approx(work.steps * 0.1)
 
@@ -158,13 +172,19 @@ def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
         ("cpu", "h200", False),
     ],
 )
-def test_a_profile_s_gpu_is_found_under_the_driver_s_name(profile: str, driver: str, same: bool) -> None:
+def test_a_profile_s_gpu_is_found_under_the_driver_s_name(
+    profile: str, driver: str, same: bool
+) -> None:
     assert same_gpu(profile, driver) is same
 
 
 @pytest.mark.parametrize(
     ("word", "part"),
-    [("size=real", "real needs a GPU"), ("models=sd", "known: .*flux1_dev"), ("engines=fast", "known: eager")],
+    [
+        ("size=real", "real needs a GPU"),
+        ("models=sd", "known: .*flux1_dev"),
+        ("engines=fast", "known: eager"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused(word: str, part: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=part):
@@ -180,7 +200,12 @@ def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) 
     device = torch.device("cuda", 0)
     settings = composed(model, REAL, *Build().words).config.model
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, device), torch.no_grad():
+    with (
+        mock.patch.object(nn.Module, "_apply", plainly),
+        fake,
+        random_weights(model, REAL, device),
+        torch.no_grad(),
+    ):
         policy = configuration.instantiate(settings)
         assert {parameter.device for parameter in policy.parameters()} == {device}
         row, facts = ROWS[FAMILY[model]], policy.facts()
@@ -190,18 +215,31 @@ def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) 
                 for key, shape in _families.conditioning(facts, policy, *row.real_text).items()
                 if key != "mask"
             }
-            condition |= {NEGATIVE + key: value for key, value in condition.items()} if policy.two_forwards else {}
+            condition |= (
+                {NEGATIVE + key: value for key, value in condition.items()}
+                if policy.two_forwards
+                else {}
+            )
         else:
             condition = policy.encode([PROMPT])
         assert {value.device for value in condition.values()} == {device}
-        latents, sigmas = torch.randn(2, *policy.latent_shape, device=device), torch.full((2,), 0.5, device=device)
+        latents, sigmas = (
+            torch.randn(2, *policy.latent_shape, device=device),
+            torch.full((2,), 0.5, device=device),
+        )
         velocity = policy.velocity(latents, sigmas, denoise.expand_condition(condition, 2))
-        assert (velocity.device, velocity.dtype, velocity.shape) == (device, torch.float32, latents.shape)
+        assert (velocity.device, velocity.dtype, velocity.shape) == (
+            device,
+            torch.float32,
+            latents.shape,
+        )
         media = policy.decode(latents[:1])
         assert media.device == device
         assert media.shape[-2:] == (settings.height, settings.width)
         real = sum(
-            parameter.numel() for name, parameter in policy.transformer.named_parameters() if "lora_" not in name
+            parameter.numel()
+            for name, parameter in policy.transformer.named_parameters()
+            if "lora_" not in name
         )
     with torch.device("meta"):
         assert real == sum(parameter.numel() for parameter in _families.network(model).parameters())

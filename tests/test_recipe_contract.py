@@ -1,4 +1,5 @@
-"""A recipe is a contract: docs/recipes.csv says what each experiment sets, what its source set, and why they differ.
+"""A recipe is a contract: docs/recipes.csv says what each experiment sets, what its source set, and
+why they differ.
 
 python -m tests.test_recipe_contract     writes docs/recipes.md from it
 """
@@ -27,10 +28,13 @@ LEVELS = (
     "real weights",
 )
 EVIDENCE = "(evidence)"
-"""The row whose `ours` holds the levels that the experiment has reached, and whose `reason` says where to look."""
+"""The row whose `ours` holds the levels that the experiment has reached, and whose `reason` says
+where to look."""
 NO_RECIPE = ("ablation_schedule", "sweep_allocation")
 """Experiments that train nothing of their own."""
-PUBLISHED = sorted({row["experiment"] for row in csv.DictReader(TABLE.open(encoding="utf-8")) if row["repository"]})
+PUBLISHED = sorted(
+    {row["experiment"] for row in csv.DictReader(TABLE.open(encoding="utf-8")) if row["repository"]}
+)
 DECIDES = (
     "sampling.steps",
     "sampling.guidance_scale",
@@ -89,7 +93,11 @@ def at(experiment: str, key: str) -> Any:
     """The experiment's value; of a mixture of rewards the weights."""
     found = OmegaConf.select(composed(experiment), key, throw_on_missing=True)
     plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-    return {name: entry["weight"] for name, entry in plain.items()} if key == "reward.rewards" else plain
+    return (
+        {name: entry["weight"] for name, entry in plain.items()}
+        if key == "reward.rewards"
+        else plain
+    )
 
 
 def page() -> str:
@@ -100,13 +108,22 @@ def page() -> str:
         if row["key"] == EVIDENCE:
             text.append(f"| `{row['experiment']}` | {row['ours']} | {row['reason']} |")
     text += ["\n## What differs from the source\n"]
-    for experiment, group in groupby((row for row in rows() if row["repository"]), lambda row: row["experiment"]):
+    for experiment, group in groupby(
+        (row for row in rows() if row["repository"]), lambda row: row["experiment"]
+    ):
         listed = list(group)
         sources = sorted({f"{row['repository']} at {row['commit']}" for row in listed})
         equal = sum(same(row) for row in listed)
-        text += [f"### {experiment}\n", f"{', '.join(sources)}. {equal} of {len(listed)} values are theirs.\n"]
+        text += [
+            f"### {experiment}\n",
+            f"{', '.join(sources)}. {equal} of {len(listed)} values are theirs.\n",
+        ]
         text += ["| key | ours | published | why |", "|---|---|---|---|"]
-        text += [f"| {r['key']} | {r['ours']} | {r['published']} | {r['reason']} |" for r in listed if not same(r)]
+        text += [
+            f"| {r['key']} | {r['ours']} | {r['published']} | {r['reason']} |"
+            for r in listed
+            if not same(r)
+        ]
         text.append("")
     return "\n".join(text)
 
@@ -128,8 +145,12 @@ def test_every_difference_has_a_reason_and_every_value_a_source() -> None:
         if row["key"] == EVIDENCE:
             assert set(row["ours"].split("; ")) <= set(LEVELS), row
             continue
-        assert bool(row["reason"]) != same(row), f"a reason where, and only where, the source differs: {row}"
-        assert all(row[column] for column in ("published", "repository", "commit", "file", "line")), row
+        assert bool(row["reason"]) != same(row), (
+            f"a reason where, and only where, the source differs: {row}"
+        )
+        assert all(
+            row[column] for column in ("published", "repository", "commit", "file", "line")
+        ), row
     named = [(row["experiment"], row["key"]) for row in rows()]
     assert len(named) == len(set(named))
 

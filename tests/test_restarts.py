@@ -1,4 +1,5 @@
-"""A run whose trainer dies begins again from its newest checkpoint by itself, and its result is that of a calm run."""
+"""A run whose trainer dies begins again from its newest checkpoint by itself, and its result is
+that of a calm run."""
 
 from __future__ import annotations
 
@@ -38,10 +39,15 @@ def events(train: Train, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("every", "words"),
-    [(2, ("schedule=gap",)), pytest.param(1000, ("allocation.trainers=2",), marks=pytest.mark.slow)],
+    [
+        (2, ("schedule=gap",)),
+        pytest.param(1000, ("allocation.trainers=2",), marks=pytest.mark.slow),
+    ],
     ids=["from-a-checkpoint", "from-the-beginning"],
 )
-def test_a_killed_trainer_costs_time_alone(running: Any, every: int, words: tuple[str, ...]) -> None:
+def test_a_killed_trainer_costs_time_alone(
+    running: Any, every: int, words: tuple[str, ...]
+) -> None:
     same = (*AGAIN, *words, f"callbacks.checkpoint.every={every}", "max_rl_steps=6")
     calm, struck = running(*same, fork=True), running(*same, fork=True)
     struck.wait_for_step(3)
@@ -53,7 +59,10 @@ def test_a_killed_trainer_costs_time_alone(running: Any, every: int, words: tupl
     (restart,) = events(struck, "restart")
     begun = [row["time"] for row in (*events(struck, "start"), *events(struck, "resume"))]
     assert max(begun) - restart["time"] < 60
-    cause = "rank 0 (trainer) was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)"
+    cause = (
+        "rank 0 (trainer) was killed by signal 9 (SIGKILL; sent from outside, not for lack of "
+        "memory)"
+    )
     summary = struck.summary
     assert (summary["status"], summary["rl_steps"], summary["attempts"]) == ("completed", 6, 2)
     assert (summary["restarts"], summary["restarted"], restart["cause"]) == (1, [cause], cause)
@@ -63,16 +72,23 @@ def test_a_killed_trainer_costs_time_alone(running: Any, every: int, words: tupl
 
 @pytest.mark.processes
 def test_a_trainer_killed_in_the_last_save_begins_again(running: Any) -> None:
-    """All steps are finished, and nothing is saved: decided by the steps, the training would be lost."""
+    """All steps are finished, and nothing is saved: decided by the steps, the training would be
+    lost."""
     slow_save = fault("save", 0, "hang", seconds=1.0)
-    train = running(*AGAIN, "callbacks.checkpoint.every=1000", "max_rl_steps=2", *slow_save, fork=True)
+    train = running(
+        *AGAIN, "callbacks.checkpoint.every=1000", "max_rl_steps=2", *slow_save, fork=True
+    )
     train.wait_for_step(2)
     while not list(train.run_dir.glob("checkpoints/.tmp-step-000002/")):
         assert train.poll() is None, train.stderr
         time.sleep(0.02)
     train.ranks()[0].kill()
     assert train.finish() == 0, train.stderr
-    assert (train.summary["status"], train.summary["rl_steps"], train.summary["restarts"]) == ("completed", 2, 1)
+    assert (train.summary["status"], train.summary["rl_steps"], train.summary["restarts"]) == (
+        "completed",
+        2,
+        1,
+    )
     (restart,) = events(train, "restart")
     assert (restart["rl_step"], restart["checkpoint"]) == (2, None)
     assert newest_valid(train.run_dir / "checkpoints").name == "step-000002"
@@ -81,9 +97,18 @@ def test_a_trainer_killed_in_the_last_save_begins_again(running: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_two_deaths_in_the_last_save_end_the_run(running: Any) -> None:
-    train = running(*AGAIN, "callbacks.checkpoint.every=1000", "max_rl_steps=2", *fault("save", 0, "kill"), fork=True)
+    train = running(
+        *AGAIN,
+        "callbacks.checkpoint.every=1000",
+        "max_rl_steps=2",
+        *fault("save", 0, "kill"),
+        fork=True,
+    )
     assert train.finish() == 1, train.stderr
-    assert "the run has died after its last RL step before (rank 0 (trainer) was killed" in train.summary["cause"]
+    assert (
+        "the run has died after its last RL step before (rank 0 (trainer) was killed"
+        in train.summary["cause"]
+    )
     assert len(events(train, "restart")) == 1
     assert not events(train, "poison")
 
@@ -92,27 +117,41 @@ def test_two_deaths_in_the_last_save_end_the_run(running: Any) -> None:
 @pytest.mark.processes
 def test_a_poison_step_ends_the_run_with_its_prompts_and_both_causes(running: Any) -> None:
     """Nothing is saved before it, so the second attempt comes to the same point."""
-    train = running(*AGAIN, "callbacks.checkpoint.every=99", *fault("publish", 0, "kill", call=3), fork=True)
+    train = running(
+        *AGAIN, "callbacks.checkpoint.every=99", *fault("publish", 0, "kill", call=3), fork=True
+    )
     assert train.finish() == 1, train.stderr
     (poison,) = events(train, "poison")
     assert (poison["rl_step"], len(poison["causes"]), len(poison["prompts"])) == (2, 2, 2)
     assert len(events(train, "restart")) == 1
     assert train.summary["status"] == "failed"
-    assert "RL step 2 is poison: the run has died in it before (rank 0 (trainer) was killed" in train.summary["cause"]
+    assert (
+        "RL step 2 is poison: the run has died in it before (rank 0 (trainer) was killed"
+        in train.summary["cause"]
+    )
     assert train.stdout.splitlines()[-1] == str(train.run_dir)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_stop_ends_the_pause_before_a_restart(running: Any) -> None:
-    train = running(*SMALL, "allocation.max_restarts=1", "allocation.restart_pause_s=60", "max_rl_steps=99", fork=True)
+    train = running(
+        *SMALL,
+        "allocation.max_restarts=1",
+        "allocation.restart_pause_s=60",
+        "max_rl_steps=99",
+        fork=True,
+    )
     train.wait_for_step(2)
     train.ranks()[0].kill()
     while not events(train, "restart"):
         time.sleep(0.05)
     os.kill(train.pid, signal.SIGTERM)
     assert train.finish() == 128 + signal.SIGTERM, train.stderr
-    assert (train.summary["status"], train.summary["cause"]) == ("stopped", "signal SIGTERM, before it began again")
+    assert (train.summary["status"], train.summary["cause"]) == (
+        "stopped",
+        "signal SIGTERM, before it began again",
+    )
     assert f"resume RUN={train.run_dir}" in train.stderr
 
 
@@ -127,15 +166,23 @@ def test_how_often_a_run_begins_again() -> None:
     assert Restarts(0, 1.0, 10).refuse("off", 0, 7) == "off"
     poison = Restarts(9, 1.0, 10)
     poison.refuse("first", 0, 7)
-    assert poison.refuse("second", 5, 7) == "second; RL step 8 is poison: the run has died in it before (first)"
+    assert (
+        poison.refuse("second", 5, 7)
+        == "second; RL step 8 is poison: the run has died in it before (first)"
+    )
     assert poison.causes(7) == ["first", "second"]
     assert poison.refuse("third", 5, 10) is None
-    assert poison.refuse("fourth", 5, 10) == "fourth; the run has died after its last RL step before (third)"
+    assert (
+        poison.refuse("fourth", 5, 10)
+        == "fourth; the run has died after its last RL step before (third)"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_killed_launcher_is_begun_again_by_keep_sh_and_costs_time_alone(running: Any, tmp_path: Path) -> None:
+def test_a_killed_launcher_is_begun_again_by_keep_sh_and_costs_time_alone(
+    running: Any, tmp_path: Path
+) -> None:
     """Nothing of the killed one is left when the next begins."""
     same = (*AGAIN, "schedule=gap", "callbacks.checkpoint.every=2", "max_rl_steps=6")
     calm = running(*same, fork=True)

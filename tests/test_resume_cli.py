@@ -1,4 +1,5 @@
-"""`make resume` and the commands that read a run, as a user meets them: what is refused, and what is untouched."""
+"""`make resume` and the commands that read a run, as a user meets them: what is refused, and what
+is untouched."""
 
 from __future__ import annotations
 
@@ -47,11 +48,14 @@ def run(completed: Path, tmp_path: Path) -> Path:
 
 
 def tree(run: Path) -> dict[str, tuple[str, bytes]]:
-    """Every file and link of a run with its content; logs/ excepted, which tell why a resume failed."""
+    """Every file and link of a run with its content; logs/ excepted, which tell why a resume
+    failed."""
     paths = [path for path in run.rglob("*") if path.relative_to(run).parts[0] != "logs"]
     links = {str(path): ("link", os.readlink(path).encode()) for path in paths if path.is_symlink()}
     return links | {
-        str(path): ("file", path.read_bytes()) for path in paths if path.is_file() and str(path) not in links
+        str(path): ("file", path.read_bytes())
+        for path in paths
+        if path.is_file() and str(path) not in links
     }
 
 
@@ -80,19 +84,25 @@ def test_a_completed_run_says_so_untouched_and_goes_on_when_asked(running: Any, 
     assert OmegaConf.load(run / "config.yaml").max_rl_steps == 3
 
 
-def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(running: Any, run: Path) -> None:
+def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(
+    running: Any, run: Path
+) -> None:
     """The checkpoint is whole, but the configuration that somebody edited wants another shape."""
     store(run, model__lora__rank=8)
     before = tree(run)
     failing = running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True)
     assert failing.finish() == 1
     assert "step-000002 does not fit this run: Size mismatch" in " ".join(failing.stderr.split())
-    assert f"the checkpoint was not loaded, and the run is as it was; see {run}/logs" in failing.stderr
+    assert (
+        f"the checkpoint was not loaded, and the run is as it was; see {run}/logs" in failing.stderr
+    )
     assert tree(run) == before
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 
-def test_a_manifest_without_files_falls_back_to_the_older_checkpoint(running: Any, run: Path) -> None:
+def test_a_manifest_without_files_falls_back_to_the_older_checkpoint(
+    running: Any, run: Path
+) -> None:
     newest = run / "checkpoints" / "step-000002"
     (newest / MANIFEST).write_text(checkpoint_io._manifest({"epoch": 1, "files": {}}))
     resumed = running(f"resume={run}", tiny=(), fork=True)
@@ -110,7 +120,9 @@ def test_a_resume_may_have_other_ranks_and_another_schedule(running: Any, run: P
     wider = running(f"resume={run}", *words, "schedule.shares=measured", tiny=(), fork=True)
     assert wider.finish() == 0, wider.stderr
     assert json.loads((run / "summary.json").read_text())["world"] == {"trainer": 2, "rollout": 1}
-    narrower = running(f"resume={run}", "max_rl_steps=5", "allocation.trainers=1", tiny=(), fork=True)
+    narrower = running(
+        f"resume={run}", "max_rl_steps=5", "allocation.trainers=1", tiny=(), fork=True
+    )
     assert narrower.finish() == 0, narrower.stderr
 
 
@@ -134,7 +146,11 @@ def listener() -> Iterator[socket.socket]:
 
 def remote(run: Path, url: str) -> None:
     """Make the held-out judge of a run a service at `url`."""
-    scorer = {"_target_": "digenrl.extensions.rewards.remote.RemoteScorer", "urls": [url], "deadline_s": 3.0}
+    scorer = {
+        "_target_": "digenrl.extensions.rewards.remote.RemoteScorer",
+        "urls": [url],
+        "deadline_s": 3.0,
+    }
     evaluation = {"_target_": "digenrl.callbacks.evaluation.Evaluation", "prompts": "digits.jsonl"}
     evaluation |= {"samples_per_prompt": 1}
     store(run, reward__heldout__judge_b__scorer=None)
@@ -145,8 +161,11 @@ READERS = [("eval", "run"), ("export", "run"), ("resume", "resume")]
 
 
 @pytest.mark.parametrize(("name", "word"), READERS, ids=[name for name, _ in READERS])
-def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Path, name: str, word: str) -> None:
-    """A run directory from elsewhere that wants the environment, and a host that nobody confirmed."""
+def test_a_hostile_configuration_sends_nothing(
+    listener: socket.socket, run: Path, name: str, word: str
+) -> None:
+    """A run directory from elsewhere that wants the environment, and a host that nobody
+    confirmed."""
     url = f"http://0.0.0.0:{listener.getsockname()[1]}"
     remote(run, url)
     hosts = command(name, f"{word}={run}")
@@ -164,12 +183,18 @@ def test_a_hostile_configuration_sends_nothing(listener: socket.socket, run: Pat
 def _by_lightning(ran: Path) -> dict[str, Any]:
     """Return a node that makes a function of Lightning call `os.system`."""
     called = {"class_path": "os.system"}
-    return {"_target_": "lightning.pytorch.cli.instantiate_class", "args": f"touch {ran}", "init": called}
+    return {
+        "_target_": "lightning.pytorch.cli.instantiate_class",
+        "args": f"touch {ran}",
+        "init": called,
+    }
 
 
 def _by_command(ran: Path) -> dict[str, Any]:
     """Return a node that runs a command of digenrl, which trusts `tempfile` by its own words."""
-    evil = f"+callbacks.evil={{_target_: tempfile.mkdtemp, dir: '{ran.parent}', prefix: '{ran.name}'}}"
+    evil = (
+        f"+callbacks.evil={{_target_: tempfile.mkdtemp, dir: '{ran.parent}', prefix: '{ran.name}'}}"
+    )
     return {"_target_": "digenrl.cli.encode.main", "words": ["allow_targets=[tempfile]", evil]}
 
 
@@ -183,7 +208,12 @@ def _by_command(ran: Path) -> dict[str, Any]:
     ],
 )
 def test_a_hostile_configuration_runs_nothing(
-    run: Path, tmp_path: Path, name: str, word: str, key: str, attack: Callable[[Path], dict[str, Any]]
+    run: Path,
+    tmp_path: Path,
+    name: str,
+    word: str,
+    key: str,
+    attack: Callable[[Path], dict[str, Any]],
 ) -> None:
     """A run directory from elsewhere with a target that would call something by another name."""
     ran = tmp_path / "ran"
@@ -205,11 +235,18 @@ def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_several_prompt_files_goes_on_with_the_same_prompts(running: Any, tmp_path: Path) -> None:
+def test_a_run_on_several_prompt_files_goes_on_with_the_same_prompts(
+    running: Any, tmp_path: Path
+) -> None:
     """Two rollouts, then one: whoever generates."""
     mine = tmp_path / "mine.jsonl"
-    mine.write_text("".join(json.dumps({"prompt": f"digit {n}", "target": str(n)}) + "\n" for n in range(4)))
-    words = (*SMALL, f"data.prompts=[{{file: {mine}, weight: 1}}, {{file: digits.jsonl, weight: 2}}]")
+    mine.write_text(
+        "".join(json.dumps({"prompt": f"digit {n}", "target": str(n)}) + "\n" for n in range(4))
+    )
+    words = (
+        *SMALL,
+        f"data.prompts=[{{file: {mine}, weight: 1}}, {{file: digits.jsonl, weight: 2}}]",
+    )
     whole = running(*words, "max_rl_steps=3", "allocation.rollouts=2", fork=True)
     parts = running(*words, "max_rl_steps=1", fork=True)
     assert [train.finish() for train in (whole, parts)] == [0, 0], whole.stderr + parts.stderr
@@ -219,12 +256,19 @@ def test_a_run_on_several_prompt_files_goes_on_with_the_same_prompts(running: An
     assert (parts.run_dir / policy).read_bytes() == (whole.run_dir / policy).read_bytes()
 
 
-def test_a_prompt_that_a_judge_cannot_score_is_found_before_ranks_start(running: Any, tmp_path: Path) -> None:
+def test_a_prompt_that_a_judge_cannot_score_is_found_before_ranks_start(
+    running: Any, tmp_path: Path
+) -> None:
     prompts = tmp_path / "mine.jsonl"
-    prompts.write_text('{"prompt": "number one"}\n{"prompt": "a horse"}\n{"prompt": "a cow", "target": "2"}\n')
+    prompts.write_text(
+        '{"prompt": "number one"}\n{"prompt": "a horse"}\n{"prompt": "a cow", "target": "2"}\n'
+    )
     train = running(*SMALL, f"data.prompts={prompts}", fork=True)
     assert train.finish() == 2
-    assert f"data.prompts: {prompts}:2: reward judge_a cannot score it: prompt 'a horse' names no digit" in train.stderr
+    assert (
+        f"data.prompts: {prompts}:2: reward judge_a cannot score it: prompt 'a horse' names no "
+        "digit" in train.stderr
+    )
     assert ":1: " not in train.stderr
     assert ":3: " not in train.stderr
     assert not (train.root / "outputs").exists()

@@ -20,7 +20,9 @@ def test_two_steps_equal_the_reference_loop() -> None:
         made = loop.generate()
         metrics = loop.train(made)
     loop.close()
-    assert metrics["reward"] == pytest.approx(float(torch.stack([t.rewards["judge_a"].mean() for t in made]).mean()))
+    assert metrics["reward"] == pytest.approx(
+        float(torch.stack([t.rewards["judge_a"].mean() for t in made]).mean())
+    )
     for name, parameter in loop.policy.trained_parameters().items():
         assert torch.allclose(parameter, expected.weights[name], rtol=0, atol=1e-7), name
 
@@ -31,7 +33,10 @@ def test_what_is_missing_is_said_and_what_is_changed_counts() -> None:
     made = loop.generate()
     with pytest.raises(ValueError, match="groups \\[0\\] of RL step 0 are not complete"):
         loop.train(made[1:])
-    constant = [replace(each, rewards={name: torch.ones_like(r) for name, r in each.rewards.items()}) for each in made]
+    constant = [
+        replace(each, rewards={name: torch.ones_like(r) for name, r in each.rewards.items()})
+        for each in made
+    ]
     metrics = loop.train(constant)
     assert (metrics["zero_variance_share"], metrics["grad_norm"]) == (1.0, 0.0)
     loop.close()

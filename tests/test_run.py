@@ -14,7 +14,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.world import Session, World
-from digenrl.config.schema import Train
+from digenrl.config.schema import TrainKeys
 from digenrl.config.validation import keys_of
 from digenrl.schedule import ScheduleSpec
 from tests.strategy.processes import configured
@@ -24,7 +24,11 @@ pytestmark = pytest.mark.heavy
 
 def test_the_schedule_is_the_configurations() -> None:
     config = configured(
-        "schedule=full", "schedule.tsp.batch=2", "schedule.shares=[3,1]", "schedule.stale_fraction=0.25", "seed=3"
+        "schedule=full",
+        "schedule.tsp.batch=2",
+        "schedule.shares=[3,1]",
+        "schedule.stale_fraction=0.25",
+        "seed=3",
     )
     spec = run.schedule_spec(config, 3, 2)
     assert (spec.prompts, spec.group_size, spec.task_size) == (4, 4, 2)
@@ -41,29 +45,52 @@ def test_a_block_never_holds_more_steps_than_are_trained() -> None:
 
 @pytest.mark.parametrize("schedule", ["sync", "gap_tsp_tag", "full"])
 def test_a_schedule_is_the_one_that_its_overrides_give(schedule: str) -> None:
-    """The planner prints a schedule as words; a key that one of the two translations forgot would be lost."""
+    """The planner prints a schedule as words; a key that one of the two translations forgot would
+    be lost."""
     words = (f"schedule={schedule}", "schedule.tsp.batch=2", "schedule.shares=[2,1]")
     spec = ScheduleSpec.from_config(configured(*words), 3)
     assert spec.shares == (2.0, 1.0)
     assert ScheduleSpec.from_config(configured(*spec.overrides()), 3) == spec
     told = {word.partition("=")[0] for word in spec.overrides()}
-    assert told == {key for key in keys_of(Train) if key.startswith("schedule.")} - {"schedule.auto", "schedule.claims"}
+    assert told == {key for key in keys_of(TrainKeys) if key.startswith("schedule.")} - {
+        "schedule.auto",
+        "schedule.claims",
+    }
 
 
 def test_sampling_settings_become_the_engines() -> None:
-    spec = run.sampling_spec(configured("sampling.storage_dtype=float64", "sampling.same_noise=true"))
-    assert (spec.steps, spec.storage_dtype, spec.same_noise, spec.eval_steps) == (4, torch.float64, True, 4)
+    spec = run.sampling_spec(
+        configured("sampling.storage_dtype=float64", "sampling.same_noise=true")
+    )
+    assert (spec.steps, spec.storage_dtype, spec.same_noise, spec.eval_steps) == (
+        4,
+        torch.float64,
+        True,
+        4,
+    )
 
 
 def test_a_rank_is_assembled_from_the_configuration_alone(tmp_path: Path) -> None:
-    config = configured("max_rl_steps=7", "schedule.gap=1", "data.prompts_per_batch=2", "callbacks.checkpoint.every=3")
+    config = configured(
+        "max_rl_steps=7",
+        "schedule.gap=1",
+        "data.prompts_per_batch=2",
+        "callbacks.checkpoint.every=3",
+    )
     session = Session("127.0.0.1", 0, Handshake(), tmp_path, time.time())
     rank = run.build(config, World(0, 1, 1), session)
     assert rank.trainer.max_epochs == 7
     assert rank.strategy.world.role == "trainer"
-    assert rank.trainer.accumulate_grad_batches == rank.strategy.rank_setup.micro_batches_per_update == 2 * 2 * 3
+    assert (
+        rank.trainer.accumulate_grad_batches
+        == rank.strategy.rank_setup.micro_batches_per_update
+        == 2 * 2 * 3
+    )
     assert rank.strategy.engine.policy is rank.module.policy
-    assert {type(callback).__name__ for callback in rank.trainer.callbacks} >= {"Recorder", "Checkpoint"}  # type: ignore[attr-defined]
+    assert {type(callback).__name__ for callback in rank.trainer.callbacks} >= {
+        "Recorder",
+        "Checkpoint",
+    }  # type: ignore[attr-defined]
     assert not (tmp_path / "checkpoints").exists()
     rank.strategy.engine.close()
 
@@ -71,11 +98,19 @@ def test_a_rank_is_assembled_from_the_configuration_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("sampling.height=100",), "sampling.height=100 is not a multiple of 16; nearest valid: 96 or 112"),
-        (("hardware.build=real", "model.path=nowhere"), "model.path=nowhere has no model_index.json"),
+        (
+            ("sampling.height=100",),
+            "sampling.height=100 is not a multiple of 16; nearest valid: 96 or 112",
+        ),
+        (
+            ("hardware.build=real", "model.path=nowhere"),
+            "model.path=nowhere has no model_index.json",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(words: tuple[str, ...], message: str) -> None:
+def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(
+    words: tuple[str, ...], message: str
+) -> None:
     composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=cpu_tiny", *words])
     with pytest.raises(ValueError, match=message):
         run.check(composed.config)
@@ -84,11 +119,16 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(words: t
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("algorithm=grpo_guard", "algorithm/sde=cps"), "Guard needs a Gaussian log-prob, and FlowCPS drops"),
+        (
+            ("algorithm=grpo_guard", "algorithm/sde=cps"),
+            "Guard needs a Gaussian log-prob, and FlowCPS drops",
+        ),
         (("algorithm.sde.noise_level=0",), "noise level 0"),
     ],
 )
-def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(words: tuple[str, ...], message: str) -> None:
+def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(
+    words: tuple[str, ...], message: str
+) -> None:
     composed = configuration.load(["experiment=digits_flowgrpo", *words])
     with pytest.raises(ValueError, match=message):
         run.check(composed.config)
@@ -102,4 +142,6 @@ def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
     source.info("not this")
     source.removeHandler(handler)
     rows = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(row["kind"], row["message"]) for row in rows] == [("warning", "clip_range=0.2 looks too large")]
+    assert [(row["kind"], row["message"]) for row in rows] == [
+        ("warning", "clip_range=0.2 looks too large")
+    ]

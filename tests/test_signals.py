@@ -1,4 +1,5 @@
-"""Signals that stop a run, to the launcher, to a rank and to the process group, from import to report."""
+"""Signals that stop a run, to the launcher, to a rank and to the process group, from import to
+report."""
 
 from __future__ import annotations
 
@@ -57,13 +58,17 @@ def assert_stopped(train: Train, number: signal.Signals) -> int:
 @pytest.mark.parametrize(
     ("number", "target"),
     [
-        pytest.param(number, target, id=f"{number.name}-{target}", marks=() if chosen else pytest.mark.slow)
+        pytest.param(
+            number, target, id=f"{number.name}-{target}", marks=() if chosen else pytest.mark.slow
+        )
         for number in STOPS
         for target in ("launcher", "rank", "group")
         for chosen in [(number, target) == (signal.SIGTERM, "group")]
     ],
 )
-def test_a_stop_finishes_the_step_saves_and_reports(running: Any, number: signal.Signals, target: str) -> None:
+def test_a_stop_finishes_the_step_saves_and_reports(
+    running: Any, number: signal.Signals, target: str
+) -> None:
     """One more signal, during the report, changes nothing."""
     train = running(*ENDLESS, fork=True)
     train.wait_for_step(2)
@@ -71,7 +76,9 @@ def test_a_stop_finishes_the_step_saves_and_reports(running: Any, number: signal
     if target == "group":
         os.killpg(train.pid, number)
     else:
-        rank = ranks[0] if number in LEAVES else ranks[-1]  # a rollout that gets one of these leaves alone
+        rank = (
+            ranks[0] if number in LEAVES else ranks[-1]
+        )  # a rollout that gets one of these leaves alone
         os.kill(train.pid if target == "launcher" else rank.pid, number)
     wait_until(lambda: any(row["kind"] == "end" for row in train.rows("events.jsonl")), train)
     os.killpg(train.pid, number)
@@ -80,7 +87,8 @@ def test_a_stop_finishes_the_step_saves_and_reports(running: Any, number: signal
 
 
 def test_a_pause_of_a_rank_of_the_group_or_of_the_launcher_is_harmless(running: Any) -> None:
-    """Ctrl-Z and `fg`, or a debugger that attaches: no rank is given up, and signals are obeyed afterwards."""
+    """Ctrl-Z and `fg`, or a debugger that attaches: no rank is given up, and signals are obeyed
+    afterwards."""
     train = running(*ENDLESS, fork=True)
     train.wait_for_step(1)
     ranks = train.ranks()
@@ -102,8 +110,11 @@ def test_a_pause_of_a_rank_of_the_group_or_of_the_launcher_is_harmless(running: 
     assert (train.summary["lost"], train.summary["restarted"]) == ([], [])
 
 
-def test_a_step_that_does_not_end_is_given_up_and_the_version_before_it_is_saved(running: Any) -> None:
-    """The second signal; a rollout hangs in its scorer, so the trainers never get what they wait for."""
+def test_a_step_that_does_not_end_is_given_up_and_the_version_before_it_is_saved(
+    running: Any,
+) -> None:
+    """The second signal; a rollout hangs in its scorer, so the trainers never get what they wait
+    for."""
     train = running(*ENDLESS, *fault("reward", 1, "hang", call=11), fork=True)
     train.wait_for_step(2)
     os.killpg(train.pid, signal.SIGTERM)

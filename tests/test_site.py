@@ -27,7 +27,9 @@ def test_the_catalogue_is_what_the_files_say() -> None:
 def test_the_reference_of_python_is_what_the_docstrings_say() -> None:
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert page == api_reference.page(), "run `make docs`"
-    assert {f"### `{name}`" for name in set(digenrl.__all__) - {"__version__"}} <= set(page.splitlines())
+    assert {f"### `{name}`" for name in set(digenrl.__all__) - {"__version__"}} <= set(
+        page.splitlines()
+    )
 
 
 @pytest.mark.slow
@@ -36,7 +38,16 @@ def test_it_builds_and_a_broken_link_stops_it(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
 
     def built(document: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(document)]
+        command = [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--quiet",
+            "-f",
+            str(document),
+        ]
         environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
         return subprocess.run(
             [*command, "-d", str(tmp_path / "site")],
@@ -51,7 +62,9 @@ def test_it_builds_and_a_broken_link_stops_it(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("[nowhere](absent.md)\n")
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    own = {key: settings[key] for key in ("site_name", "validation")} | {"docs_dir": str(tmp_path / "docs")}
+    own = {key: settings[key] for key in ("site_name", "validation")} | {
+        "docs_dir": str(tmp_path / "docs")
+    }
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(own))
     done = built(tmp_path / "mkdocs.yml")
     assert done.returncode != 0

@@ -1,4 +1,5 @@
-"""`python -m digenrl.cli.train` as a user meets it: what a run leaves behind, how it stops, and how it fails."""
+"""`python -m digenrl.cli.train` as a user meets it: what a run leaves behind, how it stops, and how
+it fails."""
 
 from __future__ import annotations
 
@@ -26,7 +27,14 @@ def test_a_run_leaves_its_files_and_ends_with_its_directory(running: Any) -> Non
     assert train.finish() == 0, train.stderr
     run_dir = Path(train.stdout.splitlines()[-1])
     assert run_dir == train.run_dir
-    for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "trace.json", "report.html", "summary.json"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "events.jsonl",
+        "trace.json",
+        "report.html",
+        "summary.json",
+    ):
         assert (run_dir / name).stat().st_size > 0, name
     assert (run_dir / "checkpoints/last/policy.safetensors").is_file()
     summary = train.summary
@@ -62,14 +70,23 @@ def test_a_killed_rollout_is_named_and_the_run_can_be_resumed(running: Any) -> N
         ("Exiting", "rank 1 (rollout) raised RewardError: Scorer `judge_a` raised SystemExit: 3"),
     ],
 )
-def test_a_scorer_that_raises_fails_the_run_with_its_message(running: Any, scorer: str, cause: str) -> None:
-    words = ["allow_targets=[tests]", f"reward.rewards.judge_a.scorer._target_=tests.strategy.faults.{scorer}"]
+def test_a_scorer_that_raises_fails_the_run_with_its_message(
+    running: Any, scorer: str, cause: str
+) -> None:
+    words = [
+        "allow_targets=[tests]",
+        f"reward.rewards.judge_a.scorer._target_=tests.strategy.faults.{scorer}",
+    ]
     assert_failed(running(*SMALL, *words, fork=True), cause)
 
 
 def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -> None:
-    """No sample counts as zero: the groups are dropped, the step is finished and saved, the cause is named."""
-    scorer = ["allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Absent"]
+    """No sample counts as zero: the groups are dropped, the step is finished and saved, the cause
+    is named."""
+    scorer = [
+        "allow_targets=[tests]",
+        "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Absent",
+    ]
     train = running(
         *SMALL, *scorer, "reward.min_missing_samples=8", "max_rl_steps=1000", "callbacks.checkpoint.every=999",
         fork=True,
@@ -77,7 +94,11 @@ def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -
     assert train.finish() == EXIT_STOPPED, train.stderr
     summary = train.summary
     assert (summary["status"], summary["rl_steps"]) == ("stopped", 1)
-    for said in ("Reward `judge_a` is missing for 8 of 8 samples", "allows 25%", "the judge's service is down"):
+    for said in (
+        "Reward `judge_a` is missing for 8 of 8 samples",
+        "allows 25%",
+        "the judge's service is down",
+    ):
         assert said in summary["cause"]
         assert said in train.stderr
     assert summary["missing"]["judge_a"] >= 8  # the rollout may be in the next step already
@@ -87,4 +108,6 @@ def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -
     assert step.get("reward") is None
     assert (train.run_dir / "checkpoints/last").resolve().name == "step-000001"
     assert f"resume RUN={train.run_dir}" in train.stderr
-    assert "the judge's service is down" in html.unescape((train.run_dir / "report.html").read_text())
+    assert "the judge's service is down" in html.unescape(
+        (train.run_dir / "report.html").read_text()
+    )

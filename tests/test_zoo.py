@@ -1,8 +1,9 @@
-"""The published experiments, each on its tiny build: one trainer and one rollout rank, from launch to export.
+"""The published experiments, each on its tiny build: one trainer and one rollout rank, from launch
+to export.
 
-Everything is the experiment's own except what `hardware=cpu_tiny` shrinks. Evaluation is left out to save time. A model
-with random weights writes no text, so where reading is rewarded every sample scores 0 and nothing can be learnt: there
-the size of the JPEG file is rewarded as well.
+Everything is the experiment's own except what `hardware=cpu_tiny` shrinks. Evaluation is left out
+to save time. A model with random weights writes no text, so where reading is rewarded every sample
+scores 0 and nothing can be learnt: there the size of the JPEG file is rewarded as well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.launcher import Launch, RunOutcome, launch
 from digenrl.cluster.world import Session, World
 from digenrl.extensions.export.cli.export import read_weights
 from digenrl.extensions.export.diffusers_export import export_policy
@@ -41,13 +42,16 @@ CHOSEN = ("wan21_flowgrpo", "sd35_flowgrpo")
 """A video, an image, and no ratio."""
 STEPS = 3
 WORDS = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", f"max_rl_steps={STEPS}")
-SECOND_REWARD = "+reward.rewards.jpeg_size={weight: 1.0, scorer: {_target_: reward_models.jpeg_size.JpegSize}}"
+SECOND_REWARD = (
+    "+reward.rewards.jpeg_size={weight: 1.0, scorer: {_target_: reward_models.jpeg_size.JpegSize}}"
+)
 RATIO_BOUND = 1e-5
 """fp32, should the trainer's kernels round differently from the rollout's (design, section 5)."""
 
 
 class Probe(pl.Callback):
-    """Writes the weights before training, and the largest gradient of every trained parameter per update."""
+    """Writes the weights before training, and the largest gradient of every trained parameter per
+    update."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -61,7 +65,9 @@ class Probe(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         gradients = {name: value.grad for name, value in _trained(pl_module).items()}
-        self._gradients.append({name: None if g is None else float(g.abs().max()) for name, g in gradients.items()})
+        self._gradients.append(
+            {name: None if g is None else float(g.abs().max()) for name, g in gradients.items()}
+        )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         (self._directory / "gradients.json").write_text(json.dumps(self._gradients))
@@ -77,7 +83,7 @@ class Run:
     """A finished run of one experiment."""
 
     config: DictConfig
-    outcome: Outcome
+    outcome: RunOutcome
     directory: Path
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -95,13 +101,15 @@ class Run:
 def composed(experiment: str, *words: str) -> DictConfig:
     config = configuration.load([f"experiment={experiment}", *WORDS, *words]).config
     if "ocr" in config.reward.rewards:
-        config = configuration.load([f"experiment={experiment}", *WORDS, SECOND_REWARD, *words]).config
+        config = configuration.load(
+            [f"experiment={experiment}", *WORDS, SECOND_REWARD, *words]
+        ).config
     return config
 
 
 def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]:
-    """Run the experiment in forked ranks; also the policy that every rank builds, untrained. Of sharded weights nobody
-    holds all, so there are no gradients to look at."""
+    """Run the experiment in forked ranks; also the policy that every rank builds, untrained. Of
+    sharded weights nobody holds all, so there are no gradients to look at."""
     torch.set_num_threads(1)
     config = composed(experiment, *words)
     for reward in config.reward.rewards.values():  # loaded once here, not once in every rank
@@ -109,7 +117,9 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
     policy: Policy = configuration.instantiate(config.model)
 
     def rank_main(world: World, session: Session) -> None:
-        callbacks = [Probe(directory)] if world.rank == 0 and config.parallel.sharding != "fsdp" else []
+        callbacks = (
+            [Probe(directory)] if world.rank == 0 and config.parallel.sharding != "fsdp" else []
+        )
         run.build(config, world, session, callbacks=callbacks).fit()
 
     outcome = launch(Launch(rank_main, *allocation(config), directory))
@@ -117,7 +127,8 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
 
 
 @pytest.mark.parametrize(
-    "experiment", [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.slow) for name in EXPERIMENTS]
+    "experiment",
+    [pytest.param(name, marks=() if name in CHOSEN else pytest.mark.slow) for name in EXPERIMENTS],
 )
 def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) -> None:
     finished, policy = execute(experiment, tmp_path)
@@ -125,7 +136,9 @@ def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) 
     assert finished.outcome.status == "completed", f"{finished.outcome.cause}\n{logs(tmp_path)}"
     steps = [row for row in finished.rows("metrics.jsonl") if row["kind"] == "step"]
     assert [row["rl_step"] for row in steps] == list(range(1, STEPS + 1))
-    assert all(row["zero_variance_groups"] == 0 for row in steps), "a constant reward teaches nothing"
+    assert all(row["zero_variance_groups"] == 0 for row in steps), (
+        "a constant reward teaches nothing"
+    )
     check_ratio(finished, steps[0])
     check_gradients(finished)
     check_weights(finished)
@@ -144,18 +157,32 @@ def test_schedules_train_the_same_weights(experiment: str, tmp_path: Path) -> No
         (tmp_path / schedule).mkdir()
         runs[schedule], _ = execute(experiment, tmp_path / schedule, *words)
         outcome = runs[schedule].outcome
-        assert outcome.status == "completed", f"{schedule}: {outcome.cause}\n{logs(tmp_path / schedule)}"
-        check_ratio(runs[schedule], next(row for row in runs[schedule].rows("metrics.jsonl") if row["kind"] == "step"))
+        assert outcome.status == "completed", (
+            f"{schedule}: {outcome.cause}\n{logs(tmp_path / schedule)}"
+        )
+        check_ratio(
+            runs[schedule],
+            next(row for row in runs[schedule].rows("metrics.jsonl") if row["kind"] == "step"),
+        )
         check_weights(runs[schedule])
     if "wan22" in experiment:  # ranks that need different experts at the same time
-        words = ("schedule=sync", "model.dtype=float64", "allocation.trainers=2", "parallel.sharding=fsdp")
+        words = (
+            "schedule=sync",
+            "model.dtype=float64",
+            "allocation.trainers=2",
+            "parallel.sharding=fsdp",
+        )
         (tmp_path / "fsdp").mkdir()
         runs["fsdp"], _ = execute(experiment, tmp_path / "fsdp", *words)
-        assert runs["fsdp"].outcome.status == "completed", f"{runs['fsdp'].outcome.cause}\n{logs(tmp_path / 'fsdp')}"
+        assert runs["fsdp"].outcome.status == "completed", (
+            f"{runs['fsdp'].outcome.cause}\n{logs(tmp_path / 'fsdp')}"
+        )
     wanted = runs.pop("sync").final
     for schedule, found in runs.items():
         for name, value in found.final.items():
-            torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-9, msg=f"{schedule}: {name}")
+            torch.testing.assert_close(
+                value, wanted[name], rtol=1e-6, atol=1e-9, msg=f"{schedule}: {name}"
+            )
 
 
 def check_ratio(finished: Run, first: dict[str, Any]) -> None:
@@ -167,18 +194,25 @@ def check_ratio(finished: Run, first: dict[str, Any]) -> None:
 
 
 def check_gradients(finished: Run) -> None:
-    """From the second update on (a LoRA's A sees none while B is 0) every trained parameter has a gradient."""
-    gradients: list[dict[str, float | None]] = json.loads((finished.directory / "gradients.json").read_text())
+    """From the second update on (a LoRA's A sees none while B is 0) every trained parameter has a
+    gradient."""
+    gradients: list[dict[str, float | None]] = json.loads(
+        (finished.directory / "gradients.json").read_text()
+    )
     assert len(gradients) == STEPS * finished.config.algorithm.updates_per_batch
     for number, update in enumerate(gradients):
         assert not [name for name, largest in update.items() if largest is None], f"update {number}"
     assert set(gradients[0]) == set(finished.initial)
     without = [name for name in gradients[0] if not any(update[name] for update in gradients[1:])]
-    assert not without, f"{len(without)} of {len(gradients[0])} trained parameters never had a gradient: {without[:9]}"
+    assert not without, (
+        f"{len(without)} of {len(gradients[0])} trained parameters never had a gradient: "
+        f"{without[:9]}"
+    )
 
 
 SHIFT = r"token_refiner\.refiner_blocks\.\d+\.attn\.to_k\.bias$"
-"""HunyuanVideo's refiner normalises no keys: their bias moves all scores of a query alike, and softmax sees nothing."""
+"""HunyuanVideo's refiner normalises no keys: their bias moves all scores of a query alike, and
+softmax sees nothing."""
 
 
 def check_weights(finished: Run) -> None:
@@ -192,11 +226,19 @@ def check_weights(finished: Run) -> None:
 
 def check_versions(finished: Run) -> None:
     """The rollout adopted every version that a trainer published, with the publisher's digest."""
-    published = {e["version"]: e["digest"] for e in finished.rows("events.jsonl") if e["kind"] == "publish"}
-    adopted = {s["version"]: s["digest"] for s in finished.rows("spans/rank-001.jsonl") if s["stage"] == "adopt"}
+    published = {
+        e["version"]: e["digest"] for e in finished.rows("events.jsonl") if e["kind"] == "publish"
+    }
+    adopted = {
+        s["version"]: s["digest"]
+        for s in finished.rows("spans/rank-001.jsonl")
+        if s["stage"] == "adopt"
+    }
     assert sorted(published) == list(range(STEPS + 1))
     assert adopted.items() <= published.items()
-    assert set(range(STEPS)) <= set(adopted), "the last version may come when the run is over, the others may not"
+    assert set(range(STEPS)) <= set(adopted), (
+        "the last version may come when the run is over, the others may not"
+    )
     assert len(set(published.values())) >= 2
 
 
@@ -204,13 +246,18 @@ def check_frozen(policy: Policy) -> None:
     """Full fine-tuning trains everything except the listed modules, whose output nobody reads."""
     if policy.lora is None:
         blocks = getattr(policy.transformer, policy.block_lists[0])  # type: ignore[attr-defined]
-        unread = tuple(f"{policy.block_lists[0]}.{len(blocks) - 1}.{name}." for name in policy.unread)  # type: ignore[attr-defined]
-        frozen = {name for name, _ in policy.transformer.named_parameters()} - set(policy.trained_parameters())
+        unread = tuple(
+            f"{policy.block_lists[0]}.{len(blocks) - 1}.{name}." for name in policy.unread
+        )  # type: ignore[attr-defined]
+        frozen = {name for name, _ in policy.transformer.named_parameters()} - set(
+            policy.trained_parameters()
+        )
         assert all(name.startswith((*unread, *policy.unused)) for name in frozen), sorted(frozen)  # type: ignore[attr-defined]
 
 
 def check_export(finished: Run, policy: Policy) -> None:
-    """A plain diffusers transformer with the exported weights computes what the policy computes, bit for bit."""
+    """A plain diffusers transformer with the exported weights computes what the policy computes,
+    bit for bit."""
     policy.load_trained_parameters(finished.final)
     folder = finished.directory / "export"
     export_policy(policy, folder)

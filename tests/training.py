@@ -1,4 +1,5 @@
-"""A train command in progress, as tests watch it: its files, its processes, and how it must end when it fails."""
+"""A train command in progress, as tests watch it: its files, its processes, and how it must end
+when it fails."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Train:
         return (self.root / "stderr").read_text()
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks that the command has forked, in their order: each writes into a log of its own."""
+        """The ranks that the command has forked, in their order: each writes into a log of its
+        own."""
         try:
             logs = {_output(child): child for child in psutil.Process(self.pid).children()}
         except psutil.NoSuchProcess:
@@ -62,17 +64,26 @@ class Train:
         return [logs[log] for log in sorted(logs) if Path(log).match("logs/rank-*.log")]
 
     def left(self) -> list[int]:
-        """Processes of the command that are still there: itself, its ranks, its monitor, whatever those started."""
-        return [pid for pid in psutil.pids() if _session(pid) == self.pid and state_of(pid) != "gone"]
+        """Processes of the command that are still there: itself, its ranks, its monitor, whatever
+        those started."""
+        return [
+            pid for pid in psutil.pids() if _session(pid) == self.pid and state_of(pid) != "gone"
+        ]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         files = list(self.root.glob(f"outputs/*/*/{name}"))
-        return [json.loads(line) for line in files[0].read_text().splitlines() if line.endswith("}")] if files else []
+        return (
+            [json.loads(line) for line in files[0].read_text().splitlines() if line.endswith("}")]
+            if files
+            else []
+        )
 
     def wait_for_step(self, step: int) -> None:
         """Until `step` RL steps are finished."""
         deadline = time.monotonic() + PATIENCE_S
-        while not any(row["kind"] == "step" and row["rl_step"] >= step for row in self.rows("metrics.jsonl")):
+        while not any(
+            row["kind"] == "step" and row["rl_step"] >= step for row in self.rows("metrics.jsonl")
+        ):
             assert self.poll() is None, f"ended early: {self.stderr}"
             assert time.monotonic() < deadline, f"no step {step}: {self.stderr}"
             time.sleep(0.05)
@@ -91,9 +102,11 @@ class Train:
         return loaded
 
 
-def start_command(root: Path, words: Sequence[str], wrapper: Sequence[str] = (), terminal: int | None = None) -> Train:
-    """`python -m digenrl.cli.train WORDS`, from nothing, with `root` as its working directory; run by the command
-    `wrapper`, and with a pseudo-terminal as its own."""
+def start_command(
+    root: Path, words: Sequence[str], wrapper: Sequence[str] = (), terminal: int | None = None
+) -> Train:
+    """`python -m digenrl.cli.train WORDS`, from nothing, with `root` as its working directory; run
+    by the command `wrapper`, and with a pseudo-terminal as its own."""
     root.mkdir()
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     with (root / "stdout").open("w") as out, (root / "stderr").open("w") as err:
@@ -107,12 +120,16 @@ def start_command(root: Path, words: Sequence[str], wrapper: Sequence[str] = (),
 
 
 def fork_command(root: Path, words: Sequence[str], command: str = "train") -> Train:
-    """The same, or another command, in a fork of the test's process, which has imported everything; without pictures.
-    SIGALRM makes it or a rank raise."""
+    """The same, or another command, in a fork of the test's process, which has imported everything;
+    without pictures. SIGALRM makes it or a rank raise."""
     root.mkdir()
-    gc.collect()  # what is imported is 600,000 objects: no fork should look through them, which copies their pages
+    # what is imported is 600,000 objects: no fork should look through them, which copies their
+    # pages
+    gc.collect()
     gc.freeze()
-    process = multiprocessing.get_context("fork").Process(target=_main, args=(root, command, list(words)))
+    process = multiprocessing.get_context("fork").Process(
+        target=_main, args=(root, command, list(words))
+    )
     process.start()
     assert process.pid is not None
     return Train(process.pid, root, lambda: process.exitcode)
@@ -154,17 +171,24 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., Train]]:
             train.finish()
 
 
-def fault(point: str, rank: int, action: str, name: str = "fault", **more: str | int | float) -> list[str]:
+def fault(
+    point: str, rank: int, action: str, name: str = "fault", **more: str | int | float
+) -> list[str]:
     """Words that order a fault (see tests.strategy.faults)."""
-    settings = {"_target_": "tests.strategy.faults.Fault", "point": point, "rank": rank, "action": action}
+    settings = {
+        "_target_": "tests.strategy.faults.Fault",
+        "point": point,
+        "rank": rank,
+        "action": action,
+    }
     settings |= more
     inside = ",".join(f"{key}:{value}" for key, value in settings.items())
     return ["allow_targets=[tests]", f"+callbacks.{name}={{{inside}}}"]
 
 
 def watch(train: Train) -> float:
-    """Wait for the end of the command; seconds from the first sign of trouble (a process that is gone or suspended) to
-    the disappearance of the last one, and no process may be left."""
+    """Wait for the end of the command; seconds from the first sign of trouble (a process that is
+    gone or suspended) to the disappearance of the last one, and no process may be left."""
     limit = time.monotonic() + PATIENCE_S
     ranks: dict[int, psutil.Process] = {}
     first_gone, last_seen = None, 0.0
@@ -172,7 +196,9 @@ def watch(train: Train) -> float:
         assert time.monotonic() < limit, f"hangs: {train.stderr}"
         ranks |= {process.pid: process for process in train.ranks()}
         states = [state_of(pid) for pid in ranks]
-        if first_gone is None and any(state in ("gone", "stopped") for state in (*states, state_of(train.pid))):
+        if first_gone is None and any(
+            state in ("gone", "stopped") for state in (*states, state_of(train.pid))
+        ):
             first_gone = time.monotonic()
         if any(state != "gone" for state in states):
             last_seen = time.monotonic()
@@ -185,8 +211,8 @@ def watch(train: Train) -> float:
 
 
 def assert_failed(train: Train, cause: str, within: float = GONE_WITHIN_S) -> None:
-    """The command fails, `within` seconds of the first sign of trouble, names the cause and the way on, and nothing of
-    it is left."""
+    """The command fails, `within` seconds of the first sign of trouble, names the cause and the way
+    on, and nothing of it is left."""
     seconds = watch(train)
     assert seconds < within, f"it took {seconds:.1f} s: {train.stderr}"
     assert train.finish() != 0

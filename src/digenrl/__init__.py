@@ -1,4 +1,5 @@
-"""digenrl: reinforcement-learning post-training of visual diffusion and flow models on unequal GPUs."""
+"""digenrl: reinforcement-learning post-training of visual diffusion and flow models on unequal
+GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ __all__ = ["__version__", "load_run", "plan", "rl_loop", "sample", "score"]
 def __getattr__(name: str) -> Any:
     """The functions of `digenrl.api`, imported when one is asked for."""
     if name not in __all__:
-        raise AttributeError(f"digenrl has no attribute {name}; it has {', '.join(__all__)}, and its modules")
+        raise AttributeError(
+            f"digenrl has no attribute {name}; it has {', '.join(__all__)}, and its modules"
+        )
     from digenrl import api
 
     return getattr(api, name)

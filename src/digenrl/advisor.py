@@ -1,7 +1,7 @@
 """Between the core and whoever knows costs: what a run asks before it starts, and plain answers.
 
-With the planner installed, its `PlannerAdvisor` answers from costs, memory and simulated runs. Without the planner,
-`PlainAdvisor` answers with fixed defaults and predicts nothing.
+With the planner installed, its `PlannerAdvisor` answers from costs, memory and simulated runs.
+Without the planner, `PlainAdvisor` answers with fixed defaults and predicts nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from digenrl.config.relations import needs_whole_batch
 from digenrl.extension import extension, installed
 
 SMALL_TASK = 8
-"""Most samples of a task of a model whose sizes nobody has counted. The planner tries no larger tasks either."""
+"""Most samples of a task of a model whose sizes nobody has counted. The planner tries no larger
+tasks either."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,16 @@ class Holding:
 
 @dataclass(frozen=True)
 class StandIn:
-    """What an emulated rank builds in place of the configured model and rewards (`hardware.emulate`)."""
+    """What an emulated rank builds in place of the configured model and rewards
+    (`hardware.emulate`)."""
 
     model: Mapping[str, Any]
     """Configuration of a policy, with its `_target_`."""
     reward: Mapping[str, Any]
     """Configuration of a reward suite, with its `_target_`."""
     line: Mapping[str, Any]
-    """Configuration of what becomes of messages between this rank and another one, with its `_target_`."""
+    """Configuration of what becomes of messages between this rank and another one, with its
+    `_target_`."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,14 @@ class Advice:
     """What every rank of a run is told when it starts."""
 
     expected: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """(stage, rank) -> seconds, as `SchedulePolicy.expected` takes them; {}: lending measures its own."""
+    """(stage, rank) -> seconds, as `SchedulePolicy.expected` takes them; {}: lending measures its
+    own."""
     stand_ins: tuple[StandIn, ...] = ()
     """One for each rank of an emulated run; () for a real run."""
 
     def stand_in(self, rank: int) -> StandIn | None:
-        """Return what `rank` builds when the run is emulated. A rank that joined is as the last rollout."""
+        """Return what `rank` builds when the run is emulated. A rank that joined is as the last
+        rollout."""
         return self.stand_ins[min(rank, len(self.stand_ins) - 1)] if self.stand_ins else None
 
 
@@ -68,25 +73,28 @@ class Advisor(Protocol):
         """Return the one of `sizes` (ascending) for `sampling.task_size=auto`."""
 
     def choose(self, composed: Composed, processes: int | None) -> Composed:
-        """Return the configuration with a schedule in place of `schedule.auto`, and with the best split of the ranks
-        where nothing else says one. Notes tell the user what was chosen.
+        """Return the configuration with a schedule in place of `schedule.auto`, and with the best
+        split of the ranks where nothing else says one. Notes tell the user what was chosen.
 
         Args:
             processes: ranks that somebody else started; None: the hardware profile's.
         """
 
     def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
-        """Return how the ranks hold the model; `usual` is for a model whose sizes nobody has counted.
+        """Return how the ranks hold the model; `usual` is for a model whose sizes nobody has
+        counted.
 
         Raises:
-            ValueError: a rank does not fit into its GPU's memory, with a change that fits where there is one.
+            ValueError: a rank does not fit into its GPU's memory, with a change that fits where
+                there is one.
         """
 
     def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
         """Return what the ranks of a settled run are told.
 
         Raises:
-            ValueError: the run is to be emulated, and nobody knows for how long its networks would compute.
+            ValueError: the run is to be emulated, and nobody knows for how long its networks would
+                compute.
         """
 
     def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
@@ -94,20 +102,27 @@ class Advisor(Protocol):
 
 
 class PlainAdvisor:
-    """Fixed defaults, for an installation without the planner and for models whose sizes nobody has counted."""
+    """Fixed defaults, for an installation without the planner and for models whose sizes nobody has
+    counted."""
 
     def task_size(self, composed: Composed, sizes: Sequence[int]) -> int:
         """Return the largest size up to SMALL_TASK."""
         return max(size for size in sizes if size <= SMALL_TASK)
 
     def choose(self, composed: Composed, processes: int | None) -> Composed:
-        """Return `composed` with groups that are trained as they complete, where advantages allow it."""
+        """Return `composed` with groups that are trained as they complete, where advantages allow
+        it."""
         if not composed.config.schedule.auto:
             return composed
         words = ["schedule.auto=false"]
-        if "schedule.gap" not in named(composed) and not needs_whole_batch(composed.config.algorithm.advantage):
+        if "schedule.gap" not in named(composed) and not needs_whole_batch(
+            composed.config.algorithm.advantage
+        ):
             words.append("schedule.gap=1")
-        said = f"schedule=auto: nothing is known to plan with here (docs/planner.md): {' '.join(words)}."
+        said = (
+            "schedule=auto: nothing is known to plan with here (docs/planner.md): "
+            f"{' '.join(words)}."
+        )
         return replace(changed(composed, words), notes=(*composed.notes, said))
 
     def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
@@ -130,7 +145,9 @@ def advisor() -> Advisor:
     """Return the planner's advisor where the planner is installed, else the plain one."""
     if not installed("planner"):
         return PlainAdvisor()
-    planner: Advisor = extension("digenrl.extensions.planner.advice.PlannerAdvisor", "advice", "use PlainAdvisor")()
+    planner: Advisor = extension(
+        "digenrl.extensions.planner.advice.PlannerAdvisor", "advice", "use PlainAdvisor"
+    )()
     return planner
 
 

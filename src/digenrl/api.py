@@ -10,8 +10,8 @@
     loop = digenrl.rl_loop("experiment=digits_flowgrpo")
     loop.train(loop.generate())["reward"]
 
-`words` are those of the command line, `--config-dir DIR` included. torch is imported by `sample`, `score` and `rl_loop`
-alone.
+`words` are those of the command line, `--config-dir DIR` included. torch is imported by `sample`,
+`score` and `rl_loop` alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class LoadedRun:
 
     @cached_property
     def metrics(self) -> dict[str, list[Any]]:
-        """Column -> value of every RL step, None where a step has none: `pandas.DataFrame(run.metrics)` takes it."""
+        """Column -> value of every RL step, None where a step has none:
+        `pandas.DataFrame(run.metrics)` takes it."""
         return _columns(self.run.steps)
 
     @cached_property
@@ -112,7 +113,8 @@ def sample(
         prompts: texts, or prompts as `digenrl.data.load_prompts` reads them from a file.
         words: changes of the run's configuration, such as `sampling.guidance_scale=3`.
         samples: of each prompt, one after the other.
-        weights: of the newest checkpoint (its moving average where the run keeps one), or of the base model.
+        weights: of the newest checkpoint (its moving average where the run keeps one), or of the
+            base model.
         steps: denoising steps; None: those of the run's evaluations.
         seed: of the noise, which depends on seed, prompt and number of the sample alone.
 
@@ -143,12 +145,20 @@ def sample(
         restore(module, checkpoint)
     asked = as_prompts(prompts)
     with nullcontext() if checkpoint is None else module.averaged():
-        media, _ = ode_samples(policy.eval(), sampling_spec(composed.config), asked, samples, seed, steps)
+        media, _ = ode_samples(
+            policy.eval(), sampling_spec(composed.config), asked, samples, seed, steps
+        )
     texts = tuple(prompt.text for prompt in asked for _ in range(samples))
     return Samples(rl_step, media.mul(255.0).round().to(torch.uint8).numpy(), texts, {})
 
 
-def score(reward: str, media: ArrayLike, prompts: Sequence[str | Prompt], *words: str, heldout: bool = False) -> Scored:
+def score(
+    reward: str,
+    media: ArrayLike,
+    prompts: Sequence[str | Prompt],
+    *words: str,
+    heldout: bool = False,
+) -> Scored:
     """Score pictures or videos with an option of the group `reward`.
 
     Args:
@@ -171,13 +181,18 @@ def score(reward: str, media: ArrayLike, prompts: Sequence[str | Prompt], *words
     from digenrl.rewards.suite import combine
 
     array = np.asarray(media)
-    pictures = torch.as_tensor(array / 255.0 if array.dtype == np.uint8 else array, dtype=torch.float32)
+    pictures = torch.as_tensor(
+        array / 255.0 if array.dtype == np.uint8 else array, dtype=torch.float32
+    )
     asked = as_prompts(prompts)
     suite = reward_suite(config)
     try:
         suite.check_prompts(asked)
         scores = suite.score(pictures, asked, heldout=heldout)
-        return Scored(combine(scores, suite.weights).numpy(), {name: values.numpy() for name, values in scores.items()})
+        return Scored(
+            combine(scores, suite.weights).numpy(),
+            {name: values.numpy() for name, values in scores.items()},
+        )
     finally:
         suite.close()
 
@@ -196,15 +211,16 @@ def plan(*words: str) -> dict[str, Any]:
 
 
 def rl_loop(*words: str) -> Loop:
-    """RL steps in this process, without launcher, Strategy and Trainer: for notebooks and debuggers. Nothing is
-    written.
+    """RL steps in this process, without launcher, Strategy and Trainer: for notebooks and
+    debuggers. Nothing is written.
 
     Args:
         words: of `make train`, such as `experiment=digits_flowgrpo`.
 
     Raises:
         ConfigError: words that do not fit.
-        ValueError: a word of `one_process.ALONE`, which the loop sets; or more than the profile's GPU has memory for.
+        ValueError: a word of `one_process.ALONE`, which the loop sets; or more than the profile's
+            GPU has memory for.
     """
     from digenrl.one_process import ALONE, Loop
     from digenrl.settle import settled, with_task_size
@@ -212,7 +228,10 @@ def rl_loop(*words: str) -> Loop:
     fixed = dict(word.split("=") for word in ALONE)
     for key, _, value in (word.partition("=") for word in words):
         if fixed.get(key, value) != value:
-            raise ValueError(f"{key}={value}: the loop is one rank that generates and trains, {key}={fixed[key]}.")
+            raise ValueError(
+                f"{key}={value}: the loop is one rank that generates and trains, "
+                f"{key}={fixed[key]}."
+            )
     composed = configuration.load([*words, *ALONE])
     return Loop(settled(with_task_size(composed), trainers=1, rollouts=0).config)
 

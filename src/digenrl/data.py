@@ -1,8 +1,9 @@
-"""Prompts of every RL step: a pure function of (seed, step), so that a resumed run needs no cursor but the step.
+"""Prompts of every RL step: a pure function of (seed, step), so that a resumed run needs no cursor
+but the step.
 
-Prompts of one batch are distinct. The stream of a file walks epochs: each is a permutation of its prompts, ordered by a
-keyed hash of (seed, epoch, uid), so that neither the line order of the file nor a library's shuffle matters. Several
-files share out each batch by their weights.
+Prompts of one batch are distinct. The stream of a file walks epochs: each is a permutation of its
+prompts, ordered by a keyed hash of (seed, epoch, uid), so that neither the line order of the file
+nor a library's shuffle matters. Several files share out each batch by their weights.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from typing import Any, overload
 
 import lightning.pytorch as pl
 
-from digenrl.prompts import Record, most_of_batch, read, sources
+from digenrl.prompts import PromptRecord, most_of_batch, read, sources
 from digenrl.schedule import groups_of_step
 from digenrl.types import Prompt
 
 
 class Prompts(Sequence[Prompt]):
-    """The distinct prompts of one file or several, in their order, read from the files when they are asked for.
+    """The distinct prompts of one file or several, in their order, read from the files when they
+    are asked for.
 
     Args:
-        setting: a file, or several as `data.prompts` names them. A prompt that two files hold is the first one's.
+        setting: a file, or several as `data.prompts` names them. A prompt that two files hold is
+            the first one's.
 
     Raises:
         digenrl.prompts.PromptFileError: a file is missing, empty or malformed; names file and line.
@@ -43,9 +46,13 @@ class Prompts(Sequence[Prompt]):
                 seen.add(uid)
                 self.uids.append(uid)
                 self._places.append(place)
-        ends = [bisect_left(self._places, end) for end in accumulate(map(len, self._files), initial=0)]
+        ends = [
+            bisect_left(self._places, end) for end in accumulate(map(len, self._files), initial=0)
+        ]
         counts = [last - first for first, last in pairwise(ends)]
-        self.shares = tuple((count, weight) for count, (_, weight) in zip(counts, sources(setting), strict=True))
+        self.shares = tuple(
+            (count, weight) for count, (_, weight) in zip(counts, sources(setting), strict=True)
+        )
         """(prompts, weight) of each file."""
 
     def __len__(self) -> int:
@@ -78,7 +85,7 @@ def load_prompts(setting: str | Path | Sequence[Mapping[str, Any]]) -> Prompts:
     return Prompts(setting)
 
 
-def prompt_of(record: Record) -> Prompt:
+def prompt_of(record: PromptRecord) -> Prompt:
     """The prompt of a line."""
     return Prompt(record.text, record.negative, record.target, record.metadata, record.images)
 
@@ -90,8 +97,9 @@ class PromptSampler:
         prompts: distinct prompts, at least `prompts_per_batch`.
         prompts_per_batch: P. Each prompt of a batch gets the G samples of its group.
         seed: the run's seed.
-        shares: (prompts, weight) of the files that `prompts` come from, in order; () = one file. Of a batch, each has
-            its weight's part of P, rounded down or up, by a draw of (seed, step) that keeps the mean exact.
+        shares: (prompts, weight) of the files that `prompts` come from, in order; () = one file. Of
+            a batch, each has its weight's part of P, rounded down or up, by a draw of (seed, step)
+            that keeps the mean exact.
 
     Raises:
         ValueError: fewer prompts than a batch needs.
@@ -100,18 +108,24 @@ class PromptSampler:
     _CACHED = 4
 
     def __init__(
-        self, prompts: Sequence[Prompt], prompts_per_batch: int, seed: int, shares: Sequence[tuple[int, float]] = ()
+        self,
+        prompts: Sequence[Prompt],
+        prompts_per_batch: int,
+        seed: int,
+        shares: Sequence[tuple[int, float]] = (),
     ) -> None:
         if not 1 <= prompts_per_batch <= len(prompts):
             raise ValueError(
-                f"data.prompts_per_batch = {prompts_per_batch}: the prompt file holds {len(prompts)} different prompts "
+                f"data.prompts_per_batch = {prompts_per_batch}: the prompt file holds "
+                f"{len(prompts)} different prompts "
                 f"and a batch needs distinct ones; use 1 .. {len(prompts)}, or a longer file."
             )
         uids = prompts.uids if isinstance(prompts, Prompts) else [prompt.uid for prompt in prompts]
         self._prompts, self._at = prompts, {uid: index for index, uid in enumerate(uids)}
         if len(self._at) != len(prompts):
             raise ValueError(
-                f"{len(prompts) - len(self._at)} prompts are duplicates; pass distinct ones (load_prompts)."
+                f"{len(prompts) - len(self._at)} prompts are duplicates; pass distinct ones "
+                "(load_prompts)."
             )
         self._size, self._seed = prompts_per_batch, seed
         files = tuple(shares) or ((len(prompts), 1.0),)
@@ -119,13 +133,16 @@ class PromptSampler:
         for number, ((count, weight), most) in enumerate(zip(files, wanted, strict=True)):
             if count < most:
                 raise ValueError(
-                    f"data.prompts: its file {number + 1} has {count} prompts that no earlier one has, and by its "
-                    f"weight {weight:g} a batch of {prompts_per_batch} takes up to {most} distinct ones; lower its "
+                    f"data.prompts: its file {number + 1} has {count} prompts that no earlier one "
+                    "has, and by its "
+                    f"weight {weight:g} a batch of {prompts_per_batch} takes up to {most} distinct "
+                    "ones; lower its "
                     "weight or data.prompts_per_batch, or give a longer file."
                 )
         ends = list(accumulate((count for count, _ in files), initial=0))
         self._epochs = [
-            _Epochs(uids[first:last], seed, self._span(n)) for n, (first, last) in enumerate(pairwise(ends))
+            _Epochs(uids[first:last], seed, self._span(n))
+            for n, (first, last) in enumerate(pairwise(ends))
         ]
         weights = list(accumulate(weight for _, weight in files))
         self._bounds = [weight / weights[-1] for weight in weights]
@@ -134,7 +151,8 @@ class PromptSampler:
         self._batches: dict[int, tuple[Prompt, ...]] = {}
 
     def batch(self, step: int) -> tuple[Prompt, ...]:
-        """The P distinct prompts of RL step `step` (0-based); group g of the batch belongs to prompt g."""
+        """The P distinct prompts of RL step `step` (0-based); group g of the batch belongs to
+        prompt g."""
         if step < 0:
             raise ValueError(f"step = {step}: RL steps count from 0.")
         if step not in self._batches:
@@ -154,15 +172,24 @@ class PromptSampler:
     def _walk(self, steps: int) -> None:
         """Know what the batches of so many RL steps take of each file."""
         for step in range(len(self._taken[0]) - 1, steps):
-            draw = 0.5 if len(self._taken) == 1 else int.from_bytes(_hash(self._seed, "files", step)[:6], "big") / 2**48
+            draw = (
+                0.5
+                if len(self._taken) == 1
+                else int.from_bytes(_hash(self._seed, "files", step)[:6], "big") / 2**48
+            )
             # P marks at equal distances over all weights: a file has those that fall on its own.
-            below = [min(max(ceil(bound * self._size - draw), 0), self._size) for bound in self._bounds[:-1]]
-            for taken, (first, last) in zip(self._taken, pairwise([0, *below, self._size]), strict=True):
+            below = [
+                min(max(ceil(bound * self._size - draw), 0), self._size)
+                for bound in self._bounds[:-1]
+            ]
+            for taken, (first, last) in zip(
+                self._taken, pairwise([0, *below, self._size]), strict=True
+            ):
                 taken.append(taken[-1] + last - first)
 
     def _span(self, number: int) -> Callable[[int], tuple[int, int]]:
-        """Return a function for file `number`: position in its stream -> first position and end of the batch around
-        it."""
+        """Return a function for file `number`: position in its stream -> first position and end of
+        the batch around it."""
 
         def span(position: int) -> tuple[int, int]:
             taken = self._taken[number]
@@ -181,7 +208,9 @@ class _Epochs:
 
     _CACHED = 4
 
-    def __init__(self, uids: Sequence[int], seed: int, span: Callable[[int], tuple[int, int]]) -> None:
+    def __init__(
+        self, uids: Sequence[int], seed: int, span: Callable[[int], tuple[int, int]]
+    ) -> None:
         self._uids, self._seed, self._span = uids, seed, span
         self._epochs: dict[int, tuple[int, ...]] = {}
 
@@ -197,8 +226,8 @@ class _Epochs:
     def _epoch(self, epoch: int) -> tuple[int, ...]:
         """uids in the order of epoch `epoch`.
 
-        Where a batch takes prompts from two epochs, those of the old epoch come right after that batch in the new one:
-        the batch stays distinct, and every uid still occurs once per epoch.
+        Where a batch takes prompts from two epochs, those of the old epoch come right after that
+        batch in the new one: the batch stays distinct, and every uid still occurs once per epoch.
         """
         if epoch not in self._epochs:
             start = max((known for known in self._epochs if known < epoch), default=-1)
@@ -229,8 +258,8 @@ def _hash(*parts: int | str) -> bytes:
 class PromptData(pl.LightningDataModule):
     """The prompts of a run as Lightning's datamodule.
 
-    Trainers do not iterate it: the Strategy puts its stream of fragments in the place of `train_dataloader`, and every
-    rank asks `sampler` which prompts an RL step has.
+    Trainers do not iterate it: the Strategy puts its stream of fragments in the place of
+    `train_dataloader`, and every rank asks `sampler` which prompts an RL step has.
 
     Args:
         settings: the `data` group of a configuration.
@@ -240,9 +269,13 @@ class PromptData(pl.LightningDataModule):
         super().__init__()
         self.prompts = load_prompts(settings.prompts)
         self.heldout = self.prompts if settings.heldout is None else load_prompts(settings.heldout)
-        """Evaluation prompts, never trained (the training prompts themselves where the set has no held-out split)."""
-        self.sampler = PromptSampler(self.prompts, groups_of_step(settings), seed, self.prompts.shares)
+        """Evaluation prompts, never trained (the training prompts themselves where the set has no
+        held-out split)."""
+        self.sampler = PromptSampler(
+            self.prompts, groups_of_step(settings), seed, self.prompts.shares
+        )
 
     def train_dataloader(self) -> range:
-        """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to Lightning.)"""
+        """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to
+        Lightning.)"""
         return range(len(self.prompts))

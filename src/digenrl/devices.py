@@ -1,7 +1,7 @@
 """GPUs of this machine: the GPU that a rank takes, and the check against the hardware profile.
 
-A process that has asked the driver about GPUs cannot fork ranks that use GPUs. Therefore a forked child asks. An error
-that stops the child would also stop the ranks.
+A process that has asked the driver about GPUs cannot fork ranks that use GPUs. Therefore a forked
+child asks. An error that stops the child would also stop the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from digenrl.config.relations import most_rollouts
 from digenrl.hardware import assign, parse_hardware
 
 _LEAST = 0.97
-"""Part of a pool's memory that its GPU must have. Drivers and firmware take a little, in different amounts."""
+"""Part of a pool's memory that its GPU must have. Drivers and firmware take a little, in different
+amounts."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def index(local_rank: int) -> int:
 
 
 def take(local_rank: int) -> int | None:
-    """Make this process's GPU the current one, before anything is built. Return its number; None on processors."""
+    """Make this process's GPU the current one, before anything is built. Return its number; None on
+    processors."""
     if not torch.cuda.is_available():
         return None
     number = index(local_rank)
@@ -65,8 +67,10 @@ def claim(session: Session, rank: int) -> None:
     control, key = Control(StoreClient(*session.store), rank), f"gpu/{facts.uuid}"
     if not control.compare_set(key, "", str(rank)):
         raise ValueError(
-            f"ranks {control.get(key)} and {rank} were given one GPU ({facts.name}, {facts.uuid}): start one process "
-            "for each GPU (torchrun --nproc-per-node, srun --ntasks-per-node = --gpus-per-node), or let every process "
+            f"ranks {control.get(key)} and {rank} were given one GPU ({facts.name}, {facts.uuid}): "
+            "start one process "
+            "for each GPU (torchrun --nproc-per-node, srun --ntasks-per-node = --gpus-per-node), "
+            "or let every process "
             "see all GPUs of its machine."
         )
 
@@ -91,17 +95,23 @@ def found() -> tuple[Device, ...]:
     process.join()
     if isinstance(answer, str):
         raise ValueError(
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees GPUs that forked ranks cannot use: {answer} "
-            "Where NVML does not answer or the GPU is a MIG slice, start the ranks as processes of their own "
-            "(scripts/torchrun.sh); where the driver is older than this CUDA, install the torch that fits it; or set "
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees GPUs that forked ranks "
+            f"cannot use: {answer} "
+            "Where NVML does not answer or the GPU is a MIG slice, start the ranks as processes of "
+            "their own "
+            "(scripts/torchrun.sh); where the driver is older than this CUDA, install the torch "
+            "that fits it; or set "
             "CUDA_VISIBLE_DEVICES= to run on processors."
         )
     return tuple(Device(*facts) for facts in answer)
 
 
 def seen() -> tuple[Device, ...]:
-    """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank that uses GPUs."""
-    facts = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank
+    that uses GPUs."""
+    facts = [
+        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
+    ]
     return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
 
 
@@ -114,12 +124,13 @@ def _ask(pipe: Connection) -> None:
 
 
 def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequence[Device]) -> None:
-    """Refuse a run whose ranks cannot have the GPUs that the hardware profile gives them. Emulated GPUs need none.
+    """Refuse a run whose ranks cannot have the GPUs that the hardware profile gives them. Emulated
+    GPUs need none.
 
     Args:
         config: settled.
-        seats: rank -> local rank of the ranks to check: all of them, or this process's own where a scheduler started
-            it.
+        seats: rank -> local rank of the ranks to check: all of them, or this process's own where a
+            scheduler started it.
         processes: ranks of this machine.
         devices: what this process sees.
 
@@ -132,44 +143,63 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
     if pools and not devices:
         asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
         raise ValueError(
-            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on this machine: start "
-            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), hardware.emulate=true "
+            f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on "
+            "this machine: start "
+            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), "
+            "hardware.emulate=true "
             "(sleeps in their place), or ask `make plan`."
         )
     dealt = len(seats) < processes and len(devices) == 1  # every process sees a GPU of its own
     if devices and processes > len(devices) and not dealt:
         raise ValueError(
             f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
-            f"{config.allocation.rollouts}: {processes} ranks start on this machine, which has {len(devices)} GPUs; "
-            "lower one, start the run on every machine of the profile (scripts/torchrun.sh, scripts/slurm.sbatch), or "
+            f"{config.allocation.rollouts}: {processes} ranks start on this machine, which has "
+            f"{len(devices)} GPUs; "
+            "lower one, start the run on every machine of the profile (scripts/torchrun.sh, "
+            "scripts/slurm.sbatch), or "
             "set CUDA_VISIBLE_DEVICES= to run on processors."
         )
     if pools:
         hardware = parse_hardware(config.hardware)
-        places = assign(hardware, config.allocation.trainers, most_rollouts(config.allocation.rollouts))
+        places = assign(
+            hardware, config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+        )
         for rank, local_rank in seats.items():
             pool = hardware.pool(places[rank][0])
             if pool.gpu != "cpu":
-                _compare(rank, pool.name, pool.gpu, pool.memory_gib, devices[0 if len(devices) == 1 else local_rank])
+                _compare(
+                    rank,
+                    pool.name,
+                    pool.gpu,
+                    pool.memory_gib,
+                    devices[0 if len(devices) == 1 else local_rank],
+                )
 
 
 def _compare(rank: int, pool: str, gpu: str, memory_gib: float, device: Device) -> None:
     wanted, given = _model(gpu), _model(device.name)
     if wanted and given and wanted != given:
         raise ValueError(
-            f"rank {rank} belongs to pool {pool} of the hardware profile ({gpu}), but its GPU is {device.name} "
-            f"({device.memory_gib:.1f} GiB): choose the profile of this machine (configs/hardware), or set "
+            f"rank {rank} belongs to pool {pool} of the hardware profile ({gpu}), but its GPU is "
+            f"{device.name} "
+            f"({device.memory_gib:.1f} GiB): choose the profile of this machine "
+            "(configs/hardware), or set "
             f"hardware.pools.{pool}.gpu, memory_gib and tflops to what is there."
         )
     if device.memory_gib < _LEAST * memory_gib:
         raise ValueError(
-            f"rank {rank} belongs to pool {pool} of the hardware profile ({memory_gib:g} GiB), but its GPU "
+            f"rank {rank} belongs to pool {pool} of the hardware profile ({memory_gib:g} GiB), but "
+            "its GPU "
             f"{device.name} has {device.memory_gib:.1f} GiB: set "
             f"hardware.pools.{pool}.memory_gib={int(device.memory_gib)}."
         )
 
 
 def _model(name: str) -> str | None:
-    """Return the part of a GPU's name that tells its model: `NVIDIA A100-SXM4-80GB` -> `A100`; None without one."""
+    """Return the part of a GPU's name that tells its model: `NVIDIA A100-SXM4-80GB` -> `A100`; None
+    without one."""
     parts = re.split(r"[^A-Z0-9]+", name.upper())
-    return next((part for part in parts if re.search(r"\d", part) and not part.endswith(("GB", "GIB"))), None)
+    return next(
+        (part for part in parts if re.search(r"\d", part) and not part.endswith(("GB", "GIB"))),
+        None,
+    )

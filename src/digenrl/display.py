@@ -1,7 +1,9 @@
-"""The user's view of a running run: a live view on a terminal, a line every ten seconds anywhere else.
+"""The user's view of a running run: a live view on a terminal, a line every ten seconds anywhere
+else.
 
-The display runs in the launcher, which does no work of the run. It reads what the ranks append to the run directory,
-and calls a function that tells each rank's present activity. It imports no torch.
+The display runs in the launcher, which does no work of the run. It reads what the ranks append to
+the run directory, and calls a function that tells each rank's present activity. It imports no
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.record.run_dir import CHECKPOINT_FAILED, EVENTS, LOGGER, METRICS, TRAJECTORIES, UNWRITTEN, Row
+from digenrl.record.run_dir import (
+    CHECKPOINT_FAILED,
+    EVENTS,
+    LOGGER,
+    METRICS,
+    TRAJECTORIES,
+    UNWRITTEN,
+    Row,
+)
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import JsonlTail, append_step, is_number
 from digenrl.report.tables import DASH, duration, facts, number
@@ -34,13 +44,15 @@ SHOWN_RANKS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("publish",)
 _LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER, TRAJECTORIES)
-"""Kinds of events that get a line of their own: something is lost while the run goes on, or fills the disk."""
+"""Kinds of events that get a line of their own: something is lost while the run goes on, or fills
+the disk."""
 _DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s")
 """Keys of a metric line that the display needs and keeps of every step."""
 
 
 def sparkline(values: Sequence[float], width: int = 32) -> str:
-    """Return the course of `values` in at most `width` characters, each the mean of an equal share; "" for none."""
+    """Return the course of `values` in at most `width` characters, each the mean of an equal share;
+    "" for none."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -71,7 +83,12 @@ class Display:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._total, self._states, self._clock = Path(run_dir), total_steps, states, clock
+        self._path, self._total, self._states, self._clock = (
+            Path(run_dir),
+            total_steps,
+            states,
+            clock,
+        )
         self._stream = stream if stream is not None else sys.stdout
         self._metrics = JsonlTail(self._path / METRICS)
         self._events = JsonlTail(self._path / EVENTS)
@@ -86,7 +103,8 @@ class Display:
             self._live.start()
 
     def poll(self) -> None:
-        """Read what is new, and draw if it is time to. This is cheap: call it several times per second."""
+        """Read what is new, and draw if it is time to. This is cheap: call it several times per
+        second."""
         self._read()
         now = self._clock()
         if now - self._shown < (LINE_EVERY_S if self._live is None else REFRESH_EVERY_S):
@@ -114,7 +132,10 @@ class Display:
         if self._evals:
             parts.append(f"held-out {number(self._evals[-1].get('heldout'))}")
         if self._steps:
-            parts += [f"{number(self._steps[-1].get('samples_per_s'), 1)} samples/s", f"ETA {duration(self._eta())}"]
+            parts += [
+                f"{number(self._steps[-1].get('samples_per_s'), 1)} samples/s",
+                f"ETA {duration(self._eta())}",
+            ]
         counted = Counter(_activity(state) for state in self._states().values())
         parts.append(", ".join(f"{count} {activity}" for activity, count in counted.most_common()))
         return "  ".join(part for part in parts if part)
@@ -131,14 +152,21 @@ class Display:
         body.add_row("reward", *self._curve(self._steps, "reward", "blue"))
         body.add_row("held-out", *self._curve(self._evals, "heldout", "dark_orange"))
         last = self._steps[-1] if self._steps else {}
-        pace = f"{duration(last['step_s'])} per step" if is_number(last.get("step_s")) else "starting"
+        pace = (
+            f"{duration(last['step_s'])} per step" if is_number(last.get("step_s")) else "starting"
+        )
         body.add_row("samples/s", number(last.get("samples_per_s"), 1), Text(pace, style="dim"))
         ranks = Table.grid(padding=(0, 2))
         for name, state in self._rank_rows():
-            ranks.add_row(Text(name, style="dim"), Text(state, style="yellow" if state.startswith("wait") else "green"))
+            ranks.add_row(
+                Text(name, style="dim"),
+                Text(state, style="yellow" if state.startswith("wait") else "green"),
+            )
         parts: list[RenderableType] = [head, body, ranks]
         if self._last_event is not None:
-            parts.append(Text(_told(self._last_event), style="dim", no_wrap=True, overflow="ellipsis"))
+            parts.append(
+                Text(_told(self._last_event), style="dim", no_wrap=True, overflow="ellipsis")
+            )
         return Group(*parts)
 
     @property
@@ -154,7 +182,11 @@ class Display:
             if event.get("kind") not in _QUIET:
                 self._last_event = event
             if event.get("kind") in _LOUD and event.get("cause") is not None:
-                console = self._live.console if self._live is not None else Console(file=self._stream, soft_wrap=True)
+                console = (
+                    self._live.console
+                    if self._live is not None
+                    else Console(file=self._stream, soft_wrap=True)
+                )
                 console.print(Text(_told(event), style="yellow"))
 
     def _eta(self) -> float | None:
@@ -165,7 +197,9 @@ class Display:
         values = [float(row[key]) for row in rows if is_number(row.get(key))]
         if not values:
             return DASH, Text("")
-        return number(values[-1]), Text(f"{sparkline(values)}  from {number(values[0])}", style=colour)
+        return number(values[-1]), Text(
+            f"{sparkline(values)}  from {number(values[0])}", style=colour
+        )
 
     def _rank_rows(self) -> list[tuple[str, str]]:
         states = self._states()
@@ -181,7 +215,8 @@ def final_table(summary: Mapping[str, Any]) -> RenderableType:
     """Return the end of a run as a table with its alarms below, to print with a rich Console."""
     colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
     table = Table(
-        title=Text(f"{summary['experiment']}: {summary['status']}", style=f"bold {colour}"), show_header=False
+        title=Text(f"{summary['experiment']}: {summary['status']}", style=f"bold {colour}"),
+        show_header=False,
     )
     for name, text in facts(summary):
         table.add_row(Text(name, style="dim"), Text(text))
@@ -193,13 +228,24 @@ def final_table(summary: Mapping[str, Any]) -> RenderableType:
 
 def _activity(state: str) -> str:
     """Return a state without its numbers: "generate g3" and "generate g4" are one activity."""
-    return " ".join(word for word in state.split() if not any(character.isdigit() for character in word)) or state
+    return (
+        " ".join(
+            word for word in state.split() if not any(character.isdigit() for character in word)
+        )
+        or state
+    )
 
 
 def _told(event: Row) -> str:
-    when = f"{time.strftime('%H:%M:%S', time.localtime(event['time']))} " if is_number(event.get("time")) else ""
+    when = (
+        f"{time.strftime('%H:%M:%S', time.localtime(event['time']))} "
+        if is_number(event.get("time"))
+        else ""
+    )
     rest = ", ".join(
-        f"{key} {value}" for key, value in event.items() if key not in ("time", "kind", "cause") and value is not None
+        f"{key} {value}"
+        for key, value in event.items()
+        if key not in ("time", "kind", "cause") and value is not None
     )
     cause = event.get("cause")
     said = f"{when}{str(event.get('kind')).replace('_', ' ')} {rest}".rstrip()

@@ -1,6 +1,8 @@
-"""How the core reaches an extension: by a dotted name, at the moment a run asks for what the extension gives.
+"""How the core reaches an extension: by a dotted name, at the moment a run asks for what the
+extension gives.
 
-The core never imports `digenrl.extensions` (tests/test_layers.py), so that each folder there can be deleted.
+The core never imports `digenrl.extensions` (tests/test_layers.py), so that each folder there can be
+deleted.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ class ExtensionMissing(ValueError):
 
 
 def installed(name: str) -> bool:
-    """Return whether the folder of extension `name` ("links", "planner", ...) is there. Imports nothing of it."""
+    """Return whether the folder of extension `name` ("links", "planner", ...) is there. Imports
+    nothing of it."""
     return _exists(f"{_FOLDER}.{name}")
 
 
 def extension(target: str, wanted: str, instead: str) -> Any:
-    """Return the attribute that `target` names in full: "digenrl.extensions.links.broadcast.BroadcastLink".
+    """Return the attribute that `target` names in full:
+    "digenrl.extensions.links.broadcast.BroadcastLink".
 
     Args:
-        wanted: the setting that needs the extension, for the error: "network.publication = broadcast".
+        wanted: the setting that needs the extension, for the error: "network.publication =
+            broadcast".
         instead: what a run without the extension does about it: "use network.publication=stream".
 
     Raises:
@@ -38,7 +43,9 @@ def extension(target: str, wanted: str, instead: str) -> Any:
     if not folder.startswith(f"{_FOLDER}."):
         raise ValueError(f"{target}: an extension lies in {_FOLDER}; import anything else.")
     if not _exists(folder):
-        raise ExtensionMissing(f"{wanted}: needs {folder}, which this installation lacks; {instead}.")
+        raise ExtensionMissing(
+            f"{wanted}: needs {folder}, which this installation lacks; {instead}."
+        )
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -52,7 +59,8 @@ def offered(name: str) -> Iterator[Any]:
 
 
 def _exists(folder: str) -> bool:
-    """Return whether `folder` has an `__init__.py`: a deleted one can leave a directory of stale bytecode behind."""
+    """Return whether `folder` has an `__init__.py`: a deleted one can leave a directory of stale
+    bytecode behind."""
     try:
         spec = importlib.util.find_spec(folder)
     except ModuleNotFoundError:  # digenrl.extensions itself was deleted

@@ -1,8 +1,9 @@
 """Facts of model families that need no torch: sizes, latents, counts, tiny builds.
 
-Every adapter module has a file of facts beside it: `NAME.py` has `NAME.facts.yaml`. The adapter, the
-planner, the configuration and the tests all read this file, and none of them imports another for it. Its first part is
-written by hand, one entry for each family; its second part is written by `python -m benchmarks.count_facts MODEL`.
+Every adapter module has a file of facts beside it: `NAME.py` has `NAME.facts.yaml`. The adapter,
+the planner, the configuration and the tests all read this file, and none of them imports another
+for it. Its first part is written by hand, one entry for each family; its second part is written by
+`python -m benchmarks.count_facts MODEL`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Facts:
     file: Path
     """File that holds the facts, beside the adapter's module."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Parts of the tiny pipeline, in the order in which weights are drawn (`digenrl.models.tiny_builds`)."""
+    """Parts of the tiny pipeline, in the order in which weights are drawn
+    (`digenrl.models.tiny_builds`)."""
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Option of configs/model -> its published sizes, by hand, and its counts.
 
@@ -60,15 +62,15 @@ class Facts:
     context: bool = False
     """Whether several ranks can share the tokens of a sample (`parallel.context`)."""
     conditioning: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
-    """Shapes of one prompt's conditioning at published size. Words stand for numbers: `text` and `glyphs` tokens,
-    `tokens` of an image, latent `frames`, `rows` and `columns`."""
+    """Shapes of one prompt's conditioning at published size. Words stand for numbers: `text` and
+    `glyphs` tokens, `tokens` of an image, latent `frames`, `rows` and `columns`."""
     decoded: tuple[int, int, int] = (1, 64, 64)
     """Latent frames, rows and columns at which FLOPs of the decoder are counted."""
     cpu_tiny: Mapping[str, int] = field(default_factory=dict)
     """Keys of `sampling` that differ under `hardware=cpu_tiny`."""
     measured: Mapping[str, Any] = field(default_factory=dict)
-    """What `make gpu` measures of the first of `models`: `experiment`, whose sizes are taken; `images_per_s` and
-    `source`, a published speed of its RL steps per GPU. {}: nothing."""
+    """What `make gpu` measures of the first of `models`: `experiment`, whose sizes are taken;
+    `images_per_s` and `source`, a published speed of its RL steps per GPU. {}: nothing."""
 
     def heads(self, model: str) -> int:
         """Return the attention heads that ranks can share; 1 where they can share no tokens."""
@@ -76,7 +78,8 @@ class Facts:
 
 
 def of_module(module: str) -> Mapping[str, Facts]:
-    """Return family -> facts of an adapter module, which is not imported; {} where no file lies beside the module."""
+    """Return family -> facts of an adapter module, which is not imported; {} where no file lies
+    beside the module."""
     root, *rest = module.split(".")
     if not module.replace(".", "_").isidentifier():
         return {}
@@ -87,13 +90,16 @@ def of_module(module: str) -> Mapping[str, Facts]:
     if spec is None:
         return {}
     *inner, name = rest or [root]
-    folders = spec.submodule_search_locations or ([str(Path(spec.origin).parent)] if spec.origin else [])
+    folders = spec.submodule_search_locations or (
+        [str(Path(spec.origin).parent)] if spec.origin else []
+    )
     paths = (Path(folder).joinpath(*inner, name + ENDING) for folder in folders)
     return next((_read(path) for path in paths if path.is_file()), {})
 
 
 def of_target(target: str) -> Facts | None:
-    """Return the facts of the adapter that a model's `_target_` names; None where there are none."""
+    """Return the facts of the adapter that a model's `_target_` names; None where there are
+    none."""
     module, _, adapter = target.rpartition(".")
     return next((facts for facts in of_module(module).values() if facts.adapter == adapter), None)
 
@@ -107,9 +113,13 @@ def families() -> Mapping[str, Facts]:
 
 @cache
 def counted() -> Mapping[str, Facts]:
-    """Return model -> facts of its family, for every option of configs/model whose sizes have been counted."""
+    """Return model -> facts of its family, for every option of configs/model whose sizes have been
+    counted."""
     return {
-        model: facts for facts in families().values() for model, sizes in facts.models.items() if "parameters" in sizes
+        model: facts
+        for facts in families().values()
+        for model, sizes in facts.models.items()
+        if "parameters" in sizes
     }
 
 
@@ -125,7 +135,9 @@ def _read(path: Path) -> Mapping[str, Facts]:
     written, counts = documents[0], documents[1] if len(documents) > 1 else {}
     found = {}
     for family, entry in written.items():
-        models = {name: sizes | counts.get(name, {}) for name, sizes in entry.pop("models", {}).items()}
+        models = {
+            name: sizes | counts.get(name, {}) for name, sizes in entry.pop("models", {}).items()
+        }
         latents = Latents(**entry.pop("latents", {}))
         try:
             found[family] = Facts(family, file=path, models=models, latents=latents, **entry)

@@ -1,4 +1,5 @@
-"""What people look at of an evaluation: pictures and videos with prompt and score, encoded for a page or a logger.
+"""What people look at of an evaluation: pictures and videos with prompt and score, encoded for a
+page or a logger.
 
 The reports and the loggers choose and draw with the same functions. No torch.
 
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 SMALLEST, LARGEST = 96, 320
-"""Pixels of a tile's longer side: smaller pictures are enlarged with hard edges, larger ones reduced."""
+"""Pixels of a tile's longer side: smaller pictures are enlarged with hard edges, larger ones
+reduced."""
 STRIP_FRAMES = 5
 """Frames of a video where only a picture can be shown."""
 FRAMES_PER_SECOND = 16
@@ -38,7 +40,8 @@ class Tile:
     score: float
     """The weighted sum of the optimised rewards; NaN: missing."""
     source: NDArray[np.uint8] | None = None
-    """[3, H, W]: the image that it was made from, shown at its left; None: the prompt names none."""
+    """[3, H, W]: the image that it was made from, shown at its left; None: the prompt names
+    none."""
 
     @property
     def is_video(self) -> bool:
@@ -46,14 +49,19 @@ class Tile:
         return self.media.ndim == 4
 
 
-def totals(scores: Mapping[str, NDArray[np.float32]], weights: Mapping[str, float], count: int) -> NDArray[np.float64]:
-    """Return [count] fp64: each sample's weighted sum of the optimised rewards, NaN where a reward is missing. Without
-    an optimised reward the first score counts."""
+def totals(
+    scores: Mapping[str, NDArray[np.float32]], weights: Mapping[str, float], count: int
+) -> NDArray[np.float64]:
+    """Return [count] fp64: each sample's weighted sum of the optimised rewards, NaN where a reward
+    is missing. Without an optimised reward the first score counts."""
     chosen = {name: weight for name, weight in weights.items() if name in scores}
     chosen = chosen or dict.fromkeys(list(scores)[:1], 1.0)
     if not chosen:
         return np.full(count, np.nan)
-    return sum((weight * scores[name].astype(np.float64) for name, weight in chosen.items()), np.zeros(count))
+    return sum(
+        (weight * scores[name].astype(np.float64) for name, weight in chosen.items()),
+        np.zeros(count),
+    )
 
 
 def tiles(
@@ -63,9 +71,11 @@ def tiles(
     rows: Sequence[int],
     sources: Sequence[NDArray[np.uint8]] | NDArray[np.uint8] | None = None,
 ) -> tuple[Tile, ...]:
-    """The samples `rows` of media [N, ...], prompts [N], score [N] and, where prompts name images, sources [N]."""
+    """The samples `rows` of media [N, ...], prompts [N], score [N] and, where prompts name images,
+    sources [N]."""
     return tuple(
-        Tile(media[row], prompts[row], float(score[row]), None if sources is None else sources[row]) for row in rows
+        Tile(media[row], prompts[row], float(score[row]), None if sources is None else sources[row])
+        for row in rows
     )
 
 
@@ -78,16 +88,20 @@ def by_prompt(prompts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def extremes(score: NDArray[np.float64], count: int) -> tuple[list[int], list[int]]:
-    """Rows of the `count` best and worst of score [N], the extreme first; none is in both, missing ones in neither."""
+    """Rows of the `count` best and worst of score [N], the extreme first; none is in both, missing
+    ones in neither."""
     order = [int(row) for row in np.argsort(-score, kind="stable") if not math.isnan(score[row])]
     count = min(count, len(order) // 2)
     return order[:count], order[::-1][:count]
 
 
 def still(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> Image.Image:
-    """A picture of reasonable size, with its source at the left; of a video, a strip of its frames."""
+    """A picture of reasonable size, with its source at the left; of a video, a strip of its
+    frames."""
     if media.ndim == 4:
-        shown = np.unique(np.linspace(0, len(media) - 1, min(STRIP_FRAMES, len(media))).round().astype(int))
+        shown = np.unique(
+            np.linspace(0, len(media) - 1, min(STRIP_FRAMES, len(media))).round().astype(int)
+        )
         media = np.concatenate([media[frame] for frame in shown], axis=2)
     longer = max(media.shape[1:]) if media.shape[2] <= 2 * media.shape[1] else media.shape[1]
     image = Image.fromarray(_beside(source, pixels(media)))
@@ -105,7 +119,8 @@ def pixels(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _beside(source: NDArray[np.uint8] | None, shown: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[..., H, W, 3] with the source [3, H, W] at the left of every frame; as it is where there is none."""
+    """[..., H, W, 3] with the source [3, H, W] at the left of every frame; as it is where there is
+    none."""
     if source is None:
         return shown
     left = pixels(source)
@@ -122,8 +137,11 @@ def encoded(image: Image.Image) -> tuple[str, bytes]:
     return "image/jpeg", jpeg.getvalue()
 
 
-def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, source: NDArray[np.uint8] | None = None) -> bytes:
-    """A video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along; its source at the left.
+def mp4(
+    media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, source: NDArray[np.uint8] | None = None
+) -> bytes:
+    """A video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along; its source at
+    the left.
 
     Raises:
         ImportError: imageio is not installed.
@@ -132,9 +150,12 @@ def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, source: NDArray[
         import imageio.v3 as imageio
     except ImportError as error:
         raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
-    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where one is odd.
+    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where
+    # one is odd.
     frames = _beside(source, pixels(media))
-    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    frames = np.pad(
+        frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge"
+    )
     options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
     return imageio.imwrite("<bytes>", frames, plugin="FFMPEG", extension=".mp4", **options)
 
@@ -142,12 +163,17 @@ def mp4(media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, source: NDArray[
 def caption(tile: Tile) -> str:
     """Return the score of a tile as the text below its picture."""
     return (
-        "no score" if math.isnan(tile.score) else f"{tile.score:.3f}" if abs(tile.score) < 100 else f"{tile.score:.4g}"
+        "no score"
+        if math.isnan(tile.score)
+        else f"{tile.score:.3f}"
+        if abs(tile.score) < 100
+        else f"{tile.score:.4g}"
     )
 
 
 def sheet(shown: Sequence[Tile]) -> Image.Image:
-    """Tiles beside each other, score below each, the prompt above: once, where all have the same."""
+    """Tiles beside each other, score below each, the prompt above: once, where all have the
+    same."""
     images = [still(tile.media, tile.source) for tile in shown]
     gap, line, font = 8, 16, ImageFont.load_default(12)
     width = max(sum(image.width + gap for image in images) - gap, 240)
@@ -165,6 +191,8 @@ def sheet(shown: Sequence[Tile]) -> Image.Image:
     for image, note in zip(images, notes, strict=True):
         canvas.paste(image, (x, top))
         for row, text in enumerate(note):
-            pen.text((x, top + tallest + 2 + row * line), text, fill=_FAINT if row else _INK, font=font)
+            pen.text(
+                (x, top + tallest + 2 + row * line), text, fill=_FAINT if row else _INK, font=font
+            )
         x += image.width + gap
     return canvas

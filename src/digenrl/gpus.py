@@ -1,8 +1,10 @@
-"""What GPUs reach of their data sheets: figures by kind of GPU, fitted to the published rows of `published.csv`.
+"""What GPUs reach of their data sheets: figures by kind of GPU, fitted to the published rows of
+`published.csv`.
 
-A forward takes (products of weights / `generate` + attention / `attention`) / peak + element-wise traffic / bandwidth,
-and at least a launch floor per block (`ENGINES`). Kinds, not single GPUs, have figures: few enough that rows of other
-models, sizes and engines test them (`python -m benchmarks.calibration`).
+A forward takes (products of weights / `generate` + attention / `attention`) / peak + element-wise
+traffic / bandwidth, and at least a launch floor per block (`ENGINES`). Kinds, not single GPUs, have
+figures: few enough that rows of other models, sizes and engines test them (`python -m
+benchmarks.calibration`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Efficiency of a pool's GPUs. A profile's `efficiency` keys replace the figures of the GPU's kind."""
+    """Efficiency of a pool's GPUs. A profile's `efficiency` keys replace the figures of the GPU's
+    kind."""
 
     generate: float = 0.5
     """Share of the peak reached by a forward's products of weights."""
@@ -39,7 +42,9 @@ class Efficiency:
 
     def but(self, given: Mapping[str, Any]) -> Efficiency:
         """Return a copy with the keys that a profile gives."""
-        return Efficiency(**{item.name: given.get(item.name, getattr(self, item.name)) for item in fields(self)})
+        return Efficiency(
+            **{item.name: given.get(item.name, getattr(self, item.name)) for item in fields(self)}
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Engine:
     launch_seconds: float
     """Least seconds of one block's forward, in which the processor launches its kernels."""
     passes: float
-    """Reads and writes of [tokens, hidden] in 16 bit per block, beside those of the products and attention."""
+    """Reads and writes of [tokens, hidden] in 16 bit per block, beside those of the products and
+    attention."""
 
 
 ENGINES = {
@@ -57,8 +63,8 @@ ENGINES = {
     "compiled": Engine(1.2e-3, 30.0),
     "engine": Engine(1.2e-3, 30.0),
 }
-"""Published rows give the launch floor of 512 px forwards (1.0 to 1.4 ms, eager and compiled alike) and the traffic of
-eager and compiled ones. `engine`: an inference engine."""
+"""Published rows give the launch floor of 512 px forwards (1.0 to 1.4 ms, eager and compiled alike)
+and the traffic of eager and compiled ones. `engine`: an inference engine."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Kind:
+class GpuKind:
     """What GPUs of a kind reach, and whether published rows say so."""
 
     efficiency: Efficiency = field(default_factory=Efficiency)
@@ -80,15 +86,21 @@ class Kind:
 
 
 KINDS = {
-    # Hopper at full power: PyTorch's attention does not use its asynchronous units, kernels written for it do.
-    "hopper": Kind(Efficiency(generate=0.60, attention=0.34, fused_attention=0.60), published=True),
+    # Hopper at full power: PyTorch's attention does not use its asynchronous units, kernels written
+    # for it do.
+    "hopper": GpuKind(
+        Efficiency(generate=0.60, attention=0.34, fused_attention=0.60), published=True
+    ),
     # Hopper with a small peak, Ampere: nothing throttles the products; attention as on Ampere.
-    "h20": Kind(Efficiency(generate=0.85, attention=0.60, fused_attention=0.75), published=True),
-    "ampere": Kind(Efficiency(generate=0.70, attention=0.60, fused_attention=0.60)),
-    # Ada with a peak that its power and memory sustain, and one (L40S) with twice that on the same memory.
-    "ada": Kind(Efficiency(generate=0.85, attention=0.85, fused_attention=0.85), published=True),
-    "ada_tall": Kind(Efficiency(generate=0.62, attention=0.62, fused_attention=0.62), published=True),
-    "other": Kind(),
+    "h20": GpuKind(Efficiency(generate=0.85, attention=0.60, fused_attention=0.75), published=True),
+    "ampere": GpuKind(Efficiency(generate=0.70, attention=0.60, fused_attention=0.60)),
+    # Ada with a peak that its power and memory sustain, and one (L40S) with twice that on the same
+    # memory.
+    "ada": GpuKind(Efficiency(generate=0.85, attention=0.85, fused_attention=0.85), published=True),
+    "ada_tall": GpuKind(
+        Efficiency(generate=0.62, attention=0.62, fused_attention=0.62), published=True
+    ),
+    "other": GpuKind(),
 }
 
 GPUS = {
@@ -123,7 +135,7 @@ def known(name: str) -> Gpu | None:
     return GPUS[max(found, key=len)] if found else None
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> GpuKind:
     """Return the figures for the kind of GPU that this name belongs to."""
     gpu = known(name)
     return KINDS[gpu.kind if gpu else "other"]

@@ -64,7 +64,8 @@ class Hardware:
 
     pools: tuple[Pool, ...]
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """stage (encode, generate, decode, score: per prompt or sample; train: per cell) -> pool -> measured seconds."""
+    """stage (encode, generate, decode, score: per prompt or sample; train: per cell) -> pool ->
+    measured seconds."""
     lines: Mapping[frozenset[str], Line] = field(default_factory=dict)
     """Names of two pools in different places -> the line between them."""
 
@@ -84,7 +85,10 @@ class Hardware:
         """Return groups of pools that are in one place: there is no line between them."""
         found: list[list[Pool]] = []
         for pool in self.pools:
-            apart = [any(frozenset((pool.name, other.name)) in self.lines for other in place) for place in found]
+            apart = [
+                any(frozenset((pool.name, other.name)) in self.lines for other in place)
+                for place in found
+            ]
             if all(apart):
                 found.append([pool])
             else:
@@ -96,12 +100,19 @@ def parse_hardware(node: Mapping[str, Any]) -> Hardware:
     """Return a profile's `hardware` node, which `digenrl.config` has checked, as `Hardware`."""
     pools = []
     for name, entry in node["pools"].items():
-        given = {"count": 1, "role": "auto"} | {key: value for key, value in entry.items() if value is not None}
+        given = {"count": 1, "role": "auto"} | {
+            key: value for key, value in entry.items() if value is not None
+        }
         shares = {**(node.get("efficiency") or {}), **given.pop("efficiency", {})}
         efficiency = kind_of(given["gpu"]).efficiency.but(shares) if shares else None
-        pools.append(Pool(str(name), efficiency=efficiency, **{"per_node": min(given["count"], 8), **given}))
+        pools.append(
+            Pool(str(name), efficiency=efficiency, **{"per_node": min(given["count"], 8), **given})
+        )
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
-    lines = {frozenset(entry["between"]): Line(entry["gb_s"], entry.get("latency_s", 0.0)) for entry in _links(node)}
+    lines = {
+        frozenset(entry["between"]): Line(entry["gb_s"], entry.get("latency_s", 0.0))
+        for entry in _links(node)
+    }
     return Hardware(tuple(pools), seconds, lines)
 
 
@@ -112,25 +123,28 @@ def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
     """Return the rank of each process that a scheduler started. The first ranks are trainers.
 
-    Processes are started pool by pool in the profile's order, as many in each as `assign` gives it. The profile decides
-    which of them train. Example: [3, 0, 1, 2] means that the first process is on a rollout pool and becomes rank 3.
+    Processes are started pool by pool in the profile's order, as many in each as `assign` gives it.
+    The profile decides which of them train. Example: [3, 0, 1, 2] means that the first process is
+    on a rollout pool and becomes rank 3.
     """
     placed = [pool for pool, _ in assign(hardware, trainers, rollouts)]
-    return tuple(rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name)
+    return tuple(
+        rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name
+    )
 
 
 def shard_group(trainers: int, per_node: int) -> int:
     """Return how many trainers hold one copy of the weights together under hsdp.
 
-    If all trainers fit into one node, the group is all trainers. Otherwise it is the largest number that divides both
-    the trainers and the GPUs of a node, so that no group spans two nodes.
+    If all trainers fit into one node, the group is all trainers. Otherwise it is the largest number
+    that divides both the trainers and the GPUs of a node, so that no group spans two nodes.
     """
     return trainers if trainers <= per_node else math.gcd(trainers, per_node)
 
 
 def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
-    """Return (pool, number of its node) of every rank, given the ranks' pools. A pool's ranks fill its nodes in
-    order."""
+    """Return (pool, number of its node) of every rank, given the ranks' pools. A pool's ranks fill
+    its nodes in order."""
     seats = Counter[str]()
     found = []
     for name in pools:
@@ -142,9 +156,10 @@ def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
 def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:
     """Return (pool, role) of every rank, trainers first.
 
-    Trainers come from pools of role trainer, then from auto pools in their order. All of them are in the first place
-    that has room for them. Rollouts come from pools of role rollout, then from auto pools in reverse order, in any
-    place. The order of the pools and two numbers therefore describe every placement.
+    Trainers come from pools of role trainer, then from auto pools in their order. All of them are
+    in the first place that has room for them. Rollouts come from pools of role rollout, then from
+    auto pools in reverse order, in any place. The order of the pools and two numbers therefore
+    describe every placement.
 
     Raises:
         ValueError: a role has fewer GPUs than asked for, or trainers would be in two places.
@@ -169,7 +184,8 @@ def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str,
         if missing:
             pools = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in hardware.pools)
             raise ValueError(
-                f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs left for that role "
+                f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs "
+                "left for that role "
                 f"({pools}); lower it or change a pool's role."
             )
     return tuple(ranks)
@@ -186,11 +202,16 @@ def _together(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[
     rooms = [sum(pool.count for pool in place) for place in places]
     if len(places) > 1 and max(rooms) < trainers <= sum(rooms):
         said = ", ".join(
-            f"{'+'.join(pool.name for pool in place)}: {n}" for place, n in zip(places, rooms, strict=True)
+            f"{'+'.join(pool.name for pool in place)}: {n}"
+            for place, n in zip(places, rooms, strict=True)
         )
         raise ValueError(
-            f"allocation.trainers = {trainers}: trainers exchange gradients in every update and stand in one place, "
-            f"but hardware.links joins places with fewer GPUs for them ({said}); lower it to {max(rooms)} or change a "
+            f"allocation.trainers = {trainers}: trainers exchange gradients in every update and "
+            "stand in one place, "
+            f"but hardware.links joins places with fewer GPUs for them ({said}); lower it to "
+            f"{max(rooms)} or change a "
             "pool's role."
         )
-    return next((place for place, room in zip(places, rooms, strict=True) if room >= trainers), list(pools))
+    return next(
+        (place for place, room in zip(places, rooms, strict=True) if room >= trainers), list(pools)
+    )

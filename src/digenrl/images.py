@@ -1,7 +1,8 @@
-"""Images that a line of a prompt file names, to edit, to animate or to compare with. Pillow, no torch.
+"""Images that a line of a prompt file names, to edit, to animate or to compare with. Pillow, no
+torch.
 
-An image is identified by the digest of its file, never by its path. A prompt keeps its identity when a data set moves.
-A file that changes under a run is an error when it is read.
+An image is identified by the digest of its file, never by its path. A prompt keeps its identity
+when a data set moves. A file that changes under a run is an error when it is read.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ROLES = ("image", "last_image", "target_image")
-"""Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers read
-`target_image`."""
+"""Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers
+read `target_image`."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -63,11 +64,15 @@ class PromptImage:
             return self.data
         content = _read(self.path)
         if _digest(content) != self.digest:
-            raise ImageError(f"{self.path} changed after the prompts were read; start again with the file as it is.")
+            raise ImageError(
+                f"{self.path} changed after the prompts were read; start again with the file as it "
+                "is."
+            )
         return content
 
     def fitted(self, height: int, width: int) -> Image:
-        """Return the picture as RGB of exactly this size: its middle part of that aspect ratio, resampled (Lanczos)."""
+        """Return the picture as RGB of exactly this size: its middle part of that aspect ratio,
+        resampled (Lanczos)."""
         from PIL import Image, ImageOps
 
         with Image.open(io.BytesIO(self.content()), formats=FORMATS) as opened:
@@ -79,15 +84,19 @@ class PromptImage:
 
 
 def sources(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
-    """Return the images that the prompt changes: those of role `image`, in the order of the file."""
+    """Return the images that the prompt changes: those of role `image`, in the order of the
+    file."""
     return tuple(image for image in images if image.role == "image")
 
 
-def read_image(role: str, name: str, folder: Path, limits: ImageLimits | None = None) -> PromptImage:
+def read_image(
+    role: str, name: str, folder: Path, limits: ImageLimits | None = None
+) -> PromptImage:
     """Return the image that `name` (relative to `folder`, or absolute) means.
 
     Args:
-        limits: decode it once within these bounds, so that a broken file shows here; None = only compute its digest.
+        limits: decode it once within these bounds, so that a broken file shows here; None = only
+            compute its digest.
 
     Raises:
         ImageError: missing, unreadable, or, with limits, too large, of another format or broken.
@@ -102,16 +111,21 @@ def read_image(role: str, name: str, folder: Path, limits: ImageLimits | None = 
         digest = _known(str(path), found.st_size, found.st_mtime_ns, limits)
         return PromptImage(role, digest, found.st_size, str(path))
     except OSError as error:
-        raise ImageError(f"{role} = {name[:200]}: cannot be read ({error.strerror}; looked for {path}).") from error
+        raise ImageError(
+            f"{role} = {name[:200]}: cannot be read ({error.strerror}; looked for {path})."
+        ) from error
     except ImageError as error:
         raise ImageError(f"{role} = {name[:200]}: {error}") from error
 
 
 @lru_cache(maxsize=1 << 20)
 def _known(path: str, size: int, changed_ns: int, limits: ImageLimits | None) -> str:
-    """Return the digest of a file as it is, computed once per process. With limits the file is checked once."""
+    """Return the digest of a file as it is, computed once per process. With limits the file is
+    checked once."""
     if limits is not None and size > limits.max_mib * 2**20:
-        raise ImageError(f"has {size / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib).")
+        raise ImageError(
+            f"has {size / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib)."
+        )
     content = _read(path)
     if limits is not None:
         examine(content, limits)
@@ -123,7 +137,9 @@ def examine(content: bytes, limits: ImageLimits) -> None:
     from PIL import Image
 
     if len(content) > limits.max_mib * 2**20:
-        raise ImageError(f"has {len(content) / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib).")
+        raise ImageError(
+            f"has {len(content) / 2**20:.1f} MiB, at most {limits.max_mib:g} (data.image_max_mib)."
+        )
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
             pixels = picture.width * picture.height
@@ -134,21 +150,25 @@ def examine(content: bytes, limits: ImageLimits) -> None:
                 )
             if getattr(picture, "n_frames", 1) > 1:
                 raise ImageError("is an animation; save one picture of it.")
-            picture.draft("RGB", (picture.width // 8, picture.height // 8))  # JPEG: read to its end, at an eighth
+            picture.draft(
+                "RGB", (picture.width // 8, picture.height // 8)
+            )  # JPEG: read to its end, at an eighth
             picture.load()
     except ImageError:
         raise
     except Image.UnidentifiedImageError as error:
         raise ImageError(f"is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
-    except Image.DecompressionBombError as error:  # Pillow's own bound, above which it opens nothing
+    except (
+        Image.DecompressionBombError
+    ) as error:  # Pillow's own bound, above which it opens nothing
         raise ImageError(f"has far too many pixels ({error}).") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
         raise ImageError(f"is broken ({' '.join(str(error).split())[:120]}).") from error
 
 
 def received(role: str, digest: str, content: bytes, limits: ImageLimits) -> PromptImage:
-    """Return an image that came with a request. Raises ImageError as `examine`, and if the image is not the one
-    named."""
+    """Return an image that came with a request. Raises ImageError as `examine`, and if the image is
+    not the one named."""
     if _digest(content) != digest:
         raise ImageError(f"image {digest[:64]} is not what its digest says.")
     examine(content, limits)

@@ -1,12 +1,14 @@
-"""RL steps in this process, one after another: for notebooks, debuggers and whoever wants to see a gradient.
+"""RL steps in this process, one after another: for notebooks, debuggers and whoever wants to see a
+gradient.
 
     loop = digenrl.rl_loop("experiment=digits_flowgrpo", "data.prompts_per_batch=4")
     made = loop.generate()              # trajectories: latents, log-probs, rewards
     found = loop.train(made)            # loss, backward, optimizer step; the step's metrics
 
-The policy, the rollout engine, the board of the step and the algorithm's LightningModule are those of a run; launcher,
-Strategy and Lightning's Trainer take no part, so that a breakpoint anywhere stops everything. Samples, gradients and
-weights equal those of a run with the same settings on one rank (tests/test_rl_loop.py).
+The policy, the rollout engine, the board of the step and the algorithm's LightningModule are those
+of a run; launcher, Strategy and Lightning's Trainer take no part, so that a breakpoint anywhere
+stops everything. Samples, gradients and weights equal those of a run with the same settings on one
+rank (tests/test_rl_loop.py).
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from digenrl.strategy import gradients
 from digenrl.transport.cells import Part, StepBoard, pack
 from digenrl.types import Trajectory
 
-ALONE = ("schedule=sync", "allocation.trainers=1", "allocation.rollouts=0", "reward.placement=inline")
+ALONE = (
+    "schedule=sync",
+    "allocation.trainers=1",
+    "allocation.rollouts=0",
+    "reward.placement=inline",
+)
 """Words of a run that is this process alone."""
 
 
@@ -39,7 +46,8 @@ class Loop:
     """One policy, its rewards and its optimizer in this process, at RL step `step`."""
 
     def __init__(self, config: DictConfig) -> None:
-        """config: settled, of one rank that generates and trains. The policy is on a GPU where there is one."""
+        """config: settled, of one rank that generates and trains. The policy is on a GPU where
+        there is one."""
         torch.manual_seed(config.seed)
         device = devices.take(0)
         self.step = 0
@@ -48,17 +56,22 @@ class Loop:
         self.rewards: RewardSuite = configuration.instantiate(config.reward)
         self.module: PolicyModule = configuration.instantiate(config.algorithm, policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
-        self.fabric = self.module.fabric = Fabric(accelerator="cpu" if device is None else "cuda", devices=1)
+        self.fabric = self.module.fabric = Fabric(
+            accelerator="cpu" if device is None else "cuda", devices=1
+        )
         self.module.to(self.fabric.device)
         self.engine = engine_of(config, self.module, self.rewards)
         self.data = PromptData(config.data, config.seed)
         self.rewards.check_prompts(self.data.prompts)
         self.optimizer = self.module.configure_optimizers()
-        self._spec = schedule_spec(config, self.module.train_steps.count(config.sampling.steps), trainers=1, rollouts=0)
+        self._spec = schedule_spec(
+            config, self.module.train_steps.count(config.sampling.steps), trainers=1, rollouts=0
+        )
         self.module.on_train_start()
 
     def generate(self) -> tuple[Trajectory, ...]:
-        """The tasks of this RL step, scored, group by group; as many groups as `data.oversample` asks for."""
+        """The tasks of this RL step, scored, group by group; as many groups as `data.oversample`
+        asks for."""
         board, made = self._board(), []
         prompts = self.data.sampler.batch(self.step)
         with self.module.rollout_weights():
@@ -67,13 +80,16 @@ class Loop:
                     generation = self.engine.begin(task, prompt)
                     while self.engine.steps_left(generation):
                         generation = self.engine.advance(generation)
-                    made.append(self.engine.score(generation, self.engine.decode(generation)).result())
+                    made.append(
+                        self.engine.score(generation, self.engine.decode(generation)).result()
+                    )
                     _add(board, made[-1])
         self.rewards.check_missing()
         return tuple(made)
 
     def train(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """The optimizer updates of the RL step, from what `generate` gave (or what became of it); its metrics.
+        """The optimizer updates of the RL step, from what `generate` gave (or what became of it);
+        its metrics.
 
         Raises:
             ValueError: tasks of the step are missing.
@@ -87,7 +103,8 @@ class Loop:
                 if not board.is_complete(fragment):
                     missing = sorted(set(self._spec.groups_of(fragment)) - set(board.completed))
                     raise ValueError(
-                        f"groups {missing} of RL step {self.step} are not complete: give `train` every trajectory that "
+                        f"groups {missing} of RL step {self.step} are not complete: give `train` "
+                        "every trajectory that "
                         "`generate` made in this step."
                     )
                 for batch in board.batches(fragment):

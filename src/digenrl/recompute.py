@@ -3,18 +3,21 @@
     all         everything that autograd asks for; nothing is computed twice
     products    the outputs of attention and of the large linear layers; the cheap work between them is repeated
     attention   the outputs of attention and of linear layers with several inputs per output (the second of a
-                feed-forward), which cost the most FLOPs per byte; the other linear layers are repeated too
+                feed-forward), which cost the most FLOPs per byte; the other linear layers are
+                repeated too
     inputs      the block's input alone; the whole block is repeated
     offload     everything, in pinned memory of the host: nothing is computed twice, but all of it is copied twice,
                 beside the other blocks' work
 
-Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true (inputs), products,
-attention, offload, a share of the blocks that keep their inputs alone, a mapping {products|attention|inputs|offload:
-share of the blocks}, or auto: the least repetition that fits into the memory of each rank's GPU (`simulate.memory`);
-none where a tiny build is short of nothing. auto never off-loads. A run's config.yaml has what was chosen.
+Gradients are the same bits in every case. `model.gradient_checkpointing` is false (all), true
+(inputs), products, attention, offload, a share of the blocks that keep their inputs alone, a
+mapping {products|attention|inputs|offload: share of the blocks}, or auto: the least repetition that
+fits into the memory of each rank's GPU (`simulate.memory`); none where a tiny build is short of
+nothing. auto never off-loads. A run's config.yaml has what was chosen.
 
-Pure: standard library only. Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022 (arXiv:2205.05198).
-"""
+Pure: standard library only. Chen et al. 2016 (arXiv:1604.06174); selective: Korthikanti et al. 2022
+(arXiv:2205.05198).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ class Recompute:
         shares = tuple(getattr(self, mode) for mode in CHANGES)
         if min(shares) < 0.0 or sum(shares) > 1.0 + 1e-9:
             raise ValueError(
-                f"model.gradient_checkpointing = {self.config}: shares of the blocks must be 0 .. 1, their sum too"
+                f"model.gradient_checkpointing = {self.config}: shares of the blocks must be 0 .. "
+                "1, their sum too"
             )
 
     @cached_property
@@ -96,6 +100,7 @@ def parse_recompute(value: Any) -> Recompute:
     if isinstance(value, Mapping) and set(value) <= set(CHANGES):
         return Recompute(**{str(mode): float(share) for mode, share in value.items()})
     raise ValueError(
-        f"model.gradient_checkpointing = {value}: use true, false, auto, {', '.join(CHANGES)}, a share of the blocks "
+        f"model.gradient_checkpointing = {value}: use true, false, auto, {', '.join(CHANGES)}, a "
+        "share of the blocks "
         f"0 .. 1, or a mapping of {', '.join(CHANGES)} to shares"
     )

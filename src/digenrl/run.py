@@ -1,6 +1,8 @@
-"""Assembly of one rank from a configuration: policy, rewards, engine, LightningModule, Strategy, Trainer.
+"""Assembly of one rank from a configuration: policy, rewards, engine, LightningModule, Strategy,
+Trainer.
 
-Every rank of every role runs `build` and then `trainer.fit`; the Strategy makes the difference between roles.
+Every rank of every role runs `build` and then `trainer.fit`; the Strategy makes the difference
+between roles.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from digenrl.settle import shard_group, sharding, trainer_speeds, trainers_must_
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.setup import RankSetup
-from digenrl.transport.link import Line, LinkMaker, socket_link
+from digenrl.transport.link import LinkMaker, PeerLine, socket_link
 from digenrl.types import Prompt, StepGivenUp
 
 
@@ -60,8 +62,8 @@ class Rank:
     strategy: DisaggregatedStrategy
 
     def fit(self, checkpoint: Path | None = None) -> None:
-        """Run this rank to the end of the run; `checkpoint` is a directory to resume from. Rollouts read none: they
-        adopt what the trainers publish."""
+        """Run this rank to the end of the run; `checkpoint` is a directory to resume from. Rollouts
+        read none: they adopt what the trainers publish."""
         own = checkpoint if self.strategy.world.is_trainer else None
         with suppress(StepGivenUp):  # the version before it is saved
             self.trainer.fit(self.module, datamodule=self.data, ckpt_path=own)
@@ -100,20 +102,26 @@ def build(
         advice: what the ranks are told (`Advisor.advise`); None: nothing.
     """
     given = Given(config, world, session, advice or Advice())
-    device = _prepare_process(given)  # first: reward models, streams and contexts are made on the current device
+    device = _prepare_process(
+        given
+    )  # first: reward models, streams and contexts are made on the current device
     policy = _policy(given)
     rewards = _rewards(given)
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine = engine_of(config, module, rewards)
-    spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts)
+    spec = schedule_spec(
+        config, module.train_steps.count(config.sampling.steps), world.trainers, world.rollouts
+    )
     data = PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     _check_rewards(given, rewards, spec, data, named)
     strategy = _strategy(given, spec, engine, data, named)
     trainer = _trainer(given, spec, strategy, [*named, *callbacks], device)
     _encode(config, policy, data, named, world.rank, session)
-    _announce_record(config, world, engine, spec, data, session.run_dir, base=module.needs_base_means)
+    _announce_record(
+        config, world, engine, spec, data, session.run_dir, base=module.needs_base_means
+    )
     return Rank(trainer, module, data, strategy)
 
 
@@ -133,11 +141,13 @@ class Given:
 
 
 def _prepare_process(given: Given) -> int | None:
-    """Seed this process, bound its threads, and take its GPU; return the number, None without one or when emulated."""
+    """Seed this process, bound its threads, and take its GPU; return the number, None without one
+    or when emulated."""
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
     torch.manual_seed(given.config.seed)
-    # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO, weights only.
+    # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO,
+    # weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     return devices.take(given.world.local_rank) if given.stand_in is None else None
 
@@ -156,16 +166,23 @@ def _policy(given: Given) -> Policy:
 def _rewards(given: Given) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
     stand_in = given.stand_in
-    rewards: RewardSuite = configuration.instantiate(given.config.reward if stand_in is None else stand_in.reward)
+    rewards: RewardSuite = configuration.instantiate(
+        given.config.reward if stand_in is None else stand_in.reward
+    )
     rewards.on_missing = partial(_write_missing, given.session.run_dir, given.world.rank)
     rewards.stage = given.session.progress.stage
     return rewards
 
 
 def _check_rewards(
-    given: Given, rewards: RewardSuite, spec: ScheduleSpec, data: PromptData, callbacks: Sequence[pl.Callback]
+    given: Given,
+    rewards: RewardSuite,
+    spec: ScheduleSpec,
+    data: PromptData,
+    callbacks: Sequence[pl.Callback],
 ) -> None:
-    """Refuse prompts that a scorer could never score, on the ranks that score; record the scorers once."""
+    """Refuse prompts that a scorer could never score, on the ranks that score; record the scorers
+    once."""
     world, trainers_score = given.world, _trainers_score(given.config, spec, callbacks, given.world)
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)
@@ -175,9 +192,14 @@ def _check_rewards(
 
 
 def _strategy(
-    given: Given, spec: ScheduleSpec, engine: RolloutEngine, data: PromptData, callbacks: Sequence[pl.Callback]
+    given: Given,
+    spec: ScheduleSpec,
+    engine: RolloutEngine,
+    data: PromptData,
+    callbacks: Sequence[pl.Callback],
 ) -> DisaggregatedStrategy:
-    """Return what makes the difference between roles: who generates, trains, sends and publishes."""
+    """Return what makes the difference between roles: who generates, trains, sends and
+    publishes."""
     config, world, session = given.config, given.world, given.session
     keep = config.record.keep_mib * 2**20
     limit_events(keep / 4)
@@ -194,12 +216,16 @@ def _strategy(
         split_claims=config.schedule.claims == "split",
         expected=given.advice.expected,
         record_bytes=keep / world.size,
-        recording=_records(config, "recording")(config, world, session) if config.record.trajectories else None,
+        recording=_records(config, "recording")(config, world, session)
+        if config.record.trajectories
+        else None,
         source=None if config.replay is None else _records(config, "source")(config.replay),
         evaluated=_drawn_by_rollouts(config, callbacks, world),
         link=link_maker(config, given.stand_in),
     )
-    strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(setup, DirectoryCheckpointIO())
+    strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
+        setup, DirectoryCheckpointIO()
+    )
     return strategy
 
 
@@ -210,8 +236,8 @@ def _trainer(
     callbacks: Sequence[pl.Callback],
     device: int | None,
 ) -> pl.Trainer:
-    """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all micro-batches of an
-    update."""
+    """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all
+    micro-batches of an update."""
     config, run_dir = given.config, given.session.run_dir
     trainer: pl.Trainer = configuration.instantiate(
         config.trainer,
@@ -249,7 +275,8 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
 
 
 def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker:
-    """Return what makes each rank's link: sockets, or more where the extension `links` is installed.
+    """Return what makes each rank's link: sockets, or more where the extension `links` is
+    installed.
 
     Raises:
         ExtensionMissing: the configuration asks for more, and the extension is not installed.
@@ -261,32 +288,42 @@ def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker
         return socket_link if lines is None else partial(socket_link, lines=lines)
     wanted = ", ".join(f"network.{key} = {str(network[key]).lower()}" for key in asked)
     instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
-    make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(config, lines)
+    make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(
+        config, lines
+    )
     return make
 
 
-def _emulated_line(stand_in: StandIn, peer: int) -> Line:
+def _emulated_line(stand_in: StandIn, peer: int) -> PeerLine:
     """Return the line of an emulated rank to or from `peer`."""
-    line: Line = configuration.instantiate(stand_in.line)
+    line: PeerLine = configuration.instantiate(stand_in.line)
     return line
 
 
-def _drawn_by_rollouts(config: DictConfig, callbacks: Sequence[pl.Callback], world: World) -> FixedSamples | None:
+def _drawn_by_rollouts(
+    config: DictConfig, callbacks: Sequence[pl.Callback], world: World
+) -> FixedSamples | None:
     """What rollouts draw for evaluations; None: nothing."""
     found = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
     return found[0] if found and trainers_must_evaluate(config, world.rollouts) is None else None
 
 
-def _trainers_score(config: DictConfig, spec: ScheduleSpec, callbacks: Sequence[pl.Callback], world: World) -> bool:
-    """Whether trainers are to generate or to evaluate; where no rollout is left they may have to all the same."""
+def _trainers_score(
+    config: DictConfig, spec: ScheduleSpec, callbacks: Sequence[pl.Callback], world: World
+) -> bool:
+    """Whether trainers are to generate or to evaluate; where no rollout is left they may have to
+    all the same."""
     generate = config.replay is None and (spec.tag or not world.rollouts)
     evaluate = any(isinstance(callback, Evaluation) for callback in callbacks)
     return generate or (evaluate and _drawn_by_rollouts(config, callbacks, world) is None)
 
 
 def _records(config: DictConfig, function: str) -> Any:
-    """Return a function of the extension `records`, for a run that records or replays trajectories."""
-    wanted = "record.trajectories = true" if config.record.trajectories else f"replay = {config.replay}"
+    """Return a function of the extension `records`, for a run that records or replays
+    trajectories."""
+    wanted = (
+        "record.trajectories = true" if config.record.trajectories else f"replay = {config.replay}"
+    )
     instead = "use record.trajectories=false and replay=null"
     return extension(f"digenrl.extensions.records.assembly.{function}", wanted, instead)
 
@@ -300,21 +337,30 @@ def _announce_record(
     run_dir: Path,
     base: bool,
 ) -> None:
-    """Say how large the record of trajectories will be, where there is one; `base` as in the extension's `announce`."""
+    """Say how large the record of trajectories will be, where there is one; `base` as in the
+    extension's `announce`."""
     if config.record.trajectories and world.rank == 0:
         lockstep = (sharding(config) != "ddp" and world.trainers > 1) or spec.context > 1
         _records(config, "announce")(config, world, engine, spec, data, run_dir, lockstep, base)
 
 
 def _encode(
-    config: DictConfig, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback], rank: int, session: Session
+    config: DictConfig,
+    policy: Policy,
+    data: PromptData,
+    callbacks: Sequence[pl.Callback],
+    rank: int,
+    session: Session,
 ) -> None:
-    """Fill the prompt store while the network is not on the device yet; the run goes on over one that fails."""
+    """Fill the prompt store while the network is not on the device yet; the run goes on over one
+    that fails."""
     with session.progress.stage("encode"):
         try:
             filled = fill_prompt_store(config, policy, data, callbacks, session.progress.tick)
         except OSError as error:
-            logging.getLogger(__name__).warning(f"{error} What it lacks is encoded by every rank that needs it.")
+            logging.getLogger(__name__).warning(
+                f"{error} What it lacks is encoded by every rank that needs it."
+            )
             return
     if filled is not None and (filled.encoded or rank == 0):
         append_event(session.run_dir, PROMPT_STORE, {"rank": rank, **asdict(filled)})
@@ -338,8 +384,9 @@ def fill_prompt_store(
     callbacks: Sequence[pl.Callback] = (),
     progress: Callable[[], None] = lambda: None,
 ) -> Filled | None:
-    """Have every prompt of the run, and of the evaluation among `callbacks`, in the store of `data.prompt_store`, from
-    which `policy` then reads. None: there is no store, or no encoder worth one.
+    """Have every prompt of the run, and of the evaluation among `callbacks`, in the store of
+    `data.prompt_store`, from which `policy` then reads. None: there is no store, or no encoder
+    worth one.
 
     Args:
         progress: as in `PromptStore.fill`.
@@ -353,21 +400,33 @@ def fill_prompt_store(
     root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
     steps = range(0 if config.replay else config.max_rl_steps)
     all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
-    wanted = list(data.prompts) if all_of_them else [prompt for step in steps for prompt in data.sampler.batch(step)]
-    wanted += [prompt for callback in callbacks if isinstance(callback, Evaluation) for prompt in callback.prompts]
+    wanted = (
+        list(data.prompts)
+        if all_of_them
+        else [prompt for step in steps for prompt in data.sampler.batch(step)]
+    )
+    wanted += [
+        prompt
+        for callback in callbacks
+        if isinstance(callback, Evaluation)
+        for prompt in callback.prompts
+    ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
     try:
         with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
             found = policy.fill_store(root, wanted, device, progress)
     except OSError as error:
         raise OSError(
-            f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, {free_space(root)}): make "
+            f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
+            f"{free_space(root)}): make "
             "room, name another directory, or set data.prompt_store=null."
         ) from error
     return None if found is None else Filled(str(root), *found)
 
 
-def schedule_spec(config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1) -> ScheduleSpec:
+def schedule_spec(
+    config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1
+) -> ScheduleSpec:
     """The schedule that a configuration describes; measured shares begin with the profile's."""
     measured = config.schedule.shares == "measured"
     speeds = relative(trainer_speeds(config, trainers, rollouts)) if measured else ()
@@ -379,7 +438,10 @@ def kinds_of_trainers(config: DictConfig, world: World) -> set[str]:
     if config.hardware.emulate or all(pool.gpu == "cpu" for pool in config.hardware.pools.values()):
         return set()
     hardware = parse_hardware(config.hardware)
-    return {hardware.pool(name).gpu for name, _ in assign(hardware, world.trainers, world.rollouts)[: world.trainers]}
+    return {
+        hardware.pool(name).gpu
+        for name, _ in assign(hardware, world.trainers, world.rollouts)[: world.trainers]
+    }
 
 
 def sampling_spec(config: DictConfig) -> SamplingSpec:
@@ -397,8 +459,9 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
 
 
 def model_of(config: DictConfig, world: World) -> DictConfig:
-    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where trainers differ; not
-    filled yet where trainers shard it; no reference copy and nothing for a backward pass on a rank that only generates.
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where
+    trainers differ; not filled yet where trainers shard it; no reference copy and nothing for a
+    backward pass on a rank that only generates.
     """
     own: dict[str, Any] = {}
     model, shards = _target(config, "model"), world.is_trainer and sharding(config) != "ddp"
@@ -408,7 +471,11 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
     if world.is_trainer and isinstance(kept, ListConfig):
         own["gradient_checkpointing"] = kept[world.rank]
     if not world.is_trainer:
-        own = {key: False for key in ("gradient_checkpointing", "keep_reference") if key in config.model}
+        own = {
+            key: False
+            for key in ("gradient_checkpointing", "keep_reference")
+            if key in config.model
+        }
     merged = OmegaConf.merge(config.model, own)
     assert isinstance(merged, DictConfig)
     return merged
@@ -430,12 +497,16 @@ def _loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
 
 
 def _write_missing(run_dir: Path, rank: int, reward: str, samples: int, cause: str) -> None:
-    append_event(run_dir, "missing", {"rank": rank, "reward": reward, "samples": samples, "cause": cause})
+    append_event(
+        run_dir, "missing", {"rank": rank, "reward": reward, "samples": samples, "cause": cause}
+    )
 
 
 class Resumed(pl.Callback):
-    """Replaces a resumed run's config.yaml by the configuration that applies, once every trainer has loaded the
-    checkpoint: the Strategy has then published from it, for which they meet, and no other callback has written."""
+    """Replaces a resumed run's config.yaml by the configuration that applies, once every trainer
+    has loaded the
+    checkpoint: the Strategy has then published from it, for which they meet, and no other callback
+    has written."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
@@ -457,8 +528,8 @@ class WarningEvents(logging.Handler):
 
 
 def check(config: DictConfig) -> None:
-    """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward could never score,
-    before anything is written or started."""
+    """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
+    could never score, before anything is written or started."""
     model, strategy = _target(config, "model"), _target(config, "strategy")
     if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(config.model)
@@ -466,7 +537,8 @@ def check(config: DictConfig) -> None:
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
             f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "
-            "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and override its hooks."
+            "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and "
+            "override its hooks."
         )
     algorithm = config.algorithm
     configuration.instantiate(algorithm.advantage)
@@ -482,7 +554,10 @@ def check(config: DictConfig) -> None:
     if surrogate is not None:
         check_kernel(configuration.instantiate(algorithm.sde), surrogate)
     if config.replay is not None:
-        means, final = surrogate is not None and surrogate.needs_means, _target(config, "algorithm").needs_final
+        means, final = (
+            surrogate is not None and surrogate.needs_means,
+            _target(config, "algorithm").needs_final,
+        )
         _records(config, "check")(config, means, final)
 
 
@@ -501,6 +576,7 @@ def _target(config: DictConfig, group: str) -> Any:
         return get_object(name)
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ValueError(
-            f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); correct the name, or add "
+            f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); "
+            "correct the name, or add "
             "the directory of its module to PYTHONPATH."
         ) from error

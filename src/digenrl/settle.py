@@ -1,4 +1,5 @@
-"""Settle a configuration before anything is allocated: `auto` values become numbers, and contradictions are refused.
+"""Settle a configuration before anything is allocated: `auto` values become numbers, and
+contradictions are refused.
 
 What needs costs, memory or a simulation is the `Advisor`'s to answer (advisor.py).
 """
@@ -24,10 +25,12 @@ ROLLOUTS = "rollouts, while trainers go on"
 
 
 def allocated(composed: Composed, processes: int | None = None) -> Composed:
-    """Return the settled configuration of a run: every `auto` is a value, and notes say what was chosen.
+    """Return the settled configuration of a run: every `auto` is a value, and notes say what was
+    chosen.
 
     Args:
-        processes: ranks that torchrun or SLURM started; None: the hardware profile's pools say how many there are.
+        processes: ranks that torchrun or SLURM started; None: the hardware profile's pools say how
+            many there are.
 
     Raises:
         ValueError: as `allocation` and `settled`.
@@ -39,8 +42,9 @@ def allocated(composed: Composed, processes: int | None = None) -> Composed:
 def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     """Return (trainers, rollouts) with every `auto` as a number. {min, max} counts as max.
 
-    Without `processes`, the pools of the hardware profile say how many there are. A pool's role says what its devices
-    do. Devices without a role are shared evenly. On processors one of each is the default.
+    Without `processes`, the pools of the hardware profile say how many there are. A pool's role
+    says what its devices do. Devices without a role are shared evenly. On processors one of each is
+    the default.
 
     Args:
         processes: ranks that somebody else started.
@@ -52,8 +56,10 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     if processes is not None:
         if rollouts != config.allocation.rollouts:
             raise ValueError(
-                f"allocation.rollouts = {config.allocation.rollouts}: torchrun and SLURM start a fixed number of "
-                "ranks; give a number or auto and let others join (digenrl join), or start the run with launch=ray."
+                f"allocation.rollouts = {config.allocation.rollouts}: torchrun and SLURM start a "
+                "fixed number of "
+                "ranks; give a number or auto and let others join (digenrl join), or start the run "
+                "with launch=ray."
             )
         if trainers == "auto":
             trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
@@ -63,15 +69,17 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
         counts[pool.get("role", "auto")] += pool.count if pool.gpu != "cpu" else 2
     if trainers == "auto":
         room = counts["trainer"] + counts["auto"]
-        trainers = max(1, room - (rollouts if isinstance(rollouts, int) else (counts["auto"] + 1) // 2))
+        trainers = max(
+            1, room - (rollouts if isinstance(rollouts, int) else (counts["auto"] + 1) // 2)
+        )
     if rollouts == "auto":
         rollouts = max(1, counts["rollout"] + counts["auto"] - max(0, trainers - counts["trainer"]))
     return int(trainers), int(rollouts)
 
 
 def begins_with(config: Any) -> tuple[int, int]:
-    """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets the rest of
-    {min, max} join when it has them."""
+    """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets
+    the rest of {min, max} join when it has them."""
     rollouts = config.allocation.rollouts
     elastic = config.launch != "local" and rollouts != most_rollouts(rollouts)
     return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
@@ -80,13 +88,15 @@ def begins_with(config: Any) -> tuple[int, int]:
 def with_task_size(composed: Composed) -> Composed:
     """Return the configuration with a number for `sampling.task_size`.
 
-    `auto` is a matter of model, sizes and hardware profile alone, so that samples are the same in every schedule. No
-    task has samples of two updates.
+    `auto` is a matter of model, sizes and hardware profile alone, so that samples are the same in
+    every schedule. No task has samples of two updates.
     """
     config: Any = composed.config
     if config.sampling.task_size != AUTO:
         return composed
-    portion = config.data.group_size // slices_of_group(config.data.updates_split, config.algorithm.updates_per_batch)
+    portion = config.data.group_size // slices_of_group(
+        config.data.updates_split, config.algorithm.updates_per_batch
+    )
     sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     tree: Any = OmegaConf.to_container(config)
     tree["sampling"]["task_size"] = advisor().task_size(composed, sizes)
@@ -94,15 +104,15 @@ def with_task_size(composed: Composed) -> Composed:
 
 
 def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
-    """Return the configuration with this allocation, and with values for `parallel.sharding`, `schedule.tsp.batch`,
-    `model.gradient_checkpointing` and `allocation.evaluation`.
+    """Return the configuration with this allocation, and with values for `parallel.sharding`,
+    `schedule.tsp.batch`, `model.gradient_checkpointing` and `allocation.evaluation`.
 
-    For a model whose sizes nobody has counted, `auto` means replicas, all trained steps in one forward, and blocks that
-    are computed again where the build is real.
+    For a model whose sizes nobody has counted, `auto` means replicas, all trained steps in one
+    forward, and blocks that are computed again where the build is real.
 
     Raises:
-        ValueError: the numbers contradict another key, or a rank would not fit into its GPU's memory (with the
-            estimate, the pool, and a change that fits if there is one).
+        ValueError: the numbers contradict another key, or a rank would not fit into its GPU's
+            memory (with the estimate, the pool, and a change that fits if there is one).
     """
     config: Any = composed.config
     tree: Any = OmegaConf.to_container(config)
@@ -120,33 +130,47 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
         tree["model"]["gradient_checkpointing"] = held.gradient_checkpointing
     if evaluate == ROLLOUTS and not held.rollouts_evaluate:
         tree["allocation"]["evaluation"] = "trainers"
-        notes = (*notes, "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.")
+        notes = (
+            *notes,
+            "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
+        )
     numbers = with_config(composed, tree)
     return replace(numbers, notes=(*notes, *without_effect(numbers.config)))
 
 
 def without_effect(config: Any) -> Iterator[str]:
-    """A line for each schedule setting that has no effect with the settled allocation and the other settings."""
-    schedule, trainers, rollouts = config.schedule, config.allocation.trainers, config.allocation.rollouts
+    """A line for each schedule setting that has no effect with the settled allocation and the other
+    settings."""
+    schedule, trainers, rollouts = (
+        config.schedule,
+        config.allocation.trainers,
+        config.allocation.rollouts,
+    )
     updates = config.algorithm.updates_per_batch
-    groups = groups_of_step(config.data) * slices_of_group(config.data.updates_split, updates) // updates
+    groups = (
+        groups_of_step(config.data) * slices_of_group(config.data.updates_split, updates) // updates
+    )
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
     if schedule.tsp.shard and trainers == 1:
         yield idle("tsp.shard = true", "only one rank trains")
     if schedule.gap > groups:
-        yield idle(f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}")
+        yield idle(
+            f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}"
+        )
     if schedule.shares != "equal" and trainers == 1:
         yield idle(f"shares = {schedule.shares}", "only one rank trains")
     elif schedule.shares == "measured" and config.parallel.sharding != "ddp":
         yield (
             "schedule.shares = measured: has no effect beyond the profile's speeds, because under "
-            f"{config.parallel.sharding} trainers compute each forward together and cannot be timed apart."
+            f"{config.parallel.sharding} trainers compute each forward together and cannot be "
+            "timed apart."
         )
     elif schedule.shares != "equal" and config.parallel.sharding == "fsdp":
         yield (
-            f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under fsdp they take each "
+            f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under "
+            "fsdp they take each "
             "forward as one of all trainers."
         )
     if schedule.async_steps and schedule.stale_fraction == 0:
@@ -154,7 +178,8 @@ def without_effect(config: Any) -> Iterator[str]:
 
 
 def evaluators(config: Any, rollouts: int) -> str | None:
-    """Return the ranks that evaluate, in words, with the reason where trainers do; None when no rank evaluates.
+    """Return the ranks that evaluate, in words, with the reason where trainers do; None when no
+    rank evaluates.
 
     Raises:
         ValueError: rollouts are asked to, and cannot.
@@ -164,30 +189,42 @@ def evaluators(config: Any, rollouts: int) -> str | None:
     cause = trainers_must_evaluate(config, rollouts)
     if cause is not None and config.allocation.evaluation == "rollouts":
         raise ValueError(
-            f"allocation.evaluation = rollouts: cannot be, because {cause}; set allocation.evaluation=auto, with which "
+            f"allocation.evaluation = rollouts: cannot be, because {cause}; set "
+            "allocation.evaluation=auto, with which "
             "trainers evaluate there."
         )
     return ROLLOUTS if cause is None else f"trainers ({cause})"
 
 
 def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
-    """Why trainers evaluate by themselves, as settled or for the configuration as it is; None: rollouts do. Rollouts
-    hold weights in the dtype that every forward casts them to, so that samples are the same."""
+    """Why trainers evaluate by themselves, as settled or for the configuration as it is; None:
+    rollouts do. Rollouts hold weights in the dtype that every forward casts them to, so that
+    samples are the same."""
     if config.allocation.evaluation == "trainers":
         return "allocation.evaluation=trainers says so"
     if config.replay is not None or rollouts == 0:
         return "no rank only generates"
     if len(evaluations(config)) > 1:
-        return f"there are {len(evaluations(config))} evaluations among the callbacks, and rollouts make one"
+        return (
+            f"there are {len(evaluations(config))} evaluations among the callbacks, and rollouts "
+            "make one"
+        )
     copied = config.model.get("keep_reference") and config.model.get("lora") is None
     if copied and any(node.get("kl_samples", 1) for node in evaluations(config)):
-        return "trainers alone keep the base model, and callbacks.evaluation.kl_samples asks for the distance to it"
+        return (
+            "trainers alone keep the base model, and callbacks.evaluation.kl_samples asks for the "
+            "distance to it"
+        )
     return None
 
 
 def evaluations(config: Any) -> list[Any]:
     """Return the evaluations among the callbacks."""
-    return [node for node in (config.callbacks or {}).values() if str(node["_target_"]).endswith("Evaluation")]
+    return [
+        node
+        for node in (config.callbacks or {}).values()
+        if str(node["_target_"]).endswith("Evaluation")
+    ]
 
 
 def sharding(config: Any) -> str:
@@ -196,17 +233,20 @@ def sharding(config: Any) -> str:
 
 
 def shard_group(config: Any, trainers: int) -> int:
-    """`parallel.shard_group` as a number: `auto` follows the smallest node of the pools that may train."""
+    """`parallel.shard_group` as a number: `auto` follows the smallest node of the pools that may
+    train."""
     if isinstance(config.parallel.shard_group, int):
         return int(config.parallel.shard_group)
-    pools = [pool for pool in config.hardware.pools.values() if pool.get("role", "auto") != "rollout"]
+    pools = [
+        pool for pool in config.hardware.pools.values() if pool.get("role", "auto") != "rollout"
+    ]
     nodes = [int(pool.get("per_node", min(pool.count, 8))) for pool in pools]
     return hardware.shard_group(trainers, min(nodes, default=trainers))
 
 
 def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ...]:
-    """Speed of each trainer rank on its pool: by the profile's measured seconds per cell where it has them, else by the
-    peak."""
+    """Speed of each trainer rank on its pool: by the profile's measured seconds per cell where it
+    has them, else by the peak."""
     profile = parse_hardware(config.hardware)
     pools = [profile.pool(name) for name, _ in assign(profile, trainers, rollouts)[:trainers]]
     measured = profile.seconds.get("train", {})
@@ -216,7 +256,8 @@ def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ..
 
 
 def trained_steps(config: Any) -> int:
-    """S: what `algorithm.train_steps` counts among sampling.steps. Its class is imported, and torch if that needs it.
+    """S: what `algorithm.train_steps` counts among sampling.steps. Its class is imported, and torch
+    if that needs it.
 
     Raises:
         ValueError: the selection does not fit into sampling.steps.
@@ -225,4 +266,6 @@ def trained_steps(config: Any) -> int:
     try:
         return int(instantiate(selection).count(config.sampling.steps))
     except ValueError as error:
-        raise ValueError(f"algorithm.train_steps = {OmegaConf.to_container(selection)}: {error}") from error
+        raise ValueError(
+            f"algorithm.train_steps = {OmegaConf.to_container(selection)}: {error}"
+        ) from error

@@ -1,7 +1,8 @@
 """What travels between the rooms of digenrl: frozen dataclasses, a shape per field.
 
-Legend of shapes: P prompts of a logical batch, G samples of a group, b samples of a task, T denoising steps,
-S trained steps, K steps of one cell block, *L latent dimensions of one sample (family-specific), R rewards.
+Legend of shapes: P prompts of a logical batch, G samples of a group, b samples of a task, T
+denoising steps, S trained steps, K steps of one cell block, *L latent dimensions of one sample
+(family-specific), R rewards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _T = TypeVar("_T")
 
 
 class StepGivenUp(RuntimeError):
-    """A stop that cannot wait for the RL step in progress: all trainers drop it, and save the version before it."""
+    """A stop that cannot wait for the RL step in progress: all trainers drop it, and save the
+    version before it."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,18 @@ class Prompt:
     negative: str | None = None
     """Negative prompt of classifier-free guidance; None = the family's default."""
     target: str | None = None
-    """What a scorer should find (the word of a sign, the digit); None = the scorer derives it from the text."""
+    """What a scorer should find (the word of a sign, the digit); None = the scorer derives it from
+    the text."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Every other JSONL field; travels to the scorers untouched."""
     images: tuple[PromptImage, ...] = ()
-    """What is edited, animated or compared with; a family reads those whose role it knows (`Policy.reads`)."""
+    """What is edited, animated or compared with; a family reads those whose role it knows
+    (`Policy.reads`)."""
 
     @property
     def uid(self) -> int:
-        """63-bit hash of the content, never of the line number, so that reordering a file changes no sample."""
+        """63-bit hash of the content, never of the line number, so that reordering a file changes
+        no sample."""
         facts: list[Any] = [self.text, self.negative, self.target, dict(self.metadata)]
         facts += [[image.role, image.digest] for image in self.images]
         content = json.dumps(facts, sort_keys=True, ensure_ascii=False)
@@ -50,12 +55,14 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Transitions:
-    """K denoising steps of b samples that share a prompt: of a trajectory all S trained ones, of a block some."""
+    """K denoising steps of b samples that share a prompt: of a trajectory all S trained ones, of a
+    block some."""
 
     step: int
     """RL step (logical batch)."""
     group: int
-    """Position of the group in the logical batch, 0..P-1; also the row of `TrainBatch.rewards`' group axis."""
+    """Position of the group in the logical batch, 0..P-1; also the row of `TrainBatch.rewards`'
+    group axis."""
     uid: int
     first_sample: int
     """The rows are samples first_sample .. first_sample+b-1 of the group."""
@@ -74,11 +81,13 @@ class Transitions:
     condition: dict[str, Tensor]
     """Conditioning of the one prompt, leading dimension 1; expanded to rows by view."""
     final: Tensor | None = None
-    """[b, *L]: the samples' clean latents (forward-process methods: NFT, DPO); None when nobody uses them."""
+    """[b, *L]: the samples' clean latents (forward-process methods: NFT, DPO); None when nobody
+    uses them."""
     means: Tensor | None = None
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
     base_means: Tensor | None = None
-    """[b, K, *L]: the base model's, as a record has them (`replay`); None: whoever needs them computes them."""
+    """[b, K, *L]: the base model's, as a record has them (`replay`); None: whoever needs them
+    computes them."""
 
     @property
     def samples(self) -> int:
@@ -88,13 +97,16 @@ class Transitions:
 
 @dataclass(frozen=True, kw_only=True)
 class CellBlock(Transitions):
-    """The (sample x step) cells of one task at K of its trained steps: the unit that training places on a rank.
+    """The (sample x step) cells of one task at K of its trained steps: the unit that training
+    places on a rank.
 
-    Its rows keep the rollout batch's order, so that at K=1 replay has exactly the geometry of the rollout.
+    Its rows keep the rollout batch's order, so that at K=1 replay has exactly the geometry of the
+    rollout.
     """
 
     rows: tuple[int, ...] | None = None
-    """Samples of the group that the rows hold, if samples without a gradient were left out; None: all samples."""
+    """Samples of the group that the rows hold, if samples without a gradient were left out; None:
+    all samples."""
     weight: float = 1.0
     """0.0 marks a block that only takes part in collectives (a sharded rank without cells)."""
 
@@ -109,26 +121,35 @@ class CellBlock(Transitions):
             return self
         batched = ("latents", "next_latents", "log_probs", "final", "means", "base_means")
         kept = {name: value[keep] for name in batched if (value := getattr(self, name)) is not None}
-        return replace(self, rows=tuple(n for n, here in zip(self.numbers, keep.tolist(), strict=True) if here), **kept)
+        return replace(
+            self,
+            rows=tuple(n for n, here in zip(self.numbers, keep.tolist(), strict=True) if here),
+            **kept,
+        )
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One micro-batch of one trainer rank: blocks to train now, and the rewards needed to weigh them."""
+    """One micro-batch of one trainer rank: blocks to train now, and the rewards needed to weigh
+    them."""
 
     blocks: tuple[CellBlock, ...]
-    """Usually one; more on a rank with a larger share, none on a replica that has nothing to train."""
+    """Usually one; more on a rank with a larger share, none on a replica that has nothing to
+    train."""
     rewards: dict[str, Tensor]
-    """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet or surplus (never for a group
-    in `blocks`), or a reward is missing. Evaluation-only rewards are present too."""
+    """name -> [P, G] fp32 of the logical batch; NaN where a group is not complete yet or surplus
+    (never for a group in `blocks`), or a reward is missing. Evaluation-only rewards are present
+    too."""
     reward_weights: dict[str, float]
     """name -> weight in the optimised sum; a reward absent here is only logged."""
     denominator: float
-    """Cells of the whole optimizer update over all ranks; the loss is a *sum* over the micro-batch's cells / this."""
+    """Cells of the whole optimizer update over all ranks; the loss is a *sum* over the
+    micro-batch's cells / this."""
     update: int
     """Index of the optimizer update within the logical batch, 0..updates_per_batch-1."""
     version: int
-    """Trainer's published version (= RL step in progress); staleness of a block = version - block.version."""
+    """Trainer's published version (= RL step in progress); staleness of a block = version -
+    block.version."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TrainBatch:
         """The batch with every tensor on `device` (Lightning's batch transfer calls this)."""
@@ -154,5 +175,8 @@ def move(value: _T, device: torch.device | str, non_blocking: bool = False) -> _
     if isinstance(value, tuple):
         return tuple(move(item, device, non_blocking) for item in value)  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: move(getattr(value, f.name), device, non_blocking) for f in fields(value)})
+        return replace(
+            value,
+            **{f.name: move(getattr(value, f.name), device, non_blocking) for f in fields(value)},
+        )
     return value

@@ -36,7 +36,11 @@ def grpo(policy: ToyPolicy, **changes: Any) -> GRPO:
 
 
 def rl_steps(
-    module: PolicyModule, policy: ToyPolicy, reward: Callable[[Tensor], Tensor], count: int, samples: int = 24
+    module: PolicyModule,
+    policy: ToyPolicy,
+    reward: Callable[[Tensor], Tensor],
+    count: int,
+    samples: int = 24,
 ) -> list[float]:
     """`count` RL steps without a Trainer, one update each; mean reward of every step's rollouts."""
     optimizer = module.configure_optimizers()
@@ -45,7 +49,9 @@ def rl_steps(
     curve = []
     for step in range(count):
         with module.rollout_weights():
-            blocks = roll(policy, module.sde, module.train_steps, 5, 2, samples, step=step, version=step)
+            blocks = roll(
+                policy, module.sde, module.train_steps, 5, 2, samples, step=step, version=step
+            )
         finals = torch.stack([block.final for block in blocks if block.final is not None])
         rewards = reward(finals)
         curve.append(float(rewards.mean()))
@@ -56,9 +62,12 @@ def rl_steps(
 
 
 class RollingData(pl.LightningDataModule):
-    """Rolls out with the module's present weights at the start of every epoch; `cut` makes the micro-batches."""
+    """Rolls out with the module's present weights at the start of every epoch; `cut` makes the
+    micro-batches."""
 
-    def __init__(self, policy: ToyPolicy, cut: Callable[[list[Any], Tensor, int], Sequence[TrainBatch]]) -> None:
+    def __init__(
+        self, policy: ToyPolicy, cut: Callable[[list[Any], Tensor, int], Sequence[TrainBatch]]
+    ) -> None:
         super().__init__()
         self.policy, self.cut = policy, cut
 
@@ -66,7 +75,9 @@ class RollingData(pl.LightningDataModule):
         assert self.trainer is not None
         step = self.trainer.current_epoch
         blocks = roll(self.policy, step=step, version=step)
-        rewards = torch.stack([-(block.final - 1.0).square().flatten(1).mean(1) for block in blocks])
+        rewards = torch.stack(
+            [-(block.final - 1.0).square().flatten(1).mean(1) for block in blocks]
+        )
         items = list(self.cut(blocks, rewards, step))
         return torch.utils.data.DataLoader(items, batch_size=None, collate_fn=None)  # type: ignore[arg-type]
 

@@ -1,7 +1,8 @@
-"""A non-finite number on order: a callback that spoils one trainer rank's micro-batches at chosen RL steps.
+"""A non-finite number on order: a callback that spoils one trainer rank's micro-batches at chosen
+RL steps.
 
-In a configuration: `+callbacks.poison={_target_: tests.algorithms.poison.Poison, what: ratio, rank: 1, steps: [1, 3]}`
-with `allow_targets=[tests]`.
+In a configuration: `+callbacks.poison={_target_: tests.algorithms.poison.Poison, what: ratio, rank:
+1, steps: [1, 3]}` with `allow_targets=[tests]`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Poison(pl.Callback):
             self._now = batch.version in self._steps
             return honest(self._spoil(batch) if self._now else batch, batch_idx)
 
-        def spoilt_advantage(rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
+        def spoilt_advantage(
+            rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+        ) -> Advantages:
             made = advantage(rewards, weights)
             return replace(made, values=made.values * torch.nan) if self._now else made
 
@@ -55,7 +58,9 @@ class Poison(pl.Callback):
             pl_module.advantage = spoilt_advantage  # type: ignore[assignment]
         if self._what == "gradient":
             parameter: Any = next(iter(pl_module.policy.trained_parameters().values()))
-            parameter.register_hook(lambda gradient: gradient * torch.nan if self._now else gradient)
+            parameter.register_hook(
+                lambda gradient: gradient * torch.nan if self._now else gradient
+            )
 
 
 def _infinite_reward(batch: TrainBatch) -> TrainBatch:
@@ -65,7 +70,9 @@ def _infinite_reward(batch: TrainBatch) -> TrainBatch:
             table[block.group, block.first_sample] = torch.inf
         return table
 
-    return replace(batch, rewards={name: with_infinity(table) for name, table in batch.rewards.items()})
+    return replace(
+        batch, rewards={name: with_infinity(table) for name, table in batch.rewards.items()}
+    )
 
 
 def _overflowing_ratio(batch: TrainBatch) -> TrainBatch:

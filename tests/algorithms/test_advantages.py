@@ -53,14 +53,16 @@ def check_equal_rewards(advantages: Callable[[Tensor], Tensor], exactly: bool) -
 
 @pytest.mark.parametrize("advantage", VARIANTS)
 def test_equal_rewards_give_exactly_zero(advantage: Advantage) -> None:
-    """Check 15: the mean of eight fp32 0.1 is not 0.1; the advantage is 0 all the same, and the group is counted."""
+    """Check 15: the mean of eight fp32 0.1 is not 0.1; the advantage is 0 all the same, and the
+    group is counted."""
     check_equal_rewards(lambda table: values(advantage, table), exactly=not advantage.renormalise)
     table = torch.cat([torch.full((1, 3), 0.1), rewards(1, 3)])
     assert advantage({"r": table}, {"r": 1.0}).zero_variance.tolist() == [True, False]
 
 
 def test_check_15_can_fail() -> None:
-    """The usual formula with DanceGRPO's 1e-8 turns the rounding of a mean into an advantage (trap T15)."""
+    """The usual formula with DanceGRPO's 1e-8 turns the rounding of a mean into an advantage (trap
+    T15)."""
 
     def usual(table: Tensor) -> Tensor:
         return (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True) + 1e-8)
@@ -77,7 +79,9 @@ def test_singleton_groups_are_zero_without_nan(advantage: Advantage) -> None:
 
 def check_std_choice(group: Callable[[Tensor], Tensor], samples: int, unbiased: bool) -> None:
     table = rewards(3, samples)
-    expected = (table - table.mean(1, keepdim=True)) / (table.std(1, keepdim=True, unbiased=unbiased) + 1e-4)
+    expected = (table - table.mean(1, keepdim=True)) / (
+        table.std(1, keepdim=True, unbiased=unbiased) + 1e-4
+    )
     torch.testing.assert_close(group(table), expected, atol=1e-5, rtol=0)
 
 
@@ -89,12 +93,15 @@ def test_population_or_unbiased_deviation_is_a_choice(samples: int) -> None:
     check_std_choice(lambda t: values(unbiased, t), samples, True)
     with pytest.raises(AssertionError):
         check_std_choice(lambda t: values(unbiased, t), samples, False)
-    factor = float((values(population, rewards(1, samples)) / values(unbiased, rewards(1, samples))).mean())
+    factor = float(
+        (values(population, rewards(1, samples)) / values(unbiased, rewards(1, samples))).mean()
+    )
     assert factor == pytest.approx((samples / (samples - 1)) ** 0.5, rel=1e-3)
 
 
 def test_batch_std_is_invariant_to_permutation() -> None:
-    """Check 15: one table of all rewards, so shards cannot matter; the group std would differ between groups."""
+    """Check 15: one table of all rewards, so shards cannot matter; the group std would differ
+    between groups."""
     advantage, table = Advantage(std="batch"), rewards()
     order = torch.randperm(5, generator=torch.Generator().manual_seed(1))
     assert torch.equal(values(advantage, table[order]), values(advantage, table)[order])
@@ -106,7 +113,8 @@ def test_batch_std_is_invariant_to_permutation() -> None:
 
 @pytest.mark.parametrize("advantage", VARIANTS)
 def test_group_advantages_do_not_change_when_other_groups_complete(advantage: Advantage) -> None:
-    """I3 and GAP: a group's advantage is known as soon as the group is, unless `needs_whole_batch` says otherwise."""
+    """I3 and GAP: a group's advantage is known as soon as the group is, unless `needs_whole_batch`
+    says otherwise."""
     table = rewards()
     partial = table.clone()
     partial[3:] = NAN
@@ -119,7 +127,9 @@ def test_max_group_std_and_leave_one_out() -> None:
     table = rewards()
     centred = table - table.mean(1, keepdim=True)
     largest = values(Advantage(std="max_group"), table)
-    torch.testing.assert_close(largest, centred / (table.std(1, unbiased=False).max() + 1e-4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        largest, centred / (table.std(1, unbiased=False).max() + 1e-4), atol=1e-5, rtol=0
+    )
     others = (table.sum(1, keepdim=True) - table) / 5
     rloo = values(Advantage(std="none", baseline="leave_one_out"), table)
     torch.testing.assert_close(rloo, table - others, atol=1e-6, rtol=0)
@@ -132,11 +142,14 @@ def test_missing_rewards_take_no_part() -> None:
     for advantage in VARIANTS:
         got = values(advantage, table)
         assert float(got[0, 2]) == 0.0
-        torch.testing.assert_close(got[:, present], values(advantage, table[:, present]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            got[:, present], values(advantage, table[:, present]), atol=1e-6, rtol=0
+        )
 
 
 def test_weighted_sum_and_per_reward_normalisation_differ() -> None:
-    """Section 2: a sum of raw rewards lets the widest reward rule; per-reward normalisation does not."""
+    """Section 2: a sum of raw rewards lets the widest reward rule; per-reward normalisation does
+    not."""
     wide, narrow = 100 * rewards(seed=1), 0.01 * rewards(seed=2)
     table, weights = {"wide": wide, "narrow": narrow}, {"wide": 1.0, "narrow": 1.0}
     summed = Advantage()(table, weights).values
@@ -144,8 +157,12 @@ def test_weighted_sum_and_per_reward_normalisation_differ() -> None:
     each = replace(Advantage(combine="per_reward"), clip=None)(table, weights).values
     expected = values(Advantage(), wide) + values(Advantage(), narrow)
     torch.testing.assert_close(each, expected, atol=1e-5, rtol=0)
-    gdpo = replace(Advantage(combine="per_reward", renormalise=True), clip=None)(table, weights).values
-    torch.testing.assert_close(gdpo, expected / (expected.std(unbiased=False) + 1e-4), atol=1e-4, rtol=0)
+    gdpo = replace(Advantage(combine="per_reward", renormalise=True), clip=None)(
+        table, weights
+    ).values
+    torch.testing.assert_close(
+        gdpo, expected / (expected.std(unbiased=False) + 1e-4), atol=1e-4, rtol=0
+    )
 
 
 def test_evaluation_rewards_are_not_optimised() -> None:
@@ -161,18 +178,22 @@ def test_clip_bounds_and_can_be_off() -> None:
 
 
 def test_best_and_worst_selection() -> None:
-    """DanceGRPO: advantages on all samples first, then the k best and k worst; the group's weight stays."""
+    """DanceGRPO: advantages on all samples first, then the k best and k worst; the group's weight
+    stays."""
     table = rewards(3, 8)
     everything = values(Advantage(clip=None), table)
     got = values(Advantage(clip=None, best_and_worst=2), table)
     ranks = table.argsort(1).argsort(1)
     keep = (ranks < 2) | (ranks >= 6)
     assert torch.equal(got != 0, keep)
-    torch.testing.assert_close(got, torch.where(keep, everything * 8 / 4, torch.zeros_like(everything)))
+    torch.testing.assert_close(
+        got, torch.where(keep, everything * 8 / 4, torch.zeros_like(everything))
+    )
 
 
 def check_clip_before_scaling(advantage: Callable[[Tensor], Tensor]) -> None:
-    """Gaussian rewards, 4 + 4 of 24: no advantage of a group exceeds sqrt(23) < 5, so none is cut."""
+    """Gaussian rewards, 4 + 4 of 24: no advantage of a group exceeds sqrt(23) < 5, so none is
+    cut."""
     table = torch.randn(200, 24, generator=torch.Generator().manual_seed(0))
     everything = values(Advantage(clip=None), table)
     ranks = table.argsort(1).argsort(1)
@@ -181,7 +202,8 @@ def check_clip_before_scaling(advantage: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_advantages_are_clipped_before_the_kept_ones_are_scaled() -> None:
-    """DanceGRPO clamps what it has normalised; scaling comes with the mean over the kept samples."""
+    """DanceGRPO clamps what it has normalised; scaling comes with the mean over the kept
+    samples."""
     selection = Advantage(best_and_worst=4)
     check_clip_before_scaling(lambda table: values(selection, table))
     with pytest.raises(AssertionError):
@@ -199,7 +221,10 @@ def test_advantages_are_clipped_before_the_kept_ones_are_scaled() -> None:
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_a_sample_that_lacks_one_reward_leaves_every_statistic(renormalise: bool) -> None:
     """Per-reward normalisation: as if the sample had not been drawn."""
-    advantage, weights = Advantage(combine="per_reward", renormalise=renormalise), {"a": 1.0, "b": 0.5}
+    advantage, weights = (
+        Advantage(combine="per_reward", renormalise=renormalise),
+        {"a": 1.0, "b": 0.5},
+    )
     table = {"a": rewards(3, 6, seed=1), "b": rewards(3, 6, seed=2)}
     table["b"][:, 2] = NAN
     table["a"][:, 2] = 100.0

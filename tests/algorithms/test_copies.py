@@ -87,11 +87,15 @@ def test_a_swap_between_forward_and_backward_leaves_gradients_alone() -> None:
     own, copy = parameters(), ParameterCopy()
     copy.load_state_dict({name: torch.zeros(3, 2) for name in own})
     x = torch.ones(2, 3)
-    reference = torch.autograd.grad((x @ own["a"] @ own["b"].T).square().sum(), [own["a"], own["b"]])
+    reference = torch.autograd.grad(
+        (x @ own["a"] @ own["b"].T).square().sum(), [own["a"], own["b"]]
+    )
     loss = (x @ own["a"] @ own["b"].T).square().sum()
     with torch.no_grad(), copy.swapped(own):
         assert float((x @ own["a"]).sum()) == 0.0
-    for got, expected in zip(torch.autograd.grad(loss, [own["a"], own["b"]]), reference, strict=True):
+    for got, expected in zip(
+        torch.autograd.grad(loss, [own["a"], own["b"]]), reference, strict=True
+    ):
         assert torch.equal(got, expected)
 
 

@@ -53,15 +53,20 @@ def test_loss_is_log_two_at_the_reference() -> None:
     assert float(loss.detach()) == pytest.approx(math.log(2.0), abs=1e-6)
 
 
-def margins(policy: ToyPolicy, before: list[tuple[float, float]], blocks: list[CellBlock]) -> list[float]:
+def margins(
+    policy: ToyPolicy, before: list[tuple[float, float]], blocks: list[CellBlock]
+) -> list[float]:
     """How much the worst sample's error rose against the best one's, per group."""
     after = [errors(policy, block) for block in blocks]
-    return [(worse[1] - worse[0]) - (old[1] - old[0]) for worse, old in zip(after, before, strict=True)]
+    return [
+        (worse[1] - worse[0]) - (old[1] - old[0]) for worse, old in zip(after, before, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_training_prefers_the_best_sample_of_a_group(sign: float) -> None:
-    """Check 14: e_w falls against e_l; with the rewards negated the pair swaps and the direction flips."""
+    """Check 14: e_w falls against e_l; with the rewards negated the pair swaps and the direction
+    flips."""
     policy = ToyPolicy()
     blocks = blocks_of(policy)
     before = [errors(policy, block) for block in blocks]
@@ -78,7 +83,11 @@ def test_ties_have_no_gradient() -> None:
     policy = ToyPolicy()
     module = dpo(policy)
     module.training_step(batch(blocks_of(policy), torch.full((2, 4), 0.5)), 0).backward()
-    assert all(float(p.grad.abs().max()) == 0.0 for p in policy.trained_parameters().values() if p.grad is not None)
+    assert all(
+        float(p.grad.abs().max()) == 0.0
+        for p in policy.trained_parameters().values()
+        if p.grad is not None
+    )
 
 
 def test_reference_is_refreshed_when_due() -> None:

@@ -18,7 +18,10 @@ def test_a_dump_holds_the_whole_micro_batch_and_is_bounded(tmp_path: Path) -> No
     for version in range(4):
         dump(batch(blocks, version=version), "gradient norm is nan")
     folders = sorted((tmp_path / "skipped").iterdir())
-    assert [folder.name for folder in folders] == ["rank0-version0-update0", "rank0-version1-update0"]
+    assert [folder.name for folder in folders] == [
+        "rank0-version0-update0",
+        "rank0-version1-update0",
+    ]
     tensors = load_file(folders[0] / "batch.safetensors")
     assert torch.equal(tensors["1/latents"], blocks[1].latents)
     assert torch.equal(tensors["0/log_probs"], blocks[0].log_probs)

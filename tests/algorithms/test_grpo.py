@@ -1,5 +1,5 @@
-"""The LightningModule: scaling, safety, metrics, checkpoints. Checks 2, 17, 22 of docs/algorithms.md and I3, I4,
-I5."""
+"""The LightningModule: scaling, safety, metrics, checkpoints. Checks 2, 17, 22 of
+docs/algorithms.md and I3, I4, I5."""
 
 from __future__ import annotations
 
@@ -63,14 +63,16 @@ def moved() -> tuple[ToyPolicy, list[CellBlock], Tensor]:
     blocks = roll(policy, storage=torch.float64, sigmas=static_grid(6, 3.0).double())
     with torch.no_grad():
         for parameter in policy.trained_parameters().values():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+            parameter.add_(
+                0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+            )
     return policy, blocks, torch.rand(2, 4, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("surrogate", [Clipped(), Guard(), FlowDPPO(1e-4)])
 def test_gradient_does_not_depend_on_how_cells_are_cut(surrogate: object, moved: tuple) -> None:
-    """Check 17, I3, I5: K micro-batches of unequal size == one big mean; each divided by the update's own
-    denominator."""
+    """Check 17, I3, I5: K micro-batches of unequal size == one big mean; each divided by the
+    update's own denominator."""
     policy, blocks, rewards = moved
     module = grpo(policy, surrogate=surrogate, kl_weight=0.1)
     whole = gradient(module, [batch(blocks, rewards)])
@@ -82,10 +84,19 @@ def test_gradient_does_not_depend_on_how_cells_are_cut(surrogate: object, moved:
         rows_of(blocks[1], 0, 1),
         rows_of(steps_of(blocks[0], 0, 2), 3, 4),
     ]
-    cut = [batch([parts[0]], rewards, cells), batch(parts[1:3], rewards, cells), batch(parts[3:], rewards, cells)]
+    cut = [
+        batch([parts[0]], rewards, cells),
+        batch(parts[1:3], rewards, cells),
+        batch(parts[3:], rewards, cells),
+    ]
     torch.testing.assert_close(gradient(module, cut), whole, atol=1e-12, rtol=0)
-    own = [replace(item, denominator=float(sum(b.samples * len(b.steps) for b in item.blocks))) for item in cut]
-    mean_of_means = gradient(module, own) / len(own)  # sensitivity: a fragment's own denominator is another gradient
+    own = [
+        replace(item, denominator=float(sum(b.samples * len(b.steps) for b in item.blocks)))
+        for item in cut
+    ]
+    mean_of_means = gradient(module, own) / len(
+        own
+    )  # sensitivity: a fragment's own denominator is another gradient
     assert not torch.allclose(mean_of_means, whole, atol=1e-4)
 
 
@@ -114,8 +125,9 @@ def test_gradient_equals_the_formula(moved: tuple) -> None:
 
 @pytest.mark.parametrize("kind", ["std", "longcat"])
 def test_losses_are_weighed_step_by_step(kind: str, moved: tuple) -> None:
-    """std: the policy loss by std/sqrt(h), the KL not at all; longcat: by sqrt(s/(1-d))/sqrt(h), the KL by its square,
-    the first step's d being sigmas[1]. Together they differ by the noise level alone."""
+    """std: the policy loss by std/sqrt(h), the KL not at all; longcat: by sqrt(s/(1-d))/sqrt(h),
+    the KL by its square, the first step's d being sigmas[1]. Together they differ by the noise
+    level alone."""
     policy, blocks, rewards = moved
     weighed = grpo(policy, kl_weight=0.1, step_weight=kind)
     total = torch.zeros_like(gradient(weighed, [batch(blocks, rewards)]))
@@ -127,7 +139,11 @@ def test_losses_are_weighed_step_by_step(kind: str, moved: tuple) -> None:
             w = (sigma / (1 - guard) / (sigma - following)) ** 0.5
             policy_part = gradient(grpo(policy), cells)
             kl_part = gradient(grpo(policy, kl_weight=0.1), cells) - policy_part
-            total += 0.7 * w * policy_part + kl_part if kind == "std" else w * policy_part + w**2 * kl_part
+            total += (
+                0.7 * w * policy_part + kl_part
+                if kind == "std"
+                else w * policy_part + w**2 * kl_part
+            )
     got = gradient(weighed, [batch(blocks, rewards, 40.0)])
     torch.testing.assert_close(got, total, atol=1e-10, rtol=1e-8)
 
@@ -148,12 +164,14 @@ def test_effective_samples_are_kishs_share_of_joint_ratios() -> None:
 
 
 def test_a_block_of_weight_zero_changes_nothing_even_if_it_holds_nan(moved: tuple) -> None:
-    """A rank without cells still runs the forward passes (collectives), and contributes exactly 0."""
+    """A rank without cells still runs the forward passes (collectives), and contributes exactly
+    0."""
     policy, blocks, rewards = moved
     module = grpo(policy, surrogate=Guard(), kl_weight=0.1)
     alone = gradient(module, [batch(blocks[:1], rewards, 40.0)])
     nan = {
-        name: torch.full_like(getattr(blocks[1], name), float("nan")) for name in ("latents", "next_latents", "means")
+        name: torch.full_like(getattr(blocks[1], name), float("nan"))
+        for name in ("latents", "next_latents", "means")
     }
     dropped = replace(blocks[1], weight=0.0, **nan)
     calls = policy.calls
@@ -184,7 +202,8 @@ def test_the_stored_log_prob_is_the_old_one(moved: tuple) -> None:
 
 
 def test_clip_fraction_after_one_step() -> None:
-    """Check 22: after an optimizer step the ratio is not 1: clip_fraction > 0 for c = 1e-5 and 0 for a large c."""
+    """Check 22: after an optimizer step the ratio is not 1: clip_fraction > 0 for c = 1e-5 and 0
+    for a large c."""
     found = {}
     for clip in (1e-5, 0.9):
         policy = ToyPolicy()
@@ -215,12 +234,14 @@ def two_updates(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[Tra
 
 
 def test_trainer_sees_right_metrics_and_an_exact_first_ratio() -> None:
-    """Metrics reach callbacks at the end of their own RL step, averaged over samples, not over micro-batches."""
+    """Metrics reach callbacks at the end of their own RL step, averaged over samples, not over
+    micro-batches."""
     policy = ToyPolicy()
     module = grpo(policy, updates_per_batch=2, kl_weight=0.01, clip_range=0.3)
     trainer, steps = fit(module, policy, two_updates, epochs=3, accumulate=2)
     assert trainer.global_step == 6
-    # rows 0..2 and row 3 have another geometry than the rollout's four rows: rounding, but within the bound
+    # rows 0..2 and row 3 have another geometry than the rollout's four rows: rounding, but within
+    # the bound
     assert module.first_ratio_max_dev is not None
     assert module.first_ratio_max_dev <= 1e-5
     assert len(steps) == 3
@@ -242,11 +263,19 @@ def test_first_ratio_above_the_bound_stops_the_run_before_any_update() -> None:
     before = [p.detach().clone() for p in policy.trained_parameters().values()]
 
     def wrong_sigmas(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
-        return [batch([replace(block, sigmas=static_grid(5, 3.01)) for block in blocks], rewards, version=step)]
+        return [
+            batch(
+                [replace(block, sigmas=static_grid(5, 3.01)) for block in blocks],
+                rewards,
+                version=step,
+            )
+        ]
 
     with pytest.raises(RuntimeError, match=r"before the first optimizer step is .* above 1e-05"):
         fit(module, policy, wrong_sigmas)
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,10 +284,15 @@ def test_first_ratio_above_the_bound_stops_the_run_before_any_update() -> None:
         (
             torch.float32,
             3e-4,
-            r"is 0\.0003, above 1e-05 \(99\.9% quantile 0\.0003, computed in float32\).*equal weights",
+            r"is 0\.0003, above 1e-05 \(99\.9% quantile 0\.0003, computed in float32\).*equal "
+            r"weights",
         ),
         (torch.bfloat16, 3e-4, None),
-        (torch.bfloat16, 4e-3, r"above 0\.001 \(99\.9% quantile 0\.004\d*, computed in bfloat16\).*ratio_bound=0\.008"),
+        (
+            torch.bfloat16,
+            4e-3,
+            r"above 0\.001 \(99\.9% quantile 0\.004\d*, computed in bfloat16\).*ratio_bound=0\.008",
+        ),
     ],
 )
 def test_the_bound_is_that_of_the_dtype_that_forwards_compute_in(
@@ -269,7 +303,11 @@ def test_the_bound_is_that_of_the_dtype_that_forwards_compute_in(
     policy.dtype = dtype
 
     def shifted(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
-        return [batch([replace(b, log_probs=b.log_probs - shift) for b in blocks], rewards, version=step)]
+        return [
+            batch(
+                [replace(b, log_probs=b.log_probs - shift) for b in blocks], rewards, version=step
+            )
+        ]
 
     module = grpo(policy)
     if message is None:
@@ -288,13 +326,18 @@ def test_a_trained_parameter_without_gradient_stops_the_run_before_any_update() 
     def whole(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
         return [batch(blocks, rewards, version=step)]
 
-    with pytest.raises(RuntimeError, match=r"1 of 5 trained parameters got no gradient .*first: unread"):
+    with pytest.raises(
+        RuntimeError, match=r"1 of 5 trained parameters got no gradient .*first: unread"
+    ):
         fit(grpo(policy), policy, whole)
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True)
+    )
 
 
 def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop() -> None:
-    """Bad input: the update is an exact no-op (no decay, no optimizer state), the batch is dumped, the third raises."""
+    """Bad input: the update is an exact no-op (no decay, no optimizer state), the batch is dumped,
+    the third raises."""
     policy = ToyPolicy()
     module = grpo(policy, ema=Ema(0.9, 1))
     dumped: list[str] = []
@@ -311,7 +354,9 @@ def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop() -> N
         fit(module, policy, poisoned, epochs=9)
     assert len(dumped) == 4
     assert all(bool(torch.isfinite(value).all()) for value in weights[-1])
-    same = [all(torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in pairwise(weights)]
+    same = [
+        all(torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in pairwise(weights)
+    ]
     assert same == [False, True, False, True, True]
     assert module.ema is not None
     assert module.ema.steps == 2
@@ -329,7 +374,9 @@ def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) ->
     path = tmp_path / "run.ckpt"
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
-    assert set(saved["state_dict"]) == {f"policy.transformer.{name}" for name in policy.trained_parameters()}
+    assert set(saved["state_dict"]) == {
+        f"policy.transformer.{name}" for name in policy.trained_parameters()
+    }
     assert module.first_ratio_max_dev == 0.0
     fresh_policy = ToyPolicy()
     fresh = grpo(fresh_policy, ema=Ema(0.9, 1))

@@ -1,4 +1,5 @@
-"""Check 21: every algorithm raises a toy reward in 50 RL steps, and lowers it when the sign of A is flipped."""
+"""Check 21: every algorithm raises a toy reward in 50 RL steps, and lowers it when the sign of A is
+flipped."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
-from digenrl.algorithms.surrogates import CISPO, TOPR, Clipped, DecoupledPPO, FlowDPPO, Guard, TruncatedIS
+from digenrl.algorithms.surrogates import (
+    CISPO,
+    TOPR,
+    Clipped,
+    DecoupledPPO,
+    FlowDPPO,
+    Guard,
+    TruncatedIS,
+)
 from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE
 from digenrl.diffusion.steps import Window
 from tests.algorithms.fit import grpo, rl_steps
@@ -41,19 +50,26 @@ CORRECTIONS = ("decoupled", "truncated_is", "cispo", "topr", "kl")
 
 
 def gain(name: str, sign: float, count: int) -> float:
-    """Rise of the mean reward -(x0-1)^2 from the first 5 RL steps to the last 5, when `sign` times it is optimised."""
+    """Rise of the mean reward -(x0-1)^2 from the first 5 RL steps to the last 5, when `sign` times
+    it is optimised."""
     torch.set_num_threads(1)
     policy = ToyPolicy(latent_shape=(1, 1))
 
     def reward(final: Tensor) -> Tensor:
         return -sign * (final - 1.0).square().flatten(2).mean(2)
 
-    curve = [sign * value for value in rl_steps(MAKERS[name](policy), policy, reward, count, samples=12)]
+    curve = [
+        sign * value for value in rl_steps(MAKERS[name](policy), policy, reward, count, samples=12)
+    ]
     return sum(curve[-5:]) / 5 - sum(curve[:5]) / 5
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in CORRECTIONS else ()) for name in sorted(MAKERS)]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in CORRECTIONS else ())
+        for name in sorted(MAKERS)
+    ],
 )
 def test_reward_rises(name: str) -> None:
     assert gain(name, 1.0, 50 if name == "dpo" else 25) > 0.3

@@ -26,7 +26,8 @@ def test_ranks_with_unequal_counts_agree_on_the_mean() -> None:
     sent: list[list[Tensor]] = []
 
     def exchange(mine: Tensor, group: object) -> list[Tensor]:
-        """Stands for the network: keeps what a rank sends, and answers with what both have sent in that place."""
+        """Stands for the network: keeps what a rank sends, and answers with what both have sent in
+        that place."""
         sent[-1].append(mine)
         return [rank[len(sent[-1]) - 1] for rank in sent]
 

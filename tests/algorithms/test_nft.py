@@ -41,8 +41,8 @@ def gradient(module: NFT, item: TrainBatch) -> Tensor:
 
 
 def test_schedules_of_verl_omni() -> None:
-    """copy; linear_to_0_5: min(0.001*step, 0.5); delayed_linear_to_0_999: 0 before 75, then 0.0075 a step up to
-    0.999."""
+    """copy; linear_to_0_5: min(0.001*step, 0.5); delayed_linear_to_0_999: 0 before 75, then 0.0075
+    a step up to 0.999."""
     assert OldPolicySchedule(ceiling=0.0).decay(1000) == 0.0
     assert OldPolicySchedule().decay(100) == pytest.approx(0.1)
     assert OldPolicySchedule().decay(900) == 0.5
@@ -80,12 +80,20 @@ def test_noise_is_keyed_so_that_the_cut_does_not_matter() -> None:
     module.on_train_start()
     rewards = torch.rand(2, 4, generator=torch.Generator().manual_seed(5))
     whole = gradient(module, batch(blocks, rewards))
-    cut = [rows_of(blocks[1], 0, 1), rows_of(blocks[1], 1, 4), steps_of(blocks[0], 0, 2), steps_of(blocks[0], 2, 3)]
-    torch.testing.assert_close(gradient(module, batch(cut, rewards, 24.0)), whole, atol=1e-6, rtol=1e-4)
+    cut = [
+        rows_of(blocks[1], 0, 1),
+        rows_of(blocks[1], 1, 4),
+        steps_of(blocks[0], 0, 2),
+        steps_of(blocks[0], 2, 3),
+    ]
+    torch.testing.assert_close(
+        gradient(module, batch(cut, rewards, 24.0)), whole, atol=1e-6, rtol=1e-4
+    )
 
 
 def test_old_policy_generates_and_follows_after_the_batch() -> None:
-    """Rollouts use the old policy: a copy that follows after the last update of an RL step, by its schedule."""
+    """Rollouts use the old policy: a copy that follows after the last update of an RL step, by its
+    schedule."""
     policy = ToyPolicy()
     module = nft(policy, old_policy=OldPolicySchedule(ramp=1.0, ceiling=0.75), updates_per_batch=2)
     start = {name: value.detach().clone() for name, value in policy.trained_parameters().items()}
@@ -97,16 +105,26 @@ def test_old_policy_generates_and_follows_after_the_batch() -> None:
             unchanged = module.rollout_parameters()
             assert all(torch.equal(old[name], unchanged[name]) for name in old)
             optimizer.zero_grad()
-            module.training_step(batch(blocks_of(policy, version), update=update, version=version), update).backward()
+            module.training_step(
+                batch(blocks_of(policy, version), update=update, version=version), update
+            ).backward()
             optimizer.step()
         for name, value in module.rollout_parameters().items():
             now = policy.trained_parameters()[name].detach()
-            torch.testing.assert_close(value, expected_decay * old[name] + (1 - expected_decay) * now)
+            torch.testing.assert_close(
+                value, expected_decay * old[name] + (1 - expected_decay) * now
+            )
             assert not torch.equal(now, start[name])
     with module.rollout_weights():
-        inside = {name: value.detach().clone() for name, value in policy.trained_parameters().items()}
-    assert all(torch.equal(inside[name], value) for name, value in module.rollout_parameters().items())
-    assert any(not torch.equal(inside[name], value) for name, value in policy.trained_parameters().items())
+        inside = {
+            name: value.detach().clone() for name, value in policy.trained_parameters().items()
+        }
+    assert all(
+        torch.equal(inside[name], value) for name, value in module.rollout_parameters().items()
+    )
+    assert any(
+        not torch.equal(inside[name], value) for name, value in policy.trained_parameters().items()
+    )
 
 
 def test_old_policy_survives_a_restart(tmp_path: Any) -> None:

@@ -1,4 +1,5 @@
-"""A non-finite number on one of two trainer ranks: both skip the update, and three in a row stop the run."""
+"""A non-finite number on one of two trainer ranks: both skip the update, and three in a row stop
+the run."""
 
 from __future__ import annotations
 
@@ -15,11 +16,16 @@ from tests.training import fork_command
 pytestmark = pytest.mark.processes
 
 POISONED = (1, 3, 4, 5)
-CAUSES = ["gradient", *(pytest.param(what, marks=pytest.mark.slow) for what in ("reward", "advantage", "ratio"))]
+CAUSES = [
+    "gradient",
+    *(pytest.param(what, marks=pytest.mark.slow) for what in ("reward", "advantage", "ratio")),
+]
 
 
 @pytest.mark.parametrize("what", CAUSES)
-def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(tmp_path: Path, what: str) -> None:
+def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(
+    tmp_path: Path, what: str
+) -> None:
     words = [
         *TINY,
         "max_rl_steps=9",
@@ -28,7 +34,8 @@ def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(
         "callbacks.checkpoint.every=1",
         "allow_targets=[tests]",
         f"output_root={tmp_path}",
-        f"+callbacks.poison={{_target_: tests.algorithms.poison.Poison, what: {what}, rank: 1, steps: {[*POISONED]}}}",
+        f"+callbacks.poison={{_target_: tests.algorithms.poison.Poison, what: {what}, rank: 1, "
+        f"steps: {[*POISONED]}}}",
     ]
     train = fork_command(tmp_path / "train", words)
     assert train.finish() == 1, train.stderr
@@ -41,10 +48,14 @@ def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     digests = {event["version"]: event["digest"] for event in events if event["kind"] == "publish"}
     unchanged = [digests[version + 1] == digests[version] for version in range(max(digests))]
-    assert unchanged == [step in POISONED for step in range(5)]  # version 5 is the last that was published
+    assert unchanged == [
+        step in POISONED for step in range(5)
+    ]  # version 5 is the last that was published
 
     dumped = sorted(path.name for path in (run_dir / "skipped").iterdir())
-    assert dumped == [f"rank{rank}-version{step}-update0" for rank in (0, 1) for step in POISONED[:3]]
+    assert dumped == [
+        f"rank{rank}-version{step}-update0" for rank in (0, 1) for step in POISONED[:3]
+    ]
     reason = json.loads((run_dir / "skipped" / dumped[-1] / "batch.json").read_text())["reason"]
     assert "skipped on all ranks, no weight changed" in reason
 

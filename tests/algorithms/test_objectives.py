@@ -1,4 +1,5 @@
-"""Losses against closed forms: docs/algorithms.md section 7, checks 2, 9 to 14, each with mutations."""
+"""Losses against closed forms: docs/algorithms.md section 7, checks 2, 9 to 14, each with
+mutations."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def cells_at(steps: list[list[int]], drift: float, clip: float = 1e-2, a: float = 0.7) -> tuple[Cells, Tensor, Tensor]:
-    """Cells [b, K] whose rows sit at `steps`, with velocities moved by `drift`; also the velocity leaf and the noise
-    z."""
+def cells_at(
+    steps: list[list[int]], drift: float, clip: float = 1e-2, a: float = 0.7
+) -> tuple[Cells, Tensor, Tensor]:
+    """Cells [b, K] whose rows sit at `steps`, with velocities moved by `drift`; also the velocity
+    leaf and the noise z."""
     index = torch.tensor(steps)
     rows, count = index.shape
     sigma, following, guard = step_sigmas(static_grid(10, 3.0).double(), index.flatten())
@@ -59,22 +62,31 @@ def check_policy_gradient(loss_of: Callable[[Cells], Tensor]) -> None:
     cells, leaf, _ = cells_at([[1, 4], [2, 6], [0, 8]], drift=0.0)
     loss = loss_of(cells).mean()
     assert float(loss.detach()) == pytest.approx(-float(cells.advantages.mean()), abs=1e-14)
-    (expected,) = torch.autograd.grad(-(cells.advantages * cells.log_prob).mean(), leaf, retain_graph=True)
+    (expected,) = torch.autograd.grad(
+        -(cells.advantages * cells.log_prob).mean(), leaf, retain_graph=True
+    )
     (got,) = torch.autograd.grad(loss, leaf, allow_unused=True)
     torch.testing.assert_close(got, expected, atol=1e-14, rtol=0)
 
 
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
-    """Check 2: at ratio 1 the loss is -mean(A) and its gradient -mean(A * dlogp/dtheta), clip inactive."""
+    """Check 2: at ratio 1 the loss is -mean(A) and its gradient -mean(A * dlogp/dtheta), clip
+    inactive."""
     check_policy_gradient(Clipped().loss)
     with pytest.raises(AssertionError):  # the right value by a gradient of twice the size
         check_policy_gradient(lambda cells: Clipped().loss(cells) * cells.ratio)
     with pytest.raises(AssertionError):  # the ratio of another step's log-prob
         check_policy_gradient(
-            lambda cells: -cells.advantages * (cells.log_prob - cells.log_prob.detach().flip(1)).exp()
+            lambda cells: (
+                -cells.advantages * (cells.log_prob - cells.log_prob.detach().flip(1)).exp()
+            )
         )
-    with pytest.raises(RuntimeError, match="does not require grad"):  # a detached ratio teaches nothing
-        check_policy_gradient(lambda cells: objectives.clipped_surrogate(cells.ratio.detach(), cells.advantages, 0.1))
+    with pytest.raises(
+        RuntimeError, match="does not require grad"
+    ):  # a detached ratio teaches nothing
+        check_policy_gradient(
+            lambda cells: objectives.clipped_surrogate(cells.ratio.detach(), cells.advantages, 0.1)
+        )
 
 
 def clip_table(surrogate: Callable[[Tensor, Tensor, float], Tensor]) -> None:
@@ -82,9 +94,13 @@ def clip_table(surrogate: Callable[[Tensor, Tensor, float], Tensor]) -> None:
     ratio = torch.tensor([0.5, 0.5, 1.5, 1.5, 1.05], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
     loss = surrogate(ratio, advantages, 0.1)
-    torch.testing.assert_close(loss.detach(), torch.tensor([-0.5, 0.9, -1.1, 1.5, -1.05], dtype=torch.float64))
+    torch.testing.assert_close(
+        loss.detach(), torch.tensor([-0.5, 0.9, -1.1, 1.5, -1.05], dtype=torch.float64)
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), ratio)
-    torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.0, 0.0, 1.0, -1.0], dtype=torch.float64))
+    torch.testing.assert_close(
+        gradient, torch.tensor([-1.0, 0.0, 0.0, 1.0, -1.0], dtype=torch.float64)
+    )
 
 
 def test_clip_truth_table() -> None:
@@ -94,7 +110,9 @@ def test_clip_truth_table() -> None:
         clip_table(lambda r, a, c: torch.minimum(-a * r, -a * r.clamp(1 - c, 1 + c)))
     with pytest.raises(AssertionError):
         clip_table(lambda r, a, c: -a * r.clamp(1 - c, 1 + c))
-    asymmetric = objectives.clipped_surrogate(torch.tensor([1.5, 0.5]), torch.tensor([1.0, -1.0]), 0.1, 0.3)
+    asymmetric = objectives.clipped_surrogate(
+        torch.tensor([1.5, 0.5]), torch.tensor([1.0, -1.0]), 0.1, 0.3
+    )
     torch.testing.assert_close(asymmetric, torch.tensor([-1.3, 0.9]))
 
 
@@ -102,7 +120,8 @@ def test_clip_truth_table() -> None:
 
 
 def check_kl(kl: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], h_power: int) -> None:
-    """h*(1+a^2/2)^2*mean(dv^2)/(2*a^2*s/(1-s)) for a fixed velocity offset, times h once more for the h-free form."""
+    """h*(1+a^2/2)^2*mean(dv^2)/(2*a^2*s/(1-s)) for a fixed velocity offset, times h once more for
+    the h-free form."""
     steps, a = [1, 3, 5, 8], 0.7
     sigma, following, guard = step_sigmas(static_grid(10, 3.0).double(), torch.tensor(steps))
     x, v, dv = (normal(4, *SHAPE, seed=seed) for seed in (1, 2, 3))
@@ -110,7 +129,13 @@ def check_kl(kl: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], h_power: in
     new = kernel.transition(x, v + dv, sigma, following, guard, next_latents=x)
     base = kernel.transition(x, v, sigma, following, guard, next_latents=x)
     h = sigma - following
-    expected = h * (1 + a**2 / 2) ** 2 * (dv**2).flatten(1).mean(1) / (2 * a**2 * sigma / (1 - sigma)) * h**h_power
+    expected = (
+        h
+        * (1 + a**2 / 2) ** 2
+        * (dv**2).flatten(1).mean(1)
+        / (2 * a**2 * sigma / (1 - sigma))
+        * h**h_power
+    )
     got = kl(new.mean[:, None], base.mean[:, None], new.std[:, None], new.sqrt_h[:, None])[:, 0]
     torch.testing.assert_close(got, expected, atol=1e-13, rtol=1e-12)
     zero = kl(new.mean[:, None], new.mean[:, None], new.std[:, None], new.sqrt_h[:, None])
@@ -118,7 +143,8 @@ def check_kl(kl: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], h_power: in
 
 
 def test_kl_of_a_velocity_offset() -> None:
-    """Check 9: the true Gaussian KL, and Flow-GRPO's, which is h times it; 0 exactly for equal means."""
+    """Check 9: the true Gaussian KL, and Flow-GRPO's, which is h times it; 0 exactly for equal
+    means."""
     check_kl(lambda m, r, std, h: objectives.gaussian_kl(m, r, std * h), 0)
     check_kl(lambda m, r, std, h: objectives.h_free_kl(m, r, std), 1)
     with pytest.raises(AssertionError):
@@ -133,7 +159,9 @@ def test_gaussian_kl_is_torchs() -> None:
     kl = torch.distributions.kl_divergence(
         torch.distributions.Normal(mean, wide), torch.distributions.Normal(reference, wide)
     )
-    torch.testing.assert_close(objectives.gaussian_kl(mean, reference, scale), kl.flatten(2).mean(2))
+    torch.testing.assert_close(
+        objectives.gaussian_kl(mean, reference, scale), kl.flatten(2).mean(2)
+    )
 
 
 # ---- checks 10 and 11
@@ -146,12 +174,17 @@ def check_guard(ratio: Callable[..., Tensor], cells: Cells, z: Tensor) -> None:
 
 
 def test_guard_ratio_per_row() -> None:
-    """Checks 10, 11: exp((log r + bias)*S) == exp(mean(z*(new-old))), with each row's own S where steps are mixed."""
+    """Checks 10, 11: exp((log r + bias)*S) == exp(mean(z*(new-old))), with each row's own S where
+    steps are mixed."""
     cells, _, z = cells_at([[0, 5], [3, 8], [7, 1]], drift=0.3)
     assert cells.old_mean is not None
     check_guard(objectives.guard_ratio, cells, z)
     with pytest.raises(AssertionError):  # verl-omni's batch mean of S (trap T6)
-        check_guard(lambda n, o, m, om, s: objectives.guard_ratio(n, o, m, om, s.mean().expand_as(s)), cells, z)
+        check_guard(
+            lambda n, o, m, om, s: objectives.guard_ratio(n, o, m, om, s.mean().expand_as(s)),
+            cells,
+            z,
+        )
     with pytest.raises(AssertionError):  # no bias term
         check_guard(lambda n, o, m, om, s: torch.exp((n - o) * s), cells, z)
     whole = Guard().loss(cells)
@@ -195,7 +228,9 @@ def test_guard_gradient_does_not_depend_on_h() -> None:
     """Check 10: |dL/dv| = |z|*(1+a^2/2)/D after 1/h, on every step of Flow-SDE."""
     expected = torch.full((4,), (1 + 0.49 / 2) / DIMENSIONS, dtype=torch.float64)
     torch.testing.assert_close(guard_gradient_norms(True), expected, atol=1e-12, rtol=0)
-    assert float(guard_gradient_norms(False).max() / guard_gradient_norms(False).min()) > 2  # Flow-Factory's omission
+    assert (
+        float(guard_gradient_norms(False).max() / guard_gradient_norms(False).min()) > 2
+    )  # Flow-Factory's omission
 
 
 # ---- check 12
@@ -218,7 +253,8 @@ def check_dppo_mask(mask: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> 
 
 
 def test_dppo_truth_table() -> None:
-    """Check 12: dropped only beyond the region and moving out; corrective rows keep their gradient."""
+    """Check 12: dropped only beyond the region and moving out; corrective rows keep their
+    gradient."""
     check_dppo_mask(objectives.dppo_keep)
     with pytest.raises(AssertionError):
         check_dppo_mask(lambda r, a, k, t: k < t)
@@ -231,7 +267,9 @@ def test_dppo_survives_an_infinite_ratio() -> None:
     log_prob = torch.tensor([[800.0], [0.0]], dtype=torch.float64, requires_grad=True)
     mean = torch.zeros(2, 1, *SHAPE, dtype=torch.float64)
     ones = torch.ones(2, 1, dtype=torch.float64)
-    cells = Cells(log_prob, torch.zeros_like(ones), ones, mean + 1.0, ones, ones, (0.1, 0.1), old_mean=mean)
+    cells = Cells(
+        log_prob, torch.zeros_like(ones), ones, mean + 1.0, ones, ones, (0.1, 0.1), old_mean=mean
+    )
     assert bool(torch.isinf(cells.ratio[0]))
     loss = FlowDPPO().loss(cells)
     (gradient,) = torch.autograd.grad(loss.sum(), log_prob)
@@ -254,13 +292,17 @@ def nft_setup() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def adaptive_x0_loss(velocity: Tensor, noisy: Tensor, clean: Tensor, sigma: Tensor) -> Tensor:
     difference = noisy - sigma[..., None, None] * velocity - clean
-    return (difference**2).flatten(2).mean(2) / difference.detach().abs().flatten(2).mean(2).clamp(min=1e-5)
+    return (difference**2).flatten(2).mean(2) / difference.detach().abs().flatten(2).mean(2).clamp(
+        min=1e-5
+    )
 
 
 def check_nft(loss: Callable[..., Tensor], beta: float) -> None:
     velocity, noisy, clean, sigma, advantages = nft_setup()
     new = velocity.clone().requires_grad_()
-    (got,) = torch.autograd.grad(loss(new, velocity, noisy, clean, sigma, advantages, beta, 5.0).sum(), new)
+    (got,) = torch.autograd.grad(
+        loss(new, velocity, noisy, clean, sigma, advantages, beta, 5.0).sum(), new
+    )
     leaf = velocity.clone().requires_grad_()
     plain = adaptive_x0_loss(leaf, noisy, clean, sigma)
     (expected,) = torch.autograd.grad((advantages * plain).sum(), leaf)
@@ -298,7 +340,9 @@ def test_nft_finite_difference() -> None:
     torch.testing.assert_close(loss.detach(), frozen_weights(velocity))
     (gradient,) = torch.autograd.grad(loss, leaf)
     direction = normal(3, 2, *SHAPE, seed=5)
-    slope = (frozen_weights(velocity + 1e-6 * direction) - frozen_weights(velocity - 1e-6 * direction)) / 2e-6
+    slope = (
+        frozen_weights(velocity + 1e-6 * direction) - frozen_weights(velocity - 1e-6 * direction)
+    ) / 2e-6
     assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=1e-6)
 
 
@@ -327,15 +371,24 @@ def check_dpo(loss: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize("beta", [1.0, 100.0])
 def test_dpo_closed_form(beta: float) -> None:
-    """Section 3.7: log(1 + exp(beta/2 * ((e_w - e_w_ref) - (e_l - e_l_ref)))), away from the reference too."""
+    """Section 3.7: log(1 + exp(beta/2 * ((e_w - e_w_ref) - (e_l - e_l_ref)))), away from the
+    reference too."""
     w, l, w_ref, l_ref = (uniform(3, 2, seed=seed) for seed in range(4))
     margin = beta / 2 * ((w - w_ref) - (l - l_ref))
-    torch.testing.assert_close(objectives.dpo_loss(w, l, w_ref, l_ref, beta), torch.log1p(margin.exp()))
-    assert float((objectives.dpo_loss(w, l, l_ref, w_ref, beta) - torch.log1p(margin.exp())).abs().max()) > 1e-2
+    torch.testing.assert_close(
+        objectives.dpo_loss(w, l, w_ref, l_ref, beta), torch.log1p(margin.exp())
+    )
+    assert (
+        float(
+            (objectives.dpo_loss(w, l, l_ref, w_ref, beta) - torch.log1p(margin.exp())).abs().max()
+        )
+        > 1e-2
+    )
 
 
 def test_dpo() -> None:
-    """Check 14: log 2 at the reference, e_w falls and e_l rises, swapping the pair flips the sign."""
+    """Check 14: log 2 at the reference, e_w falls and e_l rises, swapping the pair flips the
+    sign."""
     check_dpo(objectives.dpo_loss)
     with pytest.raises(AssertionError):
         check_dpo(lambda w, l, rw, rl, b: objectives.dpo_loss(l, w, rl, rw, b))
@@ -344,10 +397,15 @@ def test_dpo() -> None:
 
 
 def test_rectified_weights_are_those_that_flash_grpo_publishes() -> None:
-    """Shredded-Pork/Flash-GRPO scripts/train_wanx2_1_flash.py:985 at 4211013, for the first ten of Wan's 20 steps."""
-    published = torch.tensor([7.4770, 7.0414, 6.6112, 6.1867, 5.7682, 5.3559, 4.9502, 4.5513, 4.1596, 3.7754])
+    """Shredded-Pork/Flash-GRPO scripts/train_wanx2_1_flash.py:985 at 4211013, for the first ten of
+    Wan's 20 steps."""
+    published = torch.tensor(
+        [7.4770, 7.0414, 6.6112, 6.1867, 5.7682, 5.3559, 4.9502, 4.5513, 4.1596, 3.7754]
+    )
     found = objectives.rectified_weight(LinearSDE(0.983), static_grid(20, 3.0), torch.arange(10))
-    torch.testing.assert_close(found / found.sum(), published / published.sum(), rtol=5e-3, atol=0.0)
+    torch.testing.assert_close(
+        found / found.sum(), published / published.sum(), rtol=5e-3, atol=0.0
+    )
     assert float((found - found.mean()).abs().max()) > 0.1
     every = objectives.rectified_weight(FlowSDE(0.7), static_grid(10, 3.0), torch.arange(9))
     assert float(every.mean()) == pytest.approx(1.0)

@@ -1,4 +1,5 @@
-"""Variants are recipes: every algorithm YAML and every option of its groups builds, and two variants are YAML alone."""
+"""Variants are recipes: every algorithm YAML and every option of its groups builds, and two
+variants are YAML alone."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ from tests.algorithms.toy_policy import ToyPolicy
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RECIPES = sorted(path.stem for path in (CONFIGS / "algorithm").glob("*.yaml"))
 GROUPS = ("sde", "train_steps", "advantage", "surrogate", "optimizer")
-OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / "algorithm" / group).glob("*.yaml"))]
+OPTIONS = [
+    (group, path.stem)
+    for group in GROUPS
+    for path in sorted((CONFIGS / "algorithm" / group).glob("*.yaml"))
+]
 FORWARD = {("sde", "ode"), ("train_steps", "noise_levels")}
 
 
@@ -53,9 +58,16 @@ def test_every_part_builds(group: str, option: str) -> None:
 
 def test_variants_differ_from_flow_grpo_in_yaml_alone() -> None:
     """Dance, CPS and Mix are the same class with another kernel or window."""
-    flow, dance, cps, mix = (build(name) for name in ("flow_grpo", "dance_grpo", "flow_cps", "mix_grpo"))
+    flow, dance, cps, mix = (
+        build(name) for name in ("flow_grpo", "dance_grpo", "flow_cps", "mix_grpo")
+    )
     assert {type(module) for module in (flow, dance, cps, mix)} == {GRPO}
-    assert (flow.sde, dance.sde, cps.sde, mix.sde) == (FlowSDE(0.7), DanceSDE(0.3), FlowCPS(0.8), FlowSDE(0.7))
+    assert (flow.sde, dance.sde, cps.sde, mix.sde) == (
+        FlowSDE(0.7),
+        DanceSDE(0.3),
+        FlowCPS(0.8),
+        FlowSDE(0.7),
+    )
     assert flow.train_steps == AllButLast()
     assert dance.train_steps == RandomSubset(0.6)
     assert mix.train_steps == Window(4, order="progressive", hold=25, overlap=3)
@@ -77,11 +89,19 @@ def test_published_values_are_there() -> None:
 
 
 def test_parts_can_be_changed_from_the_command_line() -> None:
-    module = build("flow_grpo", "algorithm/sde=dance", "algorithm.sde.eta=0.25", "algorithm.clip_range=[1e-4,2e-4]")
+    module = build(
+        "flow_grpo",
+        "algorithm/sde=dance",
+        "algorithm.sde.eta=0.25",
+        "algorithm.clip_range=[1e-4,2e-4]",
+    )
     assert isinstance(module, GRPO)
     assert module.sde == DanceSDE(0.25)
     assert module.clip == (1e-4, 2e-4)
-    whole = compose("train", overrides=["~experiment", "~hardware", "algorithm=flow_grpo", "+algorithm/ema=default"])
+    whole = compose(
+        "train",
+        overrides=["~experiment", "~hardware", "algorithm=flow_grpo", "+algorithm/ema=default"],
+    )
     assert isinstance(instantiate(whole.algorithm.ema), Ema)
 
 
@@ -91,13 +111,20 @@ def test_guard_on_cps_is_refused_from_yaml_too() -> None:
 
 
 def test_no_algorithm_file_imports_systems_code() -> None:
-    """Design section 3: algorithms see diffusion, types and the policy protocol; diffusion sees types alone at run
-    time."""
+    """Design section 3: algorithms see diffusion, types and the policy protocol; diffusion sees
+    types alone at run time."""
     source = CONFIGS.parent / "src" / "digenrl"
-    allowed = {"algorithms": ("algorithms", "diffusion", "types", "models.policy"), "diffusion": ("diffusion", "types")}
+    allowed = {
+        "algorithms": ("algorithms", "diffusion", "types", "models.policy"),
+        "diffusion": ("diffusion", "types"),
+    }
     for folder, rooms in allowed.items():
         for path in sorted((source / folder).glob("*.py")):
-            imports = [line for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
+            imports = [
+                line
+                for line in path.read_text().splitlines()
+                if line.startswith(("import ", "from "))
+            ]
             for line in imports:
                 if "digenrl" in line:
                     assert any(f"digenrl.{room}" in line for room in rooms), f"{path.name}: {line}"

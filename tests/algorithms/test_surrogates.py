@@ -54,7 +54,8 @@ def ratios() -> Tensor:
 
 @pytest.mark.parametrize("advantage", [1.0, -2.0])
 def test_effective_weights(advantage: float) -> None:
-    """Each correction's gradient is weight * A * grad(log-prob); the weights are the published ones."""
+    """Each correction's gradient is weight * A * grad(log-prob); the weights are the published
+    ones."""
     r, positive = ratios(), advantage > 0
     inside = (r >= 1 - CLIP) & (r <= 1 + CLIP)
     pessimistic = (r < 1 - CLIP) if positive else (r > 1 + CLIP)
@@ -90,7 +91,11 @@ def test_each_surrogate_says_what_it_cuts(advantage: float) -> None:
         (Guard(), cells(advantage), above if positive else below),
         (FlowDPPO(1e-5), cells(advantage), nothing),
         (FlowDPPO(1e-5), far, (r > 1) if positive else (r < 1)),
-        (DecoupledPPO(cap=1.0), cells(advantage, proximal), (moved > 1.1) if positive else (moved < 0.9)),
+        (
+            DecoupledPPO(cap=1.0),
+            cells(advantage, proximal),
+            (moved > 1.1) if positive else (moved < 0.9),
+        ),
         (DecoupledPPO(), cells(advantage, proximal), ~nothing),
         (TruncatedIS(), cells(advantage), above),
         (CISPO(), cells(advantage), above | below),
@@ -109,10 +114,13 @@ def test_decoupled_ppo_is_ppo_when_nothing_moved_since_the_rollout() -> None:
 
 
 def test_decoupled_ppo_clips_around_the_proximal_policy_and_caps_the_weight() -> None:
-    """Check 22: a cell far from the rollout but at the proximal policy keeps min(r, cap); the cap of 2.0 holds."""
+    """Check 22: a cell far from the rollout but at the proximal policy keeps min(r, cap); the cap
+    of 2.0 holds."""
     made = cells(1.0)
     made = replace(made, proximal_log_prob=made.log_prob.detach())
-    torch.testing.assert_close(weights(DecoupledPPO(cap=1.0), made), ratios().clamp(max=2.0), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        weights(DecoupledPPO(cap=1.0), made), ratios().clamp(max=2.0), atol=1e-12, rtol=0
+    )
     assert float(weights(DecoupledPPO(cap=1.0), made).max()) == 2.0
     assert not torch.allclose(weights(DecoupledPPO(cap=1.0), made), weights(Clipped(), made))
 
@@ -123,7 +131,9 @@ def test_requirements_are_declared() -> None:
     assert FlowDPPO().needs_means
     assert not FlowDPPO().needs_gaussian
     assert DecoupledPPO().needs_proximal
-    assert not any(s.needs_means or s.needs_proximal or s.needs_gaussian for s in (Clipped(), CISPO(), TOPR()))
+    assert not any(
+        s.needs_means or s.needs_proximal or s.needs_gaussian for s in (Clipped(), CISPO(), TOPR())
+    )
     with pytest.raises(ValueError, match="cap"):
         TruncatedIS(cap=-1.0)
     with pytest.raises(ValueError, match="threshold"):

@@ -16,23 +16,30 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 class ToyPolicy(nn.Module):
-    """v(x, s, c) of a small MLP over packed latents [N, C]; the base is frozen under a trained residual that begins at
-    0."""
+    """v(x, s, c) of a small MLP over packed latents [N, C]; the base is frozen under a trained
+    residual that begins at 0."""
 
     family = "toy"
     guidance_scale = 1.0
     drawn = None
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, seed: int = 0, latent_shape: tuple[int, ...] = (3, 4)
+        self,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        latent_shape: tuple[int, ...] = (3, 4),
     ) -> None:
         super().__init__()
         self.latent_shape = self.drawn_shape = latent_shape
         self.dtype = dtype
         channels = self.latent_shape[-1]
         generator = torch.Generator().manual_seed(seed)
-        self.base = nn.Sequential(nn.Linear(channels + 2, 16), nn.Tanh(), nn.Linear(16, channels)).requires_grad_(False)
-        self.transformer = nn.Sequential(nn.Linear(channels + 2, 16), nn.Tanh(), nn.Linear(16, channels))
+        self.base = nn.Sequential(
+            nn.Linear(channels + 2, 16), nn.Tanh(), nn.Linear(16, channels)
+        ).requires_grad_(False)
+        self.transformer = nn.Sequential(
+            nn.Linear(channels + 2, 16), nn.Tanh(), nn.Linear(16, channels)
+        )
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
         with torch.no_grad():
@@ -46,7 +53,9 @@ class ToyPolicy(nn.Module):
         """[B, N, C], sigmas [B], condition {"c": [B]} -> [B, N, C]."""
         self.calls += 1
         x = latents.to(self.base[0].weight.dtype)
-        rows = torch.stack([sigmas.to(x), condition["c"].to(x)], dim=-1)[:, None].expand(*x.shape[:2], 2)
+        rows = torch.stack([sigmas.to(x), condition["c"].to(x)], dim=-1)[:, None].expand(
+            *x.shape[:2], 2
+        )
         features = torch.cat([x, rows], dim=-1)
         out = self.base(features)
         return out + self.transformer(features) if self.adapted else out
@@ -63,7 +72,9 @@ class ToyPolicy(nn.Module):
         return dict(self.transformer.named_parameters())
 
     def parameters_without_gradient(self) -> list[str]:
-        return [name for name, parameter in self.trained_parameters().items() if parameter.grad is None]
+        return [
+            name for name, parameter in self.trained_parameters().items() if parameter.grad is None
+        ]
 
 
 def condition(value: float = 0.5) -> dict[str, Tensor]:
@@ -90,7 +101,9 @@ def roll(
     blocks = []
     for group in range(groups):
         key = denoise.SampleKey(seed, step, 100 + group, tuple(range(samples)))
-        made = denoise.sample(policy, condition(group), key, grid, kernel, plan, storage, keep_means=True)
+        made = denoise.sample(
+            policy, condition(group), key, grid, kernel, plan, storage, keep_means=True
+        )
         blocks.append(
             CellBlock(
                 step=step,
@@ -123,4 +136,6 @@ def batch(
         groups = max(block.group for block in blocks) + 1
         rewards = torch.rand(groups, blocks[0].samples, generator=torch.Generator().manual_seed(7))
     cells = sum(block.samples * len(block.steps) for block in blocks)
-    return TrainBatch(tuple(blocks), {"r": rewards}, {"r": 1.0}, denominator or float(cells), update, version)
+    return TrainBatch(
+        tuple(blocks), {"r": rewards}, {"r": 1.0}, denominator or float(cells), update, version
+    )

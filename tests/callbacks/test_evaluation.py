@@ -1,4 +1,5 @@
-"""The evaluation callback inside a real Trainer: when it runs, what it writes, and that it changes nothing."""
+"""The evaluation callback inside a real Trainer: when it runs, what it writes, and that it changes
+nothing."""
 
 from __future__ import annotations
 
@@ -69,10 +70,14 @@ def engine_of(policy: DigitsPolicy) -> RolloutEngine:
         heldout={"judge_b": {"scorer": {"_target_": JUDGE, "judge": "b", "output": "accuracy"}}},
         placement="inline",
     )
-    return RolloutEngine(policy, rewards, FlowSDE(0.9), AllButLast(), SamplingSpec(steps=3, eval_steps=3), seed=0)
+    return RolloutEngine(
+        policy, rewards, FlowSDE(0.9), AllButLast(), SamplingSpec(steps=3, eval_steps=3), seed=0
+    )
 
 
-def train(run_dir: Path, evaluation: Evaluation | None, epochs: int = 5, logger: Guarded | None = None) -> DigitsPolicy:
+def train(
+    run_dir: Path, evaluation: Evaluation | None, epochs: int = 5, logger: Guarded | None = None
+) -> DigitsPolicy:
     policy = DigitsPolicy()
     trainer = pl.Trainer(
         strategy=WithEngine(engine_of(policy)),
@@ -93,9 +98,15 @@ def eval_lines(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "eval"]
 
 
-def test_evaluates_before_between_and_after_and_writes_the_contract(tmp_path: Path, prompt_file: Path) -> None:
+def test_evaluates_before_between_and_after_and_writes_the_contract(
+    tmp_path: Path, prompt_file: Path
+) -> None:
     evaluation = Evaluation(
-        prompt_file, samples_per_prompt=4, every=2, statistics=[DigitStatistics()], saved_per_prompt=2
+        prompt_file,
+        samples_per_prompt=4,
+        every=2,
+        statistics=[DigitStatistics()],
+        saved_per_prompt=2,
     )
     train(tmp_path, evaluation)
     lines = eval_lines(tmp_path)
@@ -113,12 +124,16 @@ def test_evaluates_before_between_and_after_and_writes_the_contract(tmp_path: Pa
     assert set(kept.scores) == {"judge_a", "judge_b"}
 
 
-def test_the_same_noise_every_time_and_no_trace_in_training(tmp_path: Path, prompt_file: Path) -> None:
+def test_the_same_noise_every_time_and_no_trace_in_training(
+    tmp_path: Path, prompt_file: Path
+) -> None:
     torch.manual_seed(0)
     plain = train(tmp_path / "plain", None, epochs=2)
     state = torch.get_rng_state()
     torch.manual_seed(0)
-    watched = train(tmp_path / "watched", Evaluation(prompt_file, samples_per_prompt=2, every=1), epochs=2)
+    watched = train(
+        tmp_path / "watched", Evaluation(prompt_file, samples_per_prompt=2, every=1), epochs=2
+    )
     assert torch.equal(torch.get_rng_state(), state)
     for left, right in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(left, right)
@@ -126,11 +141,15 @@ def test_the_same_noise_every_time_and_no_trace_in_training(tmp_path: Path, prom
     again = Evaluation(prompt_file, samples_per_prompt=2).sample(engine)
     with np.load(tmp_path / "watched" / "samples" / "eval-0.npz") as stored:
         assert np.array_equal(stored["media"], again.media.numpy())
-        assert not np.array_equal(np.load(tmp_path / "watched" / "samples" / "eval-2.npz")["media"], stored["media"])
+        assert not np.array_equal(
+            np.load(tmp_path / "watched" / "samples" / "eval-2.npz")["media"], stored["media"]
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_share_the_prompts_equally_and_together_give_one_ranks_pictures(prompt_file: Path, ranks: int) -> None:
+def test_ranks_share_the_prompts_equally_and_together_give_one_ranks_pictures(
+    prompt_file: Path, ranks: int
+) -> None:
     evaluation, engine = Evaluation(prompt_file, samples_per_prompt=2), engine_of(DigitsPolicy())
     whole = evaluation.sample(engine)
     parts = [evaluation.sample(engine, rank, ranks) for rank in range(ranks)]
@@ -164,7 +183,9 @@ def test_sampling_eval_decides_how_many_are_made_at_once(prompt_file: Path) -> N
     assert set(rows) == {5, 2, 1}
 
 
-def test_heldout_prompts_take_the_place_of_the_training_prompts(tmp_path: Path, prompt_file: Path) -> None:
+def test_heldout_prompts_take_the_place_of_the_training_prompts(
+    tmp_path: Path, prompt_file: Path
+) -> None:
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text('{"prompt": "number nine", "target": "9"}\n')
     assert [prompt.text for prompt in Evaluation(prompt_file, heldout).prompts] == ["number nine"]
@@ -174,8 +195,14 @@ def test_heldout_prompts_take_the_place_of_the_training_prompts(tmp_path: Path, 
 def test_measure_leaves_missing_scores_out_and_counts_them() -> None:
     prompts = (Prompt("a"), Prompt("b"))
     nan = float("nan")
-    rewards = {"x": torch.tensor([1.0, nan]), "y": torch.tensor([0.0, 1.0]), "z": torch.tensor([0.25, 0.75])}
-    pictures = Pictures(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), prompts, rewards, torch.tensor([1.0, torch.nan]))
+    rewards = {
+        "x": torch.tensor([1.0, nan]),
+        "y": torch.tensor([0.0, 1.0]),
+        "z": torch.tensor([0.25, 0.75]),
+    }
+    pictures = Pictures(
+        torch.zeros(2, 1, 2, 2, dtype=torch.uint8), prompts, rewards, torch.tensor([1.0, torch.nan])
+    )
     numbers = measure(pictures, {"x": 0.5}, heldout="z")
     assert numbers["reward"] == 0.5
     assert numbers["missing"] == 1
@@ -194,7 +221,9 @@ def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Pat
     prompts = (Prompt("a"), Prompt("b"), Prompt("a"), Prompt("b"))
     media = torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 1, 8, 8)
     save_pictures(
-        tmp_path / "eval-1.npz", Pictures(media, prompts, {"r": torch.arange(4.0)}, torch.zeros(4)), per_prompt=1
+        tmp_path / "eval-1.npz",
+        Pictures(media, prompts, {"r": torch.arange(4.0)}, torch.zeros(4)),
+        per_prompt=1,
     )
     kept = read_samples(tmp_path / "eval-1.npz")
     assert kept.media[:, 0, 0, 0].tolist() == [0, 1]
@@ -205,7 +234,10 @@ def test_what_prompts_change_is_kept_and_shown_beside_the_samples(tmp_path: Path
     for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
         Image.new("RGB", (40, 40), colour).save(tmp_path / f"{name}.png")
     asked = tmp_path / "prompts.jsonl"
-    lines = [{"prompt": f"number {word}", "image": f"{name}.png"} for word, name in (("one", "red"), ("two", "blue"))]
+    lines = [
+        {"prompt": f"number {word}", "image": f"{name}.png"}
+        for word, name in (("one", "red"), ("two", "blue"))
+    ]
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     logger = Guarded(TensorBoardLogger(tmp_path, name="t", version=""), "own", tmp_path)
     train(tmp_path, Evaluation(asked, samples_per_prompt=2, every=0), epochs=1, logger=logger)
@@ -214,12 +246,16 @@ def test_what_prompts_change_is_kept_and_shown_beside_the_samples(tmp_path: Path
     assert kept is not None
     assert kept[:, :, 4, 4].tolist() == [[200, 0, 0]] * 2 + [[0, 0, 200]] * 2
     events = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0}).Reload()
-    with Image.open(io.BytesIO(events.Images("eval/01 number two")[-1].encoded_image_string)) as sheet:
+    with Image.open(
+        io.BytesIO(events.Images("eval/01 number two")[-1].encoded_image_string)
+    ) as sheet:
         assert sheet.convert("RGB").getpixel((10, 40)) == (0, 0, 200)
         assert sheet.width >= 2 * 2 * 96
 
 
-@pytest.mark.parametrize(("key", "value"), [("samples_per_prompt", 0), ("every", -1), ("max_prompts", 0)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("samples_per_prompt", 0), ("every", -1), ("max_prompts", 0)]
+)
 def test_counts_out_of_range_are_refused(prompt_file: Path, key: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"evaluation.{key} must be .* got {value}"):
         Evaluation(prompt_file, **{key: value})  # type: ignore[arg-type]
@@ -228,6 +264,8 @@ def test_counts_out_of_range_are_refused(prompt_file: Path, key: str, value: int
 
 
 def test_a_strategy_without_engine_is_refused(tmp_path: Path, prompt_file: Path) -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path
+    )
     with pytest.raises(TypeError, match="SingleDeviceStrategy has no rollout engine"):
         Evaluation(prompt_file).on_train_start(trainer, Learner(DigitsPolicy()))

@@ -1,4 +1,5 @@
-"""A logger that raises, hangs or is slow costs the run neither its life nor a step's time, and is counted."""
+"""A logger that raises, hangs or is slow costs the run neither its life nor a step's time, and is
+counted."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     wandb.teardown()
 
 
-def test_a_key_is_found_in_the_environment_or_the_netrc_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_key_is_found_in_the_environment_or_the_netrc_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert not has_key()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
     assert has_key()
@@ -44,7 +46,9 @@ def test_without_a_key_the_run_is_recorded_offline(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_down_leaves_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_down_leaves_an_offline_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     logger = WandbLogger(tmp_path / "run-0", timeout_s=2.0)

@@ -22,7 +22,9 @@ SCORE = np.arange(9) / 10
 
 
 def of_images(step: int) -> Shown:
-    media = np.full((9, 3, 16, 16), step, np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
+    media = (
+        np.full((9, 3, 16, 16), step, np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
+    )
     return chosen(media, PROMPTS, SCORE, keep=2, samples=2)
 
 
@@ -60,11 +62,16 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.heavy
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_pictures_with_score_and_prompt_and_videos_as_mp4(tmp_path: Path) -> None:
-    videos = chosen(np.zeros((2, 5, 3, 16, 16), np.uint8), ("moves",) * 2, np.zeros(2), keep=1, samples=1)
+    videos = chosen(
+        np.zeros((2, 5, 3, 16, 16), np.uint8), ("moves",) * 2, np.zeros(2), keep=1, samples=1
+    )
     logger = WandbLogger(tmp_path)
     log(logger, tmp_path, of_images(10), videos)
     summary = logger.experiment.summary
-    assert summary[f"eval/01 {PROMPTS[3][:40]}"]["captions"] == [f"0.300: {PROMPTS[3]}", f"0.400: {PROMPTS[3]}"]
+    assert summary[f"eval/01 {PROMPTS[3][:40]}"]["captions"] == [
+        f"0.300: {PROMPTS[3]}",
+        f"0.400: {PROMPTS[3]}",
+    ]
     logger.experiment.finish()
     (media,) = tmp_path.glob("wandb/offline-run-*/files/media")
     assert len(list(media.rglob("*.png"))) == 2 * 2 + 2 * 2

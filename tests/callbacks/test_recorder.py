@@ -69,7 +69,9 @@ def test_one_line_per_rl_step_with_what_module_and_strategy_know(tmp_path: Path)
     assert run.column("reward")[1] == [1.0, 2.0, 3.0]  # means over the epoch's three batches
     assert run.column("lr")[1] == [0.125] * 3
     assert run.column("samples")[1] == [96.0] * 3
-    assert run.column("step_s")[1] == [2.5] * 3  # the strategy's figure, not the callback's stopwatch
+    assert (
+        run.column("step_s")[1] == [2.5] * 3
+    )  # the strategy's figure, not the callback's stopwatch
     assert run.column("first_ratio_max_dev") == ([1], [0.0])
     assert "kl" in run.steps[0]
     assert not {"kl_step", "kl_epoch"} & set(run.steps[0])

@@ -12,7 +12,8 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 
 
 def finished_run(directory: Path, experiment: str) -> Path:
-    """`directory` with config.yaml and, of RL step 7, a checkpoint whose adapter is not the initial one."""
+    """`directory` with config.yaml and, of RL step 7, a checkpoint whose adapter is not the initial
+    one."""
     composed = configuration.load([f"experiment={experiment}"])
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
     policy = configuration.instantiate(composed.config.model)

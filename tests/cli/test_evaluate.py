@@ -1,4 +1,5 @@
-"""`make eval`: the base model and a checkpoint from the same noise, refusals before torch is imported."""
+"""`make eval`: the base model and a checkpoint from the same noise, refusals before torch is
+imported."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli.evaluate import NoCheckpoint, Request, evaluate, main
+from digenrl.cli.evaluate import EvaluateKeys, NoCheckpoint, evaluate, main
 from digenrl.config.help import read_arguments
 from tests.cli.finished import finished_run
 
 
-def asked(words: list[str]) -> tuple[Request, list[str]]:
-    return read_arguments(Request, words, others=True)
+def asked(words: list[str]) -> tuple[EvaluateKeys, list[str]]:
+    return read_arguments(EvaluateKeys, words, others=True)
 
 
 SMALL = "callbacks.evaluation.samples_per_prompt=3"
@@ -34,11 +35,16 @@ def test_last_compares_the_checkpoint_with_the_base_model(run_dir: Path) -> None
     assert result["base"]["samples"] == result["last"]["samples"] == 30
     assert result["last"]["reward"] != result["base"]["reward"]
     assert 0.3 < result["base"]["heldout"] < 0.8
-    assert json.loads((run_dir / "eval.json").read_text())["last"]["nn_distance"] == result["last"]["nn_distance"]
+    assert (
+        json.loads((run_dir / "eval.json").read_text())["last"]["nn_distance"]
+        == result["last"]["nn_distance"]
+    )
     assert (run_dir / "eval.png").stat().st_size > 1000
 
 
-def test_base_needs_no_checkpoint_and_takes_other_prompts_and_steps(run_dir: Path, tmp_path: Path) -> None:
+def test_base_needs_no_checkpoint_and_takes_other_prompts_and_steps(
+    run_dir: Path, tmp_path: Path
+) -> None:
     bare = tmp_path / "run"
     bare.mkdir()
     (bare / "config.yaml").write_text((run_dir / "config.yaml").read_text())
@@ -52,7 +58,9 @@ def test_base_needs_no_checkpoint_and_takes_other_prompts_and_steps(run_dir: Pat
         evaluate(*asked([f"run={bare}"]))
 
 
-def test_another_reward_scores_the_same_samples(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_reward_scores_the_same_samples(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = evaluate(*asked([f"run={run_dir}", "step=base", "reward=jpeg", SMALL]))
     assert result["base"]["reward"] == result["base"]["reward/jpeg_size"] < 0
     assert "heldout" not in result["base"]

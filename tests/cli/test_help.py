@@ -1,4 +1,5 @@
-"""`--help` of every command: its keys with type, default, range and meaning, at once and without torch."""
+"""`--help` of every command: its keys with type, default, range and meaning, at once and without
+torch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ COMMANDS = {
     "watch": ("port = null", "KiB of each rank's log", "seconds between two drawings"),
     "join": ("run = required", "address = null", "HOST:PORT of its store", "device = 0"),
     "eval": ("step = last", "base | last", "or also the last checkpoint"),
-    "benchmark": ("suite = required", "geneval | dpg | parti | vbench | scenes", "threshold = 0.3", "the base model"),
+    "benchmark": (
+        "suite = required",
+        "geneval | dpg | parti | vbench | scenes",
+        "threshold = 0.3",
+        "the base model",
+    ),
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
     "serve-reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
@@ -40,10 +46,13 @@ def test_no_command_is_left_out() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_lists_the_keys_without_torch(name: str) -> None:
     code = (
-        f"import sys\nfrom digenrl.cli.main import main\ntry:\n    main(['{name}', '--help'])\nfinally:\n"
+        f"import sys\nfrom digenrl.cli.main import main\ntry:\n    main(['{name}', "
+        "'--help'])\nfinally:\n"
         "    print('torch' in sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "False\n")
     for part in (f"digenrl {name}", *COMMANDS[name]):
         assert part in done.stdout

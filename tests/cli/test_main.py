@@ -29,9 +29,14 @@ def test_it_is_installed_under_that_name(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("name", commands())
-def test_every_command_is_there_and_has_a_page_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_there_and_has_a_page_of_its_own(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code([name, "--help"]) == 0
-    assert f"digenrl {name}" in capsys.readouterr().out or name in ("resume", "replay")  # pages of `train`
+    assert f"digenrl {name}" in capsys.readouterr().out or name in (
+        "resume",
+        "replay",
+    )  # pages of `train`
 
 
 @pytest.mark.parametrize(
@@ -46,14 +51,23 @@ def test_every_command_is_there_and_has_a_page_of_its_own(name: str, capsys: pyt
         (["export", "nowhere", "weights=trained"], "run = "),
     ],
 )
-def test_what_does_not_fit_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert exit_code(words) == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_working_directory_comes_last_among_the_places_of_modules(tmp_path: Path) -> None:
-    (tmp_path / "yaml.py").write_text("raise SystemExit('a file of the working directory was imported')")
-    code = "import sys; sys.path.remove(''); from digenrl.cli.main import main; sys.exit(main(['train', '--cfg']))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    (tmp_path / "yaml.py").write_text(
+        "raise SystemExit('a file of the working directory was imported')"
+    )
+    code = (
+        "import sys; sys.path.remove(''); from digenrl.cli.main import main; "
+        "sys.exit(main(['train', '--cfg']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "experiment_name: digits_flowgrpo" in done.stdout

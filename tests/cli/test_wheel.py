@@ -1,4 +1,5 @@
-"""What an installed wheel carries: command, configurations, skeletons, prompts, tiny builds; no checkout is near."""
+"""What an installed wheel carries: command, configurations, skeletons, prompts, tiny builds; no
+checkout is near."""
 
 from __future__ import annotations
 
@@ -15,20 +16,36 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 def test_a_wheel_works_outside_a_checkout(tmp_path: Path, repository: Path) -> None:
     site, away = tmp_path / "site", tmp_path / "away"
     away.mkdir()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "15"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--retries",
+        "1",
+        "--timeout",
+        "15",
+    ]
     built = subprocess.run(
-        [*pip, "wheel", str(repository), "--no-deps", "-w", str(tmp_path)], capture_output=True, text=True, check=False
+        [*pip, "wheel", str(repository), "--no-deps", "-w", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if "No matching distribution found for hatchling" in built.stderr:
         pytest.skip("no package index to build with")
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("digenrl-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True
+    )
     environment = os.environ | {"PYTHONPATH": str(site), "DIGENRL_CACHE": str(tmp_path / "cache")}
 
     def digenrl(*words: str) -> str:
         command = [sys.executable, str(site / "bin" / "digenrl"), *words]
-        done = subprocess.run(command, cwd=away, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=away, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 
@@ -39,7 +56,9 @@ def test_a_wheel_works_outside_a_checkout(tmp_path: Path, repository: Path) -> N
     assert where.stdout.startswith(str(site))
     digenrl("new", "reward", "brightness")
     words = ["--config-dir", "configs", "reward=brightness", "allow_targets=[brightness]"]
-    run = digenrl("train", *words, "max_rl_steps=1", "data.prompts_per_batch=2", "data.group_size=16")
+    run = digenrl(
+        "train", *words, "max_rl_steps=1", "data.prompts_per_batch=2", "data.group_size=16"
+    )
     assert (Path(run) / "report.html").exists()
     assert digenrl("resume", run, "max_rl_steps=2", "allow_targets=[brightness]") == run
     assert (Path(digenrl("tiny", "sd3").split("\t")[1]) / "model_index.json").exists()

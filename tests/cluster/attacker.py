@@ -1,7 +1,8 @@
 """Another program on the machine of a run, without its token: `python attacker.py LAUNCHER_PID`.
 
-It knows the code, the ports and the names of all keys. It repeats its tries until its standard input ends, and then
-prints {"rounds": tries made, "ports": ports attacked, "taken": what it got that it should not have}.
+It knows the code, the ports and the names of all keys. It repeats its tries until its standard
+input ends, and then prints {"rounds": tries made, "ports": ports attacked, "taken": what it got
+that it should not have}.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MESSAGE = struct.pack("!4sHIH", b"DGRL", 1, 12, 0) + b'{"names":[]}'
 
 
 class Attacker:
-    """Its tries on one port of a run, each named; `taken` collects what was answered that should not have been."""
+    """Its tries on one port of a run, each named; `taken` collects what was answered that should
+    not have been."""
 
     def __init__(self, trap: int) -> None:
         self.taken: list[str] = []
@@ -46,18 +48,26 @@ class Attacker:
             "stop the run": frame(b"set", b"stop", b"1"),
             "end the run": frame(b"set", b"done", b"1"),
             "lose a rank": frame(b"set", b"lost", b"1 2"),
-            "claim a task": frame(b"add", b"claim/v0", b"5") + frame(b"swap", b"owner/v0/0", b"", b"2:0:0:0:0:0"),
-            "take an address": frame(b"set", b"address/0", address) + frame(b"set", b"address/1", address),
+            "claim a task": frame(b"add", b"claim/v0", b"5")
+            + frame(b"swap", b"owner/v0/0", b"", b"2:0:0:0:0:0"),
+            "take an address": frame(b"set", b"address/0", address)
+            + frame(b"set", b"address/1", address),
             "set back the version": frame(b"delete", b"version"),
             "send a message": MESSAGE,
-            "send an endless message": struct.pack("!4sHIH", b"DGRL", 1, 0xFFFFFFFF, 0xFFFF) + bytes(1 << 16),
+            "send an endless message": struct.pack("!4sHIH", b"DGRL", 1, 0xFFFFFFFF, 0xFFFF)
+            + bytes(1 << 16),
         }
 
     def attack(self, port: int) -> None:
         """Every try once."""
         for name, request in self._requests.items():
             self._speak(name + " without a handshake", port, request, 0)
-            self._speak(name + " with a guessed proof", port, HELLO + os.urandom(32) + request, GIVEN_TO_ANYBODY)
+            self._speak(
+                name + " with a guessed proof",
+                port,
+                HELLO + os.urandom(32) + request,
+                GIVEN_TO_ANYBODY,
+            )
         self._speak("http", port, b"GET / HTTP/1.1\r\n\r\n" + bytes(64), 0)
         self._reflect(port)
         self._flood(port)
@@ -66,7 +76,9 @@ class Attacker:
     def as_torch(self, port: int) -> None:
         """What torch's own store client may do."""
         with suppress(RuntimeError):
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(0, 1))
+            store = dist.TCPStore(
+                "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(0, 1)
+            )
             store.set("abort", "torch says so")
             self.taken.append(f"torch's client listed {store.num_keys()} keys")
 
@@ -92,7 +104,9 @@ class Attacker:
 
     def _flood(self, port: int) -> None:
         with suppress(OSError):
-            sockets = [socket.create_connection(("127.0.0.1", port), timeout=0.5) for _ in range(100)]
+            sockets = [
+                socket.create_connection(("127.0.0.1", port), timeout=0.5) for _ in range(100)
+            ]
             for sock in sockets:
                 sock.sendall(HELLO[:-1])
             for sock in sockets:
@@ -125,7 +139,10 @@ def main() -> None:
                 attacker.attack(port)
         if select.select([trap], [], [], 0)[0]:
             attacker.taken.append("a rank came to the attacker's address")
-    print(json.dumps({"rounds": attacker.rounds, "ports": len(attacked), "taken": attacker.taken}), flush=True)
+    print(
+        json.dumps({"rounds": attacker.rounds, "ports": len(attacked), "taken": attacker.taken}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

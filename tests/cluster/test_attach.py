@@ -1,4 +1,5 @@
-"""Ranks that somebody else started: torchrun with two agents, SLURM's environment, two network namespaces."""
+"""Ranks that somebody else started: torchrun with two agents, SLURM's environment, two network
+namespaces."""
 
 from __future__ import annotations
 
@@ -57,14 +58,20 @@ def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
 
 def test_a_task_of_srun_finds_its_place() -> None:
     place = find_place(STEP)
-    assert place == Place(9, 12, 1, "gpu03-ib", 23456, "digenrl-77-2-0", hosts_store=False, local_size=4)
-    first = find_place(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),4"})
+    assert place == Place(
+        9, 12, 1, "gpu03-ib", 23456, "digenrl-77-2-0", hosts_store=False, local_size=4
+    )
+    first = find_place(
+        STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),4"}
+    )
     assert first is not None
     assert (first.hosts_store, first.local_size) == (True, 4)
     again = find_place(STEP | {"SLURM_RESTART_COUNT": "1", "MASTER_ADDR": "head"})
     assert again is not None
     assert (again.prefix, again.address) == ("digenrl-77-2-1", "head")
-    with pytest.raises(ValueError, match=r"MASTER_PORT: export one free port .* scripts/slurm\.sbatch"):
+    with pytest.raises(
+        ValueError, match=r"MASTER_PORT: export one free port .* scripts/slurm\.sbatch"
+    ):
         find_place({key: value for key, value in STEP.items() if key != "MASTER_PORT"})
 
 
@@ -79,7 +86,10 @@ def test_a_wrong_number_of_processes_names_both_numbers_and_the_remedy() -> None
     assert place is not None
     check_allocation(place, 8, 4)
     for trainers, rollouts in ((8, 8), (-1, 13)):
-        message = rf"trainers = {trainers} and .*rollouts = {rollouts} .* 12 processes.*nproc-per-node.*ntasks.*auto"
+        message = (
+            rf"trainers = {trainers} and .*rollouts = {rollouts} .* 12 "
+            r"processes.*nproc-per-node.*ntasks.*auto"
+        )
         with pytest.raises(ValueError, match=message):
             check_allocation(place, trainers, rollouts)
 
@@ -126,10 +136,19 @@ class Processes:
 
     def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
         number = len(self._started)
-        own = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
-        with (self._logs / f"{number}.out").open("wb") as out, (self._logs / f"{number}.err").open("wb") as err:
+        own = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "TORCHELASTIC"))
+        }
+        with (
+            (self._logs / f"{number}.out").open("wb") as out,
+            (self._logs / f"{number}.err").open("wb") as err,
+        ):
             self._started.append(
-                subprocess.Popen(command, stdout=out, stderr=err, env=own | environment, start_new_session=True)
+                subprocess.Popen(
+                    command, stdout=out, stderr=err, env=own | environment, start_new_session=True
+                )
             )
         return self._started[-1]
 
@@ -146,7 +165,9 @@ class Processes:
     def kill(self) -> None:
         for process in self._started:
             if process.poll() is None:
-                workers = psutil.Process(process.pid).children(recursive=True)  # torchrun's are in other sessions
+                workers = psutil.Process(process.pid).children(
+                    recursive=True
+                )  # torchrun's are in other sessions
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 for worker in workers:
@@ -167,7 +188,8 @@ def words(tmp_path: Path, trainers: int, rollouts: int, *more: str) -> list[str]
 
 
 def summary(processes: Processes) -> dict[str, Any]:
-    """Of the run whose directory is the last line of process 0's standard output (under either agent)."""
+    """Of the run whose directory is the last line of process 0's standard output (under either
+    agent)."""
     lines = [*processes.said(0).splitlines(), *processes.said(1).splitlines()]
     assert lines, processes.tails()
     return json.loads((Path(lines[-1]) / "summary.json").read_text())
@@ -228,11 +250,14 @@ def assert_gone(ranks: Mapping[int, psutil.Process], seconds: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("name", "signalled"), [("SIGTERM", (0, 1)), ("SIGINT", (1,))], ids=["all", "one-agent"])
+@pytest.mark.parametrize(
+    ("name", "signalled"), [("SIGTERM", (0, 1)), ("SIGINT", (1,))], ids=["all", "one-agent"]
+)
 def test_a_signal_to_torchrun_saves_and_leaves(
     tmp_path: Path, processes: Processes, name: str, signalled: tuple[int, ...]
 ) -> None:
-    """Torchrun passes the signal on to its own ranks; one of them suffices to stop all after the step in progress."""
+    """Torchrun passes the signal on to its own ranks; one of them suffices to stop all after the
+    step in progress."""
     agents = endless_run(tmp_path, processes)
     ranks = workers(agents)
     assert sorted(ranks) == [0, 1, 2, 3]
@@ -249,18 +274,26 @@ def test_a_signal_to_torchrun_saves_and_leaves(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_under_torchrun_takes_rollouts_in_and_outlives_them(tmp_path: Path, processes: Processes) -> None:
-    """One that joined is killed. The next one is a job of scripts/slurm_join.sbatch near its time limit: it leaves and
-    queues itself again. The weights are those of a run that nobody joined."""
+def test_a_run_under_torchrun_takes_rollouts_in_and_outlives_them(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """One that joined is killed. The next one is a job of scripts/slurm_join.sbatch near its time
+    limit: it leaves and queues itself again. The weights are those of a run that nobody joined."""
     same = words(tmp_path, 1, 1, "sampling.steps=3", "callbacks.checkpoint.every=1000")
     torchrun = ["bash", str(SCRIPTS / "torchrun.sh"), *same, "max_rl_steps=10000"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    agent = processes.start(torchrun, RANKS="2", RUN_ID=tmp_path.name, PORT=str(free_port()), PATH=path)
+    agent = processes.start(
+        torchrun, RANKS="2", RUN_ID=tmp_path.name, PORT=str(free_port()), PATH=path
+    )
     wait_for_a_step(tmp_path)
     (run_dir,) = tmp_path.glob("outputs/*/*")
 
     def noted(kind: str, rank: int) -> dict[str, Any] | None:
-        rows = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines() if line.endswith("}")]
+        rows = [
+            json.loads(line)
+            for line in (run_dir / "events.jsonl").read_text().splitlines()
+            if line.endswith("}")
+        ]
         return next((row for row in rows if (row["kind"], row.get("rank")) == (kind, rank)), None)
 
     def wait_for(found: Callable[[], Any]) -> Any:
@@ -301,9 +334,12 @@ def test_a_run_under_torchrun_takes_rollouts_in_and_outlives_them(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("victim", [3, 1], ids=["rollout", "trainer"])
-def test_a_rank_killed_under_torchrun_ends_the_job(tmp_path: Path, processes: Processes, victim: int) -> None:
-    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead rank owned. Where
-    it owned nothing, its neighbour's SIGTERM (its agent's) may end the run in order before anybody misses it."""
+def test_a_rank_killed_under_torchrun_ends_the_job(
+    tmp_path: Path, processes: Processes, victim: int
+) -> None:
+    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead
+    rank owned. Where it owned nothing, its neighbour's SIGTERM (its agent's) may end the run in
+    order before anybody misses it."""
     agents = endless_run(tmp_path, processes)
     ranks = workers(agents)
     ranks[victim].kill()
@@ -314,7 +350,9 @@ def test_a_rank_killed_under_torchrun_ends_the_job(tmp_path: Path, processes: Pr
         assert found["cause"] == "signal SIGTERM"
         return
     assert found["status"] == "failed", processes.tails()
-    assert f"rank {victim} ended before the run did" in found["cause"] or victim == 1, found["cause"]
+    assert f"rank {victim} ended before the run did" in found["cause"] or victim == 1, found[
+        "cause"
+    ]
 
 
 def srun(processes: Processes, command: Sequence[str], tasks: int) -> None:
@@ -334,7 +372,9 @@ def srun(processes: Processes, command: Sequence[str], tasks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("point", "rank", "stage"), [("decode", 2, "decode"), ("save", 0, "checkpoint")])
+@pytest.mark.parametrize(
+    ("point", "rank", "stage"), [("decode", 2, "decode"), ("save", 0, "checkpoint")]
+)
 def test_a_rank_that_hangs_under_torchrun_ends_the_job_and_is_named(
     tmp_path: Path, processes: Processes, point: str, rank: int, stage: str
 ) -> None:
@@ -348,7 +388,10 @@ def test_a_rank_that_hangs_under_torchrun_ends_the_job_and_is_named(
     assert 0 not in processes.codes()
     found = summary(processes)
     assert found["status"] == "failed"
-    assert f"rank {rank} ({'trainer' if rank < 2 else 'rollout'}) hangs in stage {stage}" in found["cause"]
+    assert (
+        f"rank {rank} ({'trainer' if rank < 2 else 'rollout'}) hangs in stage {stage}"
+        in found["cause"]
+    )
 
 
 @pytest.mark.slow
@@ -357,8 +400,16 @@ def test_tasks_of_slurm_run_a_run_in_which_the_profile_chooses_the_trainer(
     tmp_path: Path, processes: Processes
 ) -> None:
     """The first process stands on a pool of rollouts, hosts the store, and becomes rank 1."""
-    profile = [f"+hardware.pools.front={{{_pool('rollout')}}}", f"+hardware.pools.back={{{_pool('trainer')}}}"]
-    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "~hardware.pools.local", *profile)]
+    profile = [
+        f"+hardware.pools.front={{{_pool('rollout')}}}",
+        f"+hardware.pools.back={{{_pool('trainer')}}}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *words(tmp_path, 1, 1, "~hardware.pools.local", *profile),
+    ]
     srun(processes, command, 2)
     assert processes.codes() == [0, 0], processes.tails()
     found = summary(processes)
@@ -367,13 +418,20 @@ def test_tasks_of_slurm_run_a_run_in_which_the_profile_chooses_the_trainer(
 
 
 def _pool(role: str) -> str:
-    return f"gpu:cpu,count:1,role:{role},memory_gib:16,tflops:1,hbm_tb_s:1,intra_gb_s:1,inter_gb_s:1"
+    return (
+        f"gpu:cpu,count:1,role:{role},memory_gib:16,tflops:1,hbm_tb_s:1,intra_gb_s:1,inter_gb_s:1"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: Processes) -> None:
-    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "max_rl_steps=10000")]
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *words(tmp_path, 1, 1, "max_rl_steps=10000"),
+    ]
     srun(processes, command, 2)
     wait_for_a_step(tmp_path)
     for process in processes._started:
@@ -391,7 +449,12 @@ def test_a_task_that_is_suspended_ends_the_job_within_seconds(
     tmp_path: Path, processes: Processes, task: int, role: str
 ) -> None:
     """Nobody on its machine is its launcher; a process of its own notices."""
-    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "max_rl_steps=10000")]
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *words(tmp_path, 1, 1, "max_rl_steps=10000"),
+    ]
     srun(processes, command, 2)
     wait_for_a_step(tmp_path)
     processes._started[task].send_signal(signal.SIGSTOP)
@@ -403,23 +466,32 @@ def test_a_task_that_is_suspended_ends_the_job_within_seconds(
     (path,) = tmp_path.glob("outputs/*/*/summary.json")
     told = json.loads(path.read_text())
     assert told["status"] == "failed"
-    assert f"rank {task} ({role}) (process {processes._started[task].pid}) stopped responding" in told["cause"]
+    assert (
+        f"rank {task} ({role}) (process {processes._started[task].pid}) stopped responding"
+        in told["cause"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_task_that_never_joins_is_named_with_the_key(tmp_path: Path, processes: Processes) -> None:
+def test_a_task_that_never_joins_is_named_with_the_key(
+    tmp_path: Path, processes: Processes
+) -> None:
     command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "limits.join_s=3")]
     srun(processes, command, 2)
     processes._started[1].send_signal(signal.SIGSTOP)
     assert processes._started[0].wait(timeout=120) == 1, processes.tails()
     found = summary(processes)
     assert (found["status"], found["rl_steps"]) == ("failed", 0)
-    assert "rank 1 (rollout) has not joined (no sign of life for 3 s; raise limits.join_s" in found["cause"]
+    assert (
+        "rank 1 (rollout) has not joined (no sign of life for 3 s; raise limits.join_s"
+        in found["cause"]
+    )
 
 
 def slurm(tmp_path: Path, srun: str) -> dict[str, str]:
-    """The environment of a batch script in `tmp_path`; srun is that line of shell, scontrol notes its requests."""
+    """The environment of a batch script in `tmp_path`; srun is that line of shell, scontrol notes
+    its requests."""
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
     for name, body in {"srun": srun, "scontrol": 'echo "$@" >> requests'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -431,16 +503,30 @@ def slurm(tmp_path: Path, srun: str) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_batch_job_that_lost_a_task_is_queued_again_and_goes_on(tmp_path: Path) -> None:
-    """scripts/slurm.sbatch, with srun and scontrol as SLURM's: one starts the tasks, the other gets the request."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "TORCHELASTIC"))}
-    tasks = f'shift; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2 --no-python "$@"'
+    """scripts/slurm.sbatch, with srun and scontrol as SLURM's: one starts the tasks, the other gets
+    the request."""
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "TORCHELASTIC"))
+    }
+    tasks = (
+        f'shift; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2 --no-python "$@"'
+    )
     environment |= slurm(tmp_path, tasks) | {"SLURM_JOB_ID": "7"}
-    allocation = ["allocation.trainers=1", "allocation.rollouts=1", "max_rl_steps=4", "callbacks.checkpoint.every=1"]
+    allocation = [
+        "allocation.trainers=1",
+        "allocation.rollouts=1",
+        "max_rl_steps=4",
+        "callbacks.checkpoint.every=1",
+    ]
     strike = [*fault("accumulate", 0, "kill", call=60)]
 
     def submit(*more: str, **settings: str) -> int:
         script = ["bash", str(SCRIPTS / "slurm.sbatch"), *TINY, *allocation, *more]
-        return subprocess.run(script, cwd=tmp_path, env=environment | settings, timeout=300).returncode
+        return subprocess.run(
+            script, cwd=tmp_path, env=environment | settings, timeout=300
+        ).returncode
 
     assert submit(*strike) != 0
     (run,) = tmp_path.glob("outputs/slurm/7-*")
@@ -466,14 +552,18 @@ def namespaces() -> Iterator[tuple[str, str]]:
 def test_two_agents_in_two_network_namespaces(
     tmp_path: Path, processes: Processes, namespaces: tuple[str, str]
 ) -> None:
-    """The agents meet on one interface; store, gloo and data links take the configured one, in IPv6."""
+    """The agents meet on one interface; store, gloo and data links take the configured one, in
+    IPv6."""
     for number, ns in enumerate(namespaces):
         settings = {"HEAD": "10.77.0.1", "ADDRESS": f"10.77.0.{number + 1}"}
         more = ("parallel.sharding=fsdp", "network.interface=data0", "network.ports=[29610,29619]")
         agent(tmp_path, processes, "ip", "netns", "exec", ns, more=more, **settings)
     deadline, access = time.monotonic() + 400, {}
     while time.monotonic() < deadline and not access:
-        access = {path: json.loads(path.read_text() or "{}") for path in tmp_path.glob("outputs/*/*/access.json")}
+        access = {
+            path: json.loads(path.read_text() or "{}")
+            for path in tmp_path.glob("outputs/*/*/access.json")
+        }
         time.sleep(0.1)
     (found,) = access.values()
     assert (found["host"], found["port"]) == ("fd77::1", 29610)
@@ -484,4 +574,6 @@ def test_two_agents_in_two_network_namespaces(
     assert processes.codes() == [0, 0], processes.tails()
     done = summary(processes)
     assert (done["status"], done["rl_steps"]) == ("completed", 2)
-    assert sent["data0"] > 4 * sent["front0"], f"the agents talk on front0, the ranks on data0: {sent}"
+    assert sent["data0"] > 4 * sent["front0"], (
+        f"the agents talk on front0, the ranks on data0: {sent}"
+    )

@@ -1,4 +1,5 @@
-"""Claims on a real store: one owner, one result that counts, tasks that come back, and the makespan of declining."""
+"""Claims on a real store: one owner, one result that counts, tasks that come back, and the makespan
+of declining."""
 
 from __future__ import annotations
 
@@ -69,16 +70,31 @@ def lose(launcher: Claims, control: Control, rank: int) -> list[str]:
 def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None:
     _, (a, b, *_), _ = ranks_of(store)
     taken = [claims.take(0, TASKS, WHOLE) for claims in (a, b, a, b, b, a, a, b)]
-    assert [None if claim is None else claim.position for claim in taken] == [0, 1, 2, 3, 4, 5, None, None]
+    assert [None if claim is None else claim.position for claim in taken] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        None,
+        None,
+    ]
     assert a.left(0, len(TASKS), WHOLE) == 0
     halves = [range(0, 3), range(3, 6)]
-    mine = [[c.take(1, TASKS, part) for _ in range(4)] for c, part in zip((a, b), halves, strict=True)]
+    mine = [
+        [c.take(1, TASKS, part) for _ in range(4)] for c, part in zip((a, b), halves, strict=True)
+    ]
     assert [[c.position for c in own if c is not None] for own in mine] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_lost_owners_task_goes_back_once_and_its_late_result_is_refused(store: Store) -> None:
     launcher, (trainer, other, dead, receiver), control = ranks_of(store)
-    first, second, third = dead.take(0, TASKS, WHOLE), dead.take(0, TASKS, WHOLE), receiver.take(0, TASKS, WHOLE)
+    first, second, third = (
+        dead.take(0, TASKS, WHOLE),
+        dead.take(0, TASKS, WHOLE),
+        receiver.take(0, TASKS, WHOLE),
+    )
     assert first is not None
     assert second is not None
     assert third is not None
@@ -103,7 +119,9 @@ def test_a_task_that_loses_its_second_owner_is_named_as_the_cause(store: Store) 
     one.take(0, TASKS, WHOLE)
     lose(launcher, control, 1)
     assert two.take(0, TASKS, WHOLE) == Claim(0, 2, attempt=1)
-    with pytest.raises(ClaimError, match=r"task 0 of step 0 \(group 0\) lost 2 owners, the last being rank 2"):
+    with pytest.raises(
+        ClaimError, match=r"task 0 of step 0 \(group 0\) lost 2 owners, the last being rank 2"
+    ):
         lose(launcher, control, 2)
     assert three.take(0, TASKS, WHOLE) == Claim(1, 3, attempt=0)
 
@@ -171,7 +189,12 @@ class Clock:
 
 
 def runner_of(
-    spec: ScheduleSpec, tasks: tuple[Task, ...], control: Control, rank: int, ranks: int, clock: Clock
+    spec: ScheduleSpec,
+    tasks: tuple[Task, ...],
+    control: Control,
+    rank: int,
+    ranks: int,
+    clock: Clock,
 ) -> TaskRunner:
     """A rollout rank's claims, without anything to generate with."""
     nothing = cast(Any, None)
@@ -186,20 +209,28 @@ def runner_of(
 @given(st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6), st.integers(1, 20))
 @pytest.mark.heavy
 def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], groups: int) -> None:
-    """n equal tasks on m ranks of measured constant speed, all free at 0: (1 + (m-1)/n) x total work / total speed.
+    """n equal tasks on m ranks of measured constant speed, all free at 0: (1 + (m-1)/n) x total
+    work / total speed.
 
     The worker's own claim and decline, in virtual time."""
     spec = ScheduleSpec(prompts=groups, group_size=2, task_size=2, denoise_steps=4, trained_steps=3)
     tasks, clock = queue(spec, 0, 0), Clock()
     controls = store.controls(len(seconds))[1]
-    runners = [runner_of(spec, tasks, control, rank, len(seconds), clock) for rank, control in enumerate(controls)]
+    runners = [
+        runner_of(spec, tasks, control, rank, len(seconds), clock)
+        for rank, control in enumerate(controls)
+    ]
     for runner, cost in zip(runners, seconds, strict=True):
         runner._task_seconds = cost
         runner.announce(version=0)
     busy_until = dict.fromkeys(range(len(seconds)), 0.0)
     while runners[0].left(0):
         for rank, runner in enumerate(runners):
-            if busy_until[rank] <= clock.time and runner.takes(0) and (task := runner.claim(0)) is not None:
+            if (
+                busy_until[rank] <= clock.time
+                and runner.takes(0)
+                and (task := runner.claim(0)) is not None
+            ):
                 runner.announce(0, task, share=1.0)
                 busy_until[rank] = clock.time + seconds[rank]
         later = [time for time in busy_until.values() if time > clock.time]
@@ -213,10 +244,13 @@ def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], gro
 
 
 def test_a_rank_declines_only_for_ranks_that_can_take_the_task(store: Store) -> None:
-    """Not for one that is lost, that has gone on to the next version, or whose speed is not known."""
+    """Not for one that is lost, that has gone on to the next version, or whose speed is not
+    known."""
     _, controls = store.controls(2)
     clock = Clock()
-    slow, fast = (runner_of(SPEC, TASKS[:1], control, rank, 2, clock) for rank, control in enumerate(controls))
+    slow, fast = (
+        runner_of(SPEC, TASKS[:1], control, rank, 2, clock) for rank, control in enumerate(controls)
+    )
     slow._task_seconds = 10.0
     slow.announce(0)
     assert slow.takes(0), "nobody knows how fast the other is"

@@ -1,4 +1,5 @@
-"""Who may speak: what a stranger can do with a connection, a recording, a reflection, or an address of its own."""
+"""Who may speak: what a stranger can do with a connection, a recording, a reflection, or an address
+of its own."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_who_holds_the_token_comes_in_under_its_rank(door: Door) -> None:
 
 
 @pytest.mark.parametrize("other", [Handshake("another"), Handshake("")])
-def test_another_token_or_another_door_is_noticed_by_who_connects(door: Door, other: Handshake) -> None:
+def test_another_token_or_another_door_is_noticed_by_who_connects(
+    door: Door, other: Handshake
+) -> None:
     with pytest.raises(NotOfThisRun, match="does not hold this run's token"):
         other.connect(HOST, door.port, "test")
     with pytest.raises(NotOfThisRun):

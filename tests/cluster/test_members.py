@@ -25,7 +25,9 @@ def test_who_is_shut_out_is_not_heard() -> None:
         with pytest.raises(StoreLost):
             guest.set("claim", "7")
         with pytest.raises(StoreLost):
-            Control(StoreClient(server.host, server.port, replace(handshake, rank=7)), 7).set("claim", "7")
+            Control(StoreClient(server.host, server.port, replace(handshake, rank=7)), 7).set(
+                "claim", "7"
+            )
         assert host.get("claim") is None
         assert host.survivors([1]) == [1]
     finally:

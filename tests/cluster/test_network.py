@@ -23,7 +23,11 @@ from digenrl.transport.wire import Message, MessageKind
 from tests.strategy.processes import TINY
 
 IPV6 = "::1"
-LOOPBACK = next(name for name, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found))
+LOOPBACK = next(
+    name
+    for name, found in psutil.net_if_addrs().items()
+    if any(a.address == "127.0.0.1" for a in found)
+)
 
 
 @pytest.fixture
@@ -44,7 +48,9 @@ def ports() -> Iterator[tuple[int, int]]:
 def test_a_store_and_two_links_over_ipv6_in_a_range_of_three_ports(ports: tuple[int, int]) -> None:
     network, ours = Network(ports=ports), Handshake()
     store = StoreServer(network.listen(IPV6), ours)
-    controls = [Control(StoreClient(store.host, store.port, ours), rank, patience=5.0) for rank in range(3)]
+    controls = [
+        Control(StoreClient(store.host, store.port, ours), rank, patience=5.0) for rank in range(3)
+    ]
     links = [SocketLink(controls[rank], rank, IPV6, ours, network=network) for rank in range(2)]
     try:
         sent = torch.arange(5.0)
@@ -52,9 +58,15 @@ def test_a_store_and_two_links_over_ipv6_in_a_range_of_three_ports(ports: tuple[
         message = links[1].receive(10.0)
         assert message is not None
         assert torch.equal(message.tensors["x"], sent)
-        taken = [store.port, *(int(str(controls[0].get(f"address/{rank}")).rpartition(":")[2]) for rank in range(2))]
+        taken = [
+            store.port,
+            *(int(str(controls[0].get(f"address/{rank}")).rpartition(":")[2]) for rank in range(2)),
+        ]
         assert sorted(taken) == list(range(ports[0], ports[1] + 1))
-        with pytest.raises(OSError, match=rf"network\.ports = \[{ports[0]}, {ports[1]}\]: every port is taken on ::1"):
+        with pytest.raises(
+            OSError,
+            match=rf"network\.ports = \[{ports[0]}, {ports[1]}\]: every port is taken on ::1",
+        ):
             SocketLink(controls[2], 2, IPV6, ours, network=network)
     finally:
         for link in links:
@@ -62,7 +74,9 @@ def test_a_store_and_two_links_over_ipv6_in_a_range_of_three_ports(ports: tuple[
         store.close()
 
 
-def test_the_interface_decides_the_address_and_what_gloo_and_nccl_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_decides_the_address_and_what_gloo_and_nccl_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "other0")
     assert Network().address("10.0.0.9") == "10.0.0.9"
@@ -71,12 +85,17 @@ def test_the_interface_decides_the_address_and_what_gloo_and_nccl_are_told(monke
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "other0"
     assert named.address("10.0.0.9") == "127.0.0.1"
     named.announce("127.0.0.1")
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (LOOPBACK, f"={LOOPBACK}")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (
+        LOOPBACK,
+        f"={LOOPBACK}",
+    )
 
 
 def test_too_few_ports_are_counted_and_the_remedy_named() -> None:
     Network(ports=(29600, 29602)).check(3)
-    with pytest.raises(ValueError, match=r"3 ports, but 5 are needed .* network\.ports=\[29600,29604\]"):
+    with pytest.raises(
+        ValueError, match=r"3 ports, but 5 are needed .* network\.ports=\[29600,29604\]"
+    ):
         Network(ports=(29600, 29602)).check(5)
 
 
@@ -85,7 +104,9 @@ def test_the_route_to_a_scheduler_on_ipv6_begins_at_an_ipv6_address() -> None:
 
 
 def test_an_interface_that_does_not_exist_is_answered_with_those_that_do() -> None:
-    with pytest.raises(ValueError, match=rf"interface = ib7: does not exist .*{LOOPBACK} \(127\.0\.0\.1.*=null"):
+    with pytest.raises(
+        ValueError, match=rf"interface = ib7: does not exist .*{LOOPBACK} \(127\.0\.0\.1.*=null"
+    ):
         Network(interface="ib7").check(2)
 
 
@@ -94,14 +115,25 @@ def test_an_interface_that_does_not_exist_is_answered_with_those_that_do() -> No
     ("words", "said"),
     [
         pytest.param(
-            ["network.interface=ib7"], ("network.interface = ib7: does not exist", LOOPBACK), marks=pytest.mark.slow
+            ["network.interface=ib7"],
+            ("network.interface = ib7: does not exist", LOOPBACK),
+            marks=pytest.mark.slow,
         ),
         (["network.ports=[29700,29600]"], ("network.ports", "begins after its end")),
     ],
     ids=["interface", "ports"],
 )
-def test_a_run_that_this_machine_cannot_host_starts_no_rank(tmp_path: Path, words: list[str], said: list[str]) -> None:
-    command = [sys.executable, "-m", "digenrl.cli.train", *TINY, *words, f"output_root={tmp_path / 'outputs'}"]
+def test_a_run_that_this_machine_cannot_host_starts_no_rank(
+    tmp_path: Path, words: list[str], said: list[str]
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *TINY,
+        *words,
+        f"output_root={tmp_path / 'outputs'}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2, done.stderr
     assert all(part in done.stderr for part in said), done.stderr

@@ -20,17 +20,22 @@ Judge = Callable[..., dict[int, str]]
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Judge:
-    """A detector that observes every second of the clock that the test moves: (seconds, each activity) -> verdicts."""
+    """A detector that observes every second of the clock that the test moves: (seconds, each
+    activity) -> verdicts."""
     now = 0.0
     monkeypatch.setattr(vitals.time, "monotonic", lambda: now)
     detectors: dict[Limits, HangDetector] = {}
 
-    def observe(seconds: int, *ranks: Progress, limits: Limits = LIMITS, jump: float = 0.0) -> dict[int, str]:
+    def observe(
+        seconds: int, *ranks: Progress, limits: Limits = LIMITS, jump: float = 0.0
+    ) -> dict[int, str]:
         nonlocal now
         detector = detectors.setdefault(limits, HangDetector(limits))
         now += jump
         for _ in range(seconds):
-            if found := detector.hanging({rank: progress.now() for rank, progress in enumerate(ranks)}):
+            if found := detector.hanging(
+                {rank: progress.now() for rank, progress in enumerate(ranks)}
+            ):
                 return found
             now += 1.0
         return {}
@@ -47,7 +52,9 @@ def known(*stages: str) -> Progress:
     return progress
 
 
-def test_a_stretch_has_the_floor_and_ten_times_the_longest_of_its_stage_on_any_rank(judged: Judge) -> None:
+def test_a_stretch_has_the_floor_and_ten_times_the_longest_of_its_stage_on_any_rank(
+    judged: Judge,
+) -> None:
     slow, fast = known("decode"), known("decode")
     with fast.stage("decode"):
         assert judged(30, slow, fast) == {}
@@ -75,7 +82,9 @@ def test_ticks_and_nested_stages_are_progress(judged: Judge) -> None:
 def test_first_stretches_and_work_outside_of_stages_have_the_start_limit(judged: Judge) -> None:
     rank = Progress()
     assert judged(100, rank) == {}
-    assert judged(5, rank)[0].startswith("hangs in no stage (its start, a callback, a logger): no progress for 101 s")
+    assert judged(5, rank)[0].startswith(
+        "hangs in no stage (its start, a callback, a logger): no progress for 101 s"
+    )
     with rank.stage("decode"):
         assert judged(100, rank) == {}
         assert "stage decode: no progress for 101 s; raise limits.start_s" in (judged(5, rank)[0])
@@ -109,7 +118,9 @@ def test_a_scorer_beside_a_waiting_rank_is_judged_by_itself(judged: Judge) -> No
     assert begun.wait(10)
     with rank.stage("wait reward"):
         found = judged(60, rank)
-        assert found[0].startswith("hangs in stage score digits (thread scorer): no progress for 31 s")
+        assert found[0].startswith(
+            "hangs in stage score digits (thread scorer): no progress for 31 s"
+        )
         over.set()
         scorer.join()
         assert [stretch.stage for stretch in rank.now()] == ["wait reward"]

@@ -1,4 +1,5 @@
-"""Every refused configuration says what is wrong, with which value, what is allowed, and the nearest valid name."""
+"""Every refused configuration says what is wrong, with which value, what is allowed, and the
+nearest valid name."""
 
 from __future__ import annotations
 
@@ -16,21 +17,38 @@ Case = tuple[Sequence[str], Sequence[str]]
 NAMES: dict[str, Case] = {
     "unknown experiment": (
         ["experiment=digits_flowgrp"],
-        ["experiment = digits_flowgrp", "no such experiment", "nearest: digits_flowgrpo", "Available: ablation_"],
+        [
+            "experiment = digits_flowgrp",
+            "no such experiment",
+            "nearest: digits_flowgrpo",
+            "Available: ablation_",
+        ],
     ),
     "experiment far from any": (["experiment=zzz"], ["experiment = zzz", "Available: ablation_"]),
-    "experiment as a path": (["experiment=../train"], ["experiment = ../train", "no such experiment"]),
+    "experiment as a path": (
+        ["experiment=../train"],
+        ["experiment = ../train", "no such experiment"],
+    ),
     "unknown model": (["model=digts"], ["model = digts", "nearest: digits"]),
     "unknown hardware": (["hardware=cpus"], ["hardware = cpus", "nearest: cpu"]),
-    "unknown schedule": (["schedule=gap_tps"], ["schedule = gap_tps", "nearest: gap_tsp", "colocated_naive"]),
+    "unknown schedule": (
+        ["schedule=gap_tps"],
+        ["schedule = gap_tps", "nearest: gap_tsp", "colocated_naive"],
+    ),
     "unknown algorithm": (["algorithm=flow_grp"], ["algorithm = flow_grp", "nearest: flow_grpo"]),
     "unknown reward": (["reward=digit"], ["reward = digit", "nearest: digits"]),
     "unknown sampling": (["sampling=digist"], ["sampling = digist", "nearest: digits"]),
     "unknown data": (["data=sign"], ["data = sign", "nearest: signs"]),
-    "unknown trainer": (["trainer=determinist"], ["trainer = determinist", "nearest: deterministic"]),
+    "unknown trainer": (
+        ["trainer=determinist"],
+        ["trainer = determinist", "nearest: deterministic"],
+    ),
     "unknown logger": (["logger=tensorbord"], ["logger = tensorbord", "nearest: tensorboard"]),
     "unknown callbacks": (["callbacks=defaults"], ["callbacks = defaults", "nearest: default"]),
-    "group set to null": (["algorithm=null"], ["algorithm = null", "no such algorithm", "flow_grpo"]),
+    "group set to null": (
+        ["algorithm=null"],
+        ["algorithm = null", "no such algorithm", "flow_grpo"],
+    ),
 }
 
 KEYS: dict[str, Case] = {
@@ -42,90 +60,222 @@ KEYS: dict[str, Case] = {
         ["algorithm.clip_rnge=0.1"],
         ["algorithm.clip_rnge = 0.1", "nearest: algorithm.clip_range", "number > 0 and < 1"],
     ),
-    "misspelt root key": (["max_rl_step=3"], ["max_rl_step = 3", "nearest: max_rl_steps", "whole number >= 1"]),
-    "misspelt nested key": (["schedule.tsp.bacth=2"], ["nearest: schedule.tsp.batch", "or auto or all"]),
+    "misspelt root key": (
+        ["max_rl_step=3"],
+        ["max_rl_step = 3", "nearest: max_rl_steps", "whole number >= 1"],
+    ),
+    "misspelt nested key": (
+        ["schedule.tsp.bacth=2"],
+        ["nearest: schedule.tsp.batch", "or auto or all"],
+    ),
     "misspelt LoRA key": (["model.lora.rnk=3"], ["nearest: model.lora.rank"]),
-    "misspelt trainer argument": (["trainer.precison=64"], ["trainer.precison = 64", "nearest: trainer.precision"]),
+    "misspelt trainer argument": (
+        ["trainer.precison=64"],
+        ["trainer.precison = 64", "nearest: trainer.precision"],
+    ),
     "right key, wrong parent": (["algorithm.group_size=8"], ["nearest: data.group_size"]),
-    "nothing near": (["schedule.banana=1"], ["schedule.banana = 1", "schedule has", "stale_fraction", "tag"]),
-    "leaf alone, nearest the root": (["steps=8"], ["steps = 8", "nearest: sampling.steps, allowed: whole number"]),
-    "removed key": (["schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments are"]),
-    "removed mechanism": (["schedule.handoff=true"], ["schedule.handoff = True: was removed; rollouts that leave"]),
-    "removed value": (["data.zero_variance_groups=refill"], ["data.zero_variance_groups = refill: was removed; no"]),
-    "removed key of another room": (["parallel.rollout_context=2"], ["was removed; each rollout generates alone"]),
-    "added removed key": (["+schedule.order=arrival"], ["schedule.order = arrival: was removed; fragments"]),
+    "nothing near": (
+        ["schedule.banana=1"],
+        ["schedule.banana = 1", "schedule has", "stale_fraction", "tag"],
+    ),
+    "leaf alone, nearest the root": (
+        ["steps=8"],
+        ["steps = 8", "nearest: sampling.steps, allowed: whole number"],
+    ),
+    "removed key": (
+        ["schedule.order=arrival"],
+        ["schedule.order = arrival: was removed; fragments are"],
+    ),
+    "removed mechanism": (
+        ["schedule.handoff=true"],
+        ["schedule.handoff = True: was removed; rollouts that leave"],
+    ),
+    "removed value": (
+        ["data.zero_variance_groups=refill"],
+        ["data.zero_variance_groups = refill: was removed; no"],
+    ),
+    "removed key of another room": (
+        ["parallel.rollout_context=2"],
+        ["was removed; each rollout generates alone"],
+    ),
+    "added removed key": (
+        ["+schedule.order=arrival"],
+        ["schedule.order = arrival: was removed; fragments"],
+    ),
     "added root key": (["+banana=1"], ["banana = 1", "no such key", "max_rl_steps"]),
     "force-added root key": (["++sed=1"], ["sed = 1", "nearest: seed"]),
-    "added key in a closed group": (["+schedule.gaps=1"], ["schedule.gaps = 1", "nearest: schedule.gap"]),
-    "added constructor argument": (["+model.pth=x"], ["model.pth", "takes no such argument", "nearest: model.path"]),
-    "added trainer argument": (["+trainer.max_epoch=3"], ["trainer.max_epoch", "Trainer takes no such argument"]),
-    "argument of an optimizer's parent": (["+algorithm.lr=1e-3"], ["algorithm.lr", "GRPO takes no such argument"]),
-    "a precision of trainers alone": (["trainer.precision=bf16"], ["trainer.precision = bf16", "set model.dtype"]),
-    "derived length": (["trainer.max_steps=9"], ["trainer.max_steps = 9", "derived", "max_rl_steps"]),
+    "added key in a closed group": (
+        ["+schedule.gaps=1"],
+        ["schedule.gaps = 1", "nearest: schedule.gap"],
+    ),
+    "added constructor argument": (
+        ["+model.pth=x"],
+        ["model.pth", "takes no such argument", "nearest: model.path"],
+    ),
+    "added trainer argument": (
+        ["+trainer.max_epoch=3"],
+        ["trainer.max_epoch", "Trainer takes no such argument"],
+    ),
+    "argument of an optimizer's parent": (
+        ["+algorithm.lr=1e-3"],
+        ["algorithm.lr", "GRPO takes no such argument"],
+    ),
+    "a precision of trainers alone": (
+        ["trainer.precision=bf16"],
+        ["trainer.precision = bf16", "set model.dtype"],
+    ),
+    "derived length": (
+        ["trainer.max_steps=9"],
+        ["trainer.max_steps = 9", "derived", "max_rl_steps"],
+    ),
     "a part of an RL step": (
         ["+trainer.limit_train_batches=2"],
         ["trainer.limit_train_batches = 2", "set data.prompts_per_batch"],
     ),
-    "a dry run of Lightning's": (["+trainer.fast_dev_run=true"], ["trainer.fast_dev_run = true", "max_rl_steps=1"]),
+    "a dry run of Lightning's": (
+        ["+trainer.fast_dev_run=true"],
+        ["trainer.fast_dev_run = true", "max_rl_steps=1"],
+    ),
     "a limit of time": (["+trainer.max_time=00:01:00"], ["trainer.max_time", "send SIGTERM"]),
-    "no strategy": (["strategy=null"], ["strategy = null", "is null", "_target_ and _partial_=true"]),
+    "no strategy": (
+        ["strategy=null"],
+        ["strategy = null", "is null", "_target_ and _partial_=true"],
+    ),
     "removed strategy": (["~strategy"], ["strategy: missing", "_target_ and _partial_=true"]),
-    "strategy without arguments of its rank": (["strategy._partial_=false"], ["strategy", "lacks _partial_=true"]),
+    "strategy without arguments of its rank": (
+        ["strategy._partial_=false"],
+        ["strategy", "lacks _partial_=true"],
+    ),
     "strategy's own argument": (["+strategy.lend=1"], ["strategy.lend", "takes no such argument"]),
-    "derived strategy": (["+trainer.strategy=ddp"], ["trainer.strategy = ddp", "derived", "parallel.sharding"]),
+    "derived strategy": (
+        ["+trainer.strategy=ddp"],
+        ["trainer.strategy = ddp", "derived", "parallel.sharding"],
+    ),
     "removed required key": (["~seed"], ["seed: missing", "whole number >= 0"]),
     "removed unknown key": (["~sede"], ["sede", "nearest: seed"]),
-    "group of keys replaced": (["schedule.tsp=3"], ["schedule.tsp = 3", "must hold the keys batch, shard"]),
+    "group of keys replaced": (
+        ["schedule.tsp=3"],
+        ["schedule.tsp = 3", "must hold the keys batch, shard"],
+    ),
     "no equals sign": (["seed"], ["seed", "cannot be read as key=value"]),
     "unbalanced list": (["schedule.shares=[1,2"], ["schedule.shares=[1,2", "cannot be read"]),
     "unknown flag": (["--seed=3"], ["--seed=3", "unknown option", "--help"]),
     "sweep without -m": (["seed=1,2"], ["seed=1,2", "several values need a sweep", "-m"]),
-    "broken interpolation": (["sampling.height=${nope}"], ["sampling.height: cannot be resolved", "nope"]),
+    "broken interpolation": (
+        ["sampling.height=${nope}"],
+        ["sampling.height: cannot be resolved", "nope"],
+    ),
 }
 
 VALUES: dict[str, Case] = {
-    "text for a number": (["max_rl_steps=abc"], ["max_rl_steps = abc", "is text", "whole number >= 1"]),
+    "text for a number": (
+        ["max_rl_steps=abc"],
+        ["max_rl_steps = abc", "is text", "whole number >= 1"],
+    ),
     "number with a unit": (["max_rl_steps=3s"], ["max_rl_steps = 3s", "is text"]),
-    "fraction for a whole number": (["data.group_size=4.5"], ["data.group_size = 4.5", "not a whole number"]),
+    "fraction for a whole number": (
+        ["data.group_size=4.5"],
+        ["data.group_size = 4.5", "not a whole number"],
+    ),
     "flag for a number": (["seed=true"], ["seed = true", "is true/false"]),
-    "number for a flag": (["schedule.tag=1"], ["schedule.tag = 1", "is a whole number", "true or false"]),
+    "number for a flag": (
+        ["schedule.tag=1"],
+        ["schedule.tag = 1", "is a whole number", "true or false"],
+    ),
     "null for a number": (["seed=null"], ["seed = null", "is null"]),
     "list for a number": (["seed=[1]"], ["seed = [1]", "is a list"]),
     "dict for a number": (["max_rl_steps={a:1}"], ["max_rl_steps", "is a group of keys"]),
     "nan": (["algorithm.clip_range=nan"], ["algorithm.clip_range = nan", "is not finite"]),
-    "infinity": (["algorithm.kl_weight=inf"], ["algorithm.kl_weight = inf", "is not finite", "number >= 0"]),
-    "nan below a constructor": (["+trainer.overfit_batches=nan"], ["trainer.overfit_batches = nan", "is not finite"]),
+    "infinity": (
+        ["algorithm.kl_weight=inf"],
+        ["algorithm.kl_weight = inf", "is not finite", "number >= 0"],
+    ),
+    "nan below a constructor": (
+        ["+trainer.overfit_batches=nan"],
+        ["trainer.overfit_batches = nan", "is not finite"],
+    ),
     "negative seed": (["seed=-1"], ["seed = -1", "is too small"]),
     "no steps": (["max_rl_steps=0"], ["max_rl_steps = 0", "is too small", ">= 1"]),
     "group of one": (["data.group_size=1"], ["data.group_size = 1", "whole number >= 2"]),
-    "negative learning rate": (["algorithm.optimizer.lr=-1e-3"], ["algorithm.optimizer.lr", "number > 0"]),
-    "clip range of one": (["algorithm.clip_range=1.0"], ["algorithm.clip_range = 1.0", "is too large"]),
-    "stale fraction above one": (["schedule.stale_fraction=1.5"], ["schedule.stale_fraction = 1.5", "<= 1"]),
+    "negative learning rate": (
+        ["algorithm.optimizer.lr=-1e-3"],
+        ["algorithm.optimizer.lr", "number > 0"],
+    ),
+    "clip range of one": (
+        ["algorithm.clip_range=1.0"],
+        ["algorithm.clip_range = 1.0", "is too large"],
+    ),
+    "stale fraction above one": (
+        ["schedule.stale_fraction=1.5"],
+        ["schedule.stale_fraction = 1.5", "<= 1"],
+    ),
     "two steps of asynchrony": (["schedule.async_steps=2"], ["schedule.async_steps = 2", "<= 1"]),
-    "unknown sharding": (["parallel.sharding=zero3"], ["parallel.sharding = zero3", "ddp | hsdp | fsdp"]),
-    "unknown std": (["algorithm.advantage.std=mad"], ["algorithm.advantage.std = mad", "group | batch | none"]),
-    "unknown dtype": (["sampling.storage_dtype=fp16"], ["sampling.storage_dtype = fp16", "bfloat16"]),
+    "unknown sharding": (
+        ["parallel.sharding=zero3"],
+        ["parallel.sharding = zero3", "ddp | hsdp | fsdp"],
+    ),
+    "unknown std": (
+        ["algorithm.advantage.std=mad"],
+        ["algorithm.advantage.std = mad", "group | batch | none"],
+    ),
+    "unknown dtype": (
+        ["sampling.storage_dtype=fp16"],
+        ["sampling.storage_dtype = fp16", "bfloat16"],
+    ),
     "no trainers": (["allocation.trainers=0"], ["allocation.trainers = 0", ">= 1 or auto"]),
-    "unknown word for a number": (["schedule.tsp.batch=most"], ["schedule.tsp.batch = most", "auto"]),
-    "share that is no number": (["schedule.shares=[nan,1]"], ["schedule.shares", "holds nan", "not finite"]),
-    "no share": (["schedule.shares=[]"], ["schedule.shares = []", "0 items", "equal or measured or list"]),
-    "shares in a word": (["schedule.shares=fast"], ["schedule.shares = fast", "is text", "equal or measured or list"]),
+    "unknown word for a number": (
+        ["schedule.tsp.batch=most"],
+        ["schedule.tsp.batch = most", "auto"],
+    ),
+    "share that is no number": (
+        ["schedule.shares=[nan,1]"],
+        ["schedule.shares", "holds nan", "not finite"],
+    ),
+    "no share": (
+        ["schedule.shares=[]"],
+        ["schedule.shares = []", "0 items", "equal or measured or list"],
+    ),
+    "shares in a word": (
+        ["schedule.shares=fast"],
+        ["schedule.shares = fast", "is text", "equal or measured or list"],
+    ),
     "negative fragment": (["schedule.gap=-1"], ["schedule.gap = -1", "is too small"]),
     "flag for a fragment": (["schedule.gap=true"], ["schedule.gap = true", "is true/false"]),
-    "half a step in a forward": (["schedule.tsp.batch=1.5"], ["schedule.tsp.batch = 1.5", "not a whole number"]),
-    "no step in a forward": (["schedule.tsp.batch=0"], ["schedule.tsp.batch = 0", "is too small", "auto or all"]),
+    "half a step in a forward": (
+        ["schedule.tsp.batch=1.5"],
+        ["schedule.tsp.batch = 1.5", "not a whole number"],
+    ),
+    "no step in a forward": (
+        ["schedule.tsp.batch=0"],
+        ["schedule.tsp.batch = 0", "is too small", "auto or all"],
+    ),
     "word for a flag": (["schedule.tag=yes"], ["schedule.tag = yes", "is text", "true or false"]),
     "number for lending": (["schedule.tag=1"], ["schedule.tag = 1", "true or false"]),
     "unknown claims": (["schedule.claims=static"], ["schedule.claims = static", "shared | split"]),
-    "stale fraction that is no number": (["schedule.stale_fraction=nan"], ["schedule.stale_fraction", "not finite"]),
-    "rollouts below none": (["allocation.rollouts=-1"], ["allocation.rollouts = -1", ">= 0 or auto"]),
+    "stale fraction that is no number": (
+        ["schedule.stale_fraction=nan"],
+        ["schedule.stale_fraction", "not finite"],
+    ),
+    "rollouts below none": (
+        ["allocation.rollouts=-1"],
+        ["allocation.rollouts = -1", ">= 0 or auto"],
+    ),
     "fewer rollouts at most than at least": (
         ["allocation.rollouts={min:4,max:2}"],
         ["allocation.rollouts = {", "has min 4 above max 2: lower min, or raise max"],
     ),
-    "rollouts at least, and no most": (["allocation.rollouts={min:2}"], ["names not both, expected {min: m, max: n}"]),
-    "lost rollouts below none": (["allocation.max_lost_rollouts=-1"], ["allocation.max_lost_rollouts = -1", ">= 0"]),
-    "restarts below none": (["allocation.max_restarts=-1"], ["allocation.max_restarts = -1", "whole number >= 0"]),
+    "rollouts at least, and no most": (
+        ["allocation.rollouts={min:2}"],
+        ["names not both, expected {min: m, max: n}"],
+    ),
+    "lost rollouts below none": (
+        ["allocation.max_lost_rollouts=-1"],
+        ["allocation.max_lost_rollouts = -1", ">= 0"],
+    ),
+    "restarts below none": (
+        ["allocation.max_restarts=-1"],
+        ["allocation.max_restarts = -1", "whole number >= 0"],
+    ),
     "removed value": (
         ["experiment=sd35_flowgrpo", "model.compile=graphs"],
         ["model.compile = graphs: was removed", "set model.compile=true"],
@@ -148,8 +298,14 @@ VALUES: dict[str, Case] = {
     "nothing is thin": (["network.thin_mb_s=0"], ["network.thin_mb_s = 0", "number > 0"]),
     "no time scale": (["hardware.time_scale=0"], ["hardware.time_scale = 0", "number > 0"]),
     "negative share": (["schedule.shares=[1,-1]"], ["schedule.shares", "holds -1", "too small"]),
-    "name that leads elsewhere": (["experiment_name=../../x"], ["experiment_name = ../../x", "not of that form"]),
-    "name of two directories": (["experiment_name=a/b"], ["experiment_name = a/b", "name of a directory"]),
+    "name that leads elsewhere": (
+        ["experiment_name=../../x"],
+        ["experiment_name = ../../x", "not of that form"],
+    ),
+    "name of two directories": (
+        ["experiment_name=a/b"],
+        ["experiment_name = a/b", "name of a directory"],
+    ),
     "hidden name": (["experiment_name=.x"], ["experiment_name = .x", "a letter or digit first"]),
     "empty path": (["data.prompts=''"], ["data.prompts", "is empty"]),
 }
@@ -161,7 +317,11 @@ RELATIONS: dict[str, Case] = {
     ),
     "updates do not divide": (
         ["algorithm.updates_per_batch=3"],
-        ["algorithm.updates_per_batch = 3", "must divide data.prompts_per_batch = 10", "1, 2, 5, 10"],
+        [
+            "algorithm.updates_per_batch = 3",
+            "must divide data.prompts_per_batch = 10",
+            "1, 2, 5, 10",
+        ],
     ),
     "updates that do not share a group": (
         ["data.updates_split=samples", "algorithm.updates_per_batch=3"],
@@ -169,19 +329,35 @@ RELATIONS: dict[str, Case] = {
     ),
     "a task of two updates": (
         ["data.updates_split=samples", "algorithm.updates_per_batch=4", "sampling.task_size=8"],
-        ["sampling.task_size = 8", "no task may have samples of two updates", "allowed: auto, 1, 2, 4"],
+        [
+            "sampling.task_size = 8",
+            "no task may have samples of two updates",
+            "allowed: auto, 1, 2, 4",
+        ],
     ),
     "batch-wide statistics with GAP": (
         ["schedule=gap", "algorithm.advantage.std=batch"],
-        ["algorithm.advantage.std = batch", "schedule.gap = 1", "set schedule.gap=0 or algorithm.advantage.std=group"],
+        [
+            "algorithm.advantage.std = batch",
+            "schedule.gap = 1",
+            "set schedule.gap=0 or algorithm.advantage.std=group",
+        ],
     ),
     "whole-batch renormalisation with gap": (
         ["schedule=gap", "algorithm/advantage=gdpo"],
-        ["algorithm.advantage.renormalise = true", "schedule.gap = 1", "algorithm.advantage.renormalise=false"],
+        [
+            "algorithm.advantage.renormalise = true",
+            "schedule.gap = 1",
+            "algorithm.advantage.renormalise=false",
+        ],
     ),
     "one noise and no other": (
         ["experiment=digits_nft", "sampling.same_noise=true"],
-        ["sampling.same_noise = true", "algorithm.sde.noise_level = 0", "set sampling.same_noise=false"],
+        [
+            "sampling.same_noise = true",
+            "algorithm.sde.noise_level = 0",
+            "set sampling.same_noise=false",
+        ],
     ),
     "asynchrony without rollout ranks": (
         ["schedule=colocated", "schedule.async_steps=1"],
@@ -214,7 +390,11 @@ RELATIONS: dict[str, Case] = {
     ),
     "more groups than the file has prompts": (
         ["data.oversample=1"],
-        ["data.prompts_per_batch = 10 with data.oversample = 1", "holds 10 different prompts", "1 .. 10 in all"],
+        [
+            "data.prompts_per_batch = 10 with data.oversample = 1",
+            "holds 10 different prompts",
+            "1 .. 10 in all",
+        ],
     ),
     "oversampling that updates do not share": (
         ["data.prompts_per_batch=4", "algorithm.updates_per_batch=2", "data.oversample=3"],
@@ -222,15 +402,27 @@ RELATIONS: dict[str, Case] = {
     ),
     "equal parts and lending": (
         ["schedule.claims=split", "schedule.tag=true"],
-        ["schedule.claims = split", "schedule.tag = true", "set schedule.claims=shared or schedule.tag=false"],
+        [
+            "schedule.claims = split",
+            "schedule.tag = true",
+            "set schedule.claims=shared or schedule.tag=false",
+        ],
     ),
     "equal parts and lost ranks": (
         ["schedule.claims=split", "allocation.max_lost_rollouts=1"],
-        ["allocation.max_lost_rollouts = 1", "schedule.claims = split", "set schedule.claims=shared"],
+        [
+            "allocation.max_lost_rollouts = 1",
+            "schedule.claims = split",
+            "set schedule.claims=shared",
+        ],
     ),
     "checkpointing of another number of trainers": (
         ["+model.gradient_checkpointing=[true,false,true]", "allocation.trainers=2"],
-        ["model.gradient_checkpointing = [True, False, True]", "3 entries", "allocation.trainers = 2"],
+        [
+            "model.gradient_checkpointing = [True, False, True]",
+            "3 entries",
+            "allocation.trainers = 2",
+        ],
     ),
     "shard group that does not divide": (
         ["parallel.sharding=hsdp", "parallel.shard_group=2", "allocation.trainers=3"],
@@ -243,9 +435,18 @@ RELATIONS: dict[str, Case] = {
 }
 
 TARGETS: dict[str, Case] = {
-    "os": (["model._target_=os.system"], ["model._target_ = os.system", "refused", "allow_targets=[os]"]),
-    "torch.load": (["model._target_=torch.load"], ["model._target_ = torch.load", "refused", "allow_targets=[torch]"]),
-    "prefix that only looks allowed": (["model._target_=digenrl_evil.Model"], ["digenrl_evil.Model", "refused"]),
+    "os": (
+        ["model._target_=os.system"],
+        ["model._target_ = os.system", "refused", "allow_targets=[os]"],
+    ),
+    "torch.load": (
+        ["model._target_=torch.load"],
+        ["model._target_ = torch.load", "refused", "allow_targets=[torch]"],
+    ),
+    "prefix that only looks allowed": (
+        ["model._target_=digenrl_evil.Model"],
+        ["digenrl_evil.Model", "refused"],
+    ),
     "nested": (
         ["+reward.rewards.judge_a.scorer.inner={_target_:subprocess.run}"],
         ["reward.rewards.judge_a.scorer.inner._target_ = subprocess.run", "refused"],
@@ -258,7 +459,10 @@ TARGETS: dict[str, Case] = {
         ["model._target_=digenrl.config.targets.ast.parse"],
         ["digenrl.config.targets.ast.parse: refused", "no file of the shipped configs/ names it"],
     ),
-    "private helper": (["model._target_=lightning.fabric.utilities.cloud_io._load"], ["_load", "refused"]),
+    "private helper": (
+        ["model._target_=lightning.fabric.utilities.cloud_io._load"],
+        ["_load", "refused"],
+    ),
     "misspelt class": (
         ["model._target_=digenrl.extensions.tasks.digits.DigitPolicy"],
         ["DigitPolicy: refused", "nearest: digenrl.extensions.tasks.digits.DigitsPolicy"],
@@ -279,20 +483,35 @@ PROFILES: dict[str, Case] = {
         ["hardware.pools.local.count=two"],
         ["hardware.pools.local.count = two", "is text", "whole number >= 1"],
     ),
-    "no GPUs": (["hardware.pools.local.count=0"], ["hardware.pools.local.count = 0", "is too small", ">= 1"]),
-    "unnamed GPU": (["hardware.pools.local.gpu=null"], ["hardware.pools.local.gpu = null", "name of the GPU, or cpu"]),
+    "no GPUs": (
+        ["hardware.pools.local.count=0"],
+        ["hardware.pools.local.count = 0", "is too small", ">= 1"],
+    ),
+    "unnamed GPU": (
+        ["hardware.pools.local.gpu=null"],
+        ["hardware.pools.local.gpu = null", "name of the GPU, or cpu"],
+    ),
     "no node": (["hardware.pools.local.per_node=0"], ["hardware.pools.local.per_node = 0", ">= 1"]),
     "empty pool": (
         ["hardware.pools.local=null"],
         ["hardware.pools.local = null", "must hold the keys count, efficiency, gpu", "tflops"],
     ),
-    "no pools": (["~hardware.pools.local"], ["hardware.pools = {}", "must hold groups of keys by name"]),
-    "pools in words": (["hardware.pools=none"], ["hardware.pools = none", "must hold groups of keys by name"]),
+    "no pools": (
+        ["~hardware.pools.local"],
+        ["hardware.pools = {}", "must hold groups of keys by name"],
+    ),
+    "pools in words": (
+        ["hardware.pools=none"],
+        ["hardware.pools = none", "must hold groups of keys by name"],
+    ),
     "missing figure": (
         ["~hardware.pools.local.tflops"],
         ["hardware.pools.local.tflops: missing", "number > 0", "data sheet"],
     ),
-    "figure in words": (["hardware.pools.local.tflops=many"], ["hardware.pools.local.tflops = many", "number > 0"]),
+    "figure in words": (
+        ["hardware.pools.local.tflops=many"],
+        ["hardware.pools.local.tflops = many", "number > 0"],
+    ),
     "misspelt figure": (
         ["+hardware.pools.local.tflop=1"],
         ["hardware.pools.local.tflop = 1", "nearest: hardware.pools.local.tflops"],
@@ -301,7 +520,10 @@ PROFILES: dict[str, Case] = {
         ["+hardware.efficiency.generat=1.0"],
         ["hardware.efficiency.generat = 1.0", "nearest: hardware.efficiency.generate"],
     ),
-    "a key that nothing sets": (["hardware.efficiency.train=0.4"], ["hardware.efficiency.train = 0.4", "+hardware."]),
+    "a key that nothing sets": (
+        ["hardware.efficiency.train=0.4"],
+        ["hardware.efficiency.train = 0.4", "+hardware."],
+    ),
     "unknown grade of the blocks": (
         ["model.gradient_checkpointing={outputs:1}"],
         ["model.gradient_checkpointing", "names outputs", "products|attention|inputs"],
@@ -348,11 +570,18 @@ SETTLED: dict[str, Case] = {
     ),
     "trained steps beyond the trajectory": (
         ["algorithm/train_steps=random_subset", "algorithm.train_steps.size=9"],
-        ["algorithm.train_steps = {", "train_steps.size=9 does not fit the pool of 5 steps", "of sampling.steps=6"],
+        [
+            "algorithm.train_steps = {",
+            "train_steps.size=9 does not fit the pool of 5 steps",
+            "of sampling.steps=6",
+        ],
     ),
     "a window beyond the trajectory": (
         ["algorithm/train_steps=random_window", "algorithm.train_steps.stop=6"],
-        ["[0, 6) lies outside the usable steps [0, 5) of sampling.steps=6", "lower train_steps.stop"],
+        [
+            "[0, 6) lies outside the usable steps [0, 5) of sampling.steps=6",
+            "lower train_steps.stop",
+        ],
     ),
 }
 
@@ -401,41 +630,82 @@ TWO = ("allocation.trainers=2", "allocation.rollouts=1")
 )
 def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list[str]) -> None:
     composed = config.load(words)
-    notes = [note for note in settled(composed, *allocation(composed.config)).notes if "has no effect" in note]
+    notes = [
+        note
+        for note in settled(composed, *allocation(composed.config)).notes
+        if "has no effect" in note
+    ]
     assert len(notes) == len(idle)
-    assert all(note.startswith(f"schedule.{setting}") for note, setting in zip(notes, idle, strict=True)), notes
+    assert all(
+        note.startswith(f"schedule.{setting}") for note, setting in zip(notes, idle, strict=True)
+    ), notes
 
 
 def test_a_profile_is_explained_all_at_once() -> None:
-    words = ["hardware.pools.a={gpu:X9,count:0,role:boss,memory_gib:1}", "+hardware.pools.b={gpu:Y}"]
+    words = [
+        "hardware.pools.a={gpu:X9,count:0,role:boss,memory_gib:1}",
+        "+hardware.pools.b={gpu:Y}",
+    ]
     text = " ".join(problems_of("hardware=testbed_a", *words, "+hardware.efficiency.speed=1.0"))
-    for part in ("pools.a.count = 0", "pools.a.role = boss", "pools.b.tflops: missing", "efficiency.speed"):
+    for part in (
+        "pools.a.count = 0",
+        "pools.a.role = boss",
+        "pools.b.tflops: missing",
+        "efficiency.speed",
+    ):
         assert part in text
 
 
 def test_all_errors_at_once() -> None:
-    words = [f"{word}" for case in (NAMES["unknown data"], KEYS["misspelt leaf"], VALUES["nan"]) for word in case[0]]
+    words = [
+        f"{word}"
+        for case in (NAMES["unknown data"], KEYS["misspelt leaf"], VALUES["nan"])
+        for word in case[0]
+    ]
     text = " ".join(
-        problems_of(*words, "model._target_=os.system", "data.prompts=/no/such.txt", "sampling.task_size=5")
+        problems_of(
+            *words, "model._target_=os.system", "data.prompts=/no/such.txt", "sampling.task_size=5"
+        )
     )
-    for part in ("data = sign", "data.group_siz", "is not finite", "os.system", "/no/such.txt", "must divide"):
+    for part in (
+        "data = sign",
+        "data.group_siz",
+        "is not finite",
+        "os.system",
+        "/no/such.txt",
+        "must divide",
+    ):
         assert part in text
 
 
 def test_each_problem_is_said_once() -> None:
     problems = problems_of("seed=-1", "sampling.height=${nope}")
-    assert len(problems) == len(set(problems)) == 3  # seed, sampling.height, and model.height that refers to it
+    assert (
+        len(problems) == len(set(problems)) == 3
+    )  # seed, sampling.height, and model.height that refers to it
 
 
 PROMPT_FILES: dict[str, tuple[str, bytes, Sequence[str]]] = {
     "empty": ("p.txt", b"", ["p.txt", "holds no prompt"]),
     "blank lines only": ("p.txt", b"\n \r\n\t\n", ["p.txt", "holds no prompt"]),
-    "malformed JSON": ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', ["p.jsonl:2", "not valid JSON at column"]),
+    "malformed JSON": (
+        "p.jsonl",
+        b'{"prompt": "a"}\n{"prompt": \n',
+        ["p.jsonl:2", "not valid JSON at column"],
+    ),
     "no object": ("p.jsonl", b'["a"]\n', ["p.jsonl:1", "must be an object", "list"]),
-    "no prompt field": ("p.jsonl", b'{"text": "a"}\n', ["p.jsonl:1", '"prompt" is missing', "text"]),
+    "no prompt field": (
+        "p.jsonl",
+        b'{"text": "a"}\n',
+        ["p.jsonl:1", '"prompt" is missing', "text"],
+    ),
     "prompt is no text": ("p.jsonl", b'{"prompt": 3}\n', ["p.jsonl:1", "prompt = 3 must be text"]),
     "empty prompt": ("p.jsonl", b'{"prompt": " "}\n', ["p.jsonl:1", "prompt is empty"]),
-    "target is no text": ("p.jsonl", b'{"prompt": "a", "target": 1}\n', ["p.jsonl:1", "target = 1 must be text"]),
+    "target is no text": (
+        "p.jsonl",
+        b'{"prompt": "a", "target": 1}\n',
+        ["p.jsonl:1", "target = 1 must be text"],
+    ),
     "NaN": ("p.jsonl", b'{"prompt": "a", "w": NaN}\n', ["p.jsonl:1", "NaN is no JSON number"]),
     "number out of range": ("p.jsonl", b'{"prompt": "a", "w": 1e999}\n', ["p.jsonl:1", "1e999"]),
     "NUL": ("p.txt", b"fine\nbro\0ken\n", ["p.txt:2", "NUL"]),
@@ -454,10 +724,14 @@ def test_prompt_file(case: tuple[str, bytes, Sequence[str]], tmp_path: Path) -> 
     (tmp_path / name).write_bytes(content)
     problems = problems_of(f"data.prompts={tmp_path / name}", f"data.heldout={tmp_path / name}")
     for key in ("data.prompts", "data.heldout"):
-        assert any(text.startswith(key) and all(part in text for part in expected) for text in problems), problems
+        assert any(
+            text.startswith(key) and all(part in text for part in expected) for text in problems
+        ), problems
 
 
-def test_missing_prompt_file_names_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prompt_file_names_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (text,) = problems_of("data.prompts=sign.jsonl")
     assert str(tmp_path) in text
@@ -469,15 +743,26 @@ def test_several_prompt_files() -> None:
     for files, expected in {
         "[]": "has 0 items",
         "[{file: signs.jsonl}]": "expected {file: path, weight: number}",
-        "[{file: signs.jsonl, weight: 0}]": "gives signs.jsonl the weight 0, expected a number above 0",
-        f"[{entry}, {{file: scenes.txt, weight: -1}}]": "gives scenes.txt the weight -1, expected a number above 0",
-        f"[{entry}, {{file: sign.jsonl, weight: 1}}]": "data.prompts: sign.jsonl: no such prompt file",
+        "[{file: signs.jsonl, weight: 0}]": (
+            "gives signs.jsonl the weight 0, expected a number above 0"
+        ),
+        f"[{entry}, {{file: scenes.txt, weight: -1}}]": (
+            "gives scenes.txt the weight -1, expected a number above 0"
+        ),
+        f"[{entry}, {{file: sign.jsonl, weight: 1}}]": (
+            "data.prompts: sign.jsonl: no such prompt file"
+        ),
         f"[{entry}, {entry}]": "names a file twice",
         "[{file: digits.jsonl, weight: 9}, {file: scenes.txt, weight: 1}]": "digits.jsonl holds 10 different prompts "
         "and a batch needs distinct ones, 18 of them by its weight 9 of 10; allowed: 1 .. 11.",
     }.items():
-        problems = problems_of("data.heldout=signs.jsonl", "data.prompts_per_batch=20", f"data.prompts={files}")
-        assert any(text.startswith("data.prompts") and expected in text for text in problems), (files, problems)
+        problems = problems_of(
+            "data.heldout=signs.jsonl", "data.prompts_per_batch=20", f"data.prompts={files}"
+        )
+        assert any(text.startswith("data.prompts") and expected in text for text in problems), (
+            files,
+            problems,
+        )
 
 
 def test_directory_as_prompt_file(tmp_path: Path) -> None:
@@ -493,7 +778,12 @@ def test_unwritable_output(tmp_path: Path) -> None:
 
 def test_secrets_are_refused_and_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
     canary = "canary-0123456789abcdef"
-    words = ["logger=wandb", f"+logger.wandb.api_key={canary}", f"+reward.token={canary}", f"wandb_password={canary}"]
+    words = [
+        "logger=wandb",
+        f"+logger.wandb.api_key={canary}",
+        f"+reward.token={canary}",
+        f"wandb_password={canary}",
+    ]
     with pytest.raises(SystemExit) as caught:
         config.load_or_exit([*words, f"resum_token={canary}", f"+data.password=[{canary}"])
     printed = capsys.readouterr()
@@ -511,7 +801,9 @@ def test_exit_code_two_without_traceback_and_nothing_written(
         config.load_or_exit(["seed=-1", "data.group_siz=3"])
     printed = capsys.readouterr()
     assert caught.value.code == 2
-    assert printed.err.startswith("2 errors in the configuration; nothing was started or written:\n  - ")
+    assert printed.err.startswith(
+        "2 errors in the configuration; nothing was started or written:\n  - "
+    )
     assert "Traceback" not in printed.err
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from omegaconf.errors import ReadonlyConfigError
 
 from digenrl import config
 from digenrl.config.removed import FORGOTTEN, REMOVED
-from digenrl.config.schema import Train
+from digenrl.config.schema import TrainKeys
 from digenrl.config.validation import keys_of
 
 
@@ -42,7 +42,12 @@ def test_command_line_beats_hardware_beats_experiment_beats_groups() -> None:
 
 
 def test_override_kinds() -> None:
-    overrides = ["++seed=7", "+trainer.detect_anomaly=false", "~callbacks.recorder", "schedule.shares=[3,1]"]
+    overrides = [
+        "++seed=7",
+        "+trainer.detect_anomaly=false",
+        "~callbacks.recorder",
+        "schedule.shares=[3,1]",
+    ]
     composed = config.load(overrides)
     assert composed.config.seed == 7
     assert composed.config.trainer.detect_anomaly is False
@@ -61,7 +66,11 @@ def test_schedule_presets_differ_as_their_names_say() -> None:
         for name in config.group_options(config.config_directory())["schedule"]
     }
     assert presets["sync"].schedule.gap == 0
-    assert presets["colocated"].allocation.rollouts == presets["colocated_naive"].allocation.rollouts == 0
+    assert (
+        presets["colocated"].allocation.rollouts
+        == presets["colocated_naive"].allocation.rollouts
+        == 0
+    )
     assert presets["colocated_naive"].schedule.tsp.batch == 1
     assert (presets["gap"].schedule.gap, presets["gap"].schedule.tsp.shard) == (1, False)
     assert presets["gap_tsp"].schedule.tsp.shard
@@ -88,18 +97,25 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
     again = config.load([f"resume={run}", "max_rl_steps=77"])
     assert again.resumed
     assert again.run_dir == run
-    assert (again.config.seed, again.config.data.group_size, again.config.model.lora.rank) == (5, 8, 3)
+    assert (again.config.seed, again.config.data.group_size, again.config.model.lora.rank) == (
+        5,
+        8,
+        3,
+    )
     assert again.config.max_rl_steps == 77
     before = (run / "config.yaml").read_bytes()
     assert config.prepare_run_dir(again) == run
-    assert (run / "config.yaml").read_bytes() == before, "kept until the ranks have loaded the checkpoint"
+    assert (run / "config.yaml").read_bytes() == before, (
+        "kept until the ranks have loaded the checkpoint"
+    )
     config.store_config(again.config, run)
     assert OmegaConf.load(run / "config.yaml").max_rl_steps == 77
     assert OmegaConf.load(run / "config.yaml").resume is None
 
 
 def test_a_stored_configuration_is_completed_by_the_keys_that_came_after_it(tmp_path: Path) -> None:
-    """With the values under which nothing changes, and a note; what the user removes is still missing."""
+    """With the values under which nothing changes, and a note; what the user removes is still
+    missing."""
     run = config.prepare_run_dir(config.load(["schedule=full", f"hydra.run.dir={tmp_path}/run-0"]))
     stored = OmegaConf.load(run / "config.yaml")
     for parent, key in (
@@ -113,17 +129,27 @@ def test_a_stored_configuration_is_completed_by_the_keys_that_came_after_it(tmp_
     again = config.load([f"resume={run}"])
     fresh = config.load([]).config
     assert (again.config.strategy, again.config.data) == (fresh.strategy, fresh.data)
-    assert (again.config.schedule.skip_zero, again.config.schedule.tsp) == (True, {"batch": 1, "shard": False})
+    assert (again.config.schedule.skip_zero, again.config.schedule.tsp) == (
+        True,
+        {"batch": 1, "shard": False},
+    )
     assert again.config.schedule.tag, "keys that are there stay"
     (note,) = again.notes
-    for part in (str(run), "from the defaults", "schedule.skip_zero=True", "strategy={", "data.group_size=16"):
+    for part in (
+        str(run),
+        "from the defaults",
+        "schedule.skip_zero=True",
+        "strategy={",
+        "data.group_size=16",
+    ):
         assert part in note
     with pytest.raises(config.ConfigError, match=r"schedule\.tag: missing"):
         config.load([f"resume={run}", "~schedule.tag"])
 
 
 def test_a_stored_configuration_goes_on_without_the_keys_that_were_removed(tmp_path: Path) -> None:
-    """Where they decided about time alone; a value that did more, or a key that never was, is still refused."""
+    """Where they decided about time alone; a value that did more, or a key that never was, is still
+    refused."""
     run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
     stored = OmegaConf.load(run / "config.yaml")
     kept = {key: values[-1] for key, values in FORGOTTEN.items()}
@@ -142,7 +168,7 @@ def test_a_stored_configuration_goes_on_without_the_keys_that_were_removed(tmp_p
 
 def test_every_key_that_a_stored_run_goes_on_without_was_removed() -> None:
     assert FORGOTTEN.keys() <= REMOVED.keys()
-    assert not {*REMOVED} & {*keys_of(Train)}
+    assert not {*REMOVED} & {*keys_of(TrainKeys)}
 
 
 def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
@@ -178,7 +204,9 @@ def test_own_prompt_file_becomes_absolute_and_duplicates_are_noted(
     Path("mine.txt").write_bytes("\ufeffone\r\ntwo\r\none\r\n".encode())
     composed = config.load(["data.prompts=mine.txt", "data.prompts_per_batch=2"])
     assert composed.config.data.prompts == str(tmp_path / "mine.txt")
-    assert composed.notes == (f"data.prompts: {tmp_path}/mine.txt: 1 duplicates left out (line 3 repeats line 1).",)
+    assert composed.notes == (
+        f"data.prompts: {tmp_path}/mine.txt: 1 duplicates left out (line 3 repeats line 1).",
+    )
     assert config.load([]).config.data.prompts == "digits.jsonl"
 
 
@@ -187,7 +215,7 @@ def test_help_lists_every_key_and_group(capsys: pytest.CaptureFixture[str]) -> N
         config.load_or_exit(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert all(key in text for key in keys_of(Train))
+    assert all(key in text for key in keys_of(TrainKeys))
     assert all(group in text for group in config.group_options(config.config_directory()))
 
 
@@ -201,12 +229,15 @@ def test_cfg_prints_the_configuration(capsys: pytest.CaptureFixture[str]) -> Non
 def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
     tree = config.load([]).config
     assert all(
-        OmegaConf.select(tree, key, default="absent") != "absent" for key, its in keys_of(Train).items() if its.required
+        OmegaConf.select(tree, key, default="absent") != "absent"
+        for key, its in keys_of(TrainKeys).items()
+        if its.required
     )
 
 
 def test_a_bad_configuration_is_refused_quickly_without_torch(tmp_path: Path) -> None:
-    """The bar is two seconds on an idle core; processor time is what a busy machine leaves unchanged."""
+    """The bar is two seconds on an idle core; processor time is what a busy machine leaves
+    unchanged."""
     code = (
         "import sys\nfrom digenrl.config import load_or_exit\n"
         "try:\n    load_or_exit(['seed=-1', 'experiment=digits'])\n"
@@ -214,10 +245,14 @@ def test_a_bad_configuration_is_refused_quickly_without_torch(tmp_path: Path) ->
     )
     before = os.times()
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
     wall = time.monotonic() - began
     after = os.times()
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    used = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     assert done.returncode == 2, done.stderr
     assert "2 errors in the configuration" in done.stderr
     assert done.stderr.rstrip().endswith("False")

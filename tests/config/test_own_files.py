@@ -10,7 +10,10 @@ from digenrl import config
 from digenrl.config.output_dir import prepare_run_dir
 from digenrl.extensions.sweeps.multirun import expand
 
-EXPERIMENT = "# @package _global_\ndefaults:\n  - digits_flowgrpo\n  - override /reward: flat\n\nmax_rl_steps: 3\n"
+EXPERIMENT = (
+    "# @package _global_\ndefaults:\n  - digits_flowgrpo\n  - override /reward: "
+    "flat\n\nmax_rl_steps: 3\n"
+)
 REWARD = """\
 defaults: [_suite]
 rewards:
@@ -30,37 +33,66 @@ def own(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["--config-dir DIR", "--config-dir=DIR", "-cd DIR"])
 @pytest.mark.parametrize("config_name", ["train", "plan"])
-def test_an_experiment_of_ones_own_composes_with_a_reward_of_ones_own(form: str, config_name: str, own: Path) -> None:
+def test_an_experiment_of_ones_own_composes_with_a_reward_of_ones_own(
+    form: str, config_name: str, own: Path
+) -> None:
     words = [word.replace("DIR", str(own)) for word in form.split()]
     composed = config.load([*words, "experiment=mine"], config_name)
     assert (composed.config.experiment_name, composed.config.max_rl_steps) == ("mine", 3)
     assert list(composed.config.reward.rewards) == ["flat"]
 
 
-def test_it_is_found_relative_to_the_working_directory(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_found_relative_to_the_working_directory(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(own.parent)
     assert config.load(["--config-dir", own.name, "reward=flat"]).choices["reward"] == "flat"
 
 
 def test_a_sweep_takes_it(own: Path) -> None:
-    _, jobs = expand(config.loading.without_flags(["--config-dir", str(own), "experiment=mine", "seed=1,2"])[0])
+    _, jobs = expand(
+        config.loading.without_flags(["--config-dir", str(own), "experiment=mine", "seed=1,2"])[0]
+    )
     assert [config.load(job.words).config.max_rl_steps for job in jobs] == [3, 3]
 
 
 def test_the_stored_run_needs_the_directory_no_more(own: Path, tmp_path: Path) -> None:
-    run = prepare_run_dir(config.load(["--config-dir", str(own), "experiment=mine", f"output_root={tmp_path / 'out'}"]))
+    run = prepare_run_dir(
+        config.load(
+            ["--config-dir", str(own), "experiment=mine", f"output_root={tmp_path / 'out'}"]
+        )
+    )
     for path in [*own.rglob("*.yaml")]:
         path.unlink()
     resumed = config.load([f"resume={run}", "max_rl_steps=5"]).config
-    assert (resumed.experiment_name, resumed.max_rl_steps, list(resumed.reward.rewards)) == ("mine", 5, ["flat"])
+    assert (resumed.experiment_name, resumed.max_rl_steps, list(resumed.reward.rewards)) == (
+        "mine",
+        5,
+        ["flat"],
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "text", "words", "message"),
     [
-        ("experiment/other.yaml", "# @package _global_\nmax_rl_step: 3\n", ["experiment=other"], "max_rl_steps"),
-        ("reward/ocr.yaml", REWARD, [], "reward/ocr.yaml has the name of an option that is there already"),
-        ("reward/flat.yaml", REWARD, ["reward=flatt"], "reward = flatt: there is no such reward; nearest: flat"),
+        (
+            "experiment/other.yaml",
+            "# @package _global_\nmax_rl_step: 3\n",
+            ["experiment=other"],
+            "max_rl_steps",
+        ),
+        (
+            "reward/ocr.yaml",
+            REWARD,
+            [],
+            "reward/ocr.yaml has the name of an option that is there already",
+        ),
+        (
+            "reward/flat.yaml",
+            REWARD,
+            ["reward=flatt"],
+            "reward = flatt: there is no such reward; nearest: flat",
+        ),
         (
             "reward/flat.yaml",
             REWARD.replace("reward_models.jpeg_size", "mine"),
@@ -69,12 +101,16 @@ def test_the_stored_run_needs_the_directory_no_more(own: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_what_is_wrong_in_it_is_said(file: str, text: str, words: list[str], message: str, own: Path) -> None:
+def test_what_is_wrong_in_it_is_said(
+    file: str, text: str, words: list[str], message: str, own: Path
+) -> None:
     (own / file).write_text(text)
     with pytest.raises(config.ConfigError, match=message):
         config.load(["--config-dir", str(own), *words])
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(config.ConfigError, match=r"--config-dir .*nowhere: is no directory; name one with groups"):
+    with pytest.raises(
+        config.ConfigError, match=r"--config-dir .*nowhere: is no directory; name one with groups"
+    ):
         config.load(["--config-dir", str(tmp_path / "nowhere")])

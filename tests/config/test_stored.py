@@ -1,4 +1,5 @@
-"""The config.yaml of an earlier run is data: nothing in it reads the environment or names a host unasked."""
+"""The config.yaml of an earlier run is data: nothing in it reads the environment or names a host
+unasked."""
 
 from __future__ import annotations
 
@@ -37,12 +38,20 @@ either = pytest.mark.parametrize("load", [RESUMED, LOOKED_AT], ids=["resumed", "
 
 
 @either
-def test_an_interpolation_is_refused_unresolved(run: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpolation_is_refused_unresolved(
+    run: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CANARY", "canary-5512")
-    edited(run, ("reward.rewards.judge_a.scorer.path", "/tmp/${oc.env:CANARY}"), ("seed", "${max_rl_steps}"))
+    edited(
+        run,
+        ("reward.rewards.judge_a.scorer.path", "/tmp/${oc.env:CANARY}"),
+        ("seed", "${max_rl_steps}"),
+    )
     with pytest.raises(config.ConfigError) as caught:
         load(run, [])
-    assert r"reward.rewards.judge_a.scorer.path = /tmp/${oc.env:CANARY}: is refused" in str(caught.value)
+    assert r"reward.rewards.judge_a.scorer.path = /tmp/${oc.env:CANARY}: is refused" in str(
+        caught.value
+    )
     assert "seed = ${max_rl_steps}" in str(caught.value)
     assert "canary-5512" not in str(caught.value)
 
@@ -61,8 +70,12 @@ def test_an_interpolation_is_refused_unresolved(run: Path, load: Load, monkeypat
         ("http://[::1]:8700", None),
     ],
 )
-def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load, url: str, host: str | None) -> None:
-    edited(run, ("reward.urls", {"judge_a": [url]}), ("confirm_hosts", [host]))  # what is stored confirms nothing
+def test_a_stored_host_off_this_machine_must_be_confirmed(
+    run: Path, load: Load, url: str, host: str | None
+) -> None:
+    edited(
+        run, ("reward.urls", {"judge_a": [url]}), ("confirm_hosts", [host])
+    )  # what is stored confirms nothing
     if host is not None:
         with pytest.raises(config.ConfigError) as caught:
             load(run, [])
@@ -70,7 +83,9 @@ def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load,
         assert f"add confirm_hosts=[{host}] to the command line" in str(caught.value)
     confirmed = load(run, [] if host is None else [f"confirm_hosts=['{host}']"])
     assert confirmed.config.reward.urls.judge_a == [url]
-    assert load(run, [SERVED % "http://mine.example:1"]).config.reward.urls.judge_a == ["http://mine.example:1"]
+    assert load(run, [SERVED % "http://mine.example:1"]).config.reward.urls.judge_a == [
+        "http://mine.example:1"
+    ]
 
 
 @either
@@ -86,13 +101,17 @@ def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load,
         ("auto", False),
     ],
 )
-def test_a_stored_host_without_a_scheme_must_be_confirmed(run: Path, load: Load, address: str, foreign: bool) -> None:
+def test_a_stored_host_without_a_scheme_must_be_confirmed(
+    run: Path, load: Load, address: str, foreign: bool
+) -> None:
     edited(run, ("ray.address", address))
     if foreign:
         with pytest.raises(config.ConfigError) as caught:
             load(run, [])
         assert f"ray.address: names {address}" in str(caught.value)
-    assert load(run, [f"confirm_hosts=['{address}']"] if foreign else []).config.ray.address == address
+    assert (
+        load(run, [f"confirm_hosts=['{address}']"] if foreign else []).config.ray.address == address
+    )
 
 
 def test_a_token_comes_from_our_own_variables_only(run: Path) -> None:
@@ -103,9 +122,21 @@ def test_a_token_comes_from_our_own_variables_only(run: Path) -> None:
 
 def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
     with pytest.raises(config.ConfigError) as caught:
-        config.load([f"resume={run}", "model.lora.rank=4", "seed=3", "max_rl_steps=50", "~algorithm.optimizer.eps"])
+        config.load(
+            [
+                f"resume={run}",
+                "model.lora.rank=4",
+                "seed=3",
+                "max_rl_steps=50",
+                "~algorithm.optimizer.eps",
+            ]
+        )
     said = str(caught.value)
-    for part in ("model.lora.rank = 4 (stored: 16)", "seed = 3 (stored: 0)", "eps = absent (stored: 1e-08)"):
+    for part in (
+        "model.lora.rank = 4 (stored: 16)",
+        "seed = 3 (stored: 0)",
+        "eps = absent (stored: 1e-08)",
+    ):
         assert part in said
     assert all(key in said.partition("May change: ")[2] for key in RESUMABLE)
     assert "max_rl_steps = 50" not in said
@@ -116,7 +147,9 @@ def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
         SERVED % "http://mine.example",
     ]
     assert config.load([f"resume={run}", *allowed]).config.max_rl_steps == 50
-    assert config.load(["model.lora.rank=4"], stored=run).config.model.lora.rank == 4, "looking changes nothing"
+    assert config.load(["model.lora.rank=4"], stored=run).config.model.lora.rank == 4, (
+        "looking changes nothing"
+    )
 
 
 def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
@@ -124,7 +157,11 @@ def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
     absent = [key for key in RESUMABLE if OmegaConf.select(tree, key, default="absent") == "absent"]
     optional = {"hardware.efficiency", "hardware.seconds", "model.gradient_checkpointing"}
     assert set(absent) <= optional, "keys that a configuration may lack"
-    marked = {line.split()[1] for line in configuration_help("train").splitlines() if line.startswith("* ")}
+    marked = {
+        line.split()[1]
+        for line in configuration_help("train").splitlines()
+        if line.startswith("* ")
+    }
     assert {"max_rl_steps", "allocation.trainers", "schedule.tsp.batch", "callbacks"} <= marked
     assert not marked & {"seed", "schedule.async_steps", "data.group_size", "model.lora.rank"}
 
@@ -132,7 +169,9 @@ def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
 @either
 def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
     plan = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/plan-0"], "plan"))
-    with pytest.raises(config.ConfigError, match=r"plan-0: is the directory of a plan; .* RUN=") as caught:
+    with pytest.raises(
+        config.ConfigError, match=r"plan-0: is the directory of a plan; .* RUN="
+    ) as caught:
         load(plan, [])
     assert len(caught.value.problems) == 1
     with pytest.raises(config.ConfigError, match=rf"run = .*RUN=\.\.\.\)\. Nearest: {plan}"):

@@ -1,4 +1,5 @@
-"""The allow-list of `_target_`: before any import, over the whole tree, and on the object itself."""
+"""The allow-list of `_target_`: before any import, over the whole tree, and on the object
+itself."""
 
 from __future__ import annotations
 
@@ -17,11 +18,20 @@ from digenrl.extension import installed
 
 def test_finds_targets_at_any_depth() -> None:
     tree = {"_target_": "a.b", "x": [{"y": {"_target_": "c.d"}}, ({"_target_": "e.f"},)], "z": 1}
-    assert [(path, name) for path, name, _ in targets(tree)] == [("", "a.b"), ("x[0].y", "c.d"), ("x[1][0]", "e.f")]
+    assert [(path, name) for path, name, _ in targets(tree)] == [
+        ("", "a.b"),
+        ("x[0].y", "c.d"),
+        ("x[1][0]", "e.f"),
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", ["digenrl.extensions.tasks.digits.DigitsPolicy", "lightning.pytorch.Trainer", "torch.optim.SGD"]
+    "name",
+    [
+        "digenrl.extensions.tasks.digits.DigitsPolicy",
+        "lightning.pytorch.Trainer",
+        "torch.optim.SGD",
+    ],
 )
 def test_components_are_allowed(name: str) -> None:
     assert is_allowed(name)
@@ -58,7 +68,8 @@ def test_what_is_no_component_is_refused(name: str) -> None:
 
 
 def test_own_packages_are_never_trusted_whole() -> None:
-    """`allow_targets=[digenrl]` looks harmless, and would let a configuration run a command with words of its own."""
+    """`allow_targets=[digenrl]` looks harmless, and would let a configuration run a command with
+    words of its own."""
     assert not is_allowed("digenrl.cli.encode.main", ["digenrl", "digenrl.cli"])
     assert is_allowed("digenrl.extensions.tasks.digits.DigitsPolicy", ["mine"])
 
@@ -77,7 +88,10 @@ def test_reads_constructors_without_importing() -> None:
 
 
 def test_accepts_dataclasses_and_their_inherited_fields() -> None:
-    assert target_problems({"_target_": "digenrl.diffusion.steps.Window", "size": 2, "overlap": 0}) == []
+    assert (
+        target_problems({"_target_": "digenrl.diffusion.steps.Window", "size": 2, "overlap": 0})
+        == []
+    )
     (text,) = target_problems({"s": {"_target_": "digenrl.diffusion.steps.Window", "sizes": 2}})
     assert "nearest: s.size" in text
 
@@ -93,10 +107,14 @@ def test_a_constructor_speaks_for_itself_at_any_depth() -> None:
         instantiate(OmegaConf.create({"inner": {"steps": window}}))
 
 
-def test_instantiate_refuses_before_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instantiate_refuses_before_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "evil_h5.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    node = OmegaConf.create({"_target_": "digenrl.diffusion.steps.Window", "size": {"_target_": "evil_h5.run"}})
+    node = OmegaConf.create(
+        {"_target_": "digenrl.diffusion.steps.Window", "size": {"_target_": "evil_h5.run"}}
+    )
     with pytest.raises(PermissionError, match=r"size\._target_ = evil_h5\.run: refused"):
         instantiate(node)
     assert "evil_h5" not in sys.modules
@@ -104,7 +122,10 @@ def test_instantiate_refuses_before_importing(tmp_path: Path, monkeypatch: pytes
 
 def test_instantiate_obeys_allow_targets_of_the_root() -> None:
     tree = OmegaConf.create(
-        {"allow_targets": ["fractions"], "node": {"_target_": "fractions.Fraction", "_args_": [1, 2]}}
+        {
+            "allow_targets": ["fractions"],
+            "node": {"_target_": "fractions.Fraction", "_args_": [1, 2]},
+        }
     )
     assert instantiate(tree.node) == 0.5
     tree.allow_targets = []
@@ -115,7 +136,10 @@ def test_instantiate_obeys_allow_targets_of_the_root() -> None:
 def test_alias_of_a_foreign_object_is_refused() -> None:
     """Modules hold the names that they import; what counts is where the object was defined."""
     tree = OmegaConf.create(
-        {"allow_targets": ["torch.optim.adam"], "node": {"_target_": "torch.optim.adam.torch.hub.load"}}
+        {
+            "allow_targets": ["torch.optim.adam"],
+            "node": {"_target_": "torch.optim.adam.torch.hub.load"},
+        }
     )
     with pytest.raises(PermissionError, match=r"is an alias of torch\.hub\.load"):
         instantiate(tree.node)
@@ -123,7 +147,11 @@ def test_alias_of_a_foreign_object_is_refused() -> None:
 
 def named_in_configs() -> set[str]:
     files = config_directory().rglob("*.yaml")
-    return {name for file in files for _, name, _ in targets(OmegaConf.to_container(OmegaConf.load(file)))}
+    return {
+        name
+        for file in files
+        for _, name, _ in targets(OmegaConf.to_container(OmegaConf.load(file)))
+    }
 
 
 def test_the_list_holds_what_configs_names_and_what_the_documents_offer(repository: Path) -> None:
@@ -168,15 +196,30 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
 
 def test_no_component_calls_something_by_name(repository: Path) -> None:
     """A target could otherwise be named where neither gate looks."""
-    modules = {name.rpartition(".")[0] for name in components() if name not in FOREIGN and here(name)}
+    modules = {
+        name.rpartition(".")[0] for name in components() if name not in FOREIGN and here(name)
+    }
     assert len(modules) > 20
     for module in modules:
-        source = repository / ("src" if module.startswith("digenrl.") else "") / f"{module.replace('.', '/')}.py"
+        source = (
+            repository
+            / ("src" if module.startswith("digenrl.") else "")
+            / f"{module.replace('.', '/')}.py"
+        )
         tree = ast.parse(source.read_text())
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        names |= {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert names & {"eval", "exec", "__import__"} == set(), module
-        assert (names | attributes) & {"import_module", "instantiate", "get_object", "get_class", "system"} == set(), (
-            module
-        )
+        assert (names | attributes) & {
+            "import_module",
+            "instantiate",
+            "get_object",
+            "get_class",
+            "system",
+        } == set(), module

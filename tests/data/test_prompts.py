@@ -29,7 +29,9 @@ def make(count: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("name", generate.SETS)
-def test_a_large_set_has_different_prompts_and_shares_none_with_the_held_out_ones(name: str) -> None:
+def test_a_large_set_has_different_prompts_and_shares_none_with_the_held_out_ones(
+    name: str,
+) -> None:
     heldout = [
         {"prompt": prompt.text} | ({"target": prompt.target} if prompt.target else {})
         for path in prompts.DIRECTORY.glob(f"{name}_heldout.*")
@@ -38,15 +40,25 @@ def test_a_large_set_has_different_prompts_and_shares_none_with_the_held_out_one
     made = generate.apart(generate._CANDIDATES[name](), 1000, heldout)
     assert len({record["prompt"] for record in made}) == 1000
     held = [generate._words(record) for record in heldout]
-    assert not {generate._text(record) for record in made} & {generate._text(record) for record in heldout}
+    assert not {generate._text(record) for record in made} & {
+        generate._text(record) for record in heldout
+    }
     assert not any(generate._overlaps(generate._words(record), held) for record in made[::50])
     with pytest.raises(ValueError, match="the vocabulary gives 2 prompts, 3 were asked for"):
         generate.apart(itertools.cycle(made[:2]), 3, heldout)
 
 
 def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:
-    record = {"prompt": " a b ", "negative": "n", "target": "t", "id": 7, "tags": ["x", {"y": None}]}
-    (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n\n" + json.dumps({"prompt": "e\u0301 שלום 🙂"}) + "\n")
+    record = {
+        "prompt": " a b ",
+        "negative": "n",
+        "target": "t",
+        "id": 7,
+        "tags": ["x", {"y": None}],
+    }
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps(record) + "\n\n" + json.dumps({"prompt": "e\u0301 שלום 🙂"}) + "\n"
+    )
     first, second = load_prompts(tmp_path / "p.jsonl")
     assert first == Prompt(" a b ", "n", "t", {"id": 7, "tags": ["x", {"y": None}]})
     assert second.text == "e\u0301 שלום 🙂"  # kept as written: no Unicode normalisation
@@ -54,8 +66,12 @@ def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:
 
 
 def test_a_misspelt_field_is_refused_with_its_line_and_the_nearest(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "tags": []}\n{"prompt": "b", "targt": "1"}\n')
-    with pytest.raises(prompts.PromptFileError, match=r'p\.jsonl:2: no such field: "targt"; nearest: target'):
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "a", "tags": []}\n{"prompt": "b", "targt": "1"}\n'
+    )
+    with pytest.raises(
+        prompts.PromptFileError, match=r'p\.jsonl:2: no such field: "targt"; nearest: target'
+    ):
         prompts.read(tmp_path / "p.jsonl")
 
 
@@ -83,7 +99,9 @@ def test_a_line_that_does_not_end_is_not_read_whole(tmp_path: Path) -> None:
         file.write(b"one\n")
         file.truncate(256 << 20)
     tracemalloc.start()
-    with pytest.raises(prompts.PromptFileError, match=r"p\.txt:2: the line has more than 1048576 bytes; .*a prompt"):
+    with pytest.raises(
+        prompts.PromptFileError, match=r"p\.txt:2: the line has more than 1048576 bytes; .*a prompt"
+    ):
         prompts.read(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -100,7 +118,9 @@ def test_a_prompt_file_that_became_a_pipe_is_refused(tmp_path: Path) -> None:
     records = prompts.read(path).records
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(prompts.PromptFileError, match=r"p\.txt:1: changed after the prompts were read"):
+    with pytest.raises(
+        prompts.PromptFileError, match=r"p\.txt:1: changed after the prompts were read"
+    ):
         records[0]
 
 
@@ -119,7 +139,11 @@ def test_committed_sets_are_what_the_generator_writes() -> None:
 
 
 def test_set_sizes_and_held_out_splits() -> None:
-    for name, (train, heldout) in {"signs": (500, 100), "scenes": (500, 100), "videos": (200, 50)}.items():
+    for name, (train, heldout) in {
+        "signs": (500, 100),
+        "scenes": (500, 100),
+        "videos": (200, 50),
+    }.items():
         suffix = "jsonl" if name == "signs" else "txt"
         kept, held = load_prompts(f"{name}.{suffix}"), load_prompts(f"{name}_heldout.{suffix}")
         assert (len(kept), len(held)) == (train, heldout)
@@ -128,31 +152,48 @@ def test_set_sizes_and_held_out_splits() -> None:
     signs = [*load_prompts("signs.jsonl"), *load_prompts("signs_heldout.jsonl")]
     assert all(prompt.target and f'"{prompt.target}"' in prompt.text for prompt in signs)
     assert len({prompt.target for prompt in signs}) == 600
-    assert [prompt.target for prompt in load_prompts("digits.jsonl")] == [str(digit) for digit in range(10)]
+    assert [prompt.target for prompt in load_prompts("digits.jsonl")] == [
+        str(digit) for digit in range(10)
+    ]
 
 
 @pytest.mark.parametrize("name", ["signs.jsonl", "scenes.txt", "videos.txt"])
 def test_own_sets_are_varied(name: str) -> None:
     """No two prompts nearly equal, and no single word carries the set."""
-    words = [frozenset(prompt.text.lower().replace(",", "").replace('"', "").split()) for prompt in load_prompts(name)]
+    words = [
+        frozenset(prompt.text.lower().replace(",", "").replace('"', "").split())
+        for prompt in load_prompts(name)
+    ]
     for index, mine in enumerate(words):
-        assert all(len(mine & other) <= generate.MAX_OVERLAP * len(mine | other) for other in words[:index])
+        assert all(
+            len(mine & other) <= generate.MAX_OVERLAP * len(mine | other) for other in words[:index]
+        )
     counts = Counter(word for mine in words for word in mine if len(word) > 4)
     assert len(counts) > 200
     assert counts.most_common(1)[0][1] < 0.45 * len(words)
 
 
 def check_k_repeat(batch: Callable[[int], tuple[Prompt, ...]]) -> None:
-    """Every prompt of an epoch exactly G times, whoever asks first: ranks work on steps out of order."""
-    spec = ScheduleSpec(4, group_size=6, task_size=2, denoise_steps=3, trained_steps=2, async_steps=1)
+    """Every prompt of an epoch exactly G times, whoever asks first: ranks work on steps out of
+    order."""
+    spec = ScheduleSpec(
+        4, group_size=6, task_size=2, denoise_steps=3, trained_steps=2, async_steps=1
+    )
     asked = [2, 0, 1, 1]  # one rank prefetches step 2, another comes to step 1 later
     made = {}
     for step in asked:
-        tasks = [task for version in (step - 1, step) for task in queue(spec, version, 2) if task.step == step]
+        tasks = [
+            task
+            for version in (step - 1, step)
+            for task in queue(spec, version, 2)
+            if task.step == step
+        ]
         samples, chosen = Counter(), batch(step)
         shards = [tasks[rank::3] for rank in range(3)]  # any split over the ranks is disjoint
         for task in (task for shard in shards for task in shard):
-            samples.update((chosen[task.group].uid, task.first_sample + i) for i in range(task.samples))
+            samples.update(
+                (chosen[task.group].uid, task.first_sample + i) for i in range(task.samples)
+            )
         assert set(samples.values()) == {1}
         assert made.setdefault(step, samples) == samples
     groups = Counter(uid for step in (0, 1, 2) for uid, _ in made[step])
@@ -160,8 +201,9 @@ def check_k_repeat(batch: Callable[[int], tuple[Prompt, ...]]) -> None:
 
 
 def test_k_repeat_sampling_over_ranks_survives_prefetch() -> None:
-    """Check 20: each selected prompt exactly k = G times over all ranks, in disjoint shards, a function of (seed,
-    epoch) alone. A sampler with a cursor (a DataLoader whose workers run ahead, trap T19) fails."""
+    """Check 20: each selected prompt exactly k = G times over all ranks, in disjoint shards, a
+    function of (seed, epoch) alone. A sampler with a cursor (a DataLoader whose workers run ahead,
+    trap T19) fails."""
     check_k_repeat(PromptSampler(make(12), 4, seed=3).batch)
     cursor = itertools.count()
     with pytest.raises(AssertionError):
@@ -170,7 +212,9 @@ def test_k_repeat_sampling_over_ranks_survives_prefetch() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
-def test_each_epoch_holds_every_prompt_once_and_batches_are_distinct(total: int, size: int, seed: int) -> None:
+def test_each_epoch_holds_every_prompt_once_and_batches_are_distinct(
+    total: int, size: int, seed: int
+) -> None:
     size = min(size, total)
     sampler = PromptSampler(make(total), size, seed)
     steps = 3 * total // size + 2
@@ -186,7 +230,9 @@ def test_each_epoch_holds_every_prompt_once_and_batches_are_distinct(total: int,
 def test_a_batch_depends_on_seed_and_step_alone(steps: list[int]) -> None:
     """Not on what was asked before: that is what makes a resumed run exact."""
     sampler = PromptSampler(make(11), 4, seed=3)
-    assert [sampler.batch(step) for step in steps] == [PromptSampler(make(11), 4, seed=3).batch(step) for step in steps]
+    assert [sampler.batch(step) for step in steps] == [
+        PromptSampler(make(11), 4, seed=3).batch(step) for step in steps
+    ]
 
 
 def test_line_order_changes_nothing_and_seeds_and_epochs_differ() -> None:
@@ -198,26 +244,45 @@ def test_line_order_changes_nothing_and_seeds_and_epochs_differ() -> None:
 
 
 def test_too_few_prompts() -> None:
-    with pytest.raises(ValueError, match=r"data\.prompts_per_batch = 4: the prompt file holds 3 .* use 1 \.\. 3"):
+    with pytest.raises(
+        ValueError, match=r"data\.prompts_per_batch = 4: the prompt file holds 3 .* use 1 \.\. 3"
+    ):
         PromptSampler(make(3), 4, 0)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.integers(12, 40), st.floats(0.1, 9)), min_size=1, max_size=4), st.integers(1, 12))
-def test_files_share_out_each_batch_by_their_weights(shares: list[tuple[int, float]], size: int) -> None:
-    """Whoever asks, in whatever order, every file's own prompts come round once before one comes again."""
+@given(
+    st.lists(st.tuples(st.integers(12, 40), st.floats(0.1, 9)), min_size=1, max_size=4),
+    st.integers(1, 12),
+)
+def test_files_share_out_each_batch_by_their_weights(
+    shares: list[tuple[int, float]], size: int
+) -> None:
+    """Whoever asks, in whatever order, every file's own prompts come round once before one comes
+    again."""
     made = make(sum(count for count, _ in shares))
     asked = [PromptSampler(made, size, 3, shares).batch(step) for step in (50, 0)]
-    sampler, ends = PromptSampler(made, size, 3, shares), list(itertools.accumulate(count for count, _ in shares))
+    sampler, ends = (
+        PromptSampler(made, size, 3, shares),
+        list(itertools.accumulate(count for count, _ in shares)),
+    )
     batches = [sampler.batch(step) for step in range(51)]
     assert asked == [batches[50], batches[0]]
     assert all(len({prompt.uid for prompt in batch}) == size for batch in batches)
     place = {prompt.uid: bisect.bisect_right(ends, index) for index, prompt in enumerate(made)}
     for number, (_, weight) in enumerate(shares):
         part = size * weight / sum(weight for _, weight in shares)
-        streams = [[prompt.uid for prompt in batch if place[prompt.uid] == number] for batch in batches]
-        assert {len(stream) for stream in streams} <= {math.floor(part), math.ceil(part), round(part)}
-        assert abs(sum(map(len, streams)) - 51 * part) < 25, "51 draws of a part below 1, within about 7 deviations"
+        streams = [
+            [prompt.uid for prompt in batch if place[prompt.uid] == number] for batch in batches
+        ]
+        assert {len(stream) for stream in streams} <= {
+            math.floor(part),
+            math.ceil(part),
+            round(part),
+        }
+        assert abs(sum(map(len, streams)) - 51 * part) < 25, (
+            "51 draws of a part below 1, within about 7 deviations"
+        )
         own = Counter(dict.fromkeys((uid for uid, file in place.items() if file == number), 0))
         for stream in streams:
             own.update(stream)
@@ -233,16 +298,30 @@ def test_one_file_gives_the_prompts_that_it_gave_before_there_were_weights() -> 
 def test_several_files_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"a {index}\n" for index in range(30)))
     (tmp_path / "b.jsonl").write_text('{"prompt": "a 3"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
-    files = [{"file": str(tmp_path / "a.txt"), "weight": 3}, {"file": str(tmp_path / "b.jsonl"), "weight": 1}]
-    settings_ = OmegaConf.create({"prompts": files, "heldout": None, "prompts_per_batch": 8, "oversample": 0})
+    files = [
+        {"file": str(tmp_path / "a.txt"), "weight": 3},
+        {"file": str(tmp_path / "b.jsonl"), "weight": 1},
+    ]
+    settings_ = OmegaConf.create(
+        {"prompts": files, "heldout": None, "prompts_per_batch": 8, "oversample": 0}
+    )
     data = PromptData(settings_, seed=0)
     assert len(data.prompts) == 32, "the first file's `a 3` is the second's too"
-    assert [prompt.text for prompt in data.prompts][-2:] == ["b", "c"] == [prompt.text for prompt in data.prompts[30:]]
+    assert (
+        [prompt.text for prompt in data.prompts][-2:]
+        == ["b", "c"]
+        == [prompt.text for prompt in data.prompts[30:]]
+    )
     for step in range(9):
         drawn = Counter(prompt.text[0] for prompt in data.sampler.batch(step))
         assert (drawn["a"], drawn["b"], drawn["c"]) == (6, 1, 1)
-    with pytest.raises(ValueError, match=r"its file 2 has 2 prompts .* weight 2 a batch of 8 takes up to 4 "):
-        PromptData(OmegaConf.merge(settings_, {"prompts": [{**entry, "weight": 2} for entry in files]}), seed=0)
+    with pytest.raises(
+        ValueError, match=r"its file 2 has 2 prompts .* weight 2 a batch of 8 takes up to 4 "
+    ):
+        PromptData(
+            OmegaConf.merge(settings_, {"prompts": [{**entry, "weight": 2} for entry in files]}),
+            seed=0,
+        )
 
 
 def test_prompts_stay_on_disk_and_another_line_in_their_place_is_refused(tmp_path: Path) -> None:
@@ -256,12 +335,16 @@ def test_prompts_stay_on_disk_and_another_line_in_their_place_is_refused(tmp_pat
     assert loaded[2999].text.startswith("2999 long")
     path.write_text(path.read_text().replace("2999 long", "2999 lang"))
     assert loaded[2998].text.startswith("2998 long")
-    with pytest.raises(prompts.PromptFileError, match=r"p\.txt:3000: changed after the prompts were read"):
+    with pytest.raises(
+        prompts.PromptFileError, match=r"p\.txt:3000: changed after the prompts were read"
+    ):
         loaded[2999]
 
 
 def test_datamodule() -> None:
-    settings_ = OmegaConf.create({"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "oversample": 2})
+    settings_ = OmegaConf.create(
+        {"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "oversample": 2}
+    )
     data = PromptData(settings_, seed=0)
     assert len(data.sampler.batch(0)) == 6
     assert data.heldout is data.prompts

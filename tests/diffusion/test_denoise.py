@@ -1,4 +1,5 @@
-"""Sampling, suspending and replay: docs/algorithms.md section 7, checks 1 and 16, and invariant I12."""
+"""Sampling, suspending and replay: docs/algorithms.md section 7, checks 1 and 16, and invariant
+I12."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def on_policy_deviation(block: CellBlock, policy: ToyPolicy, kernel: Kernel) -> 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("storage", STORAGE)
 def test_on_policy_ratio_is_exactly_one(kernel: Kernel, storage: torch.dtype) -> None:
-    """Check 1: rounded before the log-prob and equal geometry -> bit-equal, in fp32, fp16 and bf16 storage."""
+    """Check 1: rounded before the log-prob and equal geometry -> bit-equal, in fp32, fp16 and bf16
+    storage."""
     policy = ToyPolicy()
     for block in roll(policy, kernel, storage=storage):
         assert block.latents.dtype == storage
@@ -70,7 +72,9 @@ def test_check_1_fails_with_other_weights_sigmas_or_latents() -> None:
     block = roll(policy, kernel)[0]
     moved = replace(block, sigmas=static_grid(5, 3.1))
     assert on_policy_deviation(moved, policy, kernel) > 1e-4
-    assert on_policy_deviation(replace(block, latents=block.latents.bfloat16()), policy, kernel) > 1e-5
+    assert (
+        on_policy_deviation(replace(block, latents=block.latents.bfloat16()), policy, kernel) > 1e-5
+    )
     with torch.no_grad():
         policy.transformer[2].bias.add_(0.01)
     assert on_policy_deviation(block, policy, kernel) > 1e-5
@@ -82,7 +86,8 @@ def gradients(loss: Tensor, policy: ToyPolicy) -> list[Tensor]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_batched_replay_equals_the_loop_over_steps(kernel: Kernel) -> None:
-    """Check 16: log-probs, means and gradients of K steps in one forward equal the per-step loop (I5), fp64."""
+    """Check 16: log-probs, means and gradients of K steps in one forward equal the per-step loop
+    (I5), fp64."""
     policy = ToyPolicy(torch.float64)
     block = roll(policy, kernel, storage=torch.float64, sigmas=static_grid(6, 3.0).double())[0]
     together = denoise.replay(policy, block, kernel)
@@ -90,11 +95,18 @@ def test_batched_replay_equals_the_loop_over_steps(kernel: Kernel) -> None:
     for name in ("log_prob", "mean", "std", "sqrt_h", "velocity"):
         stacked = torch.cat([getattr(part, name) for part in loop], dim=1)
         torch.testing.assert_close(getattr(together, name), stacked, atol=1e-12, rtol=0)
-    weights = torch.randn(block.log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(
+        block.log_probs.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     whole = gradients((weights * together.log_prob).sum(), policy)
-    parts = [gradients((weights[:, k : k + 1] * part.log_prob).sum(), policy) for k, part in enumerate(loop)]
+    parts = [
+        gradients((weights[:, k : k + 1] * part.log_prob).sum(), policy)
+        for k, part in enumerate(loop)
+    ]
     for index, value in enumerate(whole):
-        torch.testing.assert_close(value, torch.stack([part[index] for part in parts]).sum(0), atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            value, torch.stack([part[index] for part in parts]).sum(0), atol=1e-12, rtol=0
+        )
 
 
 def permuted(block: CellBlock, order: list[int], with_sigmas: bool = True) -> CellBlock:
@@ -125,7 +137,9 @@ def test_a_suspended_trajectory_is_finished_elsewhere_bit_equal(boundary: int) -
     plan = Window(3, stop=5).plan(0, 2, 6)
     key = denoise.SampleKey(0, 2, 11, (4, 5, 6))
     here, there = ToyPolicy(), ToyPolicy()
-    expected = denoise.sample(here, condition(), key, grid, kernel, plan, torch.float16, keep_means=True)
+    expected = denoise.sample(
+        here, condition(), key, grid, kernel, plan, torch.float16, keep_means=True
+    )
     state = denoise.start(key, here.latent_shape, torch.float16)
     for k in range(6):
         owner = here if k < boundary else there
@@ -140,12 +154,16 @@ def test_a_resumed_trajectory_with_another_key_differs() -> None:
     grid, plan = static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
     state = denoise.start(denoise.SampleKey(0, 0, 1, (0,)), (3, 4))
     other = replace(state, key=denoise.SampleKey(0, 0, 1, (1,)))
-    ends = [denoise.advance(ToyPolicy(), condition(), s, grid, FlowSDE(0.7), plan).latents for s in (state, other)]
+    ends = [
+        denoise.advance(ToyPolicy(), condition(), s, grid, FlowSDE(0.7), plan).latents
+        for s in (state, other)
+    ]
     assert not torch.equal(*ends)
 
 
 def test_shapes_and_kept_steps_of_a_window() -> None:
-    """Check 19: S kept items for the window, none for the ODE steps outside; the final latent is the last x'."""
+    """Check 19: S kept items for the window, none for the ODE steps outside; the final latent is
+    the last x'."""
     plan = StepPlan((1, 2), (1, 2))
     grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
     samples = denoise.sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.7), plan)
@@ -161,7 +179,9 @@ def test_shapes_and_kept_steps_of_a_window() -> None:
 def test_last_ode_step_is_the_predicted_clean_latent() -> None:
     """Section 1.3: x - s*v of the last step, what DanceGRPO decodes."""
     policy, grid, plan = ToyPolicy(), static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
-    samples = denoise.sample(policy, condition(), denoise.SampleKey(0, 0, 5, (0, 1)), grid, FlowSDE(0.7), plan)
+    samples = denoise.sample(
+        policy, condition(), denoise.SampleKey(0, 0, 5, (0, 1)), grid, FlowSDE(0.7), plan
+    )
     before = samples.next_latents[:, -1]
     velocity = policy.velocity(before, grid[5].expand(2), denoise.expand_condition(condition(), 2))
     torch.testing.assert_close(samples.final, before - grid[5] * velocity, atol=1e-6, rtol=0)
@@ -181,7 +201,9 @@ def test_same_noise_is_shared_by_a_group_and_sde_noise_is_not() -> None:
     state = denoise.start(denoise.SampleKey(0, 0, 5, (0, 1, 2)), (3, 4), same_noise=True)
     assert torch.equal(state.latents[0], state.latents[2])
     plan = AllButLast().plan(0, 0, 6)
-    after = denoise.advance(ToyPolicy(), condition(), state, static_grid(6, 3.0), FlowSDE(0.7), plan)
+    after = denoise.advance(
+        ToyPolicy(), condition(), state, static_grid(6, 3.0), FlowSDE(0.7), plan
+    )
     assert not torch.equal(after.latents[0], after.latents[2])
 
 
@@ -194,14 +216,20 @@ class Gaussian(ToyPolicy):
         return (latents - x0) / s
 
 
-def test_the_second_order_solver_is_nearer_to_the_exact_flow_and_begins_and_ends_as_eulers() -> None:
+def test_the_second_order_solver_is_nearer_to_the_exact_flow_and_begins_and_ends_as_eulers() -> (
+    None
+):
     policy = Gaussian(torch.float64)
     noise = torch.linspace(-2, 2, 24, dtype=torch.float64).reshape(2, 3, 4)
     errors = {}
     for steps in (2, 10, 40):
         grid = static_grid(steps).double()
-        found = {s: denoise.ode_sample(policy, {}, noise, grid, solver=s) for s in ("euler", "dpm2")}
-        errors[steps] = {solver: float((x - 1.5 - 0.5 * noise).abs().max()) for solver, x in found.items()}
+        found = {
+            s: denoise.ode_sample(policy, {}, noise, grid, solver=s) for s in ("euler", "dpm2")
+        }
+        errors[steps] = {
+            solver: float((x - 1.5 - 0.5 * noise).abs().max()) for solver, x in found.items()
+        }
         assert torch.equal(found["euler"], found["dpm2"]) == (steps == 2)
     assert errors[10]["dpm2"] < 0.5 * errors[10]["euler"]
     assert errors[40]["dpm2"] < 0.2 * errors[40]["euler"]

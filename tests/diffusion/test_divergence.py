@@ -30,7 +30,9 @@ def drawn(policy: DigitsPolicy, kernel: Kernel = KERNEL) -> tuple[Tensor, Tensor
     def draw(step: int) -> Tensor:
         return keys.noise(3, 0, 7, range(4), step, policy.latent_shape)
 
-    return trajectories(policy, policy.encode([Prompt("number one")]), policy.sigma_grid(5), draw, kernel)
+    return trajectories(
+        policy, policy.encode([Prompt("number one")]), policy.sigma_grid(5), draw, kernel
+    )
 
 
 @pytest.mark.parametrize("kernel", [KERNEL, LinearSDE(0.4)])

@@ -33,7 +33,9 @@ def test_every_part_of_the_key_matters() -> None:
 
 def test_seeds_above_32_bits_do_not_collide() -> None:
     """torch's CPU generator keeps 32 bits of a seed; uids have 63."""
-    assert not torch.equal(keys.noise(0, 0, 7, [0], 0, (8,)), keys.noise(0, 0, 7 + 2**32, [0], 0, (8,)))
+    assert not torch.equal(
+        keys.noise(0, 0, 7, [0], 0, (8,)), keys.noise(0, 0, 7 + 2**32, [0], 0, (8,))
+    )
 
 
 def test_concatenated_parts_do_not_collide() -> None:

@@ -1,5 +1,5 @@
-"""The transition kernels against closed forms: docs/algorithms.md section 7, checks 3 to 8, each with
-mutations."""
+"""The transition kernels against closed forms: docs/algorithms.md section 7, checks 3 to 8, each
+with mutations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel, LinearSDE, Transition, ode_step
+from digenrl.diffusion.sde import (
+    DanceSDE,
+    FlowCPS,
+    FlowSDE,
+    Kernel,
+    LinearSDE,
+    Transition,
+    ode_step,
+)
 from digenrl.diffusion.sigmas import static_grid, step_sigmas
 
 SHAPES = [(4, 6), (3, 4, 4), (2, 3, 2, 2)]
@@ -21,11 +29,22 @@ def rows(steps: list[int], shape: tuple[int, ...], total: int = 10) -> dict[str,
     """Random fp64 latents and velocities of rows at `steps` of a grid with shift 3."""
     generator = torch.Generator().manual_seed(len(shape))
     sigma, following, guard = step_sigmas(static_grid(total, 3.0).double(), torch.tensor(steps))
-    x, v, z = (torch.randn(len(steps), *shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    return {"latents": x, "velocity": v, "sigma": sigma, "next_sigma": following, "sigma_guard": guard, "noise": z}
+    x, v, z = (
+        torch.randn(len(steps), *shape, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    return {
+        "latents": x,
+        "velocity": v,
+        "sigma": sigma,
+        "next_sigma": following,
+        "sigma_guard": guard,
+        "noise": z,
+    }
 
 
-def step(kernel: Kernel, data: dict[str, Tensor], storage: torch.dtype = torch.float64) -> Transition:
+def step(
+    kernel: Kernel, data: dict[str, Tensor], storage: torch.dtype = torch.float64
+) -> Transition:
     return kernel.transition(**data, storage_dtype=storage)
 
 
@@ -74,7 +93,9 @@ def check_noise_zero_is_euler(kernel: Kernel, shape: tuple[int, ...]) -> None:
     data = rows([0, 1, 5, 9], shape)
     out = step(kernel, data)
     dt = column(data["next_sigma"] - data["sigma"], data["latents"])
-    torch.testing.assert_close(out.next_latents, data["latents"] + data["velocity"] * dt, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        out.next_latents, data["latents"] + data["velocity"] * dt, atol=1e-12, rtol=0
+    )
     assert out.log_prob is None  # 0/0 must never be stored
 
 
@@ -112,7 +133,9 @@ def check_dance_is_flow_with_std_eta(dance: Kernel, eta: float) -> None:
     mean = x * (1 + eta**2 / (2 * s) * dt) + v * (1 + eta**2 * (1 - s) / (2 * s)) * dt
     torch.testing.assert_close(out.mean, mean, atol=1e-14, rtol=0)
     torch.testing.assert_close(out.std, torch.full_like(out.std, eta), atol=0, rtol=0)
-    torch.testing.assert_close(out.next_latents, mean + eta * (-dt).sqrt() * data["noise"], atol=1e-14, rtol=0)
+    torch.testing.assert_close(
+        out.next_latents, mean + eta * (-dt).sqrt() * data["noise"], atol=1e-14, rtol=0
+    )
 
 
 def test_dance_is_flow_sde_with_constant_std() -> None:
@@ -131,21 +154,26 @@ def test_linear_sde_is_dance_sde_with_each_rows_own_eta() -> None:
         torch.testing.assert_close(out.log_prob[row : row + 1], dance.log_prob)
 
 
-@pytest.mark.parametrize("damage", ["velocity sign", "sigma shifted", "std with sqrt_h", "mean off"])
+@pytest.mark.parametrize(
+    "damage", ["velocity sign", "sigma shifted", "std with sqrt_h", "mean off"]
+)
 def test_check_4_can_fail(damage: str) -> None:
     with pytest.raises(AssertionError):
         check_dance_is_flow_with_std_eta(Mutant(DanceSDE(0.3), damage), 0.3)
 
 
 def test_flow_mean_equals_its_coefficient_form() -> None:
-    """Check 4: x + v*dt + std^2/(2s)*eps_hat*dt == x*(1 + std^2/(2s)*dt) + v*(1 + std^2*(1-s)/(2s))*dt."""
+    """Check 4: x + v*dt + std^2/(2s)*eps_hat*dt == x*(1 + std^2/(2s)*dt) + v*(1 +
+    std^2*(1-s)/(2s))*dt."""
     data = rows([0, 1, 4, 9], (3, 4, 4))
     out = step(FlowSDE(0.7), data)
     x, v, s = data["latents"], data["velocity"], column(data["sigma"], data["latents"])
     dt, std = column(data["next_sigma"] - data["sigma"], x), column(out.std, x)
     mean = x * (1 + std**2 / (2 * s) * dt) + v * (1 + std**2 * (1 - s) / (2 * s)) * dt
     torch.testing.assert_close(out.mean, mean, atol=1e-13, rtol=0)
-    torch.testing.assert_close(out.std, 0.7 * torch.sqrt(data["sigma"] / (1 - data["sigma_guard"])), atol=1e-14, rtol=0)
+    torch.testing.assert_close(
+        out.std, 0.7 * torch.sqrt(data["sigma"] / (1 - data["sigma_guard"])), atol=1e-14, rtol=0
+    )
 
 
 # ---- check 5
@@ -162,18 +190,23 @@ def check_exact_pair(kernel: Kernel) -> None:
     noise = s1 - std**2 * h / (2 * s)
     torch.testing.assert_close(out.mean, (1 - s1) * x0 + noise * eps, atol=1e-13, rtol=0)
     total = noise**2 + std**2 * h
-    torch.testing.assert_close(total, s1**2 + std**2 * h**2 / s + std**4 * h**2 / (4 * s**2), atol=1e-13, rtol=0)
+    torch.testing.assert_close(
+        total, s1**2 + std**2 * h**2 / s + std**4 * h**2 / (4 * s**2), atol=1e-13, rtol=0
+    )
     injected = out.next_latents - out.mean
     torch.testing.assert_close(injected, std * h.sqrt() * data["noise"], atol=1e-13, rtol=0)
 
 
 def test_exact_pair_of_flow_sde() -> None:
-    """Check 5: mean = (1-s1)x0 + (s1 - std^2 h/(2s))eps; total variance s1^2 + std^2 h^2/s + std^4 h^2/(4s^2)."""
+    """Check 5: mean = (1-s1)x0 + (s1 - std^2 h/(2s))eps; total variance s1^2 + std^2 h^2/s + std^4
+    h^2/(4s^2)."""
     check_exact_pair(FlowSDE(0.7))
     check_exact_pair(DanceSDE(0.3))
 
 
-@pytest.mark.parametrize("damage", ["velocity sign", "sigma shifted", "std with sqrt_h", "mean off"])
+@pytest.mark.parametrize(
+    "damage", ["velocity sign", "sigma shifted", "std with sqrt_h", "mean off"]
+)
 def test_check_5_can_fail(damage: str) -> None:
     with pytest.raises(AssertionError):
         check_exact_pair(Mutant(FlowSDE(0.7), damage))
@@ -194,21 +227,30 @@ def check_cps_coefficients(kernel: Kernel) -> None:
 
 
 def test_cps_preserves_coefficients_on_an_exact_pair() -> None:
-    """Check 5: data coefficient exactly 1-s1, noise variance exactly s1^2 (part kept, part injected)."""
+    """Check 5: data coefficient exactly 1-s1, noise variance exactly s1^2 (part kept, part
+    injected)."""
     check_cps_coefficients(FlowCPS(0.8))
-    for wrong in (FlowSDE(0.8), FlowCPS(0.7), Mutant(FlowCPS(0.8), "velocity sign"), Mutant(FlowCPS(0.8), "mean off")):
+    for wrong in (
+        FlowSDE(0.8),
+        FlowCPS(0.7),
+        Mutant(FlowCPS(0.8), "velocity sign"),
+        Mutant(FlowCPS(0.8), "mean off"),
+    ):
         with pytest.raises(AssertionError):
             check_cps_coefficients(wrong)
 
 
 @pytest.mark.parametrize("a", [0.7, 1.2])
 def test_first_step_of_flow_sde_injects_noise_a(a: float) -> None:
-    """Check 5: at s = 1 the noise has std exactly a and x's coefficient is 1 - a^2/2, on any grid."""
+    """Check 5: at s = 1 the noise has std exactly a and x's coefficient is 1 - a^2/2, on any
+    grid."""
     data = rows([0], (4, 6))
     out = step(FlowSDE(a), data)
     assert float(out.std * out.sqrt_h) == pytest.approx(a, abs=1e-14)
     data["velocity"] = torch.zeros_like(data["velocity"])
-    torch.testing.assert_close(step(FlowSDE(a), data).mean, (1 - a**2 / 2) * data["latents"], atol=1e-13, rtol=0)
+    torch.testing.assert_close(
+        step(FlowSDE(a), data).mean, (1 - a**2 / 2) * data["latents"], atol=1e-13, rtol=0
+    )
 
 
 # ---- check 6
@@ -220,7 +262,9 @@ def marginal_std(kernel: Kernel | None, steps: int, samples: int = 40_000) -> fl
     grid = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     x = torch.randn(samples, 1, generator=generator, dtype=torch.float64)
     for k in range(steps):
-        sigma, following, guard = (value.expand(samples) for value in step_sigmas(grid, torch.tensor([k])))
+        sigma, following, guard = (
+            value.expand(samples) for value in step_sigmas(grid, torch.tensor([k]))
+        )
         s = sigma[:, None]
         variance = (1 - s) ** 2 * 0.25 + s**2
         x0 = 1.5 + (1 - s) * 0.25 / variance * (x - (1 - s) * 1.5)
@@ -230,7 +274,13 @@ def marginal_std(kernel: Kernel | None, steps: int, samples: int = 40_000) -> fl
         else:
             z = torch.randn(samples, 1, generator=generator, dtype=torch.float64)
             x = kernel.transition(
-                x, velocity, sigma, following, sigma_guard=guard, noise=z, storage_dtype=torch.float64
+                x,
+                velocity,
+                sigma,
+                following,
+                sigma_guard=guard,
+                noise=z,
+                storage_dtype=torch.float64,
             ).next_latents
     return float(x.std())
 
@@ -244,9 +294,11 @@ def marginal_std(kernel: Kernel | None, steps: int, samples: int = 40_000) -> fl
         (LinearSDE(0.983), (0.450, 0.490, 0.499)),
     ],
 )
-def test_marginal_is_preserved_as_steps_grow(kernel: Kernel | None, expected: tuple[float, float, float]) -> None:
-    """Check 6: the std tends to 0.5 with error ~ 1/T. (CPS does not preserve marginals, section 1.4, and is not
-    asserted.)"""
+def test_marginal_is_preserved_as_steps_grow(
+    kernel: Kernel | None, expected: tuple[float, float, float]
+) -> None:
+    """Check 6: the std tends to 0.5 with error ~ 1/T. (CPS does not preserve marginals, section
+    1.4, and is not asserted.)"""
     for steps, value in zip((10, 50, 400), expected, strict=True):
         samples = 40_000 if steps < 400 else 10_000
         assert marginal_std(kernel, steps, samples) == pytest.approx(value, abs=0.012)
@@ -254,7 +306,9 @@ def test_marginal_is_preserved_as_steps_grow(kernel: Kernel | None, expected: tu
 
 def test_check_6_can_fail() -> None:
     assert abs(marginal_std(Mutant(FlowSDE(0.7), "velocity sign"), 50) - 0.499) > 0.05
-    assert abs(marginal_std(FlowCPS(0.8), 50) - 0.5) > 0.05  # the known bias of CPS is what such a test would see
+    assert (
+        abs(marginal_std(FlowCPS(0.8), 50) - 0.5) > 0.05
+    )  # the known bias of CPS is what such a test would see
 
 
 # ---- check 7
@@ -271,7 +325,9 @@ def check_log_prob(kernel: Kernel) -> None:
     torch.testing.assert_close(out.log_prob * out.mean[0].numel(), joint, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("kernel", [FlowSDE(0.7), FlowSDE(1.0, max_scale=0.45), DanceSDE(0.3), LinearSDE(0.9)])
+@pytest.mark.parametrize(
+    "kernel", [FlowSDE(0.7), FlowSDE(1.0, max_scale=0.45), DanceSDE(0.3), LinearSDE(0.9)]
+)
 def test_log_prob_is_the_mean_of_the_normal_log_density(kernel: Kernel) -> None:
     """Check 7: torch Normal(mean, S).log_prob(x').mean(dims); the joint one is D times that."""
     check_log_prob(kernel)
@@ -286,7 +342,9 @@ def test_check_7_can_fail(damage: str) -> None:
 def test_cps_log_prob_is_minus_the_mean_square() -> None:
     """Check 7: -mean((x'-mean)^2), no variance, no constants."""
     out = step(FlowCPS(0.8), rows([0, 4, 8], (4, 6)))
-    torch.testing.assert_close(out.log_prob, -((out.next_latents - out.mean) ** 2).flatten(1).mean(1))
+    torch.testing.assert_close(
+        out.log_prob, -((out.next_latents - out.mean) ** 2).flatten(1).mean(1)
+    )
 
 
 def test_normaliser_does_not_change_ratios() -> None:
@@ -310,8 +368,8 @@ def test_normaliser_does_not_change_ratios() -> None:
 
 
 def test_first_step_std_depends_on_the_guard() -> None:
-    """Check 8: SD3 shift 3, T = 10: sigmas[1] = 0.9643 gives std 3.70 and noise 0.70; a fixed 0.99 gives 7.0 and
-    1.32."""
+    """Check 8: SD3 shift 3, T = 10: sigmas[1] = 0.9643 gives std 3.70 and noise 0.70; a fixed 0.99
+    gives 7.0 and 1.32."""
     data = rows([0], (4, 6))
     right = step(FlowSDE(0.7), data)
     assert float(right.std) == pytest.approx(3.70, abs=0.01)
@@ -344,8 +402,15 @@ def test_latents_are_rounded_to_the_storage_dtype_before_the_log_prob() -> None:
         out = step(FlowSDE(0.7), data, storage)
         assert out.next_latents.dtype == storage
         scale = column(out.std * out.sqrt_h, out.mean)
-        stored = torch.distributions.Normal(out.mean, scale).log_prob(out.next_latents.float()).flatten(1).mean(1)
-        unrounded = torch.distributions.Normal(out.mean, scale).log_prob(out.mean + scale * data["noise"])
+        stored = (
+            torch.distributions.Normal(out.mean, scale)
+            .log_prob(out.next_latents.float())
+            .flatten(1)
+            .mean(1)
+        )
+        unrounded = torch.distributions.Normal(out.mean, scale).log_prob(
+            out.mean + scale * data["noise"]
+        )
         torch.testing.assert_close(out.log_prob, stored, atol=1e-6, rtol=0)
         assert float((out.log_prob - unrounded.flatten(1).mean(1)).abs().max()) > 2e-6
 
@@ -385,10 +450,14 @@ def test_tokens_behind_the_drawn_ones_follow_the_ode(kernel: Kernel) -> None:
     part = {name: value[:, :4] if value.dim() > 1 else value for name, value in data.items()}
     alone = kernel.transition(**part, storage_dtype=torch.float64)
     assert torch.equal(out.next_latents[:, :4], alone.next_latents)
-    moved = ode_step(data["latents"], data["velocity"], data["sigma"], data["next_sigma"], torch.float64)
+    moved = ode_step(
+        data["latents"], data["velocity"], data["sigma"], data["next_sigma"], torch.float64
+    )
     assert torch.equal(out.next_latents[:, 4:], moved[:, 4:])
     noise = data.pop("noise")
-    again = kernel.transition(**data, next_latents=out.next_latents, storage_dtype=torch.float64, drawn=4)
+    again = kernel.transition(
+        **data, next_latents=out.next_latents, storage_dtype=torch.float64, drawn=4
+    )
     assert out.log_prob is not None
     assert again.log_prob is not None
     assert alone.log_prob is not None

@@ -28,8 +28,11 @@ ALL: list[StepSelection] = [
 
 @pytest.mark.parametrize("selection", ALL)
 @pytest.mark.parametrize("steps", [6, 10, 25])
-def test_plans_are_deterministic_sized_and_leave_the_last_step_out(selection: StepSelection, steps: int) -> None:
-    """Check 19: same plan wherever it is computed; S = count; the last step is excluded (for SDE training)."""
+def test_plans_are_deterministic_sized_and_leave_the_last_step_out(
+    selection: StepSelection, steps: int
+) -> None:
+    """Check 19: same plan wherever it is computed; S = count; the last step is excluded (for SDE
+    training)."""
     for step in range(30):
         plan = selection.plan(7, step, steps)
         assert plan == selection.plan(7, step, steps)
@@ -56,13 +59,14 @@ def union(selection: StepSelection, steps: int, rl_steps: int = 200) -> set[int]
     ],
 )
 def test_windows_cover_exactly_their_range(selection: StepSelection, expected: range) -> None:
-    """Check 19: the union over starts is the configured range, no more, no less (UniRL's floor leaves a remainder
-    out)."""
+    """Check 19: the union over starts is the configured range, no more, no less (UniRL's floor
+    leaves a remainder out)."""
     assert union(selection, 10) == set(expected)
 
 
 def test_check_19_can_fail() -> None:
-    """A window that floors the number of positions, as UniRL's does, never trains the last steps."""
+    """A window that floors the number of positions, as UniRL's does, never trains the last
+    steps."""
 
     class Floored(Window):
         def start(self, seed: int, step: int, steps: int) -> int:
@@ -73,9 +77,12 @@ def test_check_19_can_fail() -> None:
 
 
 def test_progressive_window_holds_moves_wraps_or_stays() -> None:
-    """MixGRPO: 25 RL steps per window, the start moves by `prog_overlap_step=1` = size - overlap."""
+    """MixGRPO: 25 RL steps per window, the start moves by `prog_overlap_step=1` = size -
+    overlap."""
     published = Window(4, order="progressive", hold=25, overlap=3)
-    assert [published.start(0, step, 25) for step in range(300)] == [step // 25 for step in range(300)]
+    assert [published.start(0, step, 25) for step in range(300)] == [
+        step // 25 for step in range(300)
+    ]
     window = Window(4, order="progressive", hold=25, overlap=1)
     starts = [window.start(0, step, 25) for step in range(0, 25 * 9, 25)]
     assert starts == [0, 3, 6, 9, 12, 15, 18, 20, 0]
@@ -104,7 +111,8 @@ def test_each_prompt_may_draw_its_own_step_which_its_samples_share() -> None:
 
 
 def test_untrained_steps_follow_their_option() -> None:
-    """Section 1.2: the last step is Euler (x0_hat) unless last="sde"; DanceGRPO keeps noise on untrained steps."""
+    """Section 1.2: the last step is Euler (x0_hat) unless last="sde"; DanceGRPO keeps noise on
+    untrained steps."""
     assert AllButLast().plan(0, 0, 6).sde == (0, 1, 2, 3, 4)
     assert AllButLast(last="sde").plan(0, 0, 6).sde == (0, 1, 2, 3, 4, 5)
     assert FirstFraction(0.5).plan(0, 0, 6) == StepPlan((0, 1, 2, 3, 4), (0, 1, 2))
@@ -124,7 +132,9 @@ def test_untrained_steps_follow_their_option() -> None:
         (AllButLast(), 1, "never trained"),
     ],
 )
-def test_selections_outside_the_steps_are_refused(selection: StepSelection, steps: int, message: str) -> None:
+def test_selections_outside_the_steps_are_refused(
+    selection: StepSelection, steps: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         selection.count(steps)
 

@@ -1,4 +1,5 @@
-"""Policies on a GPU: ratios in bf16, masks, encoders that come and go. Tiny builds of the real classes."""
+"""Policies on a GPU: ratios in bf16, masks, encoders that come and go. Tiny builds of the real
+classes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from benchmarks import _device
 from benchmarks._policy_bench import COMPILED, PROMPT, Bench, Build, Unit, build, ratio
@@ -34,7 +39,10 @@ def bench(model: str, how: Build) -> Bench:
 def test_first_ratios_in_bf16_stay_within_their_bound(model: str, full: bool) -> None:
     how = Build(full=full)
     made = bench(model, how)
-    found = {k: ratio(made, Unit(model, how, "ratio", samples=2, steps=k))["deviation"] for k in (1, 2, 4)}
+    found = {
+        k: ratio(made, Unit(model, how, "ratio", samples=2, steps=k))["deviation"]
+        for k in (1, 2, 4)
+    }
     assert found[1] == 0.0, "one step in a forward has the rollout's geometry and kernels"
     assert max(found.values()) <= HALF_RATIO_BOUND, found
 
@@ -49,8 +57,13 @@ def test_compiled_sampling_is_replayed_within_the_bound() -> None:
 def test_a_prompt_without_its_padding_gives_the_same_velocity(family: str) -> None:
     policy = make(family, dtype="bfloat16").to(DEVICE)
     cut = policy.encode([PROMPT])
-    assert cut["text"].shape[1] < policy.max_sequence_length, "the prompt fills the text length: nothing is padded"
-    latents, sigmas = torch.randn(1, *policy.latent_shape, device=DEVICE), torch.full((1,), 0.5, device=DEVICE)
+    assert cut["text"].shape[1] < policy.max_sequence_length, (
+        "the prompt fills the text length: nothing is padded"
+    )
+    latents, sigmas = (
+        torch.randn(1, *policy.latent_shape, device=DEVICE),
+        torch.full((1,), 0.5, device=DEVICE),
+    )
     with torch.no_grad():
         trimmed = policy.velocity(latents, sigmas, cut)
         policy.keep_padding(True)
@@ -83,13 +96,21 @@ def test_a_version_is_copied_through_pinned_memory_and_adopted_bit_by_bit() -> N
         assert torch.equal(parameter, sent[name]), name
     with torch.no_grad():  # a later update of the trainer leaves the version as it was
         next(iter(sent.values())).add_(1.0)
-    assert all(torch.equal(version.tensors[name], value.cpu()) for name, value in rollout.trained_parameters().items())
+    assert all(
+        torch.equal(version.tensors[name], value.cpu())
+        for name, value in rollout.trained_parameters().items()
+    )
 
 
-def test_a_sharded_world_of_one_takes_two_steps_and_goes_on_from_its_saved_state(tmp_path: Path) -> None:
-    """NCCL and FSDP2: all weights, two updates, the state written and read, the third update equal to the bit."""
+def test_a_sharded_world_of_one_takes_two_steps_and_goes_on_from_its_saved_state(
+    tmp_path: Path,
+) -> None:
+    """NCCL and FSDP2: all weights, two updates, the state written and read, the third update equal
+    to the bit."""
     backend = "nccl" if DEVICE.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         mesh = mesh_of("fsdp", 1, 1, DEVICE.type)
 
@@ -107,13 +128,28 @@ def test_a_sharded_world_of_one_takes_two_steps_and_goes_on_from_its_saved_state
         batch = first.cells(2, 2)
         for _ in range(2):
             update(first, optimizer, batch)
-        saved = dict(zip(("model", "optimizer"), get_state_dict(first.policy.transformer, optimizer), strict=True))
+        saved = dict(
+            zip(
+                ("model", "optimizer"),
+                get_state_dict(first.policy.transformer, optimizer),
+                strict=True,
+            )
+        )
         checkpoint.save(saved, checkpoint_id=tmp_path / "state")
         second, other = sharded()
-        own = dict(zip(("model", "optimizer"), get_state_dict(second.policy.transformer, other), strict=True))
+        own = dict(
+            zip(
+                ("model", "optimizer"),
+                get_state_dict(second.policy.transformer, other),
+                strict=True,
+            )
+        )
         checkpoint.load(own, checkpoint_id=tmp_path / "state")
         set_state_dict(
-            second.policy.transformer, other, model_state_dict=own["model"], optim_state_dict=own["optimizer"]
+            second.policy.transformer,
+            other,
+            model_state_dict=own["model"],
+            optim_state_dict=own["optimizer"],
         )
         for made, chosen in ((first, optimizer), (second, other)):
             update(made, chosen, batch)

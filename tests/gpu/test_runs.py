@@ -1,4 +1,5 @@
-"""Runs on a GPU as a user starts them: tiny builds through the command line, NCCL in place of gloo."""
+"""Runs on a GPU as a user starts them: tiny builds through the command line, NCCL in place of
+gloo."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def command(*words: str) -> list[str]:
 def trained(out: Path, *words: str) -> tuple[Path, dict]:
     """(run directory, summary.json) of a run that must end well."""
     done = subprocess.run(
-        command(*SMALL, f"output_root={out}", *words), capture_output=True, text=True, cwd=ROOT, timeout=400
+        command(*SMALL, f"output_root={out}", *words),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     run_dir = Path(done.stdout.splitlines()[-1])
@@ -46,7 +51,11 @@ def test_a_colocated_run_trains_in_bf16(tmp_path: Path) -> None:
 def resumed(run_dir: Path) -> dict:
     """summary.json of the run after a third RL step."""
     done = subprocess.run(
-        command(f"resume={run_dir}", "max_rl_steps=3"), capture_output=True, text=True, cwd=ROOT, timeout=400
+        command(f"resume={run_dir}", "max_rl_steps=3"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((run_dir / "summary.json").read_text())
@@ -62,12 +71,15 @@ def test_all_weights_are_trained_saved_and_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs on one machine")
 def test_sharded_trainers_train_save_and_resume(tmp_path: Path) -> None:
-    run_dir, _ = trained(tmp_path, "model.lora=null", "allocation.trainers=2", "parallel.sharding=fsdp")
+    run_dir, _ = trained(
+        tmp_path, "model.lora=null", "allocation.trainers=2", "parallel.sharding=fsdp"
+    )
     assert resumed(run_dir)["rl_steps"] == 3
 
 
 def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
-    """The launcher counts through NVML: it makes no context, so that its forked ranks can make theirs."""
+    """The launcher counts through NVML: it makes no context, so that its forked ranks can make
+    theirs."""
     code = (
         "import os, torch\n"
         "import digenrl.cli.start, digenrl.run\n"
@@ -76,9 +88,12 @@ def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
         "child = os.fork()\n"
         "if child == 0:\n"
         "    os._exit(0 if float(torch.ones(2, device='cuda').sum()) == 2.0 else 1)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, 'the forked rank has no GPU'\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, 'the forked rank has no "
+        "GPU'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -91,19 +106,33 @@ def test_the_profile_that_names_this_gpu_promises_no_more_than_it_has() -> None:
         node = yaml.safe_load(path.read_text())
         node = node.get("hardware", node)
         if "pools" in node:
-            here = [pool for pool in parse_hardware(node).pools if pool.gpu.upper().split("-")[0] in name.split()]
+            here = [
+                pool
+                for pool in parse_hardware(node).pools
+                if pool.gpu.upper().split("-")[0] in name.split()
+            ]
             found += [(path.name, pool) for pool in here]
     if not found:
         pytest.skip(f"no profile names a {name}")
     for file, pool in found:
-        assert 0.9 * pool.memory_gib <= total, f"{file}: {pool.memory_gib} GiB, the device has {total:.1f}"
+        assert 0.9 * pool.memory_gib <= total, (
+            f"{file}: {pool.memory_gib} GiB, the device has {total:.1f}"
+        )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs on one machine")
 def test_each_rank_keeps_to_its_own_gpu(tmp_path: Path) -> None:
     """Weights, reward model, scorer stream and contexts of local rank 1 are on GPU 1 alone."""
-    words = [*SMALL, "allocation.rollouts=1", "reward=clip_score", "max_rl_steps=20", f"output_root={tmp_path}"]
-    run = subprocess.Popen(command(*words), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [
+        *SMALL,
+        "allocation.rollouts=1",
+        "reward=clip_score",
+        "max_rl_steps=20",
+        f"output_root={tmp_path}",
+    ]
+    run = subprocess.Popen(
+        command(*words), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
     most: dict[str, set[str]] = {}
     try:

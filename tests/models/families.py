@@ -23,7 +23,9 @@ class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
     """Euler on the explicit grid, for a pipeline that calls set_timesteps(steps) by itself."""
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:  # type: ignore[override]
-        super().set_timesteps(sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), device=device)
+        super().set_timesteps(
+            sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), device=device
+        )
 
 
 def as_usual(pipeline: Any, call: Call) -> Call:
@@ -60,12 +62,18 @@ def guider(pipeline: Any, call: Call) -> Call:
 def embedded_negative(pipeline: Any, call: Call) -> Call:
     negative = call.pop("negative_prompt") or call["prompt"]
     length = call["max_sequence_length"]
-    return call | {"negative_prompt_embeds": pipeline.encode_prompt(negative, max_sequence_length=length)[0]}
+    return call | {
+        "negative_prompt_embeds": pipeline.encode_prompt(negative, max_sequence_length=length)[0]
+    }
 
 
 def plain_guidance(pipeline: Any, call: Call) -> Call:
     """Without the further branches, for the video and for its sound."""
-    off = {f"{stream}{kind}": 0.0 for stream in ("", "audio_") for kind in ("stg_scale", "guidance_rescale")}
+    off = {
+        f"{stream}{kind}": 0.0
+        for stream in ("", "audio_")
+        for kind in ("stg_scale", "guidance_rescale")
+    }
     plain = {f"{stream}modality_scale": 1.0 for stream in ("", "audio_")}
     return call | {"audio_guidance_scale": call["guidance_scale"]} | off | plain
 
@@ -90,7 +98,9 @@ def streams(noise: Tensor) -> Call:
 
 
 def joined(pipeline: Any, found: Tensor, *others: Tensor) -> Tensor:
-    return torch.cat([found.flatten(2).transpose(1, 2), others[0].transpose(1, 2).flatten(2)], dim=1)
+    return torch.cat(
+        [found.flatten(2).transpose(1, 2), others[0].transpose(1, 2).flatten(2)], dim=1
+    )
 
 
 def normalised(pipeline: Any, found: Tensor) -> Tensor:
@@ -112,12 +122,13 @@ class Row:
     """One family."""
 
     published: Mapping[str, tuple[float, int, int]]
-    """Model -> parameters in billions; megabytes of a LoRA in 16 bit at rank 32, of attention and of attention with
-    feed-forward."""
+    """Model -> parameters in billions; megabytes of a LoRA in 16 bit at rank 32, of attention and
+    of attention with feed-forward."""
     layers: tuple[int, int]
     """Layers that those two presets adapt in the tiny build."""
     guidance: tuple[tuple[float, float], ...]
-    """(guidance_scale, true_cfg_scale) with which samples are compared with those of the family's pipeline."""
+    """(guidance_scale, true_cfg_scale) with which samples are compared with those of the family's
+    pipeline."""
     size: Mapping[str, int] = field(default_factory=lambda: {"height": 64, "width": 64})
     """Size of a sample, with few tokens."""
     text_length: int = 48
@@ -131,7 +142,8 @@ class Row:
     sigmas: tuple[int, tuple[float, ...]] = (0, ())
     """Steps, and the last levels of their grid."""
     template: tuple[str, int] | None = None
-    """Constant of the adapter's module that counts the tokens of the prompt template, and its value."""
+    """Constant of the adapter's module that counts the tokens of the prompt template, and its
+    value."""
     refused: tuple[tuple[Mapping[str, Any], str], ...] = ()
     """Settings that `check` refuses beside those that every family does, and what it says."""
     megabytes: float = 4.0
@@ -144,8 +156,8 @@ class Row:
     decodes: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of a pipeline that only decodes."""
     unusual: bool = False
-    """Whether its batches hold more than latents and one text, or its rows go through several networks: every schedule
-    is tried with the family."""
+    """Whether its batches hold more than latents and one text, or its rows go through several
+    networks: every schedule is tried with the family."""
     one_prompt: bool = False
     """The pipeline takes one prompt at a time."""
     patches: Mapping[str, Any] = field(default_factory=dict)
@@ -248,7 +260,9 @@ _ROWS: dict[str, Row] = {
         call=true_scale,
         unusual=True,
         one_prompt=True,
-        patches={"diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE": 64 * 64},
+        patches={
+            "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE": 64 * 64
+        },
     ),
     "sd3": Row(
         published={"sd35_medium": (2.24, 37, 83)},
@@ -263,7 +277,12 @@ _ROWS: dict[str, Row] = {
         layers=(8 + 2 * 4, 14 + 2 * 7),
         guidance=((1.0, 1.0), (3.5, 1.0)),
         real_text=(256, 0),
-        refused=(({"width": 272}, r"sampling\.width=272: aura_flow has positions for 256 pixels at most"),),
+        refused=(
+            (
+                {"width": 272},
+                r"sampling\.width=272: aura_flow has positions for 256 pixels at most",
+            ),
+        ),
         call=explicit_sigmas,
     ),
     "z_image": Row(
@@ -287,7 +306,8 @@ FAMILIES = {family: row for family, row in _ROWS.items() if family in families()
 
 
 def experiments(unusual: bool = False) -> list[str]:
-    """Return the experiments of configs/ at a family's published size, or of unusual families alone."""
+    """Return the experiments of configs/ at a family's published size, or of unusual families
+    alone."""
     rows = [row for row in FAMILIES.values() if row.unusual or not unusual]
     found = {}
     for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
@@ -298,5 +318,9 @@ def experiments(unusual: bool = False) -> list[str]:
             if isinstance(entry, dict)
             for key, option in entry.items()
         }
-        found[path.stem] = chosen.get("override /model") if content.get("model", {}).get("build") != "tiny" else None
+        found[path.stem] = (
+            chosen.get("override /model")
+            if content.get("model", {}).get("build") != "tiny"
+            else None
+        )
     return [name for name, model in found.items() if any(model in row.published for row in rows)]

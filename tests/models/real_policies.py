@@ -1,6 +1,8 @@
-"""Policies of all families at published size: on the meta device, or as fake tensors on a GPU that does not exist.
+"""Policies of all families at published size: on the meta device, or as fake tensors on a GPU that
+does not exist.
 
-Fake tensors have shapes, dtypes and devices, and no values; a backward pass over them would ask for a driver.
+Fake tensors have shapes, dtypes and devices, and no values; a backward pass over them would ask for
+a driver.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ LORA = {"rank": 64, "alpha": 128, "targets": "attention_ff"}
 
 
 def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
-    """A family's policy and decoder on the meta device, at 256 x 256 pixels; its sigma grid is the tiny build's."""
+    """A family's policy and decoder on the meta device, at 256 x 256 pixels; its sigma grid is the
+    tiny build's."""
 
     def component(kind: type, path: str, name: str, dtype: torch.dtype) -> nn.Module:
         if name == "vae":
@@ -35,13 +38,16 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
     frames = {"frames": size(family)["frames"]} if FAMILIES[family].temporal_stride else {}
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(pretrained, "load_component", component)
-        policy = FAMILIES[family](path, 256, 256, lora=LORA if lora else None, **(frames | arguments))
+        policy = FAMILIES[family](
+            path, 256, 256, lora=LORA if lora else None, **(frames | arguments)
+        )
         assert policy._vae is not None
     return policy
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Replace every tensor of `module` by an empty one on `device`; fake ones inside a FakeTensorMode."""
+    """Replace every tensor of `module` by an empty one on `device`; fake ones inside a
+    FakeTensorMode."""
 
     def empty(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -49,9 +55,13 @@ def place(module: nn.Module, device: torch.device) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(empty(parameter), requires_grad=parameter.requires_grad)
+                part._parameters[name] = nn.Parameter(
+                    empty(parameter), requires_grad=parameter.requires_grad
+                )
         for store in (part._buffers, part.__dict__):
-            store |= {name: empty(value) for name, value in store.items() if isinstance(value, Tensor)}
+            store |= {
+                name: empty(value) for name, value in store.items() if isinstance(value, Tensor)
+            }
 
 
 def plainly(module: nn.Module, change: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
@@ -60,5 +70,7 @@ def plainly(module: nn.Module, change: Callable[[Any], Any], recurse: bool = Tru
         for name, value in owner._parameters.items():
             if value is not None:
                 owner._parameters[name] = nn.Parameter(change(value.detach()), value.requires_grad)
-        owner._buffers.update({n: change(value) for n, value in owner._buffers.items() if value is not None})
+        owner._buffers.update(
+            {n: change(value) for n, value in owner._buffers.items() if value is not None}
+        )
     return module

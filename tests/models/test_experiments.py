@@ -43,12 +43,19 @@ def composed(experiment: str, *words: str) -> dict[str, Any]:
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {path: tree}
-    return {key: value for name, item in tree.items() for key, value in flat(item, f"{path}.{name}".strip(".")).items()}
+    return {
+        key: value
+        for name, item in tree.items()
+        for key, value in flat(item, f"{path}.{name}".strip(".")).items()
+    }
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_tiny_hardware_changes_sizes_and_nothing_else(experiment):
-    real, small = flat(composed(experiment, "hardware=node_8xh100")), flat(composed(experiment, "hardware=cpu_tiny"))
+    real, small = (
+        flat(composed(experiment, "hardware=node_8xh100")),
+        flat(composed(experiment, "hardware=cpu_tiny")),
+    )
     keys = {key for key in real.keys() | small.keys() if real.get(key) != small.get(key)}
     unexpected = {
         key

@@ -13,8 +13,24 @@ from digenrl import facts
 from digenrl.config import config_directory
 from tests.models.tiny_policies import FACTS, FAMILIES, ROWS
 
-SIZES = {"network", "encoders", "points", "blocks", "attention_blocks", "hidden", "text_tokens", "joint_attention"}
-COUNTS = {"parameters", "largest_block_parameters", "tensors", "lora_parameters_per_rank", "flops", "kept_bytes"}
+SIZES = {
+    "network",
+    "encoders",
+    "points",
+    "blocks",
+    "attention_blocks",
+    "hidden",
+    "text_tokens",
+    "joint_attention",
+}
+COUNTS = {
+    "parameters",
+    "largest_block_parameters",
+    "tensors",
+    "lora_parameters_per_rank",
+    "flops",
+    "kept_bytes",
+}
 COUNTS |= {"repeated_flops", "forward_bytes", "decode"}
 
 
@@ -34,7 +50,9 @@ def test_facts_are_those_of_the_adapter(family: str) -> None:
     assert adapter.family == family
     assert adapter.facts() == known
     assert facts.of_target(f"{adapter.__module__}.{adapter.__name__}") == known
-    assert known.context == bool(adapter.context_plan), "the planner knows whose tokens can be shared"
+    assert known.context == bool(adapter.context_plan), (
+        "the planner knows whose tokens can be shared"
+    )
     assert known.latents.side == adapter.vae_stride
     assert known.latents.frames == (adapter.temporal_stride or known.latents.frames)
     assert known.latents.patch == adapter.spatial_stride // adapter.vae_stride
@@ -49,18 +67,29 @@ def test_a_module_without_facts_has_none() -> None:
     assert facts.cpu_tiny("digenrl.models.policy.Policy", "steps", 6) == 6
 
 
-def test_an_unknown_key_names_file_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_names_file_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_family.facts.yaml").write_text("mine: {adapter: Mine, heads: 3}\n")
     (tmp_path / "my_family.py").write_text("raise AssertionError('facts import no adapter')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"my_family\.facts\.yaml: mine: .*'heads'.*fields of digenrl\.facts\.Facts"):
+    with pytest.raises(
+        ValueError,
+        match=r"my_family\.facts\.yaml: mine: .*'heads'.*fields of digenrl\.facts\.Facts",
+    ):
         facts.of_module("my_family")
     (tmp_path / "other.facts.yaml").write_text("mine: {adapter: Mine, cpu_tiny: {steps: 9}}\n")
     (tmp_path / "other.py").touch()
     assert facts.cpu_tiny("other.Mine", "steps", 6) == 9
 
 
-ELSEWHERE = ("docs/", "benchmarks/results/", "configs/", "CHANGELOG.md", "src/digenrl/extensions/planner/published.csv")
+ELSEWHERE = (
+    "docs/",
+    "benchmarks/results/",
+    "configs/",
+    "CHANGELOG.md",
+    "src/digenrl/extensions/planner/published.csv",
+)
 """What is generated, measured or published, and options of configurations."""
 WORKLOADS = "tests/extensions/planner/"
 """Tests that compute with a model's sizes, as experiments do."""
@@ -68,17 +97,28 @@ ZOO = [family for family, known in FACTS.items() if "zoo" in known.file.parts]
 
 
 @pytest.mark.parametrize("family", ZOO)
-def test_a_family_is_named_by_its_adapter_its_facts_and_its_row(family: str, repository: Path) -> None:
-    """Options of configs/model and experiments name a family too. Everything else asks the facts."""
+def test_a_family_is_named_by_its_adapter_its_facts_and_its_row(
+    family: str, repository: Path
+) -> None:
+    """Options of configs/model and experiments name a family too. Everything else asks the
+    facts."""
     names = (family, FACTS[family].adapter, FAMILIES[family].transformer_class.__name__)
     listed = subprocess.run(
         ["git", "grep", "-lwiE", "|".join(re.escape(name) for name in names)],
         cwd=repository, capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
     facts_file = FACTS[family].file.relative_to(repository)
-    own = {str(facts_file), str(facts_file).replace(facts.ENDING, ".py"), "tests/models/families.py"}
+    own = {
+        str(facts_file),
+        str(facts_file).replace(facts.ENDING, ".py"),
+        "tests/models/families.py",
+    }
     code = {name for name in listed if not name.startswith((*ELSEWHERE, WORKLOADS))}
-    derived = {name for name in code - own if Path(name).parent == facts_file.parent and name.endswith(".py")}
+    derived = {
+        name
+        for name in code - own
+        if Path(name).parent == facts_file.parent and name.endswith(".py")
+    }
     assert code - derived == own
     assert len(own) + len([name for name in listed if name.startswith("configs/model/")]) <= 5
     assert _families.models()[next(iter(FACTS[family].models))] is FACTS[family]

@@ -1,4 +1,5 @@
-"""Silent mistakes that must be loud: wrong paths and sizes, adapters that match nothing, dropped options."""
+"""Silent mistakes that must be loud: wrong paths and sizes, adapters that match nothing, dropped
+options."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 
 from digenrl.models import tiny_builds
 from digenrl.models.latents import pack, unpack
-from digenrl.models.pretrained import CheckpointError
+from digenrl.models.pretrained import PretrainedError
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FACTS, FAMILIES, LORA, ROWS, make, prompt
 
@@ -28,12 +29,12 @@ def test_the_same_call_loads_a_directory(tmp_path):
 
 
 def test_wrong_path_says_what_is_expected(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no model_index\.json .*diffusers layout"):
+    with pytest.raises(PretrainedError, match=r"has no model_index\.json .*diffusers layout"):
         real("wan", tmp_path / "nothing")
 
 
 def test_weights_that_are_not_here_name_file_licence_and_command():
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(PretrainedError) as caught:
         real("flux", "black-forest-labs/FLUX.1-dev")
     message = str(caught.value)
     assert "model_index.json" in message
@@ -46,7 +47,9 @@ def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():
     class OtherPolicy(FAMILIES["wan"]):
         family = "other"
 
-    with pytest.raises(ValueError, match=r"no tiny build of family 'other'; known: .*wan, .* hardware.build=real"):
+    with pytest.raises(
+        ValueError, match=r"no tiny build of family 'other'; known: .*wan, .* hardware.build=real"
+    ):
         OtherPolicy.check({"height": 64, "width": 64, "build": "tiny"})
 
 
@@ -69,17 +72,25 @@ def test_latents_of_another_shape_than_the_networks_say_what_to_override():
     for family in FAMILIES.values():
         family.check(settings if family.temporal_stride is None else settings | {"frames": 9})
     with pytest.raises(
-        ValueError, match=r"NarrowPolicy: its latents have 4 channels .* takes 16: set .*`channels`.*`packed`"
+        ValueError,
+        match=r"NarrowPolicy: its latents have 4 channels .* takes 16: set .*`channels`.*`packed`",
     ):
         NarrowPolicy.check(settings)
     here = {"build": "real", "path": str(tiny_builds.ensure("sd3"))}
-    with pytest.raises(ValueError, match=r"latents of 16 channels.* adapter counts on 4 .*override `channels`"):
+    with pytest.raises(
+        ValueError, match=r"latents of 16 channels.* adapter counts on 4 .*override `channels`"
+    ):
         NarrowPolicy.check(settings | here)
     policy = FlatPolicy("unused", 64, 64, build="tiny", max_sequence_length=16)
     latents = torch.randn(1, *policy.latent_shape)
-    with pytest.raises(ValueError, match=r"`predict` gave \[1, 1024\] for latents \[1, 16, 8, 8\].*override `predict`"):
+    with pytest.raises(
+        ValueError,
+        match=r"`predict` gave \[1, 1024\] for latents \[1, 16, 8, 8\].*override `predict`",
+    ):
         policy.velocity(latents, torch.tensor([0.5]), policy.encode([Prompt("a")]))
-    with pytest.raises(ValueError, match=r"to \[1, 3, 32, 32\], not to 64 x 64 pixels: override `decode_latents`"):
+    with pytest.raises(
+        ValueError, match=r"to \[1, 3, 32, 32\], not to 64 x 64 pixels: override `decode_latents`"
+    ):
         policy.decode(latents)
 
 
@@ -97,43 +108,67 @@ def test_half_a_checkpoint(tmp_path):
     whole = tiny_builds.ensure("sd3")
     without_folder = shutil.copytree(whole, tmp_path / "a")
     shutil.rmtree(without_folder / "transformer")
-    with pytest.raises(CheckpointError, match="has no transformer/"):
+    with pytest.raises(PretrainedError, match="has no transformer/"):
         real("sd3", without_folder)
     without_tensor = shutil.copytree(whole, tmp_path / "b")
     weights = without_tensor / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
     del tensors["proj_out.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"half a checkpoint|proj_out"):
+    with pytest.raises(PretrainedError, match=r"half a checkpoint|proj_out"):
         real("sd3", without_tensor)
     without_encoder = shutil.copytree(whole, tmp_path / "c")
     (without_encoder / "text_encoder_3" / "model.safetensors").unlink()
     policy = real("sd3", without_encoder)
-    with pytest.raises(CheckpointError, match="text_encoder_3"):
+    with pytest.raises(PretrainedError, match="text_encoder_3"):
         policy.encode([Prompt("a")])
 
 
 def test_foreign_family(tmp_path):
-    with pytest.raises(CheckpointError, match="holds a WanPipeline, and the flux adapter reads FluxPipeline"):
+    with pytest.raises(
+        PretrainedError, match="holds a WanPipeline, and the flux adapter reads FluxPipeline"
+    ):
         real("flux", tiny_builds.ensure("wan"))
-    with pytest.raises(CheckpointError, match=r"holds two transformers, which the wan adapter .* use model=wan22_a14b"):
+    with pytest.raises(
+        PretrainedError,
+        match=r"holds two transformers, which the wan adapter .* use model=wan22_a14b",
+    ):
         real("wan", tiny_builds.ensure("wan22"))
-    with pytest.raises(CheckpointError, match="holds one transformer, which the wan22 adapter does not read"):
+    with pytest.raises(
+        PretrainedError, match="holds one transformer, which the wan22 adapter does not read"
+    ):
         real("wan22", tiny_builds.ensure("wan"))
     other = shutil.copytree(tiny_builds.ensure("wan"), tmp_path / "other")
     config = json.loads((other / "vae" / "config.json").read_text())
-    (other / "vae" / "config.json").write_text(json.dumps(config | {"z_dim": 48, "scale_factor_spatial": 16}))
+    (other / "vae" / "config.json").write_text(
+        json.dumps(config | {"z_dim": 48, "scale_factor_spatial": 16})
+    )
     settings = {"height": 32, "width": 32, "frames": 5, "path": str(other)}
-    with pytest.raises(CheckpointError, match=r"48 channels, one for 16 x 16 pixels; the wan .* override `channels`"):
+    with pytest.raises(
+        PretrainedError,
+        match=r"48 channels, one for 16 x 16 pixels; the wan .* override `channels`",
+    ):
         FAMILIES["wan"].check(settings)
 
 
 @pytest.mark.parametrize(
     ("family", "size", "message"),
     [
-        ("flux", {"height": 70}, r"sampling\.height=70 is not a multiple of 16; nearest valid: 64 or 80"),
-        ("wan", {"width": 40}, r"sampling\.width=40 is not a multiple of 16; nearest valid: 32 or 48"),
-        ("wan", {"frames": 6}, r"sampling\.frames=6 is not 1 \+ a multiple of 4; nearest valid: 5 or 9"),
+        (
+            "flux",
+            {"height": 70},
+            r"sampling\.height=70 is not a multiple of 16; nearest valid: 64 or 80",
+        ),
+        (
+            "wan",
+            {"width": 40},
+            r"sampling\.width=40 is not a multiple of 16; nearest valid: 32 or 48",
+        ),
+        (
+            "wan",
+            {"frames": 6},
+            r"sampling\.frames=6 is not 1 \+ a multiple of 4; nearest valid: 5 or 9",
+        ),
         ("wan", {"height": 8}, r"nearest valid: 16"),
         ("sd3", {"frames": 5}, r"sampling\.frames=5: sd3 makes images"),
     ],
@@ -146,9 +181,18 @@ def test_sizes_that_do_not_fit_name_the_nearest_that_do(family, size, message):
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"rank": 4, "alpha": 8, "targets": ["attn1.to_quarry"]}, r"matches no linear layer .*nearest: attn1\.to_q"),
-        ({"rank": 4, "alpha": 8, "targets": ["attn1.to_q"], "expected": 3}, r"would adapt 2 layers .*expected 3"),
-        ({"rank": 4, "alhpa": 8, "targets": "attention"}, r"unknown key lora\.alhpa.*did you mean lora\.alpha"),
+        (
+            {"rank": 4, "alpha": 8, "targets": ["attn1.to_quarry"]},
+            r"matches no linear layer .*nearest: attn1\.to_q",
+        ),
+        (
+            {"rank": 4, "alpha": 8, "targets": ["attn1.to_q"], "expected": 3},
+            r"would adapt 2 layers .*expected 3",
+        ),
+        (
+            {"rank": 4, "alhpa": 8, "targets": "attention"},
+            r"unknown key lora\.alhpa.*did you mean lora\.alpha",
+        ),
         ({"rank": 4, "targets": "attention"}, r"lora needs alpha"),
         ({"rank": 0, "alpha": 8, "targets": "attention"}, r"lora\.rank must be >= 1"),
     ],
@@ -206,7 +250,9 @@ def test_guidance_for_a_network_without_it_is_refused(tmp_path):
     weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     kept = {name: value for name, value in load_file(weights).items() if "guidance" not in name}
     save_file(kept, weights, metadata={"format": "pt"})
-    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"guidance_embeds": False}))
+    (folder / "transformer" / "config.json").write_text(
+        json.dumps(config | {"guidance_embeds": False})
+    )
     with pytest.raises(ValueError, match="would be dropped"):
         real("flux", folder, guidance_scale=3.5)
     assert real("flux", folder, guidance_scale=1.0).guidance_scale == 1.0
@@ -214,7 +260,9 @@ def test_guidance_for_a_network_without_it_is_refused(tmp_path):
 
 def test_missing_negative_prompt_under_guidance():
     policy = make("sd3", guidance_scale=4.0, negative_prompt=None)
-    with pytest.raises(ValueError, match=r"needs a negative prompt, and 'a star' has none.*model\.negative_prompt"):
+    with pytest.raises(
+        ValueError, match=r"needs a negative prompt, and 'a star' has none.*model\.negative_prompt"
+    ):
         policy.encode([Prompt("a star")])
     assert "negative_text" in policy.encode([Prompt("a star", negative="a ring")])
 
@@ -225,7 +273,9 @@ def test_ignored_negative_and_cut_prompts_are_reported_once(caplog):
     with caplog.at_level(logging.WARNING, logger="digenrl.models.policy"):
         for _ in range(2):
             policy.encode([Prompt(long, negative="a ring"), Prompt(long + " ring"), Prompt("a")])
-    said = [record.getMessage() for record in caplog.records if record.name == "digenrl.models.policy"]
+    said = [
+        record.getMessage() for record in caplog.records if record.name == "digenrl.models.policy"
+    ]
     assert len(said) == len(set(said))
     assert any("negative prompts are ignored" in text for text in said)
     assert sum("takes 64 tokens" in text for text in said) == 1
@@ -243,25 +293,39 @@ def test_template_of_another_length_is_refused(family, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "family", [name for name, facts in FACTS.items() if {"image", "mask"} <= set(facts.conditioning)]
+    "family",
+    [name for name, facts in FACTS.items() if {"image", "mask"} <= set(facts.conditioning)],
 )
 def test_an_image_that_leaves_no_room_for_text_is_refused(family):
-    with pytest.raises(ValueError, match=r"max_sequence_length=16: the image takes \d+ tokens .*set it to"):
+    with pytest.raises(
+        ValueError, match=r"max_sequence_length=16: the image takes \d+ tokens .*set it to"
+    ):
         make(family, max_sequence_length=16).encode([prompt("a star")])
 
 
 def test_embeddings_do_not_depend_on_the_prompts_encoded_with_them():
     for family in FAMILIES:
-        together = make(family).encode([prompt("a star"), prompt("a long sentence about a cat in the rain")])
+        together = make(family).encode(
+            [prompt("a star"), prompt("a long sentence about a cat in the rain")]
+        )
         alone = make(family).encode([prompt("a star")])
         for key, value in alone.items():  # of one prompt without its padding
             length = value.shape[1]
             assert torch.equal(value, together[key][:1, :length]), (family, key)
-            assert key != "text" or "mask" not in together or not together["mask"][:1, length:].any(), family
+            assert (
+                key != "text" or "mask" not in together or not together["mask"][:1, length:].any()
+            ), family
 
 
 def test_reference_of_full_fine_tuning_needs_the_kept_copy():
-    arguments = {"path": "x", "build": "tiny", "height": 64, "width": 64, "lora": None, "dtype": "float32"}
+    arguments = {
+        "path": "x",
+        "build": "tiny",
+        "height": 64,
+        "width": 64,
+        "lora": None,
+        "dtype": "float32",
+    }
     policy = FAMILIES["sd3"](**arguments)
     with pytest.raises(RuntimeError, match=r"model\.keep_reference=true"), policy.reference():
         pass

@@ -1,4 +1,5 @@
-"""Every family at real size on a CUDA device that does not exist: mixed devices, wrong dtypes and wrong shapes show."""
+"""Every family at real size on a CUDA device that does not exist: mixed devices, wrong dtypes and
+wrong shapes show."""
 
 from __future__ import annotations
 
@@ -47,20 +48,29 @@ def shapes(policy: DiffusersPolicy) -> dict[str, tuple[int, ...]]:
 @pytest.fixture(autouse=True)
 def rows_of_both_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose a row is depends on values."""
-    monkeypatch.setattr(Experts, "high", lambda self, timesteps: [row % 2 == 0 for row in range(len(timesteps))])
+    monkeypatch.setattr(
+        Experts, "high", lambda self, timesteps: [row % 2 == 0 for row in range(len(timesteps))]
+    )
 
 
 def conditioning(policy: DiffusersPolicy, device: torch.device = CUDA) -> dict[str, Tensor]:
     """Of one prompt and of the negative one, as `Policy.encode` gives them."""
     made = {
-        key: torch.ones(1, *shape, device=device, dtype=torch.bool if key.endswith("mask") else policy.dtype)
+        key: torch.ones(
+            1, *shape, device=device, dtype=torch.bool if key.endswith("mask") else policy.dtype
+        )
         for key, shape in shapes(policy).items()
     }
     return made | {NEGATIVE + key: value for key, value in made.items()}
 
 
 CLIP_L = transformers.CLIPConfig(
-    text_config={"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768},
+    text_config={
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "projection_dim": 768,
+    },
     vision_config={
         "hidden_size": 1024,
         "intermediate_size": 4096,
@@ -74,16 +84,24 @@ CLIP_L = transformers.CLIPConfig(
 """openai/clip-vit-large-patch14."""
 PROMPT = Prompt("a red circle on a blue background", negative="", images=IMAGES)
 CHEAPEST = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "sd3" else pytest.mark.slow) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=() if name == "sd3" else pytest.mark.slow) for name in FAMILIES],
 )
 
 
 def guidance(family: str) -> dict[str, Any]:
     """Two branches."""
-    return {"true_cfg_scale": 3.0} if FAMILIES[family].embedded_guidance else {"guidance_scale": 4.0}
+    return (
+        {"true_cfg_scale": 3.0} if FAMILIES[family].embedded_guidance else {"guidance_scale": 4.0}
+    )
 
 
-def block(samples: denoise.Samples, grid: Tensor, condition: dict[str, Tensor], device: torch.device) -> CellBlock:
+def block(
+    samples: denoise.FinishedSamples,
+    grid: Tensor,
+    condition: dict[str, Tensor],
+    device: torch.device,
+) -> CellBlock:
     """The cells of `samples`, as a trainer replays them."""
     return CellBlock(
         step=0,
@@ -103,9 +121,10 @@ def block(samples: denoise.Samples, grid: Tensor, condition: dict[str, Tensor], 
 
 @CHEAPEST
 def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(family: str) -> None:
-    """With classifier-free guidance; first as a trainer holds the weights, then as a rank that only generates. With an
-    adapter: where all weights are trained, autocast asks for a driver. A reward suite asks for values, so the scorer is
-    called without one."""
+    """With classifier-free guidance; first as a trainer holds the weights, then as a rank that only
+    generates. With an
+    adapter: where all weights are trained, autocast asks for a driver. A reward suite asks for
+    values, so the scorer is called without one."""
     ensure(family)  # what is not there yet is built outside of the fake device
     policy = real(family, True, offload_encoders=False, **guidance(family))
     scorer = ClipScore(build="tiny", device="cpu")
@@ -115,7 +134,9 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(policy, CUDA)
         place(policy._vae, CUDA)
-        policy._vae.to = lambda device: policy._vae  # fake modules cannot be moved, not even to where they are
+        policy._vae.to = lambda device: (
+            policy._vae
+        )  # fake modules cannot be moved, not even to where they are
         policy.keep_padding(True)  # what is padding depends on values
         with init_empty_weights(include_buffers=False):
             clip = transformers.CLIPModel(CLIP_L)
@@ -123,7 +144,9 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         assert policy.two_forwards
         assert policy.device == CUDA
         condition, key = conditioning(policy), denoise.SampleKey(0, 0, 1, (0, 1))
-        samples = denoise.sample(policy, condition, key, grid, kernel, plan, torch.bfloat16, CUDA, keep_means=True)
+        samples = denoise.sample(
+            policy, condition, key, grid, kernel, plan, torch.bfloat16, CUDA, keep_means=True
+        )
         assert samples.final.device == samples.log_probs.device == CUDA
         assert samples.latents.shape == (2, 2, *policy.latent_shape)
         again = denoise.replay(policy, block(samples, grid, condition, CUDA), kernel)
@@ -132,10 +155,19 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
 
         policy.only_generate()
         own = policy.trained_parameters()
-        adopt(own, Version(1, "", {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in own.items()}))
+        adopt(
+            own,
+            Version(
+                1,
+                "",
+                {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in own.items()},
+            ),
+        )
         assert {value.device for value in own.values()} == {CUDA}
 
-        positive = {name: value.cpu() for name, value in condition.items() if not name.startswith(NEGATIVE)}
+        positive = {
+            name: value.cpu() for name, value in condition.items() if not name.startswith(NEGATIVE)
+        }
         policy._embeddings |= dict.fromkeys(itertools.chain(*policy.wordings([PROMPT])), positive)
         scores: list[Tensor] = []
 
@@ -149,7 +181,11 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         found = engine.evaluate([PROMPT], 2, seed=1, steps=1)
         frames = () if policy.temporal_stride is None else (policy.frames,)
         assert tuple(found.media.shape) == (2, *frames, 3, 256, 256)
-        assert (scores[0].device, tuple(scores[0].shape), scores[0].dtype) == (CUDA, (2,), torch.float32)
+        assert (scores[0].device, tuple(scores[0].shape), scores[0].dtype) == (
+            CUDA,
+            (2,),
+            torch.float32,
+        )
 
 
 @pytest.mark.slow
@@ -160,7 +196,12 @@ def test_text_encoders_stay_on_the_device(model: str) -> None:
     words = ("model.offload_encoders=false", f"model.max_sequence_length={usual}")
     settings = composed(model, REAL, *Build().words, *words).config.model
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with mock.patch.object(nn.Module, "_apply", plainly), fake, random_weights(model, REAL, CUDA), torch.no_grad():
+    with (
+        mock.patch.object(nn.Module, "_apply", plainly),
+        fake,
+        random_weights(model, REAL, CUDA),
+        torch.no_grad(),
+    ):
         policy = configuration.instantiate(settings)
         if not ROWS[FAMILY[model]].counts_tokens:
             encoded = policy.encode_prompts(policy.wordings([PROMPT])[0])
@@ -168,26 +209,35 @@ def test_text_encoders_stay_on_the_device(model: str) -> None:
             assert {name: tuple(value.shape) for name, value in encoded.items()} == expected
         else:
             tokens = torch.ones(1, 300, dtype=torch.int64, device=CUDA)
-            states = policy._pipeline.text_encoder(tokens, attention_mask=tokens, output_hidden_states=True)
+            states = policy._pipeline.text_encoder(
+                tokens, attention_mask=tokens, output_hidden_states=True
+            )
             encoded = {"text": states.hidden_states[-1]}
             assert encoded["text"].shape == (1, 300, shapes(policy)["text"][1])
         assert {value.device for value in encoded.values()} == {CUDA}
-        assert {value.dtype for value in encoded.values() if value.is_floating_point()} == {torch.bfloat16}
+        assert {value.dtype for value in encoded.values() if value.is_floating_point()} == {
+            torch.bfloat16
+        }
 
 
 @pytest.mark.slow
 @CHEAPEST
 @pytest.mark.parametrize("lora", [True, False], ids=["adapter", "all"])
-def test_every_trained_weight_gets_a_gradient_of_its_shape_and_dtype(family: str, lora: bool) -> None:
-    """A replayed block of two samples and two steps; where all weights are trained, layers are computed again in the
-    backward pass. On a processor that does not exist either, because autograd asks CUDA for its driver."""
+def test_every_trained_weight_gets_a_gradient_of_its_shape_and_dtype(
+    family: str, lora: bool
+) -> None:
+    """A replayed block of two samples and two steps; where all weights are trained, layers are
+    computed again in the backward pass. On a processor that does not exist either, because autograd
+    asks CUDA for its driver."""
     ensure(family)
     processor, grid = torch.device("cpu"), torch.linspace(1.0, 0.0, 4)
     policy = real(family, lora, gradient_checkpointing=not lora, **guidance(family)).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         place(policy, processor)
         latents = torch.empty(2, 2, *policy.latent_shape, dtype=torch.bfloat16)
-        samples = denoise.Samples(torch.arange(2), latents, latents, torch.empty(2, 2), latents[:, 0])
+        samples = denoise.FinishedSamples(
+            torch.arange(2), latents, latents, torch.empty(2, 2), latents[:, 0]
+        )
         condition = conditioning(policy, processor)
         replayed = denoise.replay(policy, block(samples, grid, condition, processor), FlowSDE(0.7))
         assert (replayed.log_prob.shape, replayed.log_prob.dtype) == ((2, 2), torch.float32)
@@ -195,4 +245,6 @@ def test_every_trained_weight_gets_a_gradient_of_its_shape_and_dtype(family: str
     assert policy.parameters_without_gradient() == []
     for name, parameter in policy.trained_parameters().items():
         assert parameter.grad is not None
-        assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, torch.float32), name
+        assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, torch.float32), (
+            name
+        )

@@ -16,7 +16,11 @@ from digenrl.models.policy import NEGATIVE, Policy
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, make, randomise_lora
 
-OWN = [name for name, policy in FAMILIES.items() if policy.guide is not Policy.guide and not policy.reads]
+OWN = [
+    name
+    for name, policy in FAMILIES.items()
+    if policy.guide is not Policy.guide and not policy.reads
+]
 """Families with a rule of their own, all of which keep the norm of the conditional velocity."""
 Guide = Callable[[DiffusersPolicy, Tensor, Tensor], Tensor]
 
@@ -33,7 +37,8 @@ def policy_of(family: str) -> DiffusersPolicy:
 
 
 def branches(policy: DiffusersPolicy) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor]:
-    """(latents, sigmas, condition, conditional, unconditional): each branch by a forward of its own."""
+    """(latents, sigmas, condition, conditional, unconditional): each branch by a forward of its
+    own."""
     condition = policy.encode([Prompt("a red circle"), Prompt("a sign")])
     latents = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
     sigmas = policy.sigma_grid(4)[[1, 2]]
@@ -49,15 +54,19 @@ def branches(policy: DiffusersPolicy) -> tuple[Tensor, Tensor, dict[str, Tensor]
 
 
 def check_concatenation(policy: DiffusersPolicy, guide: Guide) -> None:
-    """Rollout and replay share one forward of [unconditional, conditional] rows; two forwards give the same."""
+    """Rollout and replay share one forward of [unconditional, conditional] rows; two forwards give
+    the same."""
     latents, sigmas, condition, conditional, unconditional = branches(policy)
     together = policy.velocity(latents, sigmas, condition)
-    torch.testing.assert_close(together, guide(policy, conditional, unconditional), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        together, guide(policy, conditional, unconditional), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("family", ["sd3", *OWN])
 def test_concatenated_guidance_equals_two_forwards(family: str) -> None:
-    """Check 18: u + g*(c - u), or the family's own rule; branches swapped or scale off by a hair are seen."""
+    """Check 18: u + g*(c - u), or the family's own rule; branches swapped or scale off by a hair
+    are seen."""
     policy = policy_of(family)
     check_concatenation(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
@@ -74,7 +83,8 @@ def check_norm(policy: DiffusersPolicy, guide: Guide) -> None:
 
 @pytest.mark.parametrize("family", OWN)
 def test_rescaled_guidance_keeps_the_norm_of_every_token(family: str) -> None:
-    """Check 18: c*||p||/||c|| over the channels of a packed token; plain guidance, and a norm of the whole, do not."""
+    """Check 18: c*||p||/||c|| over the channels of a packed token; plain guidance, and a norm of
+    the whole, do not."""
     policy = policy_of(family)
     check_norm(policy, lambda p, c, u: p.guide(c, u, p.cfg_scale))
     with pytest.raises(AssertionError):
@@ -89,7 +99,8 @@ def test_rescaled_guidance_keeps_the_norm_of_every_token(family: str) -> None:
 
 
 def test_a_detached_unconditional_branch_changes_the_gradient_and_no_log_prob() -> None:
-    """Check 18: Flow-GRPO's SD3 script detaches it (train_sd3.py:190), others train both; here it is an option."""
+    """Check 18: Flow-GRPO's SD3 script detaches it (train_sd3.py:190), others train both; here it
+    is an option."""
     policy, kernel = policy_of("sd3"), FlowSDE(0.7)
     latents, sigmas, condition, conditional, unconditional = branches(policy)
     sigma, following, guard = step_sigmas(policy.sigma_grid(4), torch.tensor([1, 2]))
@@ -113,14 +124,18 @@ def test_a_detached_unconditional_branch_changes_the_gradient_and_no_log_prob() 
 
 
 def test_evaluation_may_be_guided_otherwise() -> None:
-    """Trained without guidance, evaluated with it: one forward becomes two, and the conditioning comes along."""
+    """Trained without guidance, evaluated with it: one forward becomes two, and the conditioning
+    comes along."""
     plain, guided = make("sd3", guidance_scale=1.0).eval(), policy_of("sd3")
     randomise_lora(plain)
     latents, sigmas, condition, *_ = branches(guided)
     with plain.guided(4.0):
         asked = plain.encode([Prompt("a red circle"), Prompt("a sign")])
         torch.testing.assert_close(
-            plain.velocity(latents, sigmas, asked), guided.velocity(latents, sigmas, condition), atol=1e-5, rtol=0
+            plain.velocity(latents, sigmas, asked),
+            guided.velocity(latents, sigmas, condition),
+            atol=1e-5,
+            rtol=0,
         )
     assert not plain.two_forwards
     assert plain.guidance_scale == 1.0
@@ -129,6 +144,8 @@ def test_evaluation_may_be_guided_otherwise() -> None:
     flux = make("flux", guidance_scale=3.5)
     with flux.guided(1.0):
         assert (flux.guidance_scale, flux.two_forwards) == (1.0, False)
-    unguided = pytest.raises(ValueError, match=r"sampling\.eval\.guidance_scale = 2\.0: digits has no unconditional")
+    unguided = pytest.raises(
+        ValueError, match=r"sampling\.eval\.guidance_scale = 2\.0: digits has no unconditional"
+    )
     with unguided, DigitsPolicy().guided(2.0):
         pass

@@ -1,4 +1,5 @@
-"""Prompts without their padding: the same velocities, whoever else was encoded, and attention without a mask."""
+"""Prompts without their padding: the same velocities, whoever else was encoded, and attention
+without a mask."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from digenrl.models.policy import NEGATIVE
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, MASKED, make, randomise_lora
 
-SHORT, LONG = Prompt("a sign"), Prompt('a red circle on a blue background, and "a green square" beside it')
+SHORT, LONG = (
+    Prompt("a sign"),
+    Prompt('a red circle on a blue background, and "a green square" beside it'),
+)
 
 
 def velocity(policy: DiffusersPolicy, condition: dict[str, Tensor]) -> Tensor:
     rows = len(condition["text"])
-    latents = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(3)).expand(
-        rows, *policy.latent_shape
-    )
+    latents = torch.randn(
+        1, *policy.latent_shape, generator=torch.Generator().manual_seed(3)
+    ).expand(rows, *policy.latent_shape)
     return policy.velocity(latents, torch.full((rows,), 0.5), condition)
 
 
@@ -35,7 +39,11 @@ def padded(policy: DiffusersPolicy, prompt: Prompt) -> dict[str, Tensor]:
 @pytest.mark.parametrize("guided", [False, True], ids=["one-branch", "two-branches"])
 @pytest.mark.parametrize("family", MASKED)
 def test_velocities_and_gradients_are_those_of_the_padded_prompt(family: str, guided: bool) -> None:
-    scale = {"true_cfg_scale" if FAMILIES[family].embedded_guidance else "guidance_scale": 4.0 if guided else 1.0}
+    scale = {
+        "true_cfg_scale" if FAMILIES[family].embedded_guidance else "guidance_scale": 4.0
+        if guided
+        else 1.0
+    }
     policy = make(family, dtype="float64", **scale)
     randomise_lora(policy)
     cut = policy.encode([LONG])
@@ -44,7 +52,9 @@ def test_velocities_and_gradients_are_those_of_the_padded_prompt(family: str, gu
     found = velocity(policy, cut)
     found.square().sum().backward()
     gradients = {
-        name: value.grad.clone() for name, value in policy.trained_parameters().items() if value.grad is not None
+        name: value.grad.clone()
+        for name, value in policy.trained_parameters().items()
+        if value.grad is not None
     }
     policy.zero_grad()
     expected = velocity(policy, padded(policy, LONG))
@@ -56,7 +66,8 @@ def test_velocities_and_gradients_are_those_of_the_padded_prompt(family: str, gu
 
 @pytest.mark.parametrize("family", MASKED)
 def test_a_row_does_not_depend_on_the_other_prompts(family: str) -> None:
-    """Each of two prompts of a batch has its velocity; and a prompt alone has its bits, whatever was encoded before."""
+    """Each of two prompts of a batch has its velocity; and a prompt alone has its bits, whatever
+    was encoded before."""
     policy, other = (make(family, guidance_scale=1.0).eval() for _ in range(2))
     first = policy.encode([SHORT])
     policy.encode([LONG, SHORT])
@@ -68,7 +79,9 @@ def test_a_row_does_not_depend_on_the_other_prompts(family: str) -> None:
         together = velocity(policy, both)
         swapped = velocity(policy, {key: value.flip(0) for key, value in both.items()})
         for row, prompt in enumerate((LONG, SHORT)):
-            torch.testing.assert_close(together[row], velocity(policy, policy.encode([prompt]))[0], atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                together[row], velocity(policy, policy.encode([prompt]))[0], atol=1e-6, rtol=0
+            )
     assert torch.equal(together, swapped.flip(0))
 
 

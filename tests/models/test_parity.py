@@ -1,4 +1,5 @@
-"""The adapter is the diffusers pipeline: same noise, same steps, same latents; and replay is sampling."""
+"""The adapter is the diffusers pipeline: same noise, same steps, same latents; and replay is
+sampling."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
 def test_each_expert_has_a_scale_of_its_own():
     policy = make("wan22", guidance_scale=4.0, guidance_scale_2=2.0)
     noise = noise_of(policy, 1)
-    ours = denoise.ode_sample(policy, policy.encode([prompt(PROMPTS[0])]), noise, policy.sigma_grid(STEPS))
+    ours = denoise.ode_sample(
+        policy, policy.encode([prompt(PROMPTS[0])]), noise, policy.sigma_grid(STEPS)
+    )
     theirs = diffusers_latents("wan22", PROMPTS[:1], noise, STEPS, 4.0, guidance_scale_2=2.0)
     alike = diffusers_latents("wan22", PROMPTS[:1], noise, STEPS, 4.0)
     assert (ours - theirs).abs().max() <= 1e-5
@@ -73,7 +76,12 @@ def test_one_forward_of_rows_of_both_experts_equals_each_experts_own():
     with torch.no_grad():
         both = policy.velocity(noise, sigmas, condition)
         for row, expert in enumerate((second, first, second)):
-            alone = expert(noise[row : row + 1], sigmas[row : row + 1] * 1000, condition["text"][:1], return_dict=False)
+            alone = expert(
+                noise[row : row + 1],
+                sigmas[row : row + 1] * 1000,
+                condition["text"][:1],
+                return_dict=False,
+            )
             assert (both[row : row + 1] - alone[0]).abs().max() <= 1e-6
     assert not torch.equal(first.proj_out.weight, second.proj_out.weight)
 
@@ -112,7 +120,9 @@ def cell(block: CellBlock, k: int) -> CellBlock:
 
 @pytest.mark.parametrize("storage_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forward(family, storage_dtype):
+def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forward(
+    family, storage_dtype
+):
     policy = make(family, guidance_scale=4.0, gradient_checkpointing=True)
     randomise_lora(policy)
     kernel, plan = FlowSDE(0.7), StepPlan(sde=(0, 1, 2, 3), trained=(0, 1, 2))
@@ -134,10 +144,16 @@ def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     policy = make(family, lora="full", guidance_scale=4.0)
     condition = policy.encode([prompt(PROMPTS[0])])
     levels = torch.tensor([0.95, 0.5])
-    policy.velocity(noise_of(policy, 2), levels, denoise.expand_condition(condition, 2)).square().sum().backward()
+    policy.velocity(
+        noise_of(policy, 2), levels, denoise.expand_condition(condition, 2)
+    ).square().sum().backward()
     assert policy.parameters_without_gradient() == []
     assert all(parameter.grad.any() for parameter in policy.trained_parameters().values())
-    frozen = [name for name, parameter in policy.transformer.named_parameters() if not parameter.requires_grad]
+    frozen = [
+        name
+        for name, parameter in policy.transformer.named_parameters()
+        if not parameter.requires_grad
+    ]
     assert all(name.startswith(("transformer_blocks.1.", *policy.unused)) for name in frozen)
     assert len(frozen) == ROWS[family].unread
 
@@ -150,7 +166,9 @@ def test_replay_in_bfloat16_is_exact_at_the_same_geometry(family):
     block = block_of(policy, 4, torch.float16, kernel, plan)
     for k in range(2):
         with torch.no_grad():
-            assert torch.equal(denoise.replay(policy, cell(block, k), kernel).log_prob[:, 0], block.log_probs[:, k])
+            assert torch.equal(
+                denoise.replay(policy, cell(block, k), kernel).log_prob[:, 0], block.log_probs[:, k]
+            )
 
 
 def test_sigma_grids_follow_the_measured_ones():
@@ -161,16 +179,22 @@ def test_sigma_grids_follow_the_measured_ones():
         ("sd3", "scheduler"): [1, 0.96, 0.913, 0.858, 0.79, 0.707, 0.602, 0.465, 0.278, 0.009, 0],
     }
     for (family, grid), sigmas in expected.items():
-        assert torch.allclose(make(family, grid=grid).sigma_grid(10), torch.tensor(sigmas).float(), atol=1e-3)
+        assert torch.allclose(
+            make(family, grid=grid).sigma_grid(10), torch.tensor(sigmas).float(), atol=1e-3
+        )
     flux = make("flux", height=512, width=512).sigma_grid(10)
     measured = [1, 0.944, 0.882, 0.814, 0.738, 0.652, 0.556, 0.446, 0.319, 0.173, 0]
     assert torch.allclose(flux, torch.tensor(measured).float(), atol=1e-3)
     constant = make("flux", shift=3.0).sigma_grid(10)
     assert torch.allclose(constant, torch.tensor(expected["wan", "explicit"]).float(), atol=1e-3)
-    for family, (steps, last) in {family: row.sigmas for family, row in ROWS.items() if row.sigmas[0]}.items():
+    for family, (steps, last) in {
+        family: row.sigmas for family, row in ROWS.items() if row.sigmas[0]
+    }.items():
         found = make(family).sigma_grid(steps)[-len(last) :]
         assert torch.allclose(found, torch.tensor(last).float(), atol=1e-3), family
-    for family in (name for name, facts in FACTS.items() if facts.tiny["scheduler"].get("shift_terminal")):
+    for family in (
+        name for name, facts in FACTS.items() if facts.tiny["scheduler"].get("shift_terminal")
+    ):
         with pytest.raises(ValueError, match="at least 2 steps"):
             make(family).sigma_grid(1)
 
@@ -186,9 +210,13 @@ def test_rows_with_different_sigmas_and_prompts_equal_one_row_at_a_time(family):
         batch = policy.velocity(noise, sigmas, condition)
         for row in range(3):
             alone = policy.velocity(
-                noise[row : row + 1], sigmas[row : row + 1], {k: v[row : row + 1] for k, v in condition.items()}
+                noise[row : row + 1],
+                sigmas[row : row + 1],
+                {k: v[row : row + 1] for k, v in condition.items()},
             )
-            assert (batch[row : row + 1] - alone).abs().max() <= 1e-6 * max(1.0, alone.abs().max().item())
+            assert (batch[row : row + 1] - alone).abs().max() <= 1e-6 * max(
+                1.0, alone.abs().max().item()
+            )
     assert batch.dtype == torch.float32
 
 
@@ -197,7 +225,11 @@ def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
     policy = make(family)
     base = make(family)
     randomise_lora(policy)
-    condition, noise, sigma = policy.encode([prompt("a star")]), noise_of(policy, 1), torch.tensor([0.7])
+    condition, noise, sigma = (
+        policy.encode([prompt("a star")]),
+        noise_of(policy, 1),
+        torch.tensor([0.7]),
+    )
     with torch.no_grad():
         adapted = policy.velocity(noise, sigma, condition)
         with policy.reference():
@@ -253,13 +285,19 @@ def test_decode_equals_the_diffusers_pipeline():
 @pytest.mark.slow
 def test_compiled_blocks_sample_and_train_like_the_others():
     plain, compiled = make("wan"), make("wan", compile=True, gradient_checkpointing=True)
-    condition, noise, sigma = plain.encode([prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
+    condition, noise, sigma = (
+        plain.encode([prompt("a star")]),
+        noise_of(plain, 1),
+        torch.tensor([0.7]),
+    )
     outputs = [policy.velocity(noise, sigma, condition) for policy in (plain, compiled)]
     assert torch.allclose(*outputs, atol=1e-5)
     for output in outputs:
         output.square().sum().backward()
     for name, parameter in plain.trained_parameters().items():
-        assert torch.allclose(parameter.grad, compiled.trained_parameters()[name].grad, atol=1e-4), name
+        assert torch.allclose(
+            parameter.grad, compiled.trained_parameters()[name].grad, atol=1e-4
+        ), name
 
 
 @pytest.mark.slow
@@ -281,7 +319,11 @@ def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_
 
 def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refused():
     policy, plain = make("wan", attention_backend="native"), make("wan")
-    condition, noise, sigma = plain.encode([prompt("a star")]), noise_of(plain, 1), torch.tensor([0.7])
+    condition, noise, sigma = (
+        plain.encode([prompt("a star")]),
+        noise_of(plain, 1),
+        torch.tensor([0.7]),
+    )
     with torch.no_grad():
         outputs = [each.velocity(noise, sigma, condition) for each in (plain, policy)]
     assert torch.allclose(*outputs, atol=1e-5)
@@ -291,13 +333,20 @@ def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refu
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(family):
-    """What travels to it is what every forward of a trainer casts to; the scale is one that 16 bits round."""
+    """What travels to it is what every forward of a trainer casts to; the scale is one that 16 bits
+    round."""
     lora = LORA | {"alpha": 1.3 * LORA["rank"]}
-    trained, halved = (make(family, lora=lora, dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
+    trained, halved = (
+        make(family, lora=lora, dtype="bfloat16", guidance_scale=4.0) for _ in range(2)
+    )
     for policy in (trained, halved):
         randomise_lora(policy)
     halved.only_generate()
-    condition, noise, sigma = trained.encode([prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
+    condition, noise, sigma = (
+        trained.encode([prompt("a star")]),
+        noise_of(trained, 1),
+        torch.tensor([0.7]),
+    )
     with torch.no_grad():
         outputs = [policy.velocity(noise, sigma, condition) for policy in (trained, halved)]
     assert torch.equal(*outputs)
@@ -308,11 +357,20 @@ def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_only_generates_holds_half_and_computes_the_same(family):
-    trained, halved = (make(family, lora="full", dtype="bfloat16", guidance_scale=4.0) for _ in range(2))
+    trained, halved = (
+        make(family, lora="full", dtype="bfloat16", guidance_scale=4.0) for _ in range(2)
+    )
     halved.only_generate()
-    condition, noise, sigma = trained.encode([prompt("a star")]), noise_of(trained, 1), torch.tensor([0.7])
+    condition, noise, sigma = (
+        trained.encode([prompt("a star")]),
+        noise_of(trained, 1),
+        torch.tensor([0.7]),
+    )
     with torch.no_grad():
         outputs = [policy.velocity(noise, sigma, condition) for policy in (trained, halved)]
     assert torch.equal(*outputs)
-    size, half = (sum(p.numel() * p.element_size() for p in x.transformer.parameters()) for x in (trained, halved))
+    size, half = (
+        sum(p.numel() * p.element_size() for p in x.transformer.parameters())
+        for x in (trained, halved)
+    )
     assert half < 0.55 * size

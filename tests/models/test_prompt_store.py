@@ -1,4 +1,5 @@
-"""Conditionings on disk: written once by however many, whole whatever kills a writer, and the encoders' own bits."""
+"""Conditionings on disk: written once by however many, whole whatever kills a writer, and the
+encoders' own bits."""
 
 from __future__ import annotations
 
@@ -76,13 +77,17 @@ def test_writers_at_the_same_time_encode_every_text_once(tmp_path: Path) -> None
             yield value(text)
 
     parts = (TEXTS[:9], TEXTS[3:], list(reversed(TEXTS)))
-    processes = [FORK.Process(target=PromptStore(tmp_path, {}).fill, args=(part, slowly)) for part in parts]
+    processes = [
+        FORK.Process(target=PromptStore(tmp_path, {}).fill, args=(part, slowly)) for part in parts
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert sorted((tmp_path / "encoded").read_text().split("\n")[:-1]) == sorted(wording.text for wording in TEXTS)
+    assert sorted((tmp_path / "encoded").read_text().split("\n")[:-1]) == sorted(
+        wording.text for wording in TEXTS
+    )
     assert_holds(PromptStore(tmp_path, {}), TEXTS)
 
 
@@ -92,11 +97,15 @@ def test_a_killed_writer_loses_only_what_it_was_writing(tmp_path: Path) -> None:
 
     def killed() -> None:
         sync = os.fsync
-        os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL) if next(synced) == 4 else sync(file)  # type: ignore
+        os.fsync = lambda file: (
+            os.kill(os.getpid(), signal.SIGKILL) if next(synced) == 4 else sync(file)
+        )  # type: ignore
         store.fill(TEXTS, values)
 
     assert run_process(killed) == -signal.SIGKILL
-    assert len(list(store.directory.glob("*.tmp"))) == 1, "it was to die between writing and renaming"
+    assert len(list(store.directory.glob("*.tmp"))) == 1, (
+        "it was to die between writing and renaming"
+    )
     assert_holds(store, TEXTS[:4])
     assert store.read(TEXTS[4]) is None
     assert store.fill(TEXTS, values) == len(TEXTS) - 4
@@ -160,9 +169,15 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", ["flux", "wan"])
-def test_encoders_move_once_for_all_prompts_and_never_again(family: str, tmp_path: Path, moves: list[str]) -> None:
+def test_encoders_move_once_for_all_prompts_and_never_again(
+    family: str, tmp_path: Path, moves: list[str]
+) -> None:
     guided = {} if family == "flux" else {"guidance_scale": 4.0}
-    prompts = [Prompt("a red cube"), Prompt("a green cone", negative="cubes"), Prompt("a blue ball")]
+    prompts = [
+        Prompt("a red cube"),
+        Prompt("a green cone", negative="cubes"),
+        Prompt("a blue ball"),
+    ]
     texts = 3 if family == "flux" else 5  # NEGATIVE and "cubes", too
     plain = make(family, **guided)
     expected = plain.encode(prompts)
@@ -188,7 +203,9 @@ def test_encoders_move_once_for_all_prompts_and_never_again(family: str, tmp_pat
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(("scale", "texts"), [(None, 2), (4.0, 3)])
-def test_the_store_holds_what_the_evaluations_guidance_needs(scale: float | None, texts: int, tmp_path: Path) -> None:
+def test_the_store_holds_what_the_evaluations_guidance_needs(
+    scale: float | None, texts: int, tmp_path: Path
+) -> None:
     """Trained without guidance and evaluated with it: the negative prompt is encoded too."""
     (tmp_path / "two.txt").write_text("a red cube\na green cone\n")
     data = {
@@ -199,7 +216,12 @@ def test_the_store_holds_what_the_evaluations_guidance_needs(scale: float | None
         "prompt_store": str(tmp_path),
     }
     config = OmegaConf.create(
-        {"max_rl_steps": 1, "replay": None, "data": data, "sampling": {"eval": {"guidance_scale": scale}}}
+        {
+            "max_rl_steps": 1,
+            "replay": None,
+            "data": data,
+            "sampling": {"eval": {"guidance_scale": scale}},
+        }
     )
     policy = make("wan", guidance_scale=1.0)
     filled = fill_prompt_store(config, policy, PromptData(config.data, 0))
@@ -228,7 +250,9 @@ def test_a_run_is_the_same_with_and_without_and_the_next_encodes_nothing(
         return train
 
     trains = [run("null"), run(store), run(store)]
-    weights = [(train.run_dir / "checkpoints/last/policy.safetensors").read_bytes() for train in trains]
+    weights = [
+        (train.run_dir / "checkpoints/last/policy.safetensors").read_bytes() for train in trains
+    ]
     assert weights[0] == weights[1] == weights[2]
     assert [row["reward"] for row in trains[0].rows("metrics.jsonl")] == [
         row["reward"] for row in trains[1].rows("metrics.jsonl")
@@ -237,23 +261,44 @@ def test_a_run_is_the_same_with_and_without_and_the_next_encodes_nothing(
     assert [train.summary["prompt_store"] for train in trains] == [
         None, {"encoded": texts, "reused": 0}, {"encoded": 0, "reused": texts},
     ]  # fmt: skip
-    encoded = [row["encoded"] for row in trains[1].rows("events.jsonl") if row["kind"] == "prompt_store"]
+    encoded = [
+        row["encoded"] for row in trains[1].rows("events.jsonl") if row["kind"] == "prompt_store"
+    ]
     assert sum(count > 0 for count in encoded) == 1, "the encoders moved for more than one rank"
-    assert encode_command.main([*words, f"data.prompt_store={other}", f"output_root={tmp_path}"]) == 0
+    assert (
+        encode_command.main([*words, f"data.prompt_store={other}", f"output_root={tmp_path}"]) == 0
+    )
     assert capsys.readouterr().out.splitlines()[-1] == str(other)
     alone = {path.relative_to(other): path.read_bytes() for path in other.rglob("*.safetensors")}
-    assert alone == {path.relative_to(store): path.read_bytes() for path in store.rglob("*.safetensors")}
+    assert alone == {
+        path.relative_to(store): path.read_bytes() for path in store.rglob("*.safetensors")
+    }
     assert len(alone) == texts
-    more = ("callbacks.evaluation.max_prompts=3", f"data.prompt_store={other}", f"output_root={tmp_path}")
+    more = (
+        "callbacks.evaluation.max_prompts=3",
+        f"data.prompt_store={other}",
+        f"output_root={tmp_path}",
+    )
     assert encode_command.main([*every, *more]) == 0
     assert "7 texts, 3 encoded, 4 reused" in capsys.readouterr().err, "those of the evaluation, too"
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_store_that_cannot_be_written_is_told_and_the_run_goes_on(running: Any, tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_is_told_and_the_run_goes_on(
+    running: Any, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("no directory")
-    words = ("experiment=flux1_flowgrpo", "hardware=cpu_tiny", "logger=none", "~callbacks.evaluation", "max_rl_steps=1")
+    words = (
+        "experiment=flux1_flowgrpo",
+        "hardware=cpu_tiny",
+        "logger=none",
+        "~callbacks.evaluation",
+        "max_rl_steps=1",
+    )
     train = running(*words, f"data.prompt_store={tmp_path / 'file' / 'store'}", tiny=(), fork=True)
     assert train.finish() == 0, train.stderr
-    assert any("data.prompt_store" in warning and "make room" in warning for warning in train.summary["warnings"])
+    assert any(
+        "data.prompt_store" in warning and "make room" in warning
+        for warning in train.summary["warnings"]
+    )

@@ -1,4 +1,5 @@
-"""Real architectures on the meta device: published sizes, and the adapters of the presets on them."""
+"""Real architectures on the meta device: published sizes, and the adapters of the presets on
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from digenrl.models.experts import Experts
 from digenrl.models.lora import lora_modules
 from tests.models.tiny_policies import FAMILIES, ROWS
 
-PUBLISHED = {name: (family, *sizes) for family, row in ROWS.items() for name, sizes in row.published.items()}
+PUBLISHED = {
+    name: (family, *sizes) for family, row in ROWS.items() for name, sizes in row.published.items()
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -23,10 +26,16 @@ def test_parameters_and_adapters_of_the_real_architecture(name):
     assert isinstance(network, (FAMILIES[family].transformer_class, Experts))
     count = sum(parameter.numel() for parameter in network.parameters())
     assert count == pytest.approx(billions * 1e9, rel=0.01)
-    shapes = {key: module for key, module in network.named_modules() if isinstance(module, torch.nn.Linear)}
+    shapes = {
+        key: module
+        for key, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     for preset, megabytes in (("attention", attention), ("attention_ff", attention_ff)):
         names = FAMILIES[family].lora_names(network.config, preset)
-        assert sorted(lora_modules(network, [re.escape(key) for key in names[:8]])) == sorted(names[:8])
+        assert sorted(lora_modules(network, [re.escape(key) for key in names[:8]])) == sorted(
+            names[:8]
+        )
         size = sum(32 * (shapes[key].in_features + shapes[key].out_features) * 2 for key in names)
         assert size / 1e6 == pytest.approx(megabytes, rel=0.02), preset
     blocks = [block for key in FAMILIES[family].block_lists for block in getattr(network, key)]

@@ -16,7 +16,11 @@ pytestmark = pytest.mark.heavy
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
@@ -24,7 +28,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_another_process_builds_the_same_bytes_and_another_seed_does_not(family, tmp_path):
     code = "from pathlib import Path; from digenrl.models.tiny_builds import build; "
     code += f"build('{family}', Path('{tmp_path}/a'))"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=_environment())
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, env=_environment()
+    )
     first = contents(tiny_builds.ensure(family))
     assert contents(tmp_path / "a") == first
     tiny_builds.build(family, tmp_path / "b", seed=1)
@@ -37,7 +43,11 @@ def test_another_process_builds_the_same_bytes_and_another_seed_does_not(family,
 def _environment() -> dict[str, str]:
     import os
 
-    return {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(Path(tiny_builds.__file__).parents[2])}
+    return {
+        **os.environ,
+        "PYTHONHASHSEED": "7",
+        "PYTHONPATH": str(Path(tiny_builds.__file__).parents[2]),
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,5 +69,7 @@ def test_existing_build_is_kept(tmp_path):
 
 
 def test_unknown_family_names_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match=r"no tiny build of family 'mochi'; known: .*wan, wan22, wan_i2v"):
+    with pytest.raises(
+        ValueError, match=r"no tiny build of family 'mochi'; known: .*wan, wan22, wan_i2v"
+    ):
         tiny_builds.ensure("mochi", root=tmp_path)

@@ -1,4 +1,5 @@
-"""Tiny policies of all families (families.py has a row for each), and the plain diffusers pipelines to compare with."""
+"""Tiny policies of all families (families.py has a row for each), and the plain diffusers pipelines
+to compare with."""
 
 from __future__ import annotations
 
@@ -24,9 +25,15 @@ from tests.models.families import FAMILIES as ROWS
 from tests.models.families import Row as Row
 
 FACTS = {family: families()[family] for family in ROWS}
-FAMILIES: dict[str, type[DiffusersPolicy]] = {family: adapter(facts) for family, facts in FACTS.items()}
+FAMILIES: dict[str, type[DiffusersPolicy]] = {
+    family: adapter(facts) for family, facts in FACTS.items()
+}
 VIDEO = {family for family, policy in FAMILIES.items() if policy.temporal_stride}
-MASKED = [name for name, facts in FACTS.items() if "mask" in facts.conditioning and not FAMILIES[name].reads]
+MASKED = [
+    name
+    for name, facts in FACTS.items()
+    if "mask" in facts.conditioning and not FAMILIES[name].reads
+]
 """Families whose attention masks the padding of a text."""
 LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
 NEGATIVE = "a blue ring"
@@ -99,8 +106,15 @@ def diffusers_latents(
     row, policy = ROWS[family], FAMILIES[family]
     if row.one_prompt and len(prompts) > 1:
         rows = zip(prompts, noise.split(1), strict=True)
-        return torch.cat([diffusers_latents(family, [text], own, steps, guidance, true_cfg) for text, own in rows])
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family), local_files_only=True)
+        return torch.cat(
+            [
+                diffusers_latents(family, [text], own, steps, guidance, true_cfg)
+                for text, own in rows
+            ]
+        )
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(
+        tiny_builds.ensure(family), local_files_only=True
+    )
     pipeline.set_progress_bar_config(disable=True)
     call: dict[str, Any] = {
         "prompt": [*prompts],  # a pipeline may write into the list

@@ -23,8 +23,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment that points the notebooks to synthetic files."""
     root = tmp_path_factory.mktemp("notebooks")
     run = write_run(root / "digits_flowgrpo" / "run-0", steps=8)
-    # The bound: slow GPUs generate x of 32 units, fast ones the rest and 16 units of training, all for T seconds.
-    # 0.4 x / 2 = T and (0.1 (32 - x) + 0.2 * 16) / 2 = T, so x = 12.8 and T = 2.56.
+    # The bound: slow GPUs generate x of 32 units, fast ones the rest and 16 units of training, all
+    # for T seconds. 0.4 x / 2 = T and (0.1 (32 - x) + 0.2 * 16) / 2 = T, so x = 12.8 and T = 2.56.
     candidates = [
         {
             "overrides": [f"allocation.rollouts={count}"], "schedule": name, "async_steps": 0, "step_s": 2.56 + lost,
@@ -53,7 +53,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def execute(path: Path, monkeypatch: pytest.MonkeyPatch, places: dict[str, str], folder: Path) -> tuple[int, str]:
-    """(pictures shown, text printed) of a notebook, run in a kernel of its own. An error in a cell raises."""
+    """(pictures shown, text printed) of a notebook, run in a kernel of its own. An error in a cell
+    raises."""
     for name, value in places.items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(path, as_version=4)

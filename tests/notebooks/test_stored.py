@@ -1,4 +1,5 @@
-"""Notebooks with stored outputs: the outputs are those of the stored sources, of no machine in particular, and come again."""
+"""Notebooks with stored outputs: the outputs are those of the stored sources, of no machine in
+particular, and come again."""
 
 from __future__ import annotations
 
@@ -27,4 +28,7 @@ def test_outputs_belong_to_the_sources_and_name_no_machine(path: Path) -> None:
 @STORED
 def test_they_print_the_same_again(path: Path) -> None:
     stored = nbformat.read(path, as_version=4)
-    assert notebooks.printed(notebooks.executed(path)) == notebooks.printed(stored), "run `make notebooks`"
+    assert notebooks.printed(notebooks.executed(path)) == notebooks.printed(stored), (
+        "run `make "
+        "notebooks`"
+    )

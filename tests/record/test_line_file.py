@@ -1,4 +1,5 @@
-"""A rank's own record: thinned by whole steps, ended where it would not replay, and never an error on a full disk."""
+"""A rank's own record: thinned by whole steps, ended where it would not replay, and never an error
+on a full disk."""
 
 from __future__ import annotations
 
@@ -25,20 +26,31 @@ LIMIT = 64 << 10
 
 
 def record(run_dir: Path, steps: int, limit: float, groups: int = 2) -> None:
-    """What a trainer and a rollout rank record of so many RL steps, by the writers of a run, a second a step."""
+    """What a trainer and a rollout rank record of so many RL steps, by the writers of a run, a
+    second a step."""
     logs = {
-        role: SpanLog(run_dir / "spans" / f"rank-{rank:03d}.jsonl", rank, role, time.time(), limit=limit)
+        role: SpanLog(
+            run_dir / "spans" / f"rank-{rank:03d}.jsonl", rank, role, time.time(), limit=limit
+        )
         for rank, role in enumerate(("trainer", "rollout"))
     }
     for step in range(steps):
         for group in range(groups):
             at = step + group / groups
-            logs["rollout"].add("generate", at, at + 0.2, step=step, group=group, version=step, samples=4)
+            logs["rollout"].add(
+                "generate", at, at + 0.2, step=step, group=group, version=step, samples=4
+            )
             logs["trainer"].add("wait", at, at + 0.2, step=step, cause="tail")
             logs["trainer"].add("train", at + 0.2, at + 0.4, step=step, group=group, groups=1)
         logs["trainer"].add("publish", step + 0.9, step + 1.0, version=step + 1, digest="0" * 16)
         append_event(run_dir, "publish", {"version": step + 1, "digest": "0" * 16})
-        line = {"kind": "step", "rl_step": step + 1, "reward": step / steps, "samples": 8, "step_s": 1.0}
+        line = {
+            "kind": "step",
+            "rl_step": step + 1,
+            "reward": step / steps,
+            "samples": 8,
+            "step_s": 1.0,
+        }
         append_jsonl(run_dir / "metrics.jsonl", line | {"time": 1.7e9 + step})
     for log in logs.values():
         log.close()
@@ -71,7 +83,9 @@ def test_a_thinned_record_keeps_first_and_newest_steps_and_all_seconds(tmp_path:
         assert 50 < len(steps) < 1000
     both = [{span.step for span in run.spans if span.rank == rank} for rank in (0, 1)]
     assert len(both[0] & both[1]) > 0.4 * min(map(len, both)), "the ranks kept different steps"
-    assert build_summary(run)["bubble"] == {"trainer": {"tail": pytest.approx(2000 * 2 * 0.2, rel=1e-3)}}
+    assert build_summary(run)["bubble"] == {
+        "trainer": {"tail": pytest.approx(2000 * 2 * 0.2, rel=1e-3)}
+    }
     assert run.seconds["rollout", 1]["generate"] == pytest.approx(2000 * 2 * 0.2, rel=1e-3)
 
 
@@ -80,7 +94,9 @@ def test_a_short_record_keeps_everything(tmp_path: Path) -> None:
     assert {span.step for span in read_run(tmp_path).spans} >= set(range(100))
 
 
-@pytest.mark.parametrize("sizes", [{}, {0: 10**6}, dict.fromkeys(range(1000), 100), {0: 1, 1: 10**6, 2: 1}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {0: 10**6}, dict.fromkeys(range(1000), 100), {0: 1, 1: 10**6, 2: 1}]
+)
 def test_what_is_kept_fits(sizes: dict[int, int]) -> None:
     kept = kept_steps(sizes, 8000)
     assert sum(sizes[step] for step in kept) <= 4000
@@ -117,7 +133,8 @@ def test_routine_events_are_counted_beyond_the_limit(tmp_path: Path) -> None:
 
 
 def test_a_file_that_takes_no_more_leaves_whole_lines_and_a_count(tmp_path: Path) -> None:
-    """The limit on a file's size refuses like a full disk: a part of a block first, then everything."""
+    """The limit on a file's size refuses like a full disk: a part of a block first, then
+    everything."""
     path = tmp_path / "spans" / "rank-000.jsonl"
 
     def act() -> None:
@@ -128,7 +145,9 @@ def test_a_file_that_takes_no_more_leaves_whole_lines_and_a_count(tmp_path: Path
         results = [file.write(b'{"n":1}\n' * 100) for _ in range(8)]
         assert results == [True] * 5 + [False] * 3
         for step in range(20):
-            append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": step, "note": "x" * 1000})
+            append_jsonl(
+                tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": step, "note": "x" * 1000}
+            )
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         assert file.write(b'{"n":2}\n')
         tell_unwritten(tmp_path)
@@ -142,7 +161,8 @@ def test_a_file_that_takes_no_more_leaves_whole_lines_and_a_count(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_hundred_thousand_steps_stay_bounded_and_are_read_in_pieces(tmp_path: Path) -> None:
-    """Ten spans a step on two ranks: 130 MB unthinned. Bytes on disk, the report's seconds and its peak memory."""
+    """Ten spans a step on two ranks: 130 MB unthinned. Bytes on disk, the report's seconds and its
+    peak memory."""
     limit = 8 << 20
 
     def write() -> None:
@@ -150,14 +170,21 @@ def test_a_hundred_thousand_steps_stay_bounded_and_are_read_in_pieces(tmp_path: 
         record(tmp_path, 100_000, limit, groups=3)
 
     in_child(write)
-    sizes: dict[str, Any] = {str(f.relative_to(tmp_path)): f.stat().st_size for f in tmp_path.rglob("*.jsonl")}
-    assert all(size <= 1.1 * limit for name, size in sizes.items() if not name.startswith("metrics")), sizes
+    sizes: dict[str, Any] = {
+        str(f.relative_to(tmp_path)): f.stat().st_size for f in tmp_path.rglob("*.jsonl")
+    }
+    assert all(
+        size <= 1.1 * limit for name, size in sizes.items() if not name.startswith("metrics")
+    ), sizes
     tracemalloc.start()
     began = time.monotonic()
     summary = rebuild(tmp_path)
     seconds, peak = time.monotonic() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    print(f"{seconds:.0f} s, peak {peak / 2**20:.0f} MiB, trace {(tmp_path / 'trace.json').stat().st_size / 2**20:.0f}")
+    print(
+        f"{seconds:.0f} s, peak {peak / 2**20:.0f} MiB, trace "
+        f"{(tmp_path / 'trace.json').stat().st_size / 2**20:.0f}"
+    )
     assert summary["rl_steps"] == 100_000
     assert summary["bubble"]["trainer"]["tail"] == pytest.approx(100_000 * 3 * 0.2, rel=1e-3)
     assert (tmp_path / "trace.json").stat().st_size < 8 * limit

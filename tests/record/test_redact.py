@@ -11,14 +11,32 @@ from digenrl.record.redact import MASK, is_secret_name, redact, redact_text
 
 @pytest.mark.parametrize(
     "name",
-    ["api_key", "logger.wandb.api_key", "HF_TOKEN", "token", "db_password", "client_secret", "AWS_SECRET_ACCESS_KEY"],
+    [
+        "api_key",
+        "logger.wandb.api_key",
+        "HF_TOKEN",
+        "token",
+        "db_password",
+        "client_secret",
+        "AWS_SECRET_ACCESS_KEY",
+    ],
 )
 def test_secret_names(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["num_tokens", "max_tokens", "tokenizer", "token_env", "token_file", "key", "keyboard", "author"]
+    "name",
+    [
+        "num_tokens",
+        "max_tokens",
+        "tokenizer",
+        "token_env",
+        "token_file",
+        "key",
+        "keyboard",
+        "author",
+    ],
 )
 def test_ordinary_names(name: str) -> None:
     assert not is_secret_name(name)
@@ -53,7 +71,9 @@ def test_environment_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     st.recursive(
         st.none() | st.integers() | st.text("abc 12:/.", max_size=12),
-        lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["a", "steps", "tokenizer"]), inner),
+        lambda inner: (
+            st.lists(inner) | st.dictionaries(st.sampled_from(["a", "steps", "tokenizer"]), inner)
+        ),
     )
 )
 def test_values_without_secrets_are_unchanged(value: object) -> None:
@@ -62,5 +82,9 @@ def test_values_without_secrets_are_unchanged(value: object) -> None:
 
 def test_nested_values() -> None:
     tree = {"a": {"api_key": "x", "urls": ["http://u:p@h/"]}, "token": None, "password": ["p", "q"]}
-    expected = {"a": {"api_key": MASK, "urls": [f"http://{MASK}@h/"]}, "token": None, "password": [MASK, MASK]}
+    expected = {
+        "a": {"api_key": MASK, "urls": [f"http://{MASK}@h/"]},
+        "token": None,
+        "password": [MASK, MASK],
+    }
     assert redact(tree) == expected

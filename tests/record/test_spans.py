@@ -24,14 +24,24 @@ def test_a_span_survives_json() -> None:
 def test_seconds_by_role_and_cause() -> None:
     assert bubbles(SPANS) == {"trainer": {"tail": 1.5}, "rollout": {"weights": 1.0}}
     assert busy(SPANS) == {"trainer": {"train": 2.0}, "rollout": {"generate": 2.0}}
-    assert bubbles(clipped(SPANS, 0.5, 4.0)) == {"trainer": {"tail": 1.0}, "rollout": {"weights": 0.5}}
+    assert bubbles(clipped(SPANS, 0.5, 4.0)) == {
+        "trainer": {"tail": 1.0},
+        "rollout": {"weights": 0.5},
+    }
 
 
 def test_perfetto_events_are_complete_and_in_microseconds() -> None:
     events = list(perfetto(SPANS))
     bars = [event for event in events if event["ph"] == "X"]
-    assert {(event["tid"], event["ts"], event["dur"]) for event in bars} >= {(0, 1e6, 2e6), (2, 0.0, 1e6)}
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"trainer", "rollout", "trainer 0"}
+    assert {(event["tid"], event["ts"], event["dur"]) for event in bars} >= {
+        (0, 1e6, 2e6),
+        (2, 0.0, 1e6),
+    }
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {
+        "trainer",
+        "rollout",
+        "trainer 0",
+    }
 
 
 @pytest.mark.parametrize(

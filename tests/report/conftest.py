@@ -27,7 +27,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """What `kill -9` of everything leaves: no end, torn last lines, no derived file, no pictures."""
+    """What `kill -9` of everything leaves: no end, torn last lines, no derived file, no
+    pictures."""
     path = write_run(tmp_path / "digits_flowgrpo" / "run-1", steps=9, ended=False, samples=False)
     for name in ("metrics.jsonl", "events.jsonl", "spans/rank-002.jsonl"):
         with (path / name).open("ab") as file:

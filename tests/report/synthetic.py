@@ -1,7 +1,9 @@
-"""A faithful run directory without a run: the contract's files, with figures like those of the digits experiment.
+"""A faithful run directory without a run: the contract's files, with figures like those of the
+digits experiment.
 
-The clock is invented, the rest follows the system: 2 trainers and 2 rollout ranks, groups generated in order and
-trained while the next are generated, weights published after each RL step, evaluation at first and every eight steps.
+The clock is invented, the rest follows the system: 2 trainers and 2 rollout ranks, groups generated
+in order and trained while the next are generated, weights published after each RL step, evaluation
+at first and every eight steps.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ EPOCH = 1_760_000_000.0
 GROUPS = 6
 
 
-def write_run(path: Path, steps: int = 24, ended: bool = True, samples: bool = True, seed: int = 0) -> Path:
-    """Write a run of `steps` RL steps into `path`; `ended=False` leaves what a `kill -9` of the launcher leaves."""
+def write_run(
+    path: Path, steps: int = 24, ended: bool = True, samples: bool = True, seed: int = 0
+) -> Path:
+    """Write a run of `steps` RL steps into `path`; `ended=False` leaves what a `kill -9` of the
+    launcher leaves."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(
-        f"experiment_name: digits_flowgrpo\nseed: {seed}\nmax_rl_steps: 24\nschedule: {{gap: 1, tag: false}}\n"
+        f"experiment_name: digits_flowgrpo\nseed: {seed}\nmax_rl_steps: 24\nschedule: {{gap: 1, "
+        f"tag: false}}\n"
         "data: {prompts_per_batch: 6, group_size: 16}\nsampling: {steps: 6, task_size: 8}\n"
     )
     world = {"trainer": 2, "rollout": 2}
@@ -42,11 +48,15 @@ def write_run(path: Path, steps: int = 24, ended: bool = True, samples: bool = T
         events.append({"time": EPOCH + ends[step - 1], "kind": "publish", "version": step})
         if step % 8 == 0:
             metrics.append(evaluation(step, EPOCH + ends[step - 1] + 0.2))
-            events.append({"time": EPOCH + ends[step - 1] + 0.1, "kind": "checkpoint", "rl_step": step})
+            events.append(
+                {"time": EPOCH + ends[step - 1] + 0.1, "kind": "checkpoint", "rl_step": step}
+            )
     last = EPOCH + ends[steps - 1] + 1.0
     if ended:
         events.append({"time": last, "kind": "stop", "rl_step": steps, "cause": None})
-        events.append({"time": last + 1, "kind": "end", "status": "completed", "cause": None, "world": world})
+        events.append(
+            {"time": last + 1, "kind": "end", "status": "completed", "cause": None, "world": world}
+        )
     write_lines(path / "metrics.jsonl", metrics)
     write_lines(path / "events.jsonl", events)
     if samples:
@@ -90,13 +100,22 @@ def evaluation(step: int, time: float) -> dict[str, Any]:
 
 
 def simulate(steps: int, rng: random.Random) -> tuple[dict[int, list[dict[str, Any]]], list[float]]:
-    """(rank -> span rows, end of each RL step): list scheduling of two tasks per group on unequal rollouts."""
+    """(rank -> span rows, end of each RL step): list scheduling of two tasks per group on unequal
+    rollouts."""
     spans: dict[int, list[dict[str, Any]]] = {rank: [] for rank in range(4)}
 
     def add(rank: int, stage: str, start: float, end: float, step: int, **args: Any) -> None:
         role = "trainer" if rank < 2 else "rollout"
         spans[rank].append(
-            {"rank": rank, "role": role, "stage": stage, "start": start, "end": end, "step": step, **args}
+            {
+                "rank": rank,
+                "role": role,
+                "stage": stage,
+                "start": start,
+                "end": end,
+                "step": step,
+                **args,
+            }
         )
 
     now, ends = 4.0, []
@@ -112,7 +131,9 @@ def simulate(steps: int, rng: random.Random) -> tuple[dict[int, list[dict[str, A
             start, seconds = free[rank], (0.30 if rank == 2 else 0.42) * rng.uniform(0.92, 1.1)
             add(rank, "generate", start, start + seconds, step, group=task // 2)
             add(rank, "decode", start + seconds, start + seconds + 0.02, step, group=task // 2)
-            add(rank, "score", start + seconds + 0.02, start + seconds + 0.12, step, group=task // 2)
+            add(
+                rank, "score", start + seconds + 0.02, start + seconds + 0.12, step, group=task // 2
+            )
             free[rank] = start + seconds + 0.02
             done[task // 2] = max(done.get(task // 2, 0.0), start + seconds + 0.13)
         finished = []
@@ -120,7 +141,13 @@ def simulate(steps: int, rng: random.Random) -> tuple[dict[int, list[dict[str, A
             clock = now
             for group in range(GROUPS):
                 if done[group] > clock:
-                    cause = "first_fragment" if group == 0 else "tail" if group == GROUPS - 1 else "reward"
+                    cause = (
+                        "first_fragment"
+                        if group == 0
+                        else "tail"
+                        if group == GROUPS - 1
+                        else "reward"
+                    )
                     add(rank, "wait", clock, done[group], step, cause=cause)
                     clock = done[group]
                 seconds = 0.26 * rng.uniform(0.95, 1.05)
@@ -141,7 +168,8 @@ def simulate(steps: int, rng: random.Random) -> tuple[dict[int, list[dict[str, A
 
 
 def write_samples(path: Path, step: int, per_prompt: int = 5) -> None:
-    """Real digits, some of the wrong class and noisy before learning: what evaluation keeps, with its scores."""
+    """Real digits, some of the wrong class and noisy before learning: what evaluation keeps, with
+    its scores."""
     data = load_digits()
     rng = np.random.default_rng(step)
     media, prompts, scores = [], [], []
@@ -154,5 +182,9 @@ def write_samples(path: Path, step: int, per_prompt: int = 5) -> None:
             prompts.append(f"number {word}")
             scores.append(0.9 * right + 0.1 * rng.random())
     (path / "samples").mkdir(exist_ok=True)
-    arrays = {"media": np.stack(media), "prompts": np.array(prompts), "heldout": np.array(scores, np.float32)}
+    arrays = {
+        "media": np.stack(media),
+        "prompts": np.array(prompts),
+        "heldout": np.array(scores, np.float32),
+    }
     np.savez(path / "samples" / f"eval-{step}.npz", **arrays)

@@ -67,7 +67,9 @@ def _append_many(path: str, writer: int) -> None:
 def test_several_processes_may_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=_append_many, args=(str(path), writer)) for writer in range(3)]
+    writers = [
+        context.Process(target=_append_many, args=(str(path), writer)) for writer in range(3)
+    ]
     for process in writers:
         process.start()
     for process in writers:
@@ -75,7 +77,9 @@ def test_several_processes_may_share_a_file(tmp_path: Path) -> None:
     tail = JsonlTail(path)
     rows = tail.finish()
     assert tail.damaged == 0
-    assert {(row["writer"], row["index"]) for row in rows} == {(w, i) for w in range(3) for i in range(200)}
+    assert {(row["writer"], row["index"]) for row in rows} == {
+        (w, i) for w in range(3) for i in range(200)
+    }
 
 
 def test_what_json_cannot_hold_becomes_null() -> None:
@@ -86,7 +90,13 @@ def test_what_json_cannot_hold_becomes_null() -> None:
         "list": [math.nan, 1],
         "path": Path("a"),
     }
-    assert json_safe(row) == {"nan": None, "inf": None, "number": 0.5, "list": [None, 1], "path": "a"}
+    assert json_safe(row) == {
+        "nan": None,
+        "inf": None,
+        "number": 0.5,
+        "list": [None, 1],
+        "path": "a",
+    }
 
 
 def test_a_resumed_run_repeats_its_steps_and_the_later_ones_count(tmp_path: Path) -> None:
@@ -95,7 +105,9 @@ def test_a_resumed_run_repeats_its_steps_and_the_later_ones_count(tmp_path: Path
     for step in (1, 2, 3, 4, 5):
         append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": step, "reward": 0.1})
         append_jsonl(path / "metrics.jsonl", {"kind": "eval", "rl_step": step, "heldout": 0.1})
-    append_jsonl(path / "metrics.jsonl", {"kind": "eval", "rl_step": 4, "heldout": 0.2})  # evaluation may come first
+    append_jsonl(
+        path / "metrics.jsonl", {"kind": "eval", "rl_step": 4, "heldout": 0.2}
+    )  # evaluation may come first
     append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": 4, "reward": 0.2})
     run = read_run(path)
     assert run.column("reward") == ([1, 2, 3, 4], [0.1, 0.1, 0.1, 0.2])
@@ -105,10 +117,22 @@ def test_a_resumed_run_repeats_its_steps_and_the_later_ones_count(tmp_path: Path
 def test_spans_of_a_resumed_attempt_follow_the_first(tmp_path: Path) -> None:
     path = tmp_path / "run"
     (path / "spans").mkdir(parents=True)
-    write_lines(path / "events.jsonl", [{"time": EPOCH, "kind": "launch"}, {"time": EPOCH + 1000, "kind": "launch"}])
+    write_lines(
+        path / "events.jsonl",
+        [{"time": EPOCH, "kind": "launch"}, {"time": EPOCH + 1000, "kind": "launch"}],
+    )
     span = {"rank": 0, "role": "trainer", "stage": "train", "step": 0}
-    times = [(0, 9), (9, 20), (8, 19.5), (0.5, 3), (3, 30)]  # the third began before and was written after the second
-    write_lines(path / "spans" / "rank-000.jsonl", [{**span, "start": start, "end": end} for start, end in times])
+    times = [
+        (0, 9),
+        (9, 20),
+        (8, 19.5),
+        (0.5, 3),
+        (3, 30),
+    ]  # the third began before and was written after the second
+    write_lines(
+        path / "spans" / "rank-000.jsonl",
+        [{**span, "start": start, "end": end} for start, end in times],
+    )
     starts = sorted(span.start for span in read_run(path).spans)
     assert starts == [0, 8, 9, 1000.5, 1003]
 
@@ -116,14 +140,24 @@ def test_spans_of_a_resumed_attempt_follow_the_first(tmp_path: Path) -> None:
 def test_a_crashed_run_is_read_up_to_the_torn_lines(crashed: Path) -> None:
     run = read_run(crashed)
     assert [row["rl_step"] for row in run.steps] == list(range(1, 10))
-    assert [warning.split(":")[0] for warning in run.warnings] == ["metrics.jsonl", "events.jsonl", "rank-002.jsonl"]
+    assert [warning.split(":")[0] for warning in run.warnings] == [
+        "metrics.jsonl",
+        "events.jsonl",
+        "rank-002.jsonl",
+    ]
 
 
 def test_spans_that_break_the_format_are_named_not_lost_silently(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=2)
     with (path / "spans" / "rank-000.jsonl").open("a") as file:
-        file.write(json.dumps({"rank": 0, "role": "trainer", "stage": "napping", "start": 1, "end": 2}) + "\n")
-    assert any("1 damaged line(s) left out" in warning and "napping" in warning for warning in read_run(path).warnings)
+        file.write(
+            json.dumps({"rank": 0, "role": "trainer", "stage": "napping", "start": 1, "end": 2})
+            + "\n"
+        )
+    assert any(
+        "1 damaged line(s) left out" in warning and "napping" in warning
+        for warning in read_run(path).warnings
+    )
 
 
 def test_no_run_directory_names_the_runs_nearby(tmp_path: Path) -> None:

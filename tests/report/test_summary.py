@@ -24,7 +24,12 @@ def test_summary_of_a_finished_run(finished: Path) -> None:
     run = read_run(finished)
     summary = build_summary(run)
     assert set(summary) >= PROMISED
-    assert (summary["status"], summary["cause"], summary["rl_steps"], summary["restarts"]) == ("completed", None, 24, 0)
+    assert (summary["status"], summary["cause"], summary["rl_steps"], summary["restarts"]) == (
+        "completed",
+        None,
+        24,
+        0,
+    )
     assert summary["experiment"] == "digits_flowgrpo"
     assert summary["first_ratio_max_dev"] == 0.0
     assert summary["world"] == {"trainer": 2, "rollout": 2}
@@ -34,7 +39,9 @@ def test_summary_of_a_finished_run(finished: Path) -> None:
     seconds = sum(row["step_s"] for row in run.steps)
     assert summary["samples_per_s"] == pytest.approx(24 * GROUPS * 16 / seconds)
     waits = [span for span in run.spans if span.stage == "wait" and span.role == "trainer"]
-    assert sum(summary["bubble"]["trainer"].values()) == pytest.approx(sum(span.seconds for span in waits))
+    assert sum(summary["bubble"]["trainer"].values()) == pytest.approx(
+        sum(span.seconds for span in waits)
+    )
 
 
 def test_a_run_that_nobody_ended_has_failed(crashed: Path) -> None:
@@ -55,8 +62,20 @@ def test_a_run_that_nobody_ended_has_failed(crashed: Path) -> None:
             "failed",
             "OSError: disk full",
         ),
-        ([("failure", {"cause": "x"}), ("end", {"status": "failed", "cause": "rank 1 died"})], "failed", "rank 1 died"),
-        ([("end", {"status": "failed", "cause": "x"}), ("launch", {}), ("stop", {"cause": None})], "completed", None),
+        (
+            [("failure", {"cause": "x"}), ("end", {"status": "failed", "cause": "rank 1 died"})],
+            "failed",
+            "rank 1 died",
+        ),
+        (
+            [
+                ("end", {"status": "failed", "cause": "x"}),
+                ("launch", {}),
+                ("stop", {"cause": None}),
+            ],
+            "completed",
+            None,
+        ),
     ],
 )
 def test_outcome_is_that_of_the_last_attempt(
@@ -71,7 +90,10 @@ def test_outcome_is_that_of_the_last_attempt(
 
 def test_wall_time_leaves_out_the_pause_before_a_resume(tmp_path: Path) -> None:
     rows = [(0, "launch"), (50, "failure"), (1000, "launch"), (1030, "stop")]
-    write_lines(tmp_path / "events.jsonl", [{"time": EPOCH + seconds, "kind": kind} for seconds, kind in rows])
+    write_lines(
+        tmp_path / "events.jsonl",
+        [{"time": EPOCH + seconds, "kind": kind} for seconds, kind in rows],
+    )
     summary = build_summary(read_run(tmp_path))
     assert summary["wall_s"] == pytest.approx(80)
     assert (summary["attempts"], summary["restarts"]) == (2, 1)
@@ -104,10 +126,15 @@ def test_dropped_samples_are_counted_by_reason(tmp_path: Path) -> None:
     assert build_summary(read_run(tmp_path))["dropped"] == {"missing_reward": 32, "task_lost": 4}
 
 
-def test_alarms_are_silent_for_a_good_run_and_name_reward_hacking(tmp_path: Path, finished: Path) -> None:
+def test_alarms_are_silent_for_a_good_run_and_name_reward_hacking(
+    tmp_path: Path, finished: Path
+) -> None:
     assert alarms(build_summary(read_run(finished))) == []
     path = write_run(tmp_path / "run", steps=8)
-    append_jsonl(path / "metrics.jsonl", {"kind": "eval", "rl_step": 8, "heldout": 0.4, "diversity_ratio": 0.5})
+    append_jsonl(
+        path / "metrics.jsonl",
+        {"kind": "eval", "rl_step": 8, "heldout": 0.4, "diversity_ratio": 0.5},
+    )
     append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": 9, "staleness_max": 1})
     told = " ".join(alarms(build_summary(read_run(path))))
     assert "1 versions old were trained on; schedule.async_steps allows 0" in told

@@ -1,4 +1,5 @@
-"""Scorers on a CLIP, through the tiny build: a random checkpoint of the real class, loaded by the real code."""
+"""Scorers on a CLIP, through the tiny build: a random checkpoint of the real class, loaded by the
+real code."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_aesthetic_head_comes_from_a_weights_only_file(clip_directory, tmp_path)
 
 
 def test_pixels_equal_the_reference_preprocessing():
-    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor = CLIPImageProcessor(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
     smooth = torch.nn.functional.interpolate(MEDIA, scale_factor=3.0, mode="bilinear")
     quantised = smooth.mul(255).round()
     pictures = [Image.fromarray(p.permute(1, 2, 0).numpy().astype(np.uint8)) for p in quantised]

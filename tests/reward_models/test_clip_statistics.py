@@ -1,4 +1,5 @@
-"""Statistics on CLIP features: their closed forms, what moves them, and that they keep to rank zero and to CLIP."""
+"""Statistics on CLIP features: their closed forms, what moves them, and that they keep to rank zero
+and to CLIP."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def squared_mmd(x: Tensor, y: Tensor) -> float:
 
 
 @pytest.mark.heavy
-def test_the_numbers_are_their_closed_forms_and_take_no_random_number(clip: str, tmp_path: Path) -> None:
+def test_the_numbers_are_their_closed_forms_and_take_no_random_number(
+    clip: str, tmp_path: Path
+) -> None:
     reference = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for number, picture in enumerate((reference * 255).round() / 255):
         save_image(picture, tmp_path / f"{number}.png")
@@ -50,7 +53,9 @@ def test_the_numbers_are_their_closed_forms_and_take_no_random_number(clip: str,
     assert torch.equal(torch.get_rng_state(), state)
     backbone = ClipBackbone(clip, "real", "cpu")
     ours, theirs = backbone.images(MEDIA), backbone.images((reference * 255).round() / 255)
-    pairs = [1 - float(ours[i] @ ours[j]) for i, j in ((0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5))]
+    pairs = [
+        1 - float(ours[i] @ ours[j]) for i, j in ((0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5))
+    ]
     assert found["clip_diversity"] == pytest.approx(sum(pairs) / 6, abs=1e-6)
     assert found["clip_kid"] == pytest.approx(squared_mmd(ours, theirs), abs=1e-4)
     assert measured(MEDIA, PROMPTS) == found
@@ -67,9 +72,13 @@ def test_a_runs_first_pictures_are_a_reference_for_videos_and_images(tmp_path: P
     for media, rows in ((MEDIA, 6), (videos, 24)):
         first = (media * 255).round().to(torch.uint8)
         np.savez_compressed(tmp_path / "eval-0.npz", media=first.numpy())
-        found = ClipStatistics(build="tiny", reference=str(tmp_path / "eval-0.npz"), device="cpu")(first / 255, PROMPTS)
+        found = ClipStatistics(build="tiny", reference=str(tmp_path / "eval-0.npz"), device="cpu")(
+            first / 255, PROMPTS
+        )
         assert set(found) == {"tiny/clip_diversity", "tiny/clip_kid"}
-        assert -16 / rows < found["tiny/clip_kid"] < 0  # unbiased: equal sets are below 0, by at most 2 max(kernel) / m
+        assert (
+            -16 / rows < found["tiny/clip_kid"] < 0
+        )  # unbiased: equal sets are below 0, by at most 2 max(kernel) / m
 
 
 @pytest.mark.parametrize(
@@ -77,7 +86,10 @@ def test_a_runs_first_pictures_are_a_reference_for_videos_and_images(tmp_path: P
     [
         ({}, "build='real', path=None"),
         ({"build": "small"}, "build='small'"),
-        ({"build": "tiny", "reference": "nowhere"}, "reference=nowhere holds fewer than two pictures"),
+        (
+            {"build": "tiny", "reference": "nowhere"},
+            "reference=nowhere holds fewer than two pictures",
+        ),
         ({"build": "tiny", "max_reference": 1}, "max_reference=1"),
     ],
 )
@@ -90,7 +102,12 @@ def test_bad_input_is_refused_before_clip_is_loaded(arguments: dict[str, Any], s
 @pytest.mark.processes
 def test_rank_zero_of_two_trainers_measures_alone(running: Any) -> None:
     tiny = [word for word in TINY if not word.startswith(("callbacks=", "~callbacks"))]
-    words = ["hardware=cpu_tiny", "callbacks=clip", "callbacks.evaluation.max_prompts=3", "allocation.trainers=2"]
+    words = [
+        "hardware=cpu_tiny",
+        "callbacks=clip",
+        "callbacks.evaluation.max_prompts=3",
+        "allocation.trainers=2",
+    ]
     run = running(*words, "max_rl_steps=1", tiny=tiny, fork=True)
     assert run.finish() == 0, run.stderr
     lines = [row for row in run.rows("metrics.jsonl") if row["kind"] == "eval"]

@@ -1,4 +1,5 @@
-"""Every reward YAML, in its tiny build: its suite is built and gives images and videos one finite score a sample."""
+"""Every reward YAML, in its tiny build: its suite is built and gives images and videos one finite
+score a sample."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge"}
 OF_ONE_MODEL = {"digits", "scenes", "scenes_edit", "mixture"}
 NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - OF_ONE_MODEL)
 EDITS = load_prompts("edits.jsonl")[:2]
-PROMPTS = [Prompt(f'a sign "{word}"', images=e.images) for word, e in zip(("OPEN", "SHUT"), EDITS, strict=True)]
+PROMPTS = [
+    Prompt(f'a sign "{word}"', images=e.images)
+    for word, e in zip(("OPEN", "SHUT"), EDITS, strict=True)
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,5 +35,8 @@ def test_it_builds_and_scores(name):
             assert set(scores) == {*suite.names, *suite.heldout}
             assert all(torch.isfinite(values).all() for values in scores.values())
         assert all(count.missing == 0 for count in suite.failures().values())
-        assert all(identity.model_id and identity.weights_digest for identity in suite.identities().values())
+        assert all(
+            identity.model_id and identity.weights_digest
+            for identity in suite.identities().values()
+        )
     suite.close()

@@ -37,7 +37,9 @@ def test_committed_judges_are_right_on_the_half_they_never_saw(judge: str) -> No
 def test_the_halves_are_disjoint_and_complete() -> None:
     images, labels = real_digits()
     half_a, half_b = judge_half("a"), judge_half("b")
-    rows = {image.numpy().tobytes() for image in half_a[0]} & {image.numpy().tobytes() for image in half_b[0]}
+    rows = {image.numpy().tobytes() for image in half_a[0]} & {
+        image.numpy().tobytes() for image in half_b[0]
+    }
     assert not rows
     assert len(half_a[1]) + len(half_b[1]) == len(labels) == 1797
     assert images.amin() >= 0
@@ -92,17 +94,23 @@ def test_real_digits_have_diversity_one_and_distance_zero() -> None:
 def test_collapse_and_noise_move_the_statistics() -> None:
     images, labels = real_digits()
     first = torch.stack([images[labels == digit][0] for digit in range(10)])
-    collapsed = DigitStatistics()(first.repeat_interleave(5, dim=0), asking(torch.arange(10).repeat_interleave(5)))
+    collapsed = DigitStatistics()(
+        first.repeat_interleave(5, dim=0), asking(torch.arange(10).repeat_interleave(5))
+    )
     assert collapsed["diversity_ratio"] < 1e-3
     generator = torch.Generator().manual_seed(0)
     noise = torch.rand(50, 1, 8, 8, generator=generator)
-    assert DigitStatistics()(noise, asking(torch.arange(10).repeat_interleave(5)))["nn_distance"] > 2.0
+    assert (
+        DigitStatistics()(noise, asking(torch.arange(10).repeat_interleave(5)))["nn_distance"] > 2.0
+    )
 
 
 def test_statistics_compare_with_real_images_of_the_same_digits() -> None:
     images, labels = real_digits()
     ones = labels == 1
-    assert DigitStatistics()(images[ones], asking(labels[ones]))["diversity_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert DigitStatistics()(images[ones], asking(labels[ones]))[
+        "diversity_ratio"
+    ] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_bad_input_names_value_and_remedy(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ def test_the_tiny_build_scores_images_videos_and_grey():
 def test_padding_does_not_count_and_the_score_is_normalised():
     scorer = ImageReward(build="tiny", device="cpu")
     words = scorer.tokenizer([PROMPTS[0].text], return_tensors="pt")
-    raw = scorer.model(scorer._pixels(MEDIA[:1]), words.input_ids, words.attention_mask) * STD + MEAN
+    raw = (
+        scorer.model(scorer._pixels(MEDIA[:1]), words.input_ids, words.attention_mask) * STD + MEAN
+    )
     torch.testing.assert_close(scorer(MEDIA[:1], PROMPTS[:1]) * STD + MEAN, raw)
 
 

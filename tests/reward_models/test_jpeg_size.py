@@ -13,7 +13,9 @@ def test_noise_is_larger_than_a_flat_picture():
     media = torch.cat([torch.full((1, 3, 32, 32), 0.5), noise])
     small, large = JpegSize()(media, PROMPTS).tolist()
     assert 0 > small > large
-    torch.testing.assert_close(JpegSize(maximise=True)(media, PROMPTS), torch.tensor([-small, -large]))
+    torch.testing.assert_close(
+        JpegSize(maximise=True)(media, PROMPTS), torch.tensor([-small, -large])
+    )
 
 
 def test_grey_videos_are_scored_as_the_mean_of_their_frames():

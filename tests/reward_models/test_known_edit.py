@@ -1,4 +1,5 @@
-"""Edits with a known result: the right one scores 1, an untouched copy 0, and spoiling the rest costs preservation."""
+"""Edits with a known result: the right one scores 1, an untouched copy 0, and spoiling the rest
+costs preservation."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_the_right_result_a_copy_and_a_spoilt_background_are_told_apart() -> Non
     assert torch.equal(kept(source, PROMPTS), torch.ones(6))
     assert (kept(spoilt, PROMPTS) < 0.95).all()
     assert (done((source + target) / 2, PROMPTS) - 0.5).abs().max() < 1e-5
-    assert torch.equal(done(target.unsqueeze(1).expand(6, 3, 3, 64, 64), PROMPTS), torch.ones(6)), "videos too"
+    assert torch.equal(done(target.unsqueeze(1).expand(6, 3, 3, 64, 64), PROMPTS), torch.ones(6)), (
+        "videos too"
+    )
 
 
 def test_a_video_begins_with_its_picture_or_does_not() -> None:
@@ -49,17 +52,25 @@ def test_likeness_to_the_source_is_that_of_clip() -> None:
     scorer = ImageSimilarity(build="tiny")
     source = source_images(SIZE, PROMPTS)
     assert (scorer(source, PROMPTS) - 1.0).abs().max() < 1e-5
-    assert (scorer(torch.rand(SIZE.shape, generator=torch.Generator().manual_seed(0)), PROMPTS) < 0.999).all()
+    assert (
+        scorer(torch.rand(SIZE.shape, generator=torch.Generator().manual_seed(0)), PROMPTS) < 0.999
+    ).all()
 
 
 def test_places_count_that_may_not_change() -> None:
-    """Without the features of the left half: half of the likeness, or all once the region says that it may change."""
+    """Without the features of the left half: half of the likeness, or all once the region says that
+    it may change."""
     scorer = DinoSimilarity(build="tiny", patches=4)
     source = source_images(SIZE, PROMPTS)
     assert (scorer(source, PROMPTS) - 1.0).abs().max() < 1e-5
     features = scorer._features
-    scorer._features = lambda pictures: features(pictures) * torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(4)[:, None]
-    half = [replace(prompt, metadata={**prompt.metadata, "region": [0, 0, 0.5, 1]}) for prompt in PROMPTS]
+    scorer._features = lambda pictures: (
+        features(pictures) * torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(4)[:, None]
+    )
+    half = [
+        replace(prompt, metadata={**prompt.metadata, "region": [0, 0, 0.5, 1]})
+        for prompt in PROMPTS
+    ]
     assert (scorer(source, PROMPTS) - 0.5).abs().max() < 1e-5
     assert (scorer(source, half) - 1.0).abs().max() < 1e-5
     noise = torch.rand(SIZE.shape, generator=torch.Generator().manual_seed(0))
@@ -79,20 +90,32 @@ def test_the_distance_of_lpips_is_that_outside_of_the_region(tmp_path: Path) -> 
     assert torch.equal(scorer(source, PROMPTS), torch.ones(6))
     spoilt = source.clone()
     spoilt[..., :32] = torch.rand((6, 3, 64, 32), generator=torch.Generator().manual_seed(0))
-    half = [replace(prompt, metadata={**prompt.metadata, "region": [0, 0, 0.5, 1]}) for prompt in PROMPTS]
-    other = [replace(prompt, metadata={**prompt.metadata, "region": [0.5, 0, 1, 1]}) for prompt in PROMPTS]
+    half = [
+        replace(prompt, metadata={**prompt.metadata, "region": [0, 0, 0.5, 1]})
+        for prompt in PROMPTS
+    ]
+    other = [
+        replace(prompt, metadata={**prompt.metadata, "region": [0.5, 0, 1, 1]})
+        for prompt in PROMPTS
+    ]
     plain = scorer(spoilt, PROMPTS)
     assert (plain < 0.999).all()
     assert torch.equal(scorer(spoilt, half), torch.ones(6))
-    assert torch.allclose(1 - scorer(spoilt, other), 2 * (1 - plain)), "all of the distance, in half of the picture"
+    assert torch.allclose(1 - scorer(spoilt, other), 2 * (1 - plain)), (
+        "all of the distance, in half of the picture"
+    )
     video = torch.stack([source, spoilt], dim=1)
     assert torch.allclose(scorer(video, PROMPTS), (1 + plain) / 2)
-    with pytest.raises(FileNotFoundError, match=r"alexnet-owt-7be5be79\.pth of download\.pytorch\.org"):
+    with pytest.raises(
+        FileNotFoundError, match=r"alexnet-owt-7be5be79\.pth of download\.pytorch\.org"
+    ):
         LpipsSimilarity(str(tmp_path / "absent.pth"))
     save_file({"features.0.weight": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="holds other weights than torchvision's AlexNet"):
         LpipsSimilarity(str(tmp_path / "other.safetensors"))
-    with pytest.raises(ValueError, match=r"download them \(`curl -O https://download\.pytorch\.org/models/alexnet"):
+    with pytest.raises(
+        ValueError, match=r"download them \(`curl -O https://download\.pytorch\.org/models/alexnet"
+    ):
         require_weights({"rewards": {"lpips": {"scorer": {"_target_": LPIPS, "path": None}}}})
 
 

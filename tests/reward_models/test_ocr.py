@@ -12,12 +12,19 @@ WORDS = ["HELLO", "Open Now", "digenrl", "Cafe 24", "BAKERY"]
 
 
 def render(
-    text: str, width: int = 256, height: int = 256, size: int = 36, paper: str = "white", ink: str = "black"
+    text: str,
+    width: int = 256,
+    height: int = 256,
+    size: int = 36,
+    paper: str = "white",
+    ink: str = "black",
 ) -> torch.Tensor:
     """[3, H, W] in [0, 1]: `text` in the middle of a plain picture."""
     picture = Image.new("RGB", (width, height), paper)
     draw = ImageDraw.Draw(picture)
-    draw.text((width / 2, height / 2), text, fill=ink, font=ImageFont.load_default(size), anchor="mm")
+    draw.text(
+        (width / 2, height / 2), text, fill=ink, font=ImageFont.load_default(size), anchor="mm"
+    )
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
 
 
@@ -30,7 +37,9 @@ def ocr() -> Ocr:
     return Ocr()
 
 
-@pytest.mark.parametrize(("width", "height", "size"), [(256, 256, 36), (160, 48, 28), (64, 256, 14), (512, 384, 60)])
+@pytest.mark.parametrize(
+    ("width", "height", "size"), [(256, 256, 36), (160, 48, 28), (64, 256, 14), (512, 384, 60)]
+)
 def test_rendered_words_score_high(ocr, width, height, size):
     media = torch.stack([render(word, width, height, size) for word in WORDS])
     assert ocr(media, [asks(word) for word in WORDS]).min() >= 0.9
@@ -52,7 +61,9 @@ def test_one_wrong_letter_scores_in_between(ocr):
 @pytest.mark.parametrize(("height", "width"), [(256, 256), (48, 160), (64, 64)])
 def test_noise_and_blank_pictures_score_nothing(ocr, height, width):
     generator = torch.Generator().manual_seed(0)
-    media = torch.cat([torch.rand(3, 3, height, width, generator=generator), torch.zeros(1, 3, height, width)])
+    media = torch.cat(
+        [torch.rand(3, 3, height, width, generator=generator), torch.zeros(1, 3, height, width)]
+    )
     assert ocr(media, [asks(word) for word in WORDS[:4]]).max() <= 0.1
 
 

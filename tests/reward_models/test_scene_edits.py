@@ -31,7 +31,10 @@ def edited(source: Tensor, prompt: Prompt) -> Tensor:
     assert prompt.target
     objects = {found.shape: found for found in detect(source[None])[0]}
     kinds = asked_scene(prompt.target).kinds
-    places = [(objects[shape].x, objects[shape].y, (objects[shape].area / area(shape)) ** 0.5) for _, shape in kinds]
+    places = [
+        (objects[shape].x, objects[shape].y, (objects[shape].area / area(shape)) ** 0.5)
+        for _, shape in kinds
+    ]
     rest = outside(prompt, 24, 24)
     return torch.where(rest, source, draw([kinds], torch.tensor([places]))[0])
 
@@ -71,7 +74,9 @@ def test_the_committed_set_asks_for_what_its_pictures_can_become() -> None:
     assert all(scene.seen for scene in scenes[:117])
     assert 20 <= sum(scene.seen for scene in scenes[117:]) <= 25
     for prompt, scene in zip((*training, *heldout), scenes, strict=True):
-        before = tuple((found.colour, found.shape) for found in detect(source_images(SIZE[:1], [prompt]))[0])
+        before = tuple(
+            (found.colour, found.shape) for found in detect(source_images(SIZE[:1], [prompt]))[0]
+        )
         edits = edits_of([replace(scene, kinds=before), replace(scene, kinds=before[::-1])])
         assert (prompt.text, scene) in {(edit.text, edit.after) for edit in edits}
     ScenePreserved.check_prompts([*training, *heldout])

@@ -18,7 +18,9 @@ NOISE = torch.rand(1, 9, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
 def test_terms_order_frozen_smooth_and_flickering_videos():
-    frozen, smooth, noise = (quality_terms(video) for video in (moving_bar(0), moving_bar(1), NOISE))
+    frozen, smooth, noise = (
+        quality_terms(video) for video in (moving_bar(0), moving_bar(1), NOISE)
+    )
     assert frozen["motion"] == 0
     assert frozen["smoothness"] == 1
     assert smooth["motion"] > 0.5

@@ -25,7 +25,8 @@ MEDIA = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def endpoint():
-    """A server; `.answer(body)` -> (status, message content or raw bytes), `.bodies` = what was asked."""
+    """A server; `.answer(body)` -> (status, message content or raw bytes), `.bodies` = what was
+    asked."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format, *args):
@@ -35,7 +36,9 @@ def endpoint():
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.bodies.append((self.path, self.headers.get("Authorization"), body))
             status, content = server.answer(body)
-            raw = content if isinstance(content, bytes) else json.dumps(completion(content)).encode()
+            raw = (
+                content if isinstance(content, bytes) else json.dumps(completion(content)).encode()
+            )
             self.send_response(status)
             self.send_header("Content-Length", str(len(raw)))
             self.end_headers()
@@ -43,7 +46,9 @@ def endpoint():
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.bodies = []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     yield server
     server.shutdown()
@@ -63,7 +68,9 @@ def test_each_sample_is_asked_about_with_its_own_picture_and_prompt(endpoint, mo
 
     def by_prompt(body):
         text = body["messages"][0]["content"][0]["text"]
-        return 200, '```json\n{"score": 9}\n```' if text.endswith("a {odd} fox") else '{"score": 2.5}'
+        return 200, '```json\n{"score": 9}\n```' if text.endswith(
+            "a {odd} fox"
+        ) else '{"score": 2.5}'
 
     endpoint.answer = by_prompt
     judge = judge_of(endpoint)
@@ -86,7 +93,12 @@ def test_the_judge_of_an_edit_sees_the_source_before_the_result(endpoint):
     shown = []
     for _, _, body in endpoint.bodies:
         urls = [part["image_url"]["url"] for part in body["messages"][0]["content"][1:]]
-        shown.append([np.array(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))) for url in urls])
+        shown.append(
+            [
+                np.array(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
+                for url in urls
+            ]
+        )
     sources = [np.asarray(edit.images[0].fitted(64, 64)) for edit in edits]
     assert all(len(pictures) == 2 and not pictures[1].any() for pictures in shown)
     assert {pictures[0].tobytes() for pictures in shown} == {source.tobytes() for source in sources}
@@ -129,7 +141,9 @@ def test_an_answer_outside_the_scale_or_form_is_missing(endpoint, content):
     judge.close()
 
 
-@pytest.mark.parametrize(("status", "kind"), [(500, RewardUnavailable), (429, RewardUnavailable), (401, RewardError)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(500, RewardUnavailable), (429, RewardUnavailable), (401, RewardError)]
+)
 def test_a_refusal_is_missing_or_ends_the_run(endpoint, status, kind):
     endpoint.answer = lambda body: (status, "")
     judge = judge_of(endpoint)

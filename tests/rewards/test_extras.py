@@ -11,7 +11,8 @@ WITHOUT = {
     "rapidfuzz": ("import reward_models.ocr", "ocr"),
     "starlette": ("import digenrl.extensions.rewards.service", "serve"),
     "imageio": (
-        "from digenrl.extensions.bench.media_files import read_media as f, Path; f(Path('a.mp4'), 1, 1)",
+        "from digenrl.extensions.bench.media_files import read_media as f, Path; f(Path('a.mp4'), "
+        "1, 1)",
         "video",
     ),
     "imageio.v3": (
@@ -23,7 +24,8 @@ WITHOUT = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "package", [pytest.param(name, marks=() if name == "imageio" else pytest.mark.slow) for name in WITHOUT]
+    "package",
+    [pytest.param(name, marks=() if name == "imageio" else pytest.mark.slow) for name in WITHOUT],
 )
 def test_the_error_names_the_extra(package):
     statement, extra = WITHOUT[package]

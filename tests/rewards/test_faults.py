@@ -1,4 +1,5 @@
-"""Fault scripts against the reward client: the exact number of calls, the right outcome, no silently wrong sample."""
+"""Fault scripts against the reward client: the exact number of calls, the right outcome, no
+silently wrong sample."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.processes
 PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
 MEDIA = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 HONEST = [0.25, 1.25, 2.25]
-QUICK = ClientOptions(deadline_s=3.0, attempt_s=1.0, max_attempts=3, backoff_s=0.01, breaker_open_s=0.05)
+QUICK = ClientOptions(
+    deadline_s=3.0, attempt_s=1.0, max_attempts=3, backoff_s=0.01, breaker_open_s=0.05
+)
 
 
 def ask(url, options=QUICK, **arguments):
@@ -158,7 +161,9 @@ def test_refused_connections_open_the_breaker_and_the_other_url_answers():
 
 @pytest.mark.parametrize("key", ["model_id", "weights_digest"])
 def test_a_changed_identity_ends_the_run(key):
-    with scripted(good, edited(lambda honest: honest["identity"].update({key: "swapped"}))) as server:
+    with scripted(
+        good, edited(lambda honest: honest["identity"].update({key: "swapped"}))
+    ) as server:
         client = RewardClient([server.url], QUICK)
         assert client.score(MEDIA, PROMPTS).tolist() == HONEST
         with pytest.raises(RewardError, match=r"swapped.*pinned to"):
@@ -177,7 +182,10 @@ def test_a_pinned_identity_is_compared_before_anything_is_sent():
 
 @pytest.mark.parametrize("code", [301, 302, 307, 308])
 def test_a_redirect_is_never_followed(code):
-    with scripted(good) as elsewhere, scripted(status(code, ("Location", elsewhere.url + "/score"))) as server:
+    with (
+        scripted(good) as elsewhere,
+        scripted(status(code, ("Location", elsewhere.url + "/score"))) as server,
+    ):
         scores, error = ask(server.url)
         assert scores is None
         assert "redirects are not followed" in str(error)
@@ -185,7 +193,9 @@ def test_a_redirect_is_never_followed(code):
         assert elsewhere.posts == elsewhere.gets == []
 
 
-@pytest.mark.parametrize(("code", "remedy"), [(401, "token"), (404, "URL"), (413, "limits"), (422, "service")])
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(401, "token"), (404, "URL"), (413, "limits"), (422, "service")]
+)
 def test_a_refusal_ends_the_run_at_once(code, remedy):
     with scripted(status(code)) as server:
         scores, error = ask(server.url)
@@ -243,7 +253,9 @@ def test_the_token_is_sent_and_kept_out_of_every_artefact(monkeypatch, tmp_path,
     assert secret not in str(error)
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "file:///etc/passwd", "http://user:password@host", "host:80", "http://"])
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "file:///etc/passwd", "http://user:password@host", "host:80", "http://"]
+)
 def test_an_odd_url_is_refused_without_showing_its_password(url):
     with pytest.raises(ValueError, match="no reward URL") as caught:
         RewardClient([url])

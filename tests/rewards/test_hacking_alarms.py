@@ -58,7 +58,9 @@ def test_a_canary_that_moves_is_an_alarm():
     found = alarms.canary("r", torch.tensor([0.5, 0.25, 0.3]), expected)
     assert found.value == 0.75
     assert "a picture 0.25 that it scored 1" in found.message
-    assert alarms.canary("r", torch.full((3,), math.nan), expected) is None  # counted as missing instead
+    assert (
+        alarms.canary("r", torch.full((3,), math.nan), expected) is None
+    )  # counted as missing instead
 
 
 def test_two_evaluations_are_searched_for_everything_that_they_can_show():
@@ -68,9 +70,13 @@ def test_two_evaluations_are_searched_for_everything_that_they_can_show():
     prompts = ["a", "a", "b", "b", "b", "b"]
     varied, flat = torch.rand(6, generator=GENERATOR).numpy(), torch.full((6,), 0.5).numpy()
     assert alarms.of_evaluations(stored(PICTURES), stored(PICTURES), {"r": varied}, prompts) == []
-    found = alarms.of_evaluations(stored(PICTURES), stored(smooth(NOISE, 6)), {"r": varied, "flat": flat}, prompts)
+    found = alarms.of_evaluations(
+        stored(PICTURES), stored(smooth(NOISE, 6)), {"r": varied, "flat": flat}, prompts
+    )
     assert [alarm.name for alarm in found] == ["blur", "variance_collapse"]
     assert "`flat`" in found[1].message
     wave = 0.05 * torch.cos(torch.pi * torch.arange(64) / 2)
-    found = alarms.of_evaluations(stored(PICTURES), stored((PICTURES + wave).clamp(0, 1)), {}, prompts)
+    found = alarms.of_evaluations(
+        stored(PICTURES), stored((PICTURES + wave).clamp(0, 1)), {}, prompts
+    )
     assert [alarm.name for alarm in found] == ["grid"]

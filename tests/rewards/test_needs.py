@@ -1,4 +1,5 @@
-"""Absent weights are named at once, by every reward alike; prompts that a scorer cannot score, with their place."""
+"""Absent weights are named at once, by every reward alike; prompts that a scorer cannot score, with
+their place."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("reward", LEARNED)
 def test_absent_weights_say_what_to_download_and_where(reward: str, hub: Path) -> None:
     group = config.load([f"reward={reward}", "data=signs"]).config.reward
-    targets = {entry.scorer._target_: name for name, entry in group.rewards.items() if entry.scorer._target_ in WEIGHTS}
+    targets = {
+        entry.scorer._target_: name
+        for name, entry in group.rewards.items()
+        if entry.scorer._target_ in WEIGHTS
+    }
     with pytest.raises(ValueError, match=r"reward\.rewards\.\w+\.scorer\.\w+ = ") as caught:
         require_weights(group)
     said = str(caught.value).splitlines()
@@ -36,8 +41,12 @@ def test_absent_weights_say_what_to_download_and_where(reward: str, hub: Path) -
         assert "download them" in line
         assert "=FILE" in line or ("=DIRECTORY" in line and "hf download" in line)
         assert "hardware.build=tiny" in line
-    require_weights(config.load([f"reward={reward}", "data=signs", "hardware=cpu_tiny"]).config.reward)
-    require_weights(config.load([f"reward={reward}", "data=signs", "reward.placement=http"]).config.reward)
+    require_weights(
+        config.load([f"reward={reward}", "data=signs", "hardware=cpu_tiny"]).config.reward
+    )
+    require_weights(
+        config.load([f"reward={reward}", "data=signs", "reward.placement=http"]).config.reward
+    )
 
 
 def test_weights_in_a_directory_or_in_the_hub_cache_are_there(tmp_path: Path, hub: Path) -> None:
@@ -57,8 +66,14 @@ def test_weights_in_a_directory_or_in_the_hub_cache_are_there(tmp_path: Path, hu
 
 
 def test_statistics_of_the_evaluation_need_weights_too(tmp_path: Path, hub: Path) -> None:
-    words, path = ["reward=jpeg", "data=signs", "callbacks=clip"], "callbacks.evaluation.statistics.0.path"
-    with pytest.raises(ValueError, match=f"^{path} = openai/.* of statistic ClipStatistics are not here.*hf download"):
+    words, path = (
+        ["reward=jpeg", "data=signs", "callbacks=clip"],
+        "callbacks.evaluation.statistics.0.path",
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"^{path} = openai/.* of statistic ClipStatistics are not here.*hf download",
+    ):
         require_weights({}, config.load(words).config.callbacks)
     require_weights({}, config.load([*words, f"{path}={tmp_path}"]).config.callbacks)
     require_weights({}, config.load([*words, "hardware=cpu_tiny"]).config.callbacks)
@@ -69,17 +84,28 @@ def test_the_command_refuses_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a\n")
     code = (
         "import sys; from digenrl.extensions.bench.cli.score import main; "
-        f"code = main(['reward=pickscore', 'images={tmp_path}', 'prompts={tmp_path}/prompts.txt']); "
+        f"code = main(['reward=pickscore', 'images={tmp_path}', "
+        f"'prompts={tmp_path}/prompts.txt']); "
         "sys.exit(99 if 'torch' in sys.modules else code)"
     )
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "HF_HOME": str(tmp_path / "hf"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2, done.stderr
     assert f"`hf download yuvalkirstain/PickScore_v1` (into {tmp_path}/hf/hub" in done.stderr
 
 
 def test_prompts_are_checked_by_every_scorer_that_is_built_here() -> None:
-    lines = [("a.txt:1", Prompt("number one")), ("a.txt:2", Prompt("a horse")), ("a.txt:3", Prompt("x", target="3"))]
+    lines = [
+        ("a.txt:1", Prompt("number one")),
+        ("a.txt:2", Prompt("a horse")),
+        ("a.txt:3", Prompt("x", target="3")),
+    ]
     digits = config.load(["reward=digits"]).config.reward
     assert [line.partition(": prompt")[0] for line in unscorable(digits, lines)] == [
         "a.txt:2: reward judge_a cannot score it",
@@ -87,7 +113,10 @@ def test_prompts_are_checked_by_every_scorer_that_is_built_here() -> None:
     ]
     assert len(unscorable(digits, lines[1:2] * 30)) == 21
     assert unscorable(config.load(["reward=jpeg"]).config.reward, lines) == []
-    assert unscorable(config.load(["reward=digits", "reward.placement=http"]).config.reward, lines) == []
+    assert (
+        unscorable(config.load(["reward=digits", "reward.placement=http"]).config.reward, lines)
+        == []
+    )
     broken = {"rewards": {"judge_a": {"scorer": {"_target_": "reward_models.absent.Judge"}}}}
     with pytest.raises(ValueError, match="reward judge_a: "):
         unscorable(broken, lines)

@@ -31,7 +31,9 @@ class Gated:
 
 def task(seed, rows=2, size=4):
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(rows, 3, size, size, generator=generator), [Prompt(f"p{seed}-{row}") for row in range(rows)]
+    return torch.rand(rows, 3, size, size, generator=generator), [
+        Prompt(f"p{seed}-{row}") for row in range(rows)
+    ]
 
 
 @pytest.fixture
@@ -68,11 +70,18 @@ def test_waiting_tasks_are_bounded(gated):
     assert not third, "it waits for a place"
     gated.gate.set()
     beyond.join(5)
-    assert running.result(5)["r"].shape == waiting.result(5)["r"].shape == third[0].result(5)["r"].shape == (2,)
+    assert (
+        running.result(5)["r"].shape
+        == waiting.result(5)["r"].shape
+        == third[0].result(5)["r"].shape
+        == (2,)
+    )
     scorer.close()
 
 
-@pytest.mark.parametrize(("max_batch", "calls"), [(0, [2, 2, 2, 3]), (64, [2, 4, 3]), (3, [2, 2, 2, 3])])
+@pytest.mark.parametrize(
+    ("max_batch", "calls"), [(0, [2, 2, 2, 3]), (64, [2, 4, 3]), (3, [2, 2, 2, 3])]
+)
 def test_tasks_of_one_shape_share_a_batch_if_allowed(gated, max_batch, calls):
     scorer = scorer_of(gated, pending=8, max_batch=max_batch)
     futures = [scorer.submit(*task(0))]
@@ -93,7 +102,10 @@ def test_the_same_sample_is_scored_once_and_a_missing_one_again(gated):
     first = scorer.submit(media, prompts).result(5)["r"]
     again = scorer.submit(media.flip(0), prompts[::-1]).result(5)["r"]
     assert torch.equal(again, first.flip(0))
-    assert scorer.submit(media, [Prompt("other"), prompts[1]]).result(5)["r"].tolist() == first.tolist()
+    assert (
+        scorer.submit(media, [Prompt("other"), prompts[1]]).result(5)["r"].tolist()
+        == first.tolist()
+    )
     assert gated.calls == [2, 1]  # of six samples three came from the cache
     scorer.close()
 
@@ -148,7 +160,9 @@ def test_inline_placement_scores_in_the_callers_thread():
     scorer.close()
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr
+)
 def test_a_scorer_that_asks_to_end_the_process_fails_like_any_other(error):
     errors = [error]
 
@@ -169,7 +183,9 @@ def test_ctrl_c_in_a_scorer_of_the_main_thread_is_the_users():
         signal.raise_signal(signal.SIGINT)
 
     scorer = scorer_of(interrupted, placement="inline")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background jobs
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell ignores it for background jobs
     try:
         with pytest.raises(KeyboardInterrupt):
             scorer.submit(*task(0)).result(5)

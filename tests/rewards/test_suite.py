@@ -60,7 +60,9 @@ def test_a_sample_is_asked_for_once_more_before_it_counts_as_missing():
     def flaky(media, prompts):
         asked.append([prompt.text for prompt in prompts])
         scores = brightness(media, prompts)
-        lost = [prompt.text == "b" or (prompt.text == "c" and len(asked) == 1) for prompt in prompts]
+        lost = [
+            prompt.text == "b" or (prompt.text == "c" and len(asked) == 1) for prompt in prompts
+        ]
         return torch.where(torch.tensor(lost), torch.nan, scores)
 
     rewards, told = suite(flaky), []
@@ -75,7 +77,9 @@ def test_a_sample_is_asked_for_once_more_before_it_counts_as_missing():
 
 @pytest.mark.parametrize("infinity", [math.inf, -math.inf])
 def test_an_infinite_score_is_a_missing_one(infinity):
-    rewards = suite(lambda m, p: torch.tensor([infinity if prompt.text == "b" else 1.0 for prompt in p]))
+    rewards = suite(
+        lambda m, p: torch.tensor([infinity if prompt.text == "b" else 1.0 for prompt in p])
+    )
     assert rewards.score(MEDIA, PROMPTS)["r"].isnan().tolist() == [False, True, False]
     assert rewards.failures()["r"].causes == {"the scorer gave no finite score": 1}
 
@@ -84,7 +88,11 @@ def test_a_missing_member_stays_missing_in_the_sum():
     rewards = RewardSuite(
         {
             "a": {"scorer": brightness},
-            "b": {"scorer": lambda m, p: torch.tensor([math.nan if prompt.text == "b" else 1.0 for prompt in p])},
+            "b": {
+                "scorer": lambda m, p: torch.tensor(
+                    [math.nan if prompt.text == "b" else 1.0 for prompt in p]
+                )
+            },
         },
         placement="inline",
     )
@@ -140,7 +148,11 @@ def test_media_outside_the_protocol_is_refused(media, message):
         ({"r": {"scorer": brightness, "weight": True}}, {}, "finite number"),
         ({"r": {"scorer": brightness, "weight": 0}}, {}, "nothing would be optimised"),
         ({"r": {"scorer": brightness}}, {"r": {"scorer": brightness}}, "held out at once"),
-        ({"r": {"scorer": brightness}}, {"h": {"scorer": brightness, "weight": 1}}, "unknown key `weight`"),
+        (
+            {"r": {"scorer": brightness}},
+            {"h": {"scorer": brightness, "weight": 1}},
+            "unknown key `weight`",
+        ),
         ({"r": {"scorer": brightness, "placement": "thred"}}, {}, "`thred`.*inline"),
         ({"r": {"scorer": 3}}, {}, "callable"),
         ({"r": {"scorer": {"target": "x"}}}, {}, "no `_target_`"),
@@ -162,14 +174,19 @@ def test_yaml_builds_the_suite():
             "_target_": "digenrl.rewards.suite.RewardSuite",
             "_recursive_": False,
             "rewards": {
-                "jpeg": {"weight": -1.0, "scorer": {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 50}}
+                "jpeg": {
+                    "weight": -1.0,
+                    "scorer": {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 50},
+                }
             },
         }
     )
     rewards = instantiate(node)
     assert rewards.weights == {"jpeg": -1.0}
     assert (rewards.score(MEDIA, PROMPTS)["jpeg"] < 0).all()
-    assert rewards.identities()["jpeg"].model_id == "jpeg_size(quality=50, maximise=False, frames=4)"
+    assert (
+        rewards.identities()["jpeg"].model_id == "jpeg_size(quality=50, maximise=False, frames=4)"
+    )
 
 
 def test_frames_are_spread_over_the_video():
@@ -186,7 +203,9 @@ def test_a_scorer_that_writes_into_its_input_changes_nothing_but_its_own():
 
     media = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     kept = media.clone()
-    suite = RewardSuite({"vandal": {"scorer": Vandal()}, "mean": {"scorer": lambda m, p: m.flatten(1).mean(1)}})
+    suite = RewardSuite(
+        {"vandal": {"scorer": Vandal()}, "mean": {"scorer": lambda m, p: m.flatten(1).mean(1)}}
+    )
     scores = suite.score(media, [Prompt("a")] * 3)
     assert torch.equal(media, kept)
     assert torch.equal(scores["mean"], kept.flatten(1).mean(1))

@@ -1,4 +1,5 @@
-"""Claims in memory: one owner, one finish, reissue once, in whatever order things happen. On a store: tests/cluster."""
+"""Claims in memory: one owner, one finish, reissue once, in whatever order things happen. On a
+store: tests/cluster."""
 
 from __future__ import annotations
 

@@ -47,11 +47,15 @@ def specs(draw: st.DrawFn) -> ScheduleSpec:
 @given(specs(), st.integers(0, 5))
 def test_i7_i8_every_task_is_queued_once_under_its_version(spec: ScheduleSpec, last: int) -> None:
     queued = [task for version in range(last + 1) for task in queue(spec, version, last)]
-    assert sorted((t.step, t.index) for t in queued) == [(s, i) for s in range(last + 1) for i in range(spec.tasks)]
+    assert sorted((t.step, t.index) for t in queued) == [
+        (s, i) for s in range(last + 1) for i in range(spec.tasks)
+    ]
     for version in range(last + 1):
         tasks = queue(spec, version, last)
         assert all(task.version == version for task in tasks)
-        assert [(t.step, t.index) for t in tasks] == sorted((t.step, t.index) for t in tasks)  # group-first
+        assert [(t.step, t.index) for t in tasks] == sorted(
+            (t.step, t.index) for t in tasks
+        )  # group-first
 
 
 @settings(deadline=None)
@@ -64,7 +68,9 @@ def test_a_resumed_run_makes_the_stale_head_again(spec: ScheduleSpec, step: int)
 
 @settings(deadline=None)
 @given(specs(), st.randoms(use_true_random=False))
-def test_i4_fragments_partition_an_update_and_wait_for_their_groups(spec: ScheduleSpec, random) -> None:  # type: ignore[no-untyped-def]
+def test_i4_fragments_partition_an_update_and_wait_for_their_groups(
+    spec: ScheduleSpec, random
+) -> None:  # type: ignore[no-untyped-def]
     arrival = list(range(spec.prompts))
     random.shuffle(arrival)
     for update in range(spec.updates_per_batch):
@@ -74,8 +80,12 @@ def test_i4_fragments_partition_an_update_and_wait_for_their_groups(spec: Schedu
         ]
         trained: list[tuple[int, ...]] = []
         for count in range(spec.prompts + 1):
-            while parts and (fragment := next_fragment(spec, parts, set(arrival[:count]))) is not None:
-                assert set(spec.groups_of(fragment)) <= set(arrival[:count])  # nothing incomplete is trained
+            while (
+                parts and (fragment := next_fragment(spec, parts, set(arrival[:count]))) is not None
+            ):
+                assert set(spec.groups_of(fragment)) <= set(
+                    arrival[:count]
+                )  # nothing incomplete is trained
                 parts.remove(fragment)
                 trained.append(fragment)
         assert not parts
@@ -86,14 +96,19 @@ def test_updates_that_share_samples_take_them_in_order_from_every_group() -> Non
     """DanceGRPO's and MixGRPO's accumulation: 12 samples, 4 updates of 3."""
     spec = ScheduleSpec(8, 12, 1, 5, 4, updates_per_batch=4, updates_split="samples", gap=3)
     taken = [
-        {(group, part) for f in fragments(spec, update) for group, part in tasks_of(spec, f)} for update in range(4)
+        {(group, part) for f in fragments(spec, update) for group, part in tasks_of(spec, f)}
+        for update in range(4)
     ]
-    assert taken == [{(g, part) for g in range(8) for part in range(3 * u, 3 * u + 3)} for u in range(4)]
+    assert taken == [
+        {(g, part) for g in range(8) for part in range(3 * u, 3 * u + 3)} for u in range(4)
+    ]
     assert spec.cells_per_update == 8 * 3 * 4
     for group, part in itertools.product(range(8), range(12)):
         portion = spec.portion_of(group, part)
         assert (spec.groups_of([portion]), update_of(spec, portion)) == ([group], part // 3)
-    with pytest.raises(ValueError, match=r"updates_per_batch = 4 must divide the 6 tasks of a group"):
+    with pytest.raises(
+        ValueError, match=r"updates_per_batch = 4 must divide the 6 tasks of a group"
+    ):
         replace(spec, task_size=2)
 
 

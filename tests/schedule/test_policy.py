@@ -16,7 +16,9 @@ from digenrl.schedule.search import Decision, LendingMonitor
 from digenrl.schedule.timesteps import cells_of
 
 SPEEDS = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
-SPEC = ScheduleSpec(prompts=2, group_size=8, task_size=2, denoise_steps=4, trained_steps=3, gap=1, tag=True)
+SPEC = ScheduleSpec(
+    prompts=2, group_size=8, task_size=2, denoise_steps=4, trained_steps=3, gap=1, tag=True
+)
 PENDING = ((0,), (1,))
 TRAIN_S, TASK_S = 0.5, 1.0
 
@@ -44,7 +46,9 @@ def test_decline_makespan(seconds: list[float], tasks: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(SPEEDS, st.integers(1, 40), st.integers(0, 7), st.floats(0.0, 3.0))
-def test_many_left_never_contradicts_the_count(seconds: list[float], left: int, rank: int, now: float) -> None:
+def test_many_left_never_contradicts_the_count(
+    seconds: list[float], left: int, rank: int, now: float
+) -> None:
     """The short cut takes a task only where counting what the others end would take it too."""
     rank %= len(seconds)
     policy = SchedulePolicy(SPEC, Roles(0, len(seconds)), lambda version: ())
@@ -57,11 +61,18 @@ def test_many_left_never_contradicts_the_count(seconds: list[float], left: int, 
 def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
     assert declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 1)
     assert not declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 10)
-    assert [declines(rank, 0.0, {0: 1.0, 1: 1.0}, {}, 1) for rank in (0, 1)] == [False, True]  # a tie has one taker
+    assert [declines(rank, 0.0, {0: 1.0, 1: 1.0}, {}, 1) for rank in (0, 1)] == [
+        False,
+        True,
+    ]  # a tie has one taker
 
 
-def trainer_policy(trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **roles: Any) -> SchedulePolicy:
-    policy = SchedulePolicy(spec, Roles(trainers, rollouts, **roles), lambda version: queue(spec, version, 2))
+def trainer_policy(
+    trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **roles: Any
+) -> SchedulePolicy:
+    policy = SchedulePolicy(
+        spec, Roles(trainers, rollouts, **roles), lambda version: queue(spec, version, 2)
+    )
     fragment = (0,)
     policy.measured("train", 0, TRAIN_S / cells_of(spec, trainers, False, 0, fragment))
     for rank in range(trainers + rollouts):
@@ -71,8 +82,9 @@ def trainer_policy(trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **ro
 
 @pytest.mark.parametrize(("until", "lends"), [(2.5, True), (0.0, False)], ids=["lending", "done"])
 def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: bool) -> None:
-    """All of group 0 is claimed. Where trainer 1 still generates its last task, trainer 0 has time for a task of
-    group 1; where nobody does, it only waits for the result, and must not begin anything (I6)."""
+    """All of group 0 is claimed. Where trainer 1 still generates its last task, trainer 0 has time
+    for a task of group 1; where nobody does, it only waits for the result, and must not begin
+    anything (I6)."""
     policy = trainer_policy(2, 1)
     policy.saw_rank(2, Work(0, TASK_S))
     policy.saw_rank(1, Work(0, TASK_S, 0, 0, until) if until else Work(0, TASK_S))
@@ -90,18 +102,21 @@ def test_a_group_of_the_next_step_in_flight_holds_up_nothing() -> None:
 
 
 def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
-    """One-step asynchrony, every group stale: what step 1 still lacks only holders of version 0 may generate, so a
-    trainer of version 1 lends to step 2 while it waits, and only then."""
+    """One-step asynchrony, every group stale: what step 1 still lacks only holders of version 0 may
+    generate, so a trainer of version 1 lends to step 2 while it waits, and only then."""
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
     policy = trainer_policy(1, 1, spec)
     policy.saw_rank(1, Work(0, TASK_S, 1, 1, 0.5))
     own = len(queue(spec, 1, 2))
-    assert policy.lend(0, 1, PENDING[1:], (2, own), 0.0) == 2  # the rollout rank ends its three tasks after 2.5 s
+    assert (
+        policy.lend(0, 1, PENDING[1:], (2, own), 0.0) == 2
+    )  # the rollout rank ends its three tasks after 2.5 s
     assert policy.lend(0, 1, PENDING[1:], (2, 0), 0.1) == 0
 
 
 def test_a_loan_of_the_next_step_is_not_begun_where_the_fragment_is_ready_sooner() -> None:
-    """A task takes 1 s, the fragment is ready in 0.15 s, and a task of the next step runs to its end."""
+    """A task takes 1 s, the fragment is ready in 0.15 s, and a task of the next step runs to its
+    end."""
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
     policy = trainer_policy(1, 1, spec)
     policy.saw_rank(1, Work(0, TASK_S, 1, 1, 0.15))
@@ -120,8 +135,8 @@ def test_a_loan_of_this_step_goes_to_a_rollout_that_ends_it_sooner() -> None:
 
 
 def test_trainers_that_are_wanted_at_one_moment_give_their_tasks_to_different_rollouts() -> None:
-    """Each decides by itself. Given to one rank, the tasks would wait there for each other while the rest goes on with
-    the next step's."""
+    """Each decides by itself. Given to one rank, the tasks would wait there for each other while
+    the rest goes on with the next step's."""
     policy = trainer_policy(3, 2)
     for rank in (3, 4):
         policy.expected("generate", rank, TASK_S / 5)
@@ -149,11 +164,17 @@ def test_I6_a_ready_fragment_comes_first_and_foreign_weights_lend_nothing() -> N
     assert policy.next_move(0, 0, PENDING, None, 0, 8) == ASK
     assert policy.next_move(0, 0, PENDING, None, 0, 8, 2) == LEND
     assert policy.next_move(0, 0, PENDING, (0,), 1, 7) == TRAIN
-    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == ASK, "the rest of a loan ends with the wait"
+    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == ASK, (
+        "the rest of a loan ends with the wait"
+    )
     assert policy.next_move(0, 0, PENDING[1:], None, 1, 7, 0) == WAIT
-    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == WAIT, "nothing has happened since the last answer"
+    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == WAIT, (
+        "nothing has happened since the last answer"
+    )
     assert policy.next_move(0, 0, PENDING[1:], None, 1, 6) == ASK
-    assert policy.next_move(0, 1, PENDING, None, 0, 8) == WAIT, "after an update the published weights are gone"
+    assert policy.next_move(0, 1, PENDING, None, 0, 8) == WAIT, (
+        "after an update the published weights are gone"
+    )
     copy = trainer_policy(1, 1, keeps_copy=True)
     assert copy.next_move(0, 1, PENDING, None, 0, 8) == ASK
     off = trainer_policy(1, 1, replace(SPEC, tag=False))
@@ -164,7 +185,9 @@ def test_colocated_ranks_generate_everything_before_an_update_takes_the_version_
     spec = ScheduleSpec(4, 2, 1, 4, 3, updates_per_batch=2, gap=1)
     policy = SchedulePolicy(spec, Roles(1, 0), lambda version: queue(spec, version, 2))
     assert policy.next_move(0, 0, PENDING, (0,), 1, 4) == TRAIN
-    assert policy.next_move(0, 0, PENDING[1:], (1,), 2, 4) == ASK, "the last fragment of the first update waits"
+    assert policy.next_move(0, 0, PENDING[1:], (1,), 2, 4) == ASK, (
+        "the last fragment of the first update waits"
+    )
     assert policy.next_move(0, 0, PENDING[1:], (1,), 4, 0) == TRAIN
 
 

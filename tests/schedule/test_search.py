@@ -23,8 +23,12 @@ def states(draw: st.DrawFn) -> LendingState:
         rollout_seconds=tuple(draw(st.lists(times, min_size=ranks, max_size=ranks))),
         tasks_left=sum(tasks),
         fragment_tasks=tasks,
-        fragment_ready=tuple(draw(st.lists(st.floats(0, 5.0), min_size=fragments, max_size=fragments))),
-        train_seconds=tuple(draw(st.lists(st.floats(0, 3.0), min_size=fragments, max_size=fragments))),
+        fragment_ready=tuple(
+            draw(st.lists(st.floats(0, 5.0), min_size=fragments, max_size=fragments))
+        ),
+        train_seconds=tuple(
+            draw(st.lists(st.floats(0, 3.0), min_size=fragments, max_size=fragments))
+        ),
         lend_seconds=draw(times),
         lenders=draw(st.integers(1, 4)),
         lenders_later=draw(st.integers(0, 4)),
@@ -57,7 +61,9 @@ def test_i6_nothing_is_lent_while_a_fragment_is_ready(state: LendingState) -> No
 
 def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
     def state(ready: float, later: int) -> LendingState:
-        return LendingState((9.0,), (10.0,), 0, (0,), (ready,), (1.0,), 4.0, 2, 0, 0.1, tasks_later=later)
+        return LendingState(
+            (9.0,), (10.0,), 0, (0,), (ready,), (1.0,), 4.0, 2, 0, 0.1, tasks_later=later
+        )
 
     assert search(state(9.0, 0)).lend == 0
     assert search(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
@@ -70,12 +76,17 @@ def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
 
 def test_older_tasks_come_first() -> None:
     free, ready = after_older((1.0, 2.0), (4.0, 10.0), (0.5, 3.0, 7.0), (2, 0, 1))
-    assert free == (9.0, 12.0)  # the fast rank ends tasks at 5 and 9, and the slow one its first at 12
+    assert free == (
+        9.0,
+        12.0,
+    )  # the fast rank ends tasks at 5 and 9, and the slow one its first at 12
     assert ready == (9.0, 3.0, 12.0)
 
 
 def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
-    state = LendingState((0.0, 0.0), (10.0, 10.0), 8, (4, 4), (0.0, 0.0), (1.0, 1.0), 5.0, 2, switch_seconds=0.1)
+    state = LendingState(
+        (0.0, 0.0), (10.0, 10.0), 8, (4, 4), (0.0, 0.0), (1.0, 1.0), 5.0, 2, switch_seconds=0.1
+    )
     assert search(state).lend > 0
     assert search(state).gain > 0
     costly = replace(state, switch_seconds=100.0)
@@ -86,7 +97,9 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
 
 def test_search_takes_milliseconds() -> None:
     free = tuple(0.1 * i for i in range(24))
-    state = LendingState(free, (3.0,) * 24, 288, (6,) * 48, (0.0,) * 48, (0.7,) * 48, 4.0, 8, switch_seconds=0.05)
+    state = LendingState(
+        free, (3.0,) * 24, 288, (6,) * 48, (0.0,) * 48, (0.7,) * 48, 4.0, 8, switch_seconds=0.05
+    )
     best = min(_timed(state) for _ in range(5))
     assert best < 0.05
 
@@ -98,8 +111,13 @@ def _timed(state: LendingState) -> float:
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_size=5), st.integers(0, 30))
-def test_accepted_claims_are_the_earliest_finishing_ones(ranks: list[tuple[float, float]], tasks: int) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_size=5),
+    st.integers(0, 30),
+)
+def test_accepted_claims_are_the_earliest_finishing_ones(
+    ranks: list[tuple[float, float]], tasks: int
+) -> None:
     free, seconds = tuple(f for f, _ in ranks), tuple(s for _, s in ranks)
     _, finishes = accepted(free, seconds, tasks)
     every = sorted(f + (j + 1) * s for f, s in ranks for j in range(tasks))

@@ -37,7 +37,9 @@ def test_the_first_groups_that_teach_take_the_places_in_every_order_of_arrival(
     for count in range(1, 7):
         here = {group: faults[group] for group in order[:count]}
         for group in decided(spec, here):
-            assert fates.setdefault(group, left_out(spec, here, group)) == left_out(spec, here, group)
+            assert fates.setdefault(group, left_out(spec, here, group)) == left_out(
+                spec, here, group
+            )
     for groups in (update_groups(spec, update) for update in range(updates)):
         teaching = [group for group in groups if faults[group] is None]
         assert [group for group in groups if fates[group] is None] == teaching[: spec.places]
@@ -56,6 +58,7 @@ def test_groups_that_cannot_lack_a_place_do_not_wait() -> None:
 
 def test_updates_take_equal_parts() -> None:
     with pytest.raises(
-        ValueError, match=r"updates_per_batch = 2 .* data.prompts_per_batch = 4 and data.oversample = 1"
+        ValueError,
+        match=r"updates_per_batch = 2 .* data.prompts_per_batch = 4 and data.oversample = 1",
     ):
         ScheduleSpec(5, 4, 2, 4, 3, updates_per_batch=2, oversample=1)

@@ -29,7 +29,9 @@ def test_i8_the_rule_never_breaks_i9(prompts: int, step: int, fraction: float, s
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["train", "drop", "keep"])), max_size=30))
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["train", "drop", "keep"])), max_size=30)
+)
 def test_i10_identity(events: list[tuple[int, str]]) -> None:
     ledger = Ledger()
     for number, (samples, fate) in enumerate(events):
@@ -42,7 +44,9 @@ def test_i10_identity(events: list[tuple[int, str]]) -> None:
     kept = [number for number, (_, fate) in enumerate(events) if fate == "keep"]
     assert sorted(step for step, _ in ledger.open) == kept
     if kept:
-        with pytest.raises(AccountingError, match=f"group 0 of step {kept[0]} was issued, but neither"):
+        with pytest.raises(
+            AccountingError, match=f"group 0 of step {kept[0]} was issued, but neither"
+        ):
             ledger.check(before=kept[-1] + 1)
     ledger.check(before=kept[0] if kept else len(events))
 

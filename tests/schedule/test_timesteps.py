@@ -1,4 +1,5 @@
-"""TSP: placement is exact, follows shares, and gives every rank the same number of micro-batches."""
+"""TSP: placement is exact, follows shares, and gives every rank the same number of
+micro-batches."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ def spec(**changes: object) -> ScheduleSpec:
 
 @settings(deadline=None)
 @given(SHARES, st.integers(1, 7), st.booleans(), st.integers(0, 3))
-def test_i2_every_cell_is_placed_once_whatever_the_shares(shares: list[float], k: int, shard: bool, gap: int) -> None:
+def test_i2_every_cell_is_placed_once_whatever_the_shares(
+    shares: list[float], k: int, shard: bool, gap: int
+) -> None:
     schedule = spec(tsp_batch=k, tsp_shard=shard, gap=gap, shares=tuple(shares))
     groups = tuple(range(schedule.fragment_groups))
     placement = place(schedule, len(shares), groups)
     assert len({len(micro) for micro in placement}) == 1
-    cells = Counter((b.group, b.part, s) for rank in placement for micro in rank for b in micro for s in b.steps)
+    cells = Counter(
+        (b.group, b.part, s) for rank in placement for micro in rank for b in micro for s in b.steps
+    )
     assert set(cells.values()) == {1}
     assert len(cells) == len(groups) * schedule.tasks_per_group * schedule.trained_steps
     for rank, share in enumerate(shares):
@@ -40,10 +45,14 @@ def test_i2_every_cell_is_placed_once_whatever_the_shares(shares: list[float], k
 def test_apportion_is_exact_and_within_one(units: int, shares: list[float]) -> None:
     counts = apportion(units, tuple(shares))
     assert sum(counts) == units
-    assert all(abs(c - units * s / sum(shares)) < 1 + 1e-6 for c, s in zip(counts, shares, strict=True))
+    assert all(
+        abs(c - units * s / sum(shares)) < 1 + 1e-6 for c, s in zip(counts, shares, strict=True)
+    )
 
 
-@pytest.mark.parametrize(("shares", "cells"), [((3.0, 1.0), (63, 21)), ((5.0, 0.0), (84, 0)), ((1.0, 1.0), (42, 42))])
+@pytest.mark.parametrize(
+    ("shares", "cells"), [((3.0, 1.0), (63, 21)), ((5.0, 0.0), (84, 0)), ((1.0, 1.0), (42, 42))]
+)
 def test_i3_shares_3_to_1_and_5_to_0(shares: tuple[float, ...], cells: tuple[int, ...]) -> None:
     placement = place(spec(tsp_shard=True, shares=shares), 2, (0, 1, 2, 3))
     placed = tuple(sum(len(block.steps) for micro in rank for block in micro) for rank in placement)
@@ -60,13 +69,25 @@ def test_i2_a_context_group_has_one_place(shard: bool) -> None:
 
 def test_without_shard_a_task_stays_on_one_rank() -> None:
     placement = place(spec(), 3, (0, 1, 2, 3))
-    owners = {(b.group, b.part): rank for rank in range(3) for micro in placement[rank] for b in micro}
-    assert all(owners[b.group, b.part] == rank for rank in range(3) for micro in placement[rank] for b in micro)
+    owners = {
+        (b.group, b.part): rank for rank in range(3) for micro in placement[rank] for b in micro
+    }
+    assert all(
+        owners[b.group, b.part] == rank
+        for rank in range(3)
+        for micro in placement[rank]
+        for b in micro
+    )
     assert micro_batches_per_update(spec(), 3) == 4 * 7
 
 
 @settings(deadline=None)
-@given(SHARES, st.integers(1, 7), st.booleans(), st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2))))
+@given(
+    SHARES,
+    st.integers(1, 7),
+    st.booleans(),
+    st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2))),
+)
 def test_what_is_left_without_useless_tasks_is_placed_once(
     shares: list[float], k: int, shard: bool, useless: set[tuple[int, int]]
 ) -> None:
@@ -74,12 +95,15 @@ def test_what_is_left_without_useless_tasks_is_placed_once(
     whole = place(schedule, len(shares), (0, 1, 2, 3))
     left = without(whole, frozenset(useless))
     assert {len(own) for own in left} == {len(whole[0])}, "the number of collectives stays"
-    kept = [[b for micro in own for b in micro if (b.group, b.part) not in useless] for own in whole]
+    kept = [
+        [b for micro in own for b in micro if (b.group, b.part) not in useless] for own in whole
+    ]
     assert [[b for micro in own for b in micro] for own in left] == kept
 
 
 def test_sharded_ranks_run_a_third_of_the_forwards_for_a_third_of_the_samples() -> None:
-    """24 samples of 9 steps over 8 ranks, of which 8 are trained: 9 forwards if nothing were lost, 27 for all."""
+    """24 samples of 9 steps over 8 ranks, of which 8 are trained: 9 forwards if nothing were lost,
+    27 for all."""
     schedule = spec(group_size=24, task_size=1, trained_steps=9, tsp_shard=True, gap=1)
     whole = place(schedule, 8, (0,))
     for seed in range(20):
@@ -91,12 +115,16 @@ def test_sharded_ranks_run_a_third_of_the_forwards_for_a_third_of_the_samples() 
 
 @pytest.mark.parametrize("trainers", [2, 4])
 def test_replicas_divide_whole_groups_when_a_group_is_one_task(trainers: int) -> None:
-    """All steps of a task in one forward, so that nobody can help another with its group: each has groups of its own,
-    and no other cell occupies it."""
+    """All steps of a task in one forward, so that nobody can help another with its group: each has
+    groups of its own, and no other cell occupies it."""
     schedule = spec(task_size=6, tsp_batch=7, gap=1)
-    cells = [cells_by_rank(schedule, trainers, False, fragment) for fragment in fragments(schedule, 0)]
+    cells = [
+        cells_by_rank(schedule, trainers, False, fragment) for fragment in fragments(schedule, 0)
+    ]
     longest = max(sum(of_rank) for of_rank in zip(*cells, strict=True))
-    alone = sum(cells_by_rank(schedule, 1, False, fragment)[0] for fragment in fragments(schedule, 0))
+    alone = sum(
+        cells_by_rank(schedule, 1, False, fragment)[0] for fragment in fragments(schedule, 0)
+    )
     assert longest == alone / trainers
 
 

@@ -1,8 +1,9 @@
-"""Faults on order: a callback that makes one rank die, stop, raise or hang when it reaches a named point for the n-th
-time.
+"""Faults on order: a callback that makes one rank die, stop, raise or hang when it reaches a named
+point for the n-th time.
 
-In a configuration: `+callbacks.fault={_target_: tests.strategy.faults.Fault, point: reward, rank: 1, action: kill}`
-with `allow_targets=[tests]`. Callbacks are built on every rank before it joins the run, so every point can be met.
+In a configuration: `+callbacks.fault={_target_: tests.strategy.faults.Fault, point: reward, rank:
+1, action: kill}` with `allow_targets=[tests]`. Callbacks are built on every rank before it joins
+the run, so every point can be met.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ POINTS: dict[str, tuple[Any, str]] = {
     "reduce": (gradients, "average"),
     "publish": (Publisher, "publish"),
 }
-"""Besides these: `before_join` and `after_join`, around the moment when a rank joins the control store."""
+"""Besides these: `before_join` and `after_join`, around the moment when a rank joins the control
+store."""
 
 
 class InjectedError(RuntimeError):
@@ -61,11 +63,12 @@ class InjectedError(RuntimeError):
 
 class Fault(pl.Callback):
     """Args:
-    point: a key of `POINTS`, before_join, after_join, or the dotted name of a method (of an extension, for example).
+    point: a key of `POINTS`, before_join, after_join, or the dotted name of a method (of an
+    extension, for example).
     rank: launch rank that must come to the point.
-    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, where that raises); in its own
-        process also hang, leave (exit with code 0), go (SIGTERM, and a rest until it is heard) or exhaust (take all
-        memory).
+    action: kill (SIGKILL), stop (SIGSTOP) or raise (in another process by SIGALRM, where that
+        raises); in its own process also hang, leave (exit with code 0), go (SIGTERM, and a rest
+        until it is heard) or exhaust (take all memory).
     call: at the how-manieth passage.
     target: whom it happens to: self, launcher, or another launch rank.
     seconds: how long it hangs; None = for ever.
@@ -80,7 +83,13 @@ class Fault(pl.Callback):
         target: str | int = "self",
         seconds: float | None = None,
     ) -> None:
-        self._rank, self._action, self._left, self._target, self._seconds = rank, action, call, target, seconds
+        self._rank, self._action, self._left, self._target, self._seconds = (
+            rank,
+            action,
+            call,
+            target,
+            seconds,
+        )
         self._here: int | None = None
         self._pids = Path()
         self._lock = threading.Lock()
@@ -137,7 +146,10 @@ class Fault(pl.Callback):
         held = []
         while self._action == "exhaust":
             held.append(b"x" * (64 << 20))
-        os.kill(self._victim(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGALRM}[self._action])
+        os.kill(
+            self._victim(),
+            {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGALRM}[self._action],
+        )
         if self._target == "launcher":  # it dies here, not somewhat later
             threading.Event().wait(60.0)
 
@@ -152,7 +164,8 @@ class Fault(pl.Callback):
 
 
 class Leak(pl.Callback):
-    """A rank that says every secret of its environment, and then fails with one: after the second RL step."""
+    """A rank that says every secret of its environment, and then fails with one: after the second
+    RL step."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch < 1:
@@ -160,7 +173,9 @@ class Leak(pl.Callback):
         for name in ("DIGENRL_REWARD_TOKEN", "WANDB_API_KEY", "DIGENRL_JUDGE_TOKEN", "HF_TOKEN"):
             print(f"said on purpose: {os.environ[name]}")
             warnings.warn(f"warned on purpose: {os.environ[name]}", stacklevel=1)
-            logging.getLogger("lightning.pytorch").warning("logged on purpose: %s", os.environ[name])
+            logging.getLogger("lightning.pytorch").warning(
+                "logged on purpose: %s", os.environ[name]
+            )
         raise InjectedError(f"told on purpose: {os.environ['DIGENRL_REWARD_TOKEN']}")
 
 
@@ -177,9 +192,12 @@ class Sleeper(DigitJudge):
 
 
 class NeverReady(DisaggregatedStrategy):
-    """Trainers that find no fragment of the second RL step ready: they wait, and after a while the rollouts do too."""
+    """Trainers that find no fragment of the second RL step ready: they wait, and after a while the
+    rollouts do too."""
 
-    def cut_fragment(self, pending: Sequence[tuple[int, ...]], board: StepBoard) -> tuple[int, ...] | None:
+    def cut_fragment(
+        self, pending: Sequence[tuple[int, ...]], board: StepBoard
+    ) -> tuple[int, ...] | None:
         return None if board.step else super().cut_fragment(pending, board)
 
 

@@ -1,7 +1,9 @@
-"""A real small cluster for tests: the launcher, forked ranks, store and sockets, on the digits experiment made tiny.
+"""A real small cluster for tests: the launcher, forked ranks, store and sockets, on the digits
+experiment made tiny.
 
-`run_cluster` records what the trainers trained (every cell of every micro-batch), the accumulated gradient before each
-optimizer step, and the final weights. `tests.strategy.reference` computes the same without any strategy code.
+`run_cluster` records what the trainers trained (every cell of every micro-batch), the accumulated
+gradient before each optimizer step, and the final weights. `tests.strategy.reference` computes the
+same without any strategy code.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import digenrl.extensions.tasks.digits  # noqa: F401  (diffusers loads once, her
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.control import Control
-from digenrl.cluster.launcher import Launch, Outcome, launch
+from digenrl.cluster.launcher import Launch, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
@@ -53,7 +55,8 @@ TINY = (
     "allocation.max_restarts=0",
     "allocation.patience_s=0",
 )
-"""4 prompts x 4 samples, tasks of 2, 4 denoising steps (3 trained), LoRA of rank 4, no evaluation."""
+"""4 prompts x 4 samples, tasks of 2, 4 denoising steps (3 trained), LoRA of rank 4, no
+evaluation."""
 SGD = (
     "algorithm.optimizer._target_=torch.optim.SGD",
     "~algorithm.optimizer.betas",
@@ -105,7 +108,8 @@ def configured(*overrides: str) -> DictConfig:
 
 
 class Probe(pl.Callback):
-    """Writes what this trainer rank trained, and on rank 0 gradients and final weights, as safetensors files."""
+    """Writes what this trainer rank trained, and on rank 0 gradients and final weights, as
+    safetensors files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -126,7 +130,9 @@ class Probe(pl.Callback):
                 sample = block.numbers[row]
                 for k, denoise_step in enumerate(block.steps.tolist()):
                     key = f"{block.step}/{block.group}/{sample}/{denoise_step}"
-                    assert f"{key}/latents" not in self._tensors, f"cell {key} was trained twice on one rank (I2)"
+                    assert f"{key}/latents" not in self._tensors, (
+                        f"cell {key} was trained twice on one rank (I2)"
+                    )
                     self._tensors |= {
                         f"{key}/version": torch.tensor(block.version),
                         f"{key}/latents": block.latents[row, k].clone(),
@@ -150,20 +156,24 @@ class Probe(pl.Callback):
             save_file(weights, self._directory / "weights.safetensors")
         rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         save_file(self._tensors, self._directory / f"cells-{rank}.safetensors")
-        (self._directory / f"batches-{rank}.json").write_text(json.dumps([self._batches, self._padded]))
+        (self._directory / f"batches-{rank}.json").write_text(
+            json.dumps([self._batches, self._padded])
+        )
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A contiguous CPU copy of a (sharded) tensor; a collective when it is sharded."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone().contiguous()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone().contiguous()
+    )
 
 
 @dataclass(frozen=True)
 class Cluster:
     """How a cluster run ended, and what it did."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     record: Record
     run_dir: Path
 
@@ -177,7 +187,9 @@ class Cluster:
 
     def spans(self, stage: str | None = None) -> list[dict[str, Any]]:
         """Spans of all ranks, or those of one stage."""
-        rows = [row for path in sorted((self.run_dir / "spans").glob("*.jsonl")) for row in _rows(path)]
+        rows = [
+            row for path in sorted((self.run_dir / "spans").glob("*.jsonl")) for row in _rows(path)
+        ]
         return [row for row in rows if stage is None or row["stage"] == stage]
 
 
@@ -235,11 +247,14 @@ class Job:
     """Runs in each rank between assembly and fit."""
 
 
-def run_series(run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job]) -> Iterator[tuple[Job, Cluster]]:
+def run_series(
+    run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job]
+) -> Iterator[tuple[Job, Cluster]]:
     """Run one job after another in the same forked ranks: only the first pays for their start.
 
-    Strategy, process groups, model and store are each job's own. A job that fails ends its ranks, and the rest of
-    the jobs get new ones. A job's files are removed as soon as the caller asks for the next one.
+    Strategy, process groups, model and store are each job's own. A job that fails ends its ranks,
+    and the rest of the jobs get new ones. A job's files are removed as soon as the caller asks for
+    the next one.
     """
     left = list(jobs)
     while left:
@@ -256,7 +271,12 @@ def run_series(run_dir: Path, trainers: int, rollouts: int, jobs: Sequence[Job])
             job = left.pop(0)
             directory = run_dir / job.name
             failed = len(list(directory.glob("finished-*"))) < trainers + rollouts
-            yield job, Cluster(outcome if failed else Outcome(), read_record(directory / "probe"), directory)
+            yield (
+                job,
+                Cluster(
+                    outcome if failed else RunOutcome(), read_record(directory / "probe"), directory
+                ),
+            )
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -286,14 +306,18 @@ def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) ->
 
 def completed(cluster: Cluster) -> Record:
     """The record of a run that must have completed."""
-    assert cluster.outcome.status == "completed", f"{cluster.outcome.cause}\n{logs(cluster.run_dir)}"
+    assert cluster.outcome.status == "completed", (
+        f"{cluster.outcome.cause}\n{logs(cluster.run_dir)}"
+    )
     return cluster.record
 
 
 def logs(run_dir: Path) -> str:
     """The last lines of every rank's log."""
     files = sorted((run_dir / "logs").glob("*")) or sorted((run_dir.parent / "logs").glob("*"))
-    return "\n".join(f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-25:]) for file in files)
+    return "\n".join(
+        f"== {file.name}\n" + "\n".join(file.read_text().splitlines()[-25:]) for file in files
+    )
 
 
 def read_record(probes: Path) -> Record:
@@ -304,11 +328,16 @@ def read_record(probes: Path) -> Record:
         record.weights = load_file(probes / "weights.safetensors")
     for path in sorted(probes.glob("cells-*.safetensors")):
         rank = int(path.stem.split("-")[1])
-        record.micro_batches[rank], record.padded[rank] = json.loads((probes / f"batches-{rank}.json").read_text())
+        record.micro_batches[rank], record.padded[rank] = json.loads(
+            (probes / f"batches-{rank}.json").read_text()
+        )
         tensors = load_file(path)
         for name in {name.rsplit("/", 1)[0] for name in tensors}:
             key = _key(name)
-            fields = {part: tensors[f"{name}/{part}"] for part in ("latents", "next_latents", "log_prob", "reward")}
+            fields = {
+                part: tensors[f"{name}/{part}"]
+                for part in ("latents", "next_latents", "log_prob", "reward")
+            }
             record.cells[key] = Cell(int(tensors[f"{name}/version"]), **fields)
             record.trained_by.setdefault(key, []).append(rank)
     return record
@@ -322,19 +351,26 @@ def _key(name: str) -> Key:
 def relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """||found - wanted|| / ||wanted|| over all parameters together, in fp64."""
     assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:5]
-    difference = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in wanted) ** 0.5
+    difference = (
+        sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in wanted) ** 0.5
+    )
     size = sum(float(wanted[n].double().square().sum()) for n in wanted) ** 0.5
     assert size > 0, "the reference is zero: a comparison with it shows nothing"
     return difference / size
 
 
 def assert_same_cells(found: Record, wanted: Record, steps: Sequence[int] | None = None) -> None:
-    """Bit-equality of every trained cell (of the RL steps `steps`), and I2: each cell trained by exactly one rank."""
+    """Bit-equality of every trained cell (of the RL steps `steps`), and I2: each cell trained by
+    exactly one rank."""
     keys = {key for key in wanted.cells if steps is None or key[0] in steps}
     assert {key for key in found.cells if steps is None or key[0] in steps} == keys
     for key in sorted(keys):
         mine, theirs = found.cells[key], wanted.cells[key]
-        assert len(found.trained_by[key]) == 1, f"cell {key} was trained by ranks {found.trained_by[key]}"
+        assert len(found.trained_by[key]) == 1, (
+            f"cell {key} was trained by ranks {found.trained_by[key]}"
+        )
         assert mine.version == theirs.version, key
         for part in ("latents", "next_latents", "log_prob", "reward"):
-            assert torch.equal(getattr(mine, part), getattr(theirs, part)), f"{part} of cell {key} differs"
+            assert torch.equal(getattr(mine, part), getattr(theirs, part)), (
+                f"{part} of cell {key} differs"
+            )

@@ -1,6 +1,7 @@
-"""The single-process reference loop: what the cluster must equal. No strategy, schedule or algorithm code takes part,
-except for the rule that names stale groups; the loss is written out here, and advantages are those of
-examples/grpo_in_one_file.py. Unlike that page, the loop knows stale groups, small tasks and every dtype.
+"""The single-process reference loop: what the cluster must equal. No strategy, schedule or
+algorithm code takes part, except for the rule that names stale groups; the loss is written out
+here, and advantages are those of examples/grpo_in_one_file.py. Unlike that page, the loop knows
+stale groups, small tasks and every dtype.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Reference:
     """One policy, one optimizer, plain loops.
 
     Args:
-        config: the same configuration that the cluster gets; its `schedule` is not read, except async_steps and
-            stale_fraction. A group with a missing reward is dropped; so are those that `data.zero_variance_groups`
-            and `data.oversample` leave out.
+        config: the same configuration that the cluster gets; its `schedule` is not read, except
+            async_steps and stale_fraction. A group with a missing reward is dropped; so are those
+            that `data.zero_variance_groups` and `data.oversample` leave out.
         block_steps: trained steps of one forward (K). 1 = the per-step loop.
     """
 
@@ -64,9 +65,13 @@ class Reference:
             if step + 1 < config.max_rl_steps:
                 for group in range(self.groups):
                     if self._version(step + 1, group) == step:
-                        stale[group], stale_rewards[group] = self._generate(step + 1, group, version=step)
+                        stale[group], stale_rewards[group] = self._generate(
+                            step + 1, group, version=step
+                        )
             self._learn(blocks, rewards)
-        self.record.weights = {n: p.detach().clone() for n, p in self.policy.trained_parameters().items()}
+        self.record.weights = {
+            n: p.detach().clone() for n, p in self.policy.trained_parameters().items()
+        }
         self.rewards.close()
         return self.record
 
@@ -96,7 +101,9 @@ class Reference:
             rows = tuple(range(first, first + config.sampling.task_size))
             key = denoise.SampleKey(config.seed, step, prompt.uid, rows)
             made = denoise.sample(self.policy, condition, key, self.grid, self.sde, plan, dtype)
-            scores = self.rewards.score(self.policy.decode(made.final), [prompt] * len(rows))["judge_a"]
+            scores = self.rewards.score(self.policy.decode(made.final), [prompt] * len(rows))[
+                "judge_a"
+            ]
             rewards.append(scores)
             for row, sample in enumerate(rows):
                 for k, denoise_step in enumerate(plan.trained):
@@ -127,8 +134,8 @@ class Reference:
         return blocks, torch.cat(rewards)
 
     def _learn(self, blocks: dict[int, list[CellBlock]], rewards: dict[int, Tensor]) -> None:
-        """The optimizer updates of one logical batch: groups in order, one backward per block. An update takes some of
-        the groups, or some samples of every group."""
+        """The optimizer updates of one logical batch: groups in order, one backward per block. An
+        update takes some of the groups, or some samples of every group."""
         config = self.config
         updates = config.algorithm.updates_per_batch
         among, within = (1, updates) if config.data.updates_split == "samples" else (updates, 1)
@@ -136,7 +143,10 @@ class Reference:
         samples = config.data.group_size // within
         for update in range(updates):
             self.optimizer.zero_grad(set_to_none=True)
-            first, own = update % among * per_update, range(update % within * samples, (update % within + 1) * samples)
+            first, own = (
+                update % among * per_update,
+                range(update % within * samples, (update % within + 1) * samples),
+            )
             groups = self._selected(rewards, range(first, first + per_update))[:places]
             denominator = places * samples * (self.steps - 1)
             for group in groups:
@@ -148,10 +158,16 @@ class Reference:
                     (self._losses(block, advantages[rows]).sum() / denominator).backward()
             if groups and config.data.zero_variance_groups != "keep":
                 for parameter in self.policy.trained_parameters().values():
-                    if parameter.grad is not None:  # as if they had never been counted; log-probs round to fp32
+                    if (
+                        parameter.grad is not None
+                    ):  # as if they had never been counted; log-probs round to fp32
                         parameter.grad *= places / len(groups)
             self.record.gradients.append(
-                {n: p.grad.clone() for n, p in self.policy.trained_parameters().items() if p.grad is not None}
+                {
+                    n: p.grad.clone()
+                    for n, p in self.policy.trained_parameters().items()
+                    if p.grad is not None
+                }
             )
             if config.algorithm.max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(
@@ -191,4 +207,8 @@ def reference(config: DictConfig, block_steps: int = 1) -> Record:
 
 def mean_reward(record: Record, step: int, groups: Sequence[int]) -> float:
     """Mean reward of some groups of one RL step."""
-    return float(torch.stack([c.reward for k, c in record.cells.items() if k[0] == step and k[1] in groups]).mean())
+    return float(
+        torch.stack(
+            [c.reward for k, c in record.cells.items() if k[0] == step and k[1] in groups]
+        ).mean()
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints are whole or not there: damage is found, crashes and full disks leave the previous one."""
+"""Checkpoints are whole or not there: damage is found, crashes and full disks leave the previous
+one."""
 
 from __future__ import annotations
 
@@ -43,9 +44,18 @@ def content(value: float, epoch: int) -> dict[str, Any]:
     moment = torch.full((4, 3), value)
     return {
         "epoch": epoch,
-        "state_dict": {f"{PREFIX}lora.weight": torch.full((4, 3), value), "ema.weight": torch.full((2,), value)},
-        "optimizer_states": [{"state": {"lora.weight": {"exp_avg": moment}}, "param_groups": [{"lr": 0.1}]}],
-        KEY: {"rng": torch.get_rng_state(), "version": epoch, "previous": {"lora.weight": torch.zeros(4, 3)}},
+        "state_dict": {
+            f"{PREFIX}lora.weight": torch.full((4, 3), value),
+            "ema.weight": torch.full((2,), value),
+        },
+        "optimizer_states": [
+            {"state": {"lora.weight": {"exp_avg": moment}}, "param_groups": [{"lr": 0.1}]}
+        ],
+        KEY: {
+            "rng": torch.get_rng_state(),
+            "version": epoch,
+            "previous": {"lora.weight": torch.zeros(4, 3)},
+        },
     }
 
 
@@ -68,7 +78,8 @@ def test_round_trip_with_tensors_and_plain_values_only(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
-    """One bit in each byte of the payload files (every 7th of long ones), and any change of a manifest's facts."""
+    """One bit in each byte of the payload files (every 7th of long ones), and any change of a
+    manifest's facts."""
     path = saved(tmp_path, 1, 2.0)
     for name in (POLICY, GROWN, STATE):
         good = (path / name).read_bytes()
@@ -96,7 +107,9 @@ def test_every_flipped_byte_of_the_manifest_is_detected(tmp_path: Path) -> None:
     verify(path)
 
 
-@pytest.mark.parametrize("name", ["../outside", "{root}/outside", "link", "link/../../outside", "pipe", "nul\0"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "{root}/outside", "link", "link/../../outside", "pipe", "nul\0"]
+)
 def test_a_manifest_names_only_files_of_its_own_checkpoint(tmp_path: Path, name: str) -> None:
     """What the manifest names elsewhere is intact, so that only its place can be what is wrong."""
     path = saved(tmp_path, 1, 2.0)
@@ -122,7 +135,9 @@ def test_a_manifest_lies_in_its_own_checkpoint(tmp_path: Path, target: str) -> N
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_or_missing_file_is_named_and_an_older_checkpoint_serves(tmp_path: Path, name: str) -> None:
+def test_a_truncated_or_missing_file_is_named_and_an_older_checkpoint_serves(
+    tmp_path: Path, name: str
+) -> None:
     older, newer = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 2.0)
     (newer / name).write_bytes((newer / name).read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=name):
@@ -137,7 +152,8 @@ def test_a_truncated_or_missing_file_is_named_and_an_older_checkpoint_serves(tmp
 
 
 def _disk_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:
-    """Call `act(n)` before the n-th operation of a save that touches the disk; returns the counter."""
+    """Call `act(n)` before the n-th operation of a save that touches the disk; returns the
+    counter."""
     count = [0]
 
     def hooked(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,7 +174,8 @@ def _disk_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]
 
 
 def test_a_crash_at_any_write_or_rename_leaves_a_resumable_run(tmp_path: Path) -> None:
-    """A forked child dies by os._exit before its n-th disk operation; a valid checkpoint remains, `last` is one."""
+    """A forked child dies by os._exit before its n-th disk operation; a valid checkpoint remains,
+    `last` is one."""
     outcomes: list[int] = []
     for kill_at in range(1, 100):
         root = tmp_path / str(kill_at)
@@ -166,7 +183,9 @@ def test_a_crash_at_any_write_or_rename_leaves_a_resumable_run(tmp_path: Path) -
         saved(root, 2, 2.0)
         child = os.fork()
         if child == 0:
-            _disk_operations(pytest.MonkeyPatch(), lambda n, limit=kill_at: os._exit(9) if n == limit else None)  # type: ignore[misc]
+            _disk_operations(
+                pytest.MonkeyPatch(), lambda n, limit=kill_at: os._exit(9) if n == limit else None
+            )  # type: ignore[misc]
             saved(root, 3, 3.0)
             os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -187,13 +206,16 @@ def test_a_crash_at_any_write_or_rename_leaves_a_resumable_run(tmp_path: Path) -
 
 
 def test_saving_a_step_again_never_leaves_a_gap(tmp_path: Path) -> None:
-    """A resumed run writes a checkpoint of the same name; a crash in between must not lose the only one."""
+    """A resumed run writes a checkpoint of the same name; a crash in between must not lose the only
+    one."""
     for kill_at in range(1, 100):
         root = tmp_path / str(kill_at)
         saved(root, 1, 1.0)
         child = os.fork()
         if child == 0:
-            _disk_operations(pytest.MonkeyPatch(), lambda n, limit=kill_at: os._exit(9) if n == limit else None)  # type: ignore[misc]
+            _disk_operations(
+                pytest.MonkeyPatch(), lambda n, limit=kill_at: os._exit(9) if n == limit else None
+            )  # type: ignore[misc]
             saved(root, 1, 1.5)
             os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -205,7 +227,9 @@ def test_saving_a_step_again_never_leaves_a_gap(tmp_path: Path) -> None:
     pytest.fail("the save never came to its end")
 
 
-def test_a_link_in_place_of_an_outdated_checkpoint_stops_no_save_and_its_target_stays(tmp_path: Path) -> None:
+def test_a_link_in_place_of_an_outdated_checkpoint_stops_no_save_and_its_target_stays(
+    tmp_path: Path,
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine").touch()
@@ -214,11 +238,17 @@ def test_a_link_in_place_of_an_outdated_checkpoint_stops_no_save_and_its_target_
         (first.parent / name).symlink_to(elsewhere)
     (first.parent / ".old-note").touch()
     verify(saved(tmp_path, 2, 2.0))
-    assert sorted(path.name for path in first.parent.iterdir()) == ["last", "step-000001", "step-000002"]
+    assert sorted(path.name for path in first.parent.iterdir()) == [
+        "last",
+        "step-000001",
+        "step-000002",
+    ]
     assert (elsewhere / "mine").exists()
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     previous = saved(tmp_path, 1, 1.0)
 
     def full(n: int, at: int) -> None:
@@ -249,7 +279,9 @@ class _Alone(SingleDeviceStrategy):
     stop, full, state = "", False, TrainerState()
     parts = SimpleNamespace(
         shares=SimpleNamespace(state=lambda version: {}),
-        checkpoints=SimpleNamespace(writing=SimpleNamespace(future=SimpleNamespace(done=lambda: True))),
+        checkpoints=SimpleNamespace(
+            writing=SimpleNamespace(future=SimpleNamespace(done=lambda: True))
+        ),
     )
 
     def saved(self) -> None:
@@ -268,8 +300,17 @@ class _Trainer:
     """The few attributes of a Trainer that the callback reads; saving fails as often as told."""
 
     def __init__(self, root: Path, failures: int) -> None:
-        self.default_root_dir, self._failures, self.strategy = str(root), failures, _Alone(torch.device("cpu"))
-        self.current_epoch, self.max_epochs, self.should_stop, self.is_global_zero = 0, 10, False, True
+        self.default_root_dir, self._failures, self.strategy = (
+            str(root),
+            failures,
+            _Alone(torch.device("cpu")),
+        )
+        self.current_epoch, self.max_epochs, self.should_stop, self.is_global_zero = (
+            0,
+            10,
+            False,
+            True,
+        )
         self.saved: list[str] = []
         self.global_step = 0
         self._checkpoint_connector = SimpleNamespace(_get_loops_state_dict=dict)
@@ -292,10 +333,17 @@ def test_a_failed_checkpoint_is_told_and_goes_on_only_if_asked_to(tmp_path: Path
         callback.on_train_epoch_end(trainer, module_)  # type: ignore[arg-type]
     assert trainer.saved == ["step-000003", "step-000004"]
     assert not trainer.should_stop
-    assert [event["kind"] for event in events(tmp_path)] == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
+    assert [event["kind"] for event in events(tmp_path)] == [
+        "checkpoint_failed",
+        "checkpoint_failed",
+        "checkpoint",
+    ]
     assert "No space left on device" in events(tmp_path)[0]["cause"]
     # Found out at the end of the next step; the last one of a run always counts.
-    stops, goes_on = Checkpoint(every=1, retry_s=0), Checkpoint(every=1, on_error="continue", retry_s=0)
+    stops, goes_on = (
+        Checkpoint(every=1, retry_s=0),
+        Checkpoint(every=1, on_error="continue", retry_s=0),
+    )
     for callback, epochs in ((stops, (0, 1)), (goes_on, (9,))):
         trainer = _Trainer(tmp_path, failures=9)
         for trainer.current_epoch in epochs:
@@ -316,11 +364,16 @@ def test_the_last_checkpoint_is_tried_again_for_as_long_as_asked(
         Checkpoint(retry_s=15.0).on_train_epoch_end(trainer, pl.LightningModule())  # type: ignore[arg-type]
         assert (trainer.saved, trainer.should_stop) == (saved, not saved)
     assert pauses == [1.0, 2.0, 4.0, 1.0, 2.0, 4.0, 8.0]
-    assert [event["kind"] for event in events(tmp_path)] == ["checkpoint_failed", "checkpoint", "checkpoint_failed"]
+    assert [event["kind"] for event in events(tmp_path)] == [
+        "checkpoint_failed",
+        "checkpoint",
+        "checkpoint_failed",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("step", "stop", "written"), [(1, False, False), (5, False, True), (7, True, True), (10, False, True)]
+    ("step", "stop", "written"),
+    [(1, False, False), (5, False, True), (7, True, True), (10, False, True)],
 )
 def test_a_checkpoint_is_due_every_few_steps_at_the_end_and_at_a_stop(
     tmp_path: Path, step: int, stop: bool, written: bool

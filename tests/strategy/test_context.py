@@ -1,4 +1,5 @@
-"""Trainers that share the tokens of a forward compute what they compute alone: samples, gradients, weights."""
+"""Trainers that share the tokens of a forward compute what they compute alone: samples, gradients,
+weights."""
 
 from __future__ import annotations
 
@@ -15,8 +16,19 @@ from digenrl.cluster.world import World
 from digenrl.facts import families
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
 
-SMALL = ("hardware=cpu_tiny", "~callbacks.evaluation", "logger=none", "reward=video_quality", "max_rl_steps=1")
-FEW = ("sampling.steps=3", "data.prompts_per_batch=1", "algorithm.updates_per_batch=1", "schedule.skip_zero=false")
+SMALL = (
+    "hardware=cpu_tiny",
+    "~callbacks.evaluation",
+    "logger=none",
+    "reward=video_quality",
+    "max_rl_steps=1",
+)
+FEW = (
+    "sampling.steps=3",
+    "data.prompts_per_batch=1",
+    "algorithm.updates_per_batch=1",
+    "schedule.skip_zero=false",
+)
 FAMILIES = {
     "wan": ("experiment=wan21_flowgrpo",),
     "hunyuan": ("experiment=hunyuanvideo_dancegrpo", "~reward.heldout"),
@@ -56,7 +68,9 @@ def test_a_context_group_equals_replicas(tmp_path: Path) -> None:
     """HunyuanVideo with texts of odd lengths, and every block repeated in the backward pass."""
     own = {"wan": (KEPT,), "hunyuan": ("model.gradient_checkpointing=true",)}
     jobs = {name: configured(name, *words) for name, words in own.items()}
-    together = {f"{name} together": configured(name, *words, *TOGETHER) for name, words in own.items()}
+    together = {
+        f"{name} together": configured(name, *words, *TOGETHER) for name, words in own.items()
+    }
     found = records(tmp_path, 2, **jobs, **together)
     for name in jobs:
         assert_equal(found[f"{name} together"], found[name], 2)
@@ -64,8 +78,11 @@ def test_a_context_group_equals_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds of four heads, whose texts have lengths that four does not divide; bytes as autograd keeps them."""
+def test_four_ranks_keep_parts_of_the_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds of four heads, whose texts have lengths that four does not divide; bytes as autograd
+    keeps them."""
     monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "cache"))
     for family in (family for family, facts in families().items() if facts.context):
         monkeypatch.setitem(families()[family].tiny["transformer"], "num_attention_heads", 4)
@@ -85,20 +102,28 @@ def test_four_ranks_keep_parts_of_the_activations(tmp_path: Path, monkeypatch: p
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 loss = step(*args, **kwargs)
             path = rank.strategy.session.run_dir / f"bytes-{world.rank}"
-            path.write_text(str(max(sum(seen.values()), int(path.read_text()) if path.exists() else 0)))
+            path.write_text(
+                str(max(sum(seen.values()), int(path.read_text()) if path.exists() else 0))
+            )
             return loss
 
         rank.strategy.training_step = counted  # type: ignore[method-assign]
 
     large = ("sampling.height=192", "sampling.width=192", "sampling.steps=2", KEPT)
-    jobs = [Job(f"{f} {n}", configured(f, *large, f"parallel.context={n}"), count) for f in FAMILIES for n in (1, 4)]
+    jobs = [
+        Job(f"{f} {n}", configured(f, *large, f"parallel.context={n}"), count)
+        for f in FAMILIES
+        for n in (1, 4)
+    ]
     found, kept = {}, {}
     for job, cluster in run_series(tmp_path / "run", 4, 1, jobs):
         found[job.name] = completed(cluster)
         kept[job.name] = max(int(path.read_text()) for path in cluster.run_dir.glob("bytes-*"))
     for family in FAMILIES:
         assert_equal(found[f"{family} 4"], found[f"{family} 1"], 4)
-        assert kept[f"{family} 4"] < 0.5 * kept[f"{family} 1"]  # the text's, and what comes before, are on all
+        assert (
+            kept[f"{family} 4"] < 0.5 * kept[f"{family} 1"]
+        )  # the text's, and what comes before, are on all
 
 
 CASES = {
@@ -111,7 +136,8 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.processes
 def test_two_context_groups_equal_one_trainer_and_sharded_ones_themselves(tmp_path: Path) -> None:
-    """All weights of HunyuanVideo are sharded; Wan sums the gradients of its modulations over the tokens in fp32."""
+    """All weights of HunyuanVideo are sharded; Wan sums the gradients of its modulations over the
+    tokens in fp32."""
     two_steps = ("max_rl_steps=2", "data.prompts_per_batch=2")
     (wanted,) = records(tmp_path / "1", 1, alone=configured("wan", *two_steps)).values()
     jobs = {name: configured("wan", *words, *two_steps, *TOGETHER) for name, words in CASES.items()}
@@ -126,9 +152,17 @@ def test_two_context_groups_equal_one_trainer_and_sharded_ones_themselves(tmp_pa
 @pytest.mark.parametrize(
     ("family", "words", "said"),
     [
-        ("wan", ("parallel.context=3", "allocation.trainers=3"), "must divide the 2 attention heads of wan and the 32"),
+        (
+            "wan",
+            ("parallel.context=3", "allocation.trainers=3"),
+            "must divide the 2 attention heads of wan and the 32",
+        ),
         ("wan", ("parallel.context=2", "model.compile=true"), "compiled blocks cannot be divided"),
-        ("wan", ("parallel.context=2", "model=sd35_medium"), "the tokens of sd3 are not divided among trainers"),
+        (
+            "wan",
+            ("parallel.context=2", "model=sd35_medium"),
+            "the tokens of sd3 are not divided among trainers",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], said: str) -> None:
@@ -141,8 +175,14 @@ def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], 
     ("words", "said"),
     [
         (("parallel.context=2", "allocation.trainers=3"), "must divide allocation.trainers = 3"),
-        (("parallel.context=2", "allocation.trainers=2", "schedule.shares=measured"), "equally fast"),
-        (("parallel.context=3", "hardware=node_8xh100"), "the 8 GPUs of a node of hardware.pools.h100"),
+        (
+            ("parallel.context=2", "allocation.trainers=2", "schedule.shares=measured"),
+            "equally fast",
+        ),
+        (
+            ("parallel.context=3", "hardware=node_8xh100"),
+            "the 8 GPUs of a node of hardware.pools.h100",
+        ),
         (("parallel.context=0",), "parallel.context = 0"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Every decision of a real run is recorded, and the record gives every one again (I13); TAG in real runs."""
+"""Every decision of a real run is recorded, and the record gives every one again (I13); TAG in real
+runs."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.rollout.engine import Generation
 from digenrl.schedule.policy import LEND, TRAIN, replay
-from tests.strategy.processes import Cluster, Job, assert_same_cells, completed, configured, run_cluster, run_series
+from tests.strategy.processes import (
+    Cluster,
+    Job,
+    assert_same_cells,
+    completed,
+    configured,
+    run_cluster,
+    run_series,
+)
 from tests.strategy.test_equality import LIGHT, reference_of
 from tests.strategy.test_losses import inject
 
@@ -25,7 +34,8 @@ ON_POLICY = (*FULL, "schedule.async_steps=0")
 
 
 def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.06) -> None:
-    """Each denoising step of a rollout rank takes so many seconds longer; a trainer's takes 5 ms longer."""
+    """Each denoising step of a rollout rank takes so many seconds longer; a trainer's takes 5 ms
+    longer."""
     advance = rank.strategy.engine.advance
 
     def slower(generation: Generation) -> Generation:
@@ -68,7 +78,11 @@ def test_I13_replaying_recorded_runs_gives_every_decision_again(tmp_path: Path) 
         assert (counts["lend"] > 0) == (job.name != "sync")
         if job.name == "full":
             changed = [dict(row) for row in records(cluster.run_dir)["rank-000.jsonl"]]
-            row = next(row for row in changed if row.get("decision") == "next_move" and row["answer"] == TRAIN)
+            row = next(
+                row
+                for row in changed
+                if row.get("decision") == "next_move" and row["answer"] == TRAIN
+            )
             row["answer"] = LEND
             assert replay(changed) == [(row, TRAIN)], "a record that was tampered with is told"
 
@@ -107,9 +121,12 @@ def unpredicted_sleeps(rank: run.Rank, world: World) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_errs(tmp_path: Path) -> None:
-    """One slow rollout rank, a trainer twelve times as fast: what is lent is trained like everything else. Where every
-    optimizer step sleeps, which nobody predicts, the error exceeds the gain, and the run says so."""
+def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_errs(
+    tmp_path: Path,
+) -> None:
+    """One slow rollout rank, a trainer twelve times as fast: what is lent is trained like
+    everything else. Where every optimizer step sleeps, which nobody predicts, the error exceeds the
+    gain, and the run says so."""
     words = ("schedule.gap=1", "schedule.tag=true")
     jobs = [
         Job("lends", configured(*LIGHT, *words, "max_rl_steps=3"), slow_rollouts),
@@ -117,7 +134,10 @@ def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_er
     ]
     for job, cluster in run_series(tmp_path, 1, 1, jobs):
         assert_same_cells(completed(cluster), reference_of(job.config))
-        loans, lent = events_of(cluster, "lend"), [row for row in cluster.spans("lend") if row["rank"] == 0]
+        loans, lent = (
+            events_of(cluster, "lend"),
+            [row for row in cluster.spans("lend") if row["rank"] == 0],
+        )
         assert loans, "the search never lent"
         assert len(lent) >= len(loans)
         rows = records(cluster.run_dir)["rank-000.jsonl"]

@@ -1,4 +1,5 @@
-"""Evaluation on rollouts gives, bit by bit, what evaluation on trainers gives; trainers then draw nothing."""
+"""Evaluation on rollouts gives, bit by bit, what evaluation on trainers gives; trainers then draw
+nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ Numbers = list[dict[str, Any]]
 
 def numbers(rows: list[dict[str, Any]]) -> Numbers:
     """The eval lines without their times."""
-    return [{key: row[key] for key in row if key != "time"} for row in rows if row["kind"] == "eval"]
+    return [
+        {key: row[key] for key in row if key != "time"} for row in rows if row["kind"] == "eval"
+    ]
 
 
 def samples(run_dir: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -66,8 +69,9 @@ def loaded(*words: str) -> Any:
 
 @pytest.mark.processes
 def test_rollouts_evaluate_what_trainers_would(tmp_path: Path) -> None:
-    """One of each: the same lines of metrics.jsonl before and after a step; the timeline says who worked. Before it a
-    moving average is the version itself, after it the average is published; without one, numbers are others."""
+    """One of each: the same lines of metrics.jsonl before and after a step; the timeline says who
+    worked. Before it a moving average is the version itself, after it the average is published;
+    without one, numbers are others."""
     fast = ("max_rl_steps=1", "callbacks.evaluation.max_prompts=3")
     jobs = [
         Job("rollouts", loaded(*fast, *AVERAGE), draws_nothing),
@@ -79,15 +83,22 @@ def test_rollouts_evaluate_what_trainers_would(tmp_path: Path) -> None:
     for job, cluster in run_series(tmp_path, 1, 1, jobs):
         completed(cluster)
         found[job.name], pictures[job.name] = numbers(cluster.metrics()), samples(cluster.run_dir)
-        drawn = [row["role"] for row in cluster.spans("eval") if "piece" in row or job.name == "trainers"]
+        drawn = [
+            row["role"] for row in cluster.spans("eval") if "piece" in row or job.name == "trainers"
+        ]
         assert drawn == (["trainer"] * 2 if job.name == "trainers" else ["rollout"] * 6)
-        assert any(row.get("cause") == "evaluation" for row in cluster.spans("wait")) == (job.name != "trainers")
+        assert any(row.get("cause") == "evaluation" for row in cluster.spans("wait")) == (
+            job.name != "trainers"
+        )
         published = [row["version"] for row in cluster.spans("publish") if row.get("evaluated")]
         assert published == ([1] if job.name == "rollouts" else []), job.name
     assert found["rollouts"] == found["trainers"]
     assert [line["rl_step"] for line in found["rollouts"]] == [0, 1]
     assert pictures["rollouts"].keys() == pictures["trainers"].keys()
-    assert all(np.array_equal(array, pictures["trainers"][name]) for name, array in pictures["rollouts"].items())
+    assert all(
+        np.array_equal(array, pictures["trainers"][name])
+        for name, array in pictures["rollouts"].items()
+    )
     before, after = ("eval-0.npz/media", "eval-1.npz/media")
     assert np.array_equal(pictures["plain"][before], pictures["rollouts"][before])
     assert not np.array_equal(pictures["plain"][after], pictures["rollouts"][after])
@@ -97,7 +108,12 @@ def test_rollouts_evaluate_what_trainers_would(tmp_path: Path) -> None:
     ("experiment", "words", "rollouts", "cause"),
     [
         ("digits_flowgrpo", (), 0, "no rank only generates"),
-        ("digits_flowgrpo", ("+callbacks.more=${callbacks.evaluation}",), 1, "there are 2 evaluations"),
+        (
+            "digits_flowgrpo",
+            ("+callbacks.more=${callbacks.evaluation}",),
+            1,
+            "there are 2 evaluations",
+        ),
     ],
 )
 def test_what_rollouts_cannot_evaluate_is_said_and_refused(
@@ -105,7 +121,9 @@ def test_what_rollouts_cannot_evaluate_is_said_and_refused(
 ) -> None:
     composed = configuration.load([f"experiment={experiment}", *words, ROLLOUTS])
     assert cause in str(trainers_must_evaluate(composed.config, rollouts))
-    with pytest.raises(ValueError, match=rf"allocation.evaluation = rollouts: cannot be, because .*{cause}.*=auto"):
+    with pytest.raises(
+        ValueError, match=rf"allocation.evaluation = rollouts: cannot be, because .*{cause}.*=auto"
+    ):
         settled(composed, 1, rollouts)
 
 
@@ -136,15 +154,29 @@ def ended(train: Train) -> Train:
         ("allocation.trainers=2", "allocation.rollouts=1", "algorithm.updates_per_batch=2"),
         ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp", *AVERAGE),
         pytest.param(
-            ("allocation.trainers=1", "allocation.rollouts=2", *ASYNC, *AVERAGE, "network.publication=broadcast"),
+            (
+                "allocation.trainers=1",
+                "allocation.rollouts=2",
+                *ASYNC,
+                *AVERAGE,
+                "network.publication=broadcast",
+            ),
             marks=pytest.mark.skipif(not installed("links"), reason="needs the extension"),
         ),
         ("experiment=digits_nft", "allocation.trainers=1", "allocation.rollouts=2"),
-        ("experiment=digits_nft", "allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp", *AVERAGE),
+        (
+            "experiment=digits_nft",
+            "allocation.trainers=2",
+            "allocation.rollouts=2",
+            "parallel.sharding=fsdp",
+            *AVERAGE,
+        ),
     ],
 )
 def test_the_same_numbers_in_every_schedule(running: Any, words: tuple[str, ...]) -> None:
-    own, theirs = (ended(running(*words, where, tiny=EVALUATION, fork=True)) for where in (ROLLOUTS, TRAINERS))
+    own, theirs = (
+        ended(running(*words, where, tiny=EVALUATION, fork=True)) for where in (ROLLOUTS, TRAINERS)
+    )
     assert numbers(own.rows("metrics.jsonl")) == numbers(theirs.rows("metrics.jsonl"))
     assert_same(own.run_dir, theirs.run_dir)
 
@@ -152,7 +184,9 @@ def test_the_same_numbers_in_every_schedule(running: Any, words: tuple[str, ...]
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("schedule", [(), ASYNC, AVERAGE], ids=["sync", "async", "average"])
-def test_a_rollout_that_dies_in_the_middle_changes_no_number(running: Any, schedule: tuple[str, ...]) -> None:
+def test_a_rollout_that_dies_in_the_middle_changes_no_number(
+    running: Any, schedule: tuple[str, ...]
+) -> None:
     """Of two, one dies at its second piece, and the other makes the rest."""
     words = ("allocation.trainers=1", "allocation.rollouts=2", *schedule)
     dies = ended(running(*words, *fault("evaluate", 2, "kill", call=2), tiny=EVALUATION, fork=True))
@@ -169,10 +203,15 @@ def test_a_rollout_that_dies_in_the_middle_changes_no_number(running: Any, sched
     [("schedule=gap_tsp_tag",), ("parallel.sharding=fsdp",), ("schedule=gap_tsp_tag", *AVERAGE)],
     ids=["ddp", "fsdp", "average"],
 )
-def test_trainers_make_the_pieces_that_no_rollout_is_left_for(running: Any, words: tuple[str, ...]) -> None:
+def test_trainers_make_the_pieces_that_no_rollout_is_left_for(
+    running: Any, words: tuple[str, ...]
+) -> None:
     """The only rollout dies at its fourth piece of the second evaluation; trainers end that."""
     words = ("allocation.trainers=2", "allocation.rollouts=1", "allocation.patience_s=5", *words)
-    words = ("callbacks.evaluation.samples_per_prompt=16", *words)  # trainers hold all tasks long before
+    words = (
+        "callbacks.evaluation.samples_per_prompt=16",
+        *words,
+    )  # trainers hold all tasks long before
     dies = running(*words, *fault("evaluate", 2, "kill", call=9), tiny=EVALUATION, fork=True)
     whole = ended(running(*words, tiny=EVALUATION, fork=True))
     watch(dies)

@@ -1,4 +1,5 @@
-"""The design's invariants, one test each, by name. I2 and I3 with unequal shares and dropped groups: test_scaling."""
+"""The design's invariants, one test each, by name. I2 and I3 with unequal shares and dropped
+groups: test_scaling."""
 
 from __future__ import annotations
 
@@ -57,12 +58,21 @@ def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(tmp_path: Path) -
     ]
     records: list[Record] = []
     for number, (trainers, rollouts, words) in enumerate(modes):
-        records.append(completed(run_cluster(tmp_path / str(number), trainers, rollouts, configured(*LIGHT, *words))))
+        records.append(
+            completed(
+                run_cluster(tmp_path / str(number), trainers, rollouts, configured(*LIGHT, *words))
+            )
+        )
     for record in records[1:]:
         assert_same_cells(record, records[0])
-        assert all(relative(a, b) == 0.0 for a, b in zip(record.gradients, records[0].gradients, strict=True))
+        assert all(
+            relative(a, b) == 0.0
+            for a, b in zip(record.gradients, records[0].gradients, strict=True)
+        )
     other = reference(configured(*LIGHT, "seed=1", "max_rl_steps=1"))
-    assert not any(torch.equal(other.cells[key].latents, records[0].cells[key].latents) for key in other.cells)
+    assert not any(
+        torch.equal(other.cells[key].latents, records[0].cells[key].latents) for key in other.cells
+    )
 
 
 def test_I2_I3_order_and_size_of_fragments_do_not_change_the_gradient(tmp_path: Path) -> None:
@@ -88,14 +98,20 @@ def as_they_arrive(rank: run.Rank, world: World) -> None:
     backwards(rank, world)
 
     def newest(pending: Sequence[tuple[int, ...]], board: StepBoard) -> tuple[int, ...] | None:
-        return next((fragment for fragment in reversed(pending) if board.completed.issuperset(fragment)), None)
+        return next(
+            (fragment for fragment in reversed(pending) if board.completed.issuperset(fragment)),
+            None,
+        )
 
     rank.strategy.cut_fragment = newest  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("change", [backwards, as_they_arrive])
-def test_I3_groups_that_arrive_backwards_give_the_same_gradient(tmp_path: Path, change: Callable[..., None]) -> None:
-    """Group 0 cannot complete first: three other groups are claimed before it, and only two ranks can be late."""
+def test_I3_groups_that_arrive_backwards_give_the_same_gradient(
+    tmp_path: Path, change: Callable[..., None]
+) -> None:
+    """Group 0 cannot complete first: three other groups are claimed before it, and only two ranks
+    can be late."""
     config = configured(*LIGHT, *FP64, "schedule.gap=1", "max_rl_steps=1")
     cluster = run_cluster(tmp_path, 2, 2, config, after_build=change)
     found, wanted = completed(cluster), reference_of(config)
@@ -133,11 +149,17 @@ def part(task: Task, rewards: Tensor | None = None) -> Part:
         latents=torch.randn(2, 3, 5),
         next_latents=torch.randn(2, 3, 5),
         log_probs=torch.randn(2, 3),
-        rewards={"r": torch.rand(2) if rewards is None else rewards, "logged": torch.full((2,), torch.nan)},
+        rewards={
+            "r": torch.rand(2) if rewards is None else rewards,
+            "logged": torch.full((2,), torch.nan),
+        },
         condition={"text": torch.randn(1, 2)},
     )
     positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2)
-    data = b"".join(bytes(buffer) for buffer in encode(pack(trajectory, positions, Claim(task.index, 1, 0), 0.1)))
+    data = b"".join(
+        bytes(buffer)
+        for buffer in encode(pack(trajectory, positions, Claim(task.index, 1, 0), 0.1))
+    )
     return Part(decode(reader(data), 1 << 20))
 
 
@@ -153,27 +175,40 @@ def test_I4_an_incomplete_or_unscored_group_never_reaches_the_loss() -> None:
     assert board.is_complete((0,))
     assert not board.left_out, "a missing reward of weight 0 drops nothing"
     assert {block.weight for batch in board.batches((0,)) for block in batch.blocks} == {1.0}
-    assert all(batch.rewards["r"][1].isnan().all() for batch in board.batches((0,))), "group 1 is not there yet"
+    assert all(batch.rewards["r"][1].isnan().all() for batch in board.batches((0,))), (
+        "group 1 is not there yet"
+    )
     third, fourth = group_tasks(SPEC, 0, 1)
     board.add(part(third, torch.tensor([0.5, torch.nan])))
     board.add(part(fourth))
     assert board.left_out == {1: "missing_reward"}
     batches = board.batches((1,))
-    assert len(batches) == len(board.batches((0,))), "a dropped group keeps the number of collectives"
+    assert len(batches) == len(board.batches((0,))), (
+        "a dropped group keeps the number of collectives"
+    )
     assert not any(batch.blocks for batch in batches), "and a replica trains none of it"
     assert {batch.denominator for batch in batches} == {2 * 4 * 3.0}
 
 
 def test_I5_steps_in_one_forward_give_the_gradient_of_the_per_step_loop(tmp_path: Path) -> None:
-    config = configured(*LIGHT, *FP64, "schedule.tsp.batch=all", "schedule.tsp.shard=true", "algorithm.kl_weight=0.1")
+    config = configured(
+        *LIGHT,
+        *FP64,
+        "schedule.tsp.batch=all",
+        "schedule.tsp.shard=true",
+        "algorithm.kl_weight=0.1",
+    )
     found, wanted = completed(run_cluster(tmp_path, 2, 1, config)), reference(config, block_steps=1)
     for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
         assert relative(mine, theirs) <= 1e-12
 
 
 @pytest.mark.parametrize("corrupted", [False, True], ids=["as-stored", "one-corrupted"])
-def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(tmp_path: Path, corrupted: bool) -> None:
-    """One stored log-prob changed by 1e-3 on its way moves `first_ratio_max_dev` by 1e-3; else it is exactly 0."""
+def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
+    tmp_path: Path, corrupted: bool
+) -> None:
+    """One stored log-prob changed by 1e-3 on its way moves `first_ratio_max_dev` by 1e-3; else it
+    is exactly 0."""
 
     def corrupt(rank: run.Rank, world: World) -> None:
         original = worker.pack
@@ -211,10 +246,11 @@ def slow_rollouts(rank: run.Rank, world: World) -> None:
 
 
 def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: Path) -> None:
-    """A trainer that lends once before a step's first fragment, and whenever it may after it, also between the two
-    updates of a batch: nothing of its own moves, no lent work starts while a fragment is ready, the published weights
-    are used, and the run equals its reference. The rollout rank holds back the later groups of a step until the trainer
-    has lent in an open update, the last ones until it has lent between updates."""
+    """A trainer that lends once before a step's first fragment, and whenever it may after it, also
+    between the two updates of a batch: nothing of its own moves, no lent work starts while a
+    fragment is ready, the published weights are used, and the run equals its reference. The rollout
+    rank holds back the later groups of a step until the trainer has lent in an open update, the
+    last ones until it has lent between updates."""
 
     def hold_back(rank: run.Rank) -> None:
         advance = rank.strategy.engine.advance
@@ -233,17 +269,26 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
     def lend_always(rank: run.Rank, world: World) -> None:
         if not world.is_trainer:
             return hold_back(rank)
-        strategy, lend, publish, generate = rank.strategy, Lending._lend, Publisher.publish, TaskRunner.run
+        strategy, lend, publish, generate = (
+            rank.strategy,
+            Lending._lend,
+            Publisher.publish,
+            TaskRunner.run,
+        )
         early: set[int] = set()
         published: dict[str, Tensor] = {}
 
-        def remember(publisher: Publisher, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+        def remember(
+            publisher: Publisher, version: int, tensors: Mapping[str, Tensor] | None = None
+        ) -> None:
             publish(publisher, version, tensors)
             published.update(_weights(rank))
 
         def with_published_weights(runner: TaskRunner, *words: Any) -> None:
             now = _weights(rank)
-            assert all(torch.equal(now[name], tensor) for name, tensor in published.items()), "unpublished weights"
+            assert all(torch.equal(now[name], tensor) for name, tensor in published.items()), (
+                "unpublished weights"
+            )
             generate(runner, *words)
 
         def one_then_always(board: StepBoard, pending: list[tuple[int, ...]]) -> int:
@@ -254,28 +299,43 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
 
         strategy.on_bubble = one_then_always  # type: ignore[method-assign, assignment]
 
-        def watched(lending: Lending, board: StepBoard, update: int, pending: list[tuple[int, ...]]) -> None:
-            assert strategy.cut_fragment(pending, board) is None, "lent although a fragment was ready"
+        def watched(
+            lending: Lending, board: StepBoard, update: int, pending: list[tuple[int, ...]]
+        ) -> None:
+            assert strategy.cut_fragment(pending, board) is None, (
+                "lent although a fragment was ready"
+            )
             before = _own_state(rank)
             lend(lending, board, update, pending)
             after = _own_state(rank)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name], after[name]) for name in before)
             accumulated = any(name.startswith("grad/") for name in before)
-            moment = "between" if strategy.state.updates_done else "open" if accumulated else "before"
+            moment = (
+                "between" if strategy.state.updates_done else "open" if accumulated else "before"
+            )
             (tmp_path / f"{moment}-{board.step}").touch()
 
         Lending._lend = watched  # type: ignore[method-assign]
         TaskRunner.run = with_published_weights  # type: ignore[method-assign]
         Publisher.publish = remember  # type: ignore[method-assign]
 
-    words = ("schedule.gap=1", "schedule.tag=true", "algorithm.updates_per_batch=2", "algorithm.optimizer.momentum=0.9")
-    config = configured(*LIGHT, *[f"+{w}" if "momentum" in w else w for w in words], "data.prompts_per_batch=6")
+    words = (
+        "schedule.gap=1",
+        "schedule.tag=true",
+        "algorithm.updates_per_batch=2",
+        "algorithm.optimizer.momentum=0.9",
+    )
+    config = configured(
+        *LIGHT, *[f"+{w}" if "momentum" in w else w for w in words], "data.prompts_per_batch=6"
+    )
     found = completed(run_cluster(tmp_path, 1, 1, config, after_build=lend_always))
     wanted = reference(config)
     assert_same_cells(found, wanted)
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
-    moments = [file.name for pattern in ("between-*", "open-*") for file in sorted(tmp_path.glob(pattern))]
+    moments = [
+        file.name for pattern in ("between-*", "open-*") for file in sorted(tmp_path.glob(pattern))
+    ]
     assert moments == ["between-0", "between-1", "open-0", "open-1"]
 
 
@@ -289,17 +349,27 @@ def _own_state(rank: run.Rank) -> dict[str, Tensor]:
     """Everything of a trainer that lending must not touch."""
     parameters = rank.module.policy.trained_parameters()  # type: ignore[union-attr, operator]
     state = _weights(rank)
-    state |= {f"grad/{name}": p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    state |= {
+        f"grad/{name}": p.grad.clone() for name, p in parameters.items() if p.grad is not None
+    }
     for number, slots in enumerate(rank.trainer.optimizers[0].state.values()):
-        state |= {f"slot/{number}/{name}": v.clone() for name, v in slots.items() if isinstance(v, Tensor)}
+        state |= {
+            f"slot/{number}/{name}": v.clone() for name, v in slots.items() if isinstance(v, Tensor)
+        }
     state["rng/torch"] = torch.get_rng_state()
     state["rng/python"] = torch.tensor([hash(random.getstate()) & 0xFFFFFFFF])
     return state
 
 
 def test_I7_I8_I9_I10_versions_follow_the_rule_and_nothing_is_lost(tmp_path: Path) -> None:
-    """One-step asynchrony: one version per trajectory and group, the one fixed by (step, group); staleness <= 1."""
-    words = ("schedule=full", "schedule.tsp.batch=1", "max_rl_steps=4", "schedule.stale_fraction=0.5")
+    """One-step asynchrony: one version per trajectory and group, the one fixed by (step, group);
+    staleness <= 1."""
+    words = (
+        "schedule=full",
+        "schedule.tsp.batch=1",
+        "max_rl_steps=4",
+        "schedule.stale_fraction=0.5",
+    )
     config = configured(*LIGHT, *FP64, *words, "sampling.steps=3")
     cluster = run_cluster(tmp_path, 1, 2, config, after_build=slow_rollouts)
     found = completed(cluster)
@@ -309,10 +379,16 @@ def test_I7_I8_I9_I10_versions_follow_the_rule_and_nothing_is_lost(tmp_path: Pat
         versions.setdefault((step, group), set()).add(cell.version)
     assert all(version == {group_version(spec, *key)} for key, version in versions.items())
     assert {step - version for (step, _), (version,) in versions.items()} == {0, 1}
-    finished = [row for row in cluster.spans() if row["stage"] in ("generate", "lend") and "handed_to" not in row]
+    finished = [
+        row
+        for row in cluster.spans()
+        if row["stage"] in ("generate", "lend") and "handed_to" not in row
+    ]
     issued = sum(row["samples"] for row in finished)
     trained = len({key[:3] for key in found.cells})
-    assert issued == trained == 4 * 16, "issued = trained + dropped + in flight, with none dropped or in flight"
+    assert issued == trained == 4 * 16, (
+        "issued = trained + dropped + in flight, with none dropped or in flight"
+    )
     assert_same_cells(found, reference_of(config))
 
 
@@ -335,7 +411,12 @@ def engine() -> RolloutEngine:
     parts = Reference(config)
     module = run.configuration.instantiate(config.algorithm, policy=parts.policy)
     return RolloutEngine(
-        parts.policy, parts.rewards, module.sde, module.train_steps, run.sampling_spec(config), config.seed
+        parts.policy,
+        parts.rewards,
+        module.sde,
+        module.train_steps,
+        run.sampling_spec(config),
+        config.seed,
     )
 
 
@@ -344,7 +425,9 @@ TASK = Task(step=2, index=1, group=0, first_sample=2, samples=2, version=2)
 CLAIM = Claim(position=1, rank=3, attempt=1)
 
 
-def generated(engine: RolloutEngine, between: Callable[[Generation], Generation] = lambda g: g) -> Generation:
+def generated(
+    engine: RolloutEngine, between: Callable[[Generation], Generation] = lambda g: g
+) -> Generation:
     generation = engine.begin(TASK, PROMPT)
     while engine.steps_left(generation):
         generation = between(engine.advance(generation))
@@ -353,7 +436,10 @@ def generated(engine: RolloutEngine, between: Callable[[Generation], Generation]
 
 def assert_equal_states(a: Generation, b: Generation) -> None:
     for name in ("kept_latents", "kept_next_latents", "kept_log_probs"):
-        assert all(torch.equal(x, y) for x, y in zip(getattr(a.state, name), getattr(b.state, name), strict=True))
+        assert all(
+            torch.equal(x, y)
+            for x, y in zip(getattr(a.state, name), getattr(b.state, name), strict=True)
+        )
     assert torch.equal(a.state.latents, b.state.latents)
 
 
@@ -376,7 +462,9 @@ def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEng
     """Through the wire format after each denoising step."""
 
     def travel(generation: Generation) -> Generation:
-        data = b"".join(bytes(buffer) for buffer in encode(pack_state(generation.task, generation.state, CLAIM)))
+        data = b"".join(
+            bytes(buffer) for buffer in encode(pack_state(generation.task, generation.state, CLAIM))
+        )
         suspended = Suspended.of(decode(reader(data), 1 << 20), CLAIM.rank)
         assert (suspended.task, suspended.claim) == (TASK, CLAIM)
         return Generation(suspended.task, PROMPT, suspended.state(torch.device("cpu")))
@@ -390,9 +478,12 @@ def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEng
 
 
 @pytest.mark.parametrize("asynchronous", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_I12_loans_that_end_in_mid_trajectory_change_no_bit(tmp_path: Path, asynchronous: int) -> None:
-    """The trainer is slow and takes a task as soon as group 0 is claimed: its fragment is ready before the task ends. A
-    rollout goes on with the weights that began the task, and the run equals its reference."""
+def test_I12_loans_that_end_in_mid_trajectory_change_no_bit(
+    tmp_path: Path, asynchronous: int
+) -> None:
+    """The trainer is slow and takes a task as soon as group 0 is claimed: its fragment is ready
+    before the task ends. A rollout goes on with the weights that began the task, and the run equals
+    its reference."""
 
     def lend_slowly(rank: run.Rank, world: World) -> None:
         slow(rank, seconds=0.3 if world.is_trainer else 0.1)
@@ -404,7 +495,9 @@ def test_I12_loans_that_end_in_mid_trajectory_change_no_bit(tmp_path: Path, asyn
             adopt(self)
             held[0] = self._version
 
-        def resumed(self: TaskRunner, task: Suspended, interrupt: worker.Interrupt | None = None) -> None:
+        def resumed(
+            self: TaskRunner, task: Suspended, interrupt: worker.Interrupt | None = None
+        ) -> None:
             assert task.task.version == held[0], "a task was resumed with other weights"
             resume(self, task, interrupt)
 
@@ -416,13 +509,16 @@ def test_I12_loans_that_end_in_mid_trajectory_change_no_bit(tmp_path: Path, asyn
     found, wanted = completed(cluster), reference_of(config)
     assert_same_cells(found, wanted)
     assert all(torch.equal(found.weights[name], tensor) for name, tensor in wanted.weights.items())
-    assert any("handed_to" in row for row in cluster.spans("lend")), "no loan ended in mid-trajectory"
+    assert any("handed_to" in row for row in cluster.spans("lend")), (
+        "no loan ended in mid-trajectory"
+    )
 
 
 @pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_nothing_between_roles_is_pickled(tmp_path: Path, sharding: str) -> None:
-    """A whole run, checkpoint and resume included, with every way to load a pickle broken in every rank. Only trainers
-    keep the one by which Lightning tells its other ranks a path, inside their own process group."""
+    """A whole run, checkpoint and resume included, with every way to load a pickle broken in every
+    rank. Only trainers keep the one by which Lightning tells its other ranks a path, inside their
+    own process group."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("something was unpickled")
@@ -441,13 +537,21 @@ def test_nothing_between_roles_is_pickled(tmp_path: Path, sharding: str) -> None
 
         def checked() -> None:
             setup()
-            assert dist.get_world_size() == (2 if world.is_trainer else 1), "a process group with another role"
+            assert dist.get_world_size() == (2 if world.is_trainer else 1), (
+                "a process group with another role"
+            )
 
         rank.strategy.setup_distributed = checked  # type: ignore[method-assign]
 
     def run_it(*words: str, resume: bool = False) -> None:
-        config = configured("algorithm.kl_weight=0", "schedule=full", f"parallel.sharding={sharding}", *words)
-        completed(run_cluster(tmp_path, 2, 2, config, resume, before=break_pickle, after_build=own_group_alone))
+        config = configured(
+            "algorithm.kl_weight=0", "schedule=full", f"parallel.sharding={sharding}", *words
+        )
+        completed(
+            run_cluster(
+                tmp_path, 2, 2, config, resume, before=break_pickle, after_build=own_group_alone
+            )
+        )
 
     run_it("callbacks.checkpoint.every=1")
     run_it("max_rl_steps=3", resume=True)

@@ -22,7 +22,8 @@ LIMIT_S = 2.0
 
 
 def impatient_collectives_and_slow_rollouts(rank: run.Rank, world: World) -> None:
-    """Collectives last at most `LIMIT_S` once training begins; the first fragment takes twice as long to generate."""
+    """Collectives last at most `LIMIT_S` once training begins; the first fragment takes twice as
+    long to generate."""
     strategy = rank.strategy
     begin, advance = strategy.begin, strategy.engine.advance
 
@@ -44,17 +45,27 @@ def impatient_collectives_and_slow_rollouts(rank: run.Rank, world: World) -> Non
 
 @pytest.mark.slow
 def test_a_wait_in_lockstep_survives_the_limit_of_a_collective(tmp_path: Path) -> None:
-    words = ("schedule=gap_tsp_tag", "parallel.sharding=fsdp", "max_rl_steps=1", "data.prompts_per_batch=2")
+    words = (
+        "schedule=gap_tsp_tag",
+        "parallel.sharding=fsdp",
+        "max_rl_steps=1",
+        "data.prompts_per_batch=2",
+    )
     config = configured(*LIGHT, *words)
-    cluster = run_cluster(tmp_path, 2, 1, config, after_build=impatient_collectives_and_slow_rollouts)
+    cluster = run_cluster(
+        tmp_path, 2, 1, config, after_build=impatient_collectives_and_slow_rollouts
+    )
     completed(cluster)
     waits = [row["end"] - row["start"] for row in cluster.spans("wait") if row["rank"] == 0]
     assert max(waits) > 1.5 * LIMIT_S, "nobody waited longer than a collective may"
 
 
 @pytest.mark.parametrize("unequal", [True, False])
-def test_replicas_on_unequal_gpus_take_the_first_ones_weights(tmp_path: Path, unequal: bool) -> None:
-    """A last bit that differs after an update ends a run of equal GPUs, and is levelled out where they are unequal."""
+def test_replicas_on_unequal_gpus_take_the_first_ones_weights(
+    tmp_path: Path, unequal: bool
+) -> None:
+    """A last bit that differs after an update ends a run of equal GPUs, and is levelled out where
+    they are unequal."""
 
     def drift(rank: run.Rank, world: World) -> None:
         strategy = rank.strategy

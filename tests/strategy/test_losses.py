@@ -1,4 +1,5 @@
-"""A rollout rank may die alone: its tasks go back, and the run computes what it would have computed (I1, I11)."""
+"""A rollout rank may die alone: its tasks go back, and the run computes what it would have computed
+(I1, I11)."""
 
 from __future__ import annotations
 
@@ -76,9 +77,17 @@ def test_I12_a_rollout_that_is_asked_to_go_hands_its_task_over(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [4, 7])
-def test_sharded_trainers_make_again_what_the_last_rollout_sent_to_some_of_them(tmp_path: Path, sent: int) -> None:
-    """It dies between two messages, one to each trainer for each task: trainers go on with what all of them hold."""
-    words = ("schedule.gap=1", "schedule.tag=true", "parallel.sharding=fsdp", "allocation.patience_s=30")
+def test_sharded_trainers_make_again_what_the_last_rollout_sent_to_some_of_them(
+    tmp_path: Path, sent: int
+) -> None:
+    """It dies between two messages, one to each trainer for each task: trainers go on with what all
+    of them hold."""
+    words = (
+        "schedule.gap=1",
+        "schedule.tag=true",
+        "parallel.sharding=fsdp",
+        "allocation.patience_s=30",
+    )
 
     def before(world: World, session: Session) -> None:
         Fault("send", 2, "kill", sent)
@@ -86,7 +95,9 @@ def test_sharded_trainers_make_again_what_the_last_rollout_sent_to_some_of_them(
 
     config = configured(*LIGHT, "model.lora=null", *words)
     cluster = run_cluster(tmp_path, 2, 1, config, before=before)
-    assert_equal_runs(completed(cluster), reference_of(config), exact=False, double=False, weight_bound=1e-6)
+    assert_equal_runs(
+        completed(cluster), reference_of(config), exact=False, double=False, weight_bound=1e-6
+    )
     (event,) = lost(cluster)
     assert len(event["reissued"]) > 0  # type: ignore[arg-type]
 
@@ -123,8 +134,11 @@ def test_a_task_that_kills_two_rollouts_ends_the_run_and_is_named(tmp_path: Path
     assert len(lost(cluster)) == 1
 
 
-def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_needs(tmp_path: Path) -> None:
-    """One-step asynchrony: rank 2 dies with a task of version 0 when the other rollout already holds version 1."""
+def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_needs(
+    tmp_path: Path,
+) -> None:
+    """One-step asynchrony: rank 2 dies with a task of version 0 when the other rollout already
+    holds version 1."""
     others_hold_next = tmp_path / "adopted"
 
     def die_late(rank: run.Rank, world: World) -> None:
@@ -156,7 +170,8 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_ranks_do_not_collect_what_the_launching_process_left(tmp_path: Path, kept: bool) -> None:
-    """An earlier store in a reference cycle: its end in a forked rank, where its threads do not run, would abort it."""
+    """An earlier store in a reference cycle: its end in a forked rank, where its threads do not
+    run, would abort it."""
     left: list[object] = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     left.append(left)
     if not kept:

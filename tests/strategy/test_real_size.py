@@ -1,4 +1,5 @@
-"""What a rank of a large world holds: sharded by the project's own classes over a process group that does not exist."""
+"""What a rank of a large world holds: sharded by the project's own classes over a process group
+that does not exist."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ REST = tuple(FAMILY.values())
 
 
 def as_one_of_many(body: Callable[[], None], number: int = 0) -> None:
-    """Run `body` as a rank of 16, whose collectives return at once. In a fork, because a process that has sharded can
-    fork no ranks that train."""
+    """Run `body` as a rank of 16, whose collectives return at once. In a fork, because a process
+    that has sharded can fork no ranks that train."""
 
     def rank() -> None:
         dist.init_process_group("fake", rank=number, world_size=TRAINERS, store=FakeStore())
@@ -51,7 +52,11 @@ def test_the_reference_is_sharded_again_after_its_forward() -> None:
         with torch.no_grad(), policy.reference():
             policy.velocity(torch.zeros(1, *policy.latent_shape), torch.ones(1), condition)
         for network in policy.networks():
-            whole = [name for name, parameter in network.named_parameters() if not isinstance(parameter, DTensor)]
+            whole = [
+                name
+                for name, parameter in network.named_parameters()
+                if not isinstance(parameter, DTensor)
+            ]
             assert not whole, "these stay gathered between forwards"
 
     as_one_of_many(body)
@@ -62,10 +67,12 @@ SHARDED = list(itertools.product(REST, (False, True)))
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow) for case in SHARDED]
+    ("family", "lora"),
+    [pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow) for case in SHARDED],
 )
 def test_a_shard_holds_a_sixteenth(family: str, lora: bool) -> None:
-    """Within a tenth of the parameters' bytes over 16; what lies outside the blocks is sharded as well."""
+    """Within a tenth of the parameters' bytes over 16; what lies outside the blocks is sharded as
+    well."""
 
     def body() -> None:
         policy = real(family, lora)
@@ -84,13 +91,19 @@ def test_a_shard_holds_a_sixteenth(family: str, lora: bool) -> None:
 
 
 @pytest.mark.parametrize("tune", ["lora", "full"])
-@pytest.mark.parametrize("family", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+@pytest.mark.parametrize(
+    "family", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
+)
 def test_every_rank_reads_its_own_rows_of_the_same_weights(family: str, tune: str) -> None:
-    """Built without memory, sharded, then filled: values, dtypes and buffers are those of the whole build, bit by bit;
-    so are the adapter and the reference."""
+    """Built without memory, sharded, then filled: values, dtypes and buffers are those of the whole
+    build, bit by bit; so are the adapter and the reference."""
 
     def body() -> None:
-        arguments = {"lora": "full" if tune == "full" else None, "dtype": "bfloat16", "keep_reference": tune == "full"}
+        arguments = {
+            "lora": "full" if tune == "full" else None,
+            "dtype": "bfloat16",
+            "keep_reference": tune == "full",
+        }
         whole, part = make(family, **arguments), make(family, **arguments, empty=True)
         assert all(parameter.is_meta for parameter in part.transformer.parameters())
         mesh = mesh_of("fsdp", TRAINERS, 1, "cpu")
@@ -116,7 +129,8 @@ def test_every_rank_reads_its_own_rows_of_the_same_weights(family: str, tune: st
 
 
 def test_a_collective_of_some_trainers_ends_by_the_limit_of_all(tmp_path: Path) -> None:
-    """In the groups of hsdp's mesh, and of context groups: rank 0 waits for a partner that never comes."""
+    """In the groups of hsdp's mesh, and of context groups: rank 0 waits for a partner that never
+    comes."""
 
     def rank(number: int) -> None:
         store = dist.FileStore(str(tmp_path / "store"), 4)

@@ -1,5 +1,5 @@
-"""3 RL steps + resume + 3 are the same run as 6: weights, gradients and samples, bit for bit. The prompt stream stops
-in the middle of an epoch (6 of 10 prompts)."""
+"""3 RL steps + resume + 3 are the same run as 6: weights, gradients and samples, bit for bit. The
+prompt stream stops in the middle of an epoch (6 of 10 prompts)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from tests.strategy.processes import FULL, assert_same_cells, completed, configu
 
 pytestmark = pytest.mark.processes
 
-SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.every=3", "algorithm.kl_weight=0.05")
+SMALL = (
+    "data.prompts_per_batch=2",
+    "sampling.steps=3",
+    "callbacks.checkpoint.every=3",
+    "algorithm.kl_weight=0.05",
+)
 
 
 @pytest.mark.parametrize(
@@ -20,23 +25,50 @@ SMALL = ("data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.e
     [
         pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
         (1, 1, ("schedule.async_steps=1", "schedule.gap=1", "schedule.tag=true")),
-        pytest.param(1, 0, ("algorithm.updates_per_batch=2", "+algorithm/ema=default"), marks=pytest.mark.slow),
         pytest.param(
-            2, 1, ("data.oversample=2", "data.zero_variance_groups=drop", "schedule.gap=1"), marks=pytest.mark.slow
+            1,
+            0,
+            ("algorithm.updates_per_batch=2", "+algorithm/ema=default"),
+            marks=pytest.mark.slow,
         ),
-        pytest.param(2, 1, ("parallel.sharding=fsdp", *FULL, "+algorithm/ema=default"), marks=pytest.mark.slow),
-        pytest.param(4, 1, ("parallel.sharding=hsdp", "parallel.shard_group=2"), marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            1,
+            ("data.oversample=2", "data.zero_variance_groups=drop", "schedule.gap=1"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            1,
+            ("parallel.sharding=fsdp", *FULL, "+algorithm/ema=default"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4, 1, ("parallel.sharding=hsdp", "parallel.shard_group=2"), marks=pytest.mark.slow
+        ),
     ],
-    ids=["sync", "async", "colocated-two-updates-ema", "oversampled", "fsdp-all-weights-ema", "hsdp"],
+    ids=[
+        "sync",
+        "async",
+        "colocated-two-updates-ema",
+        "oversampled",
+        "fsdp-all-weights-ema",
+        "hsdp",
+    ],
 )
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     tmp_path: Path, trainers: int, rollouts: int, words: tuple[str, ...]
 ) -> None:
     whole = configured(*SMALL, *words, "max_rl_steps=6")
     uninterrupted = completed(run_cluster(tmp_path / "whole", trainers, rollouts, whole))
-    # The first half must not know that it ends: with asynchrony step 2 already generates for step 3.
+    # The first half must not know that it ends: with asynchrony step 2 already generates for step
+    # 3.
     cut = run_cluster(
-        tmp_path / "halves", trainers, rollouts, whole, after_build=lambda rank, world: _stop_after(rank, 3)
+        tmp_path / "halves",
+        trainers,
+        rollouts,
+        whole,
+        after_build=lambda rank, world: _stop_after(rank, 3),
     )
     first = completed(cut)
     second = completed(run_cluster(tmp_path / "halves", trainers, rollouts, whole, resume=True))
@@ -49,11 +81,14 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(
     assert len(gradients) == updates
     for mine, theirs in zip(gradients, uninterrupted.gradients, strict=True):
         assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
-    assert all(torch.equal(second.weights[name], tensor) for name, tensor in uninterrupted.weights.items())
+    assert all(
+        torch.equal(second.weights[name], tensor) for name, tensor in uninterrupted.weights.items()
+    )
     if whole.schedule.async_steps:
         assert {cell.version for key, cell in second.cells.items() if key[:2] == (3, 0)} == {2}
 
 
 def _stop_after(rank: object, steps: int) -> None:
-    """End the fit after `steps` epochs, as a stop request does: the schedule still plans for the whole run."""
+    """End the fit after `steps` epochs, as a stop request does: the schedule still plans for the
+    whole run."""
     rank.trainer.fit_loop.max_epochs = steps  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
-"""The scaling rule: one place scales, so shares, dropped groups and sharding leave the gradient what it is.
+"""The scaling rule: one place scales, so shares, dropped groups and sharding leave the gradient
+what it is.
 
-Each trainer returns a sum over its cells divided by the update's own denominator; the Strategy undoes Lightning's
-division by the accumulation count and the mean over ranks. All in fp64, where a wrong factor cannot hide in rounding.
+Each trainer returns a sum over its cells divided by the update's own denominator; the Strategy
+undoes Lightning's division by the accumulation count and the mean over ranks. All in fp64, where a
+wrong factor cannot hide in rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from tests.strategy.test_equality import LIGHT
 
 pytestmark = pytest.mark.processes
 
-FORGETFUL = ("allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Forgetful")
+FORGETFUL = (
+    "allow_targets=[tests]",
+    "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Forgetful",
+)
 ALL_DIGITS = ("data.prompts_per_batch=10", "sampling.task_size=4", "sampling.steps=3")
 
 
@@ -30,7 +35,8 @@ ALL_DIGITS = ("data.prompts_per_batch=10", "sampling.task_size=4", "sampling.ste
     ],
 )
 def test_shares_leave_the_gradient_alone(tmp_path: Path, sharding: str, shares: str) -> None:
-    """Micro-batch sizes differ, their number does not; a rank without cells joins with zero weight (I2, I3)."""
+    """Micro-batch sizes differ, their number does not; a rank without cells joins with zero weight
+    (I2, I3)."""
     words = [f"schedule.shares={shares}", "schedule.gap=2", f"parallel.sharding={sharding}"]
     config = configured(*LIGHT, *FP64, *words)
     found, wanted = completed(run_cluster(tmp_path, 2, 1, config)), reference(config)
@@ -44,13 +50,19 @@ def test_shares_leave_the_gradient_alone(tmp_path: Path, sharding: str, shares: 
 
 
 @pytest.mark.parametrize(
-    ("sharding", "shares"), [("ddp", "equal"), pytest.param("fsdp", "[3,1]", marks=pytest.mark.slow)]
+    ("sharding", "shares"),
+    [("ddp", "equal"), pytest.param("fsdp", "[3,1]", marks=pytest.mark.slow)],
 )
 def test_a_dropped_group_gives_no_gradient_and_keeps_the_denominator(
     tmp_path: Path, sharding: str, shares: str
 ) -> None:
     """I10 too: issued = trained + dropped."""
-    words = [f"parallel.sharding={sharding}", f"schedule.shares={shares}", "schedule.gap=1", "schedule.tsp.shard=true"]
+    words = [
+        f"parallel.sharding={sharding}",
+        f"schedule.shares={shares}",
+        "schedule.gap=1",
+        "schedule.tsp.shard=true",
+    ]
     config = configured(*LIGHT, *FP64, *ALL_DIGITS, *FORGETFUL, *words)
     cluster = run_cluster(tmp_path, 2, 1, config)
     found, wanted = completed(cluster), reference(config)

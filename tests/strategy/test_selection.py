@@ -1,4 +1,5 @@
-"""Groups that teach nothing: dropped, or replaced by others, with the same gradient in every schedule."""
+"""Groups that teach nothing: dropped, or replaced by others, with the same gradient in every
+schedule."""
 
 from __future__ import annotations
 
@@ -13,11 +14,18 @@ from tests.strategy.test_equality import LIGHT, reference_of
 
 pytestmark = pytest.mark.processes
 
-SCORER = ("allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.HalfIndifferent")
+SCORER = (
+    "allow_targets=[tests]",
+    "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.HalfIndifferent",
+)
 OPTIONS = {
     "drop": ("data.zero_variance_groups=drop",),
     "oversample": ("data.oversample=4",),
-    "both": ("data.oversample=2", "data.zero_variance_groups=drop", "algorithm.updates_per_batch=2"),
+    "both": (
+        "data.oversample=2",
+        "data.zero_variance_groups=drop",
+        "algorithm.updates_per_batch=2",
+    ),
     "both-kl": ("data.oversample=2", "data.zero_variance_groups=drop", "algorithm.kl_weight=0.05"),
 }
 SCHEDULES = {
@@ -34,7 +42,9 @@ USUAL = {("both", "gap"), ("drop", "async")}
 @pytest.mark.parametrize(
     ("option", "schedule"),
     [
-        pytest.param(option, schedule, marks=() if (option, schedule) in USUAL else pytest.mark.slow)
+        pytest.param(
+            option, schedule, marks=() if (option, schedule) in USUAL else pytest.mark.slow
+        )
         for option in OPTIONS
         for schedule in SCHEDULES
     ],
@@ -58,5 +68,7 @@ def test_every_schedule_trains_the_same_groups_with_the_same_gradient(
     assert groups["missing_reward"] == 0
     assert (groups["surplus"] > 0) == (data.oversample > 0)
     spans = read_run(tmp_path).spans
-    generated = {(span.step, span.args["group"]) for span in spans if span.stage in ("generate", "lend")}
+    generated = {
+        (span.step, span.args["group"]) for span in spans if span.stage in ("generate", "lend")
+    }
     assert len(generated) == sum(groups.values())

@@ -1,4 +1,5 @@
-"""Checkpoints of sharded trainers: each writes and reads the rows that it holds, beside training; nobody gathers."""
+"""Checkpoints of sharded trainers: each writes and reads the rows that it holds, beside training;
+nobody gathers."""
 
 from __future__ import annotations
 
@@ -47,7 +48,10 @@ def as_ranks(ranks: int, body: Callable[[int], None], folder: Path) -> None:
         body(number)
         dist.destroy_process_group()
 
-    processes = [multiprocessing.get_context("fork").Process(target=rank, args=(number,)) for number in range(ranks)]
+    processes = [
+        multiprocessing.get_context("fork").Process(target=rank, args=(number,))
+        for number in range(ranks)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -60,37 +64,57 @@ def sharded(tensor: Tensor, ranks: int) -> DTensor:
 
 
 def content(place: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    moments = {name: {"step": torch.tensor(3.0), "exp_avg": place(-value)} for name, value in WHOLE.items()}
+    moments = {
+        name: {"step": torch.tensor(3.0), "exp_avg": place(-value)} for name, value in WHOLE.items()
+    }
     return {
         "epoch": 3,
         "state_dict": {PREFIX + name: place(value) for name, value in WHOLE.items()},
-        "optimizer_states": [{"state": moments, "param_groups": [{"lr": 0.1, "params": list(WHOLE)}]}],
-        "algorithm": {"ema": {name: place(2 * value) for name, value in WHOLE.items()}, "ema_steps": 8},
+        "optimizer_states": [
+            {"state": moments, "param_groups": [{"lr": 0.1, "params": list(WHOLE)}]}
+        ],
+        "algorithm": {
+            "ema": {name: place(2 * value) for name, value in WHOLE.items()},
+            "ema_steps": 8,
+        },
     }
 
 
 def test_two_ranks_write_what_one_would_and_three_read_it(tmp_path: Path) -> None:
-    """Also: changes after `begin` do not reach the checkpoint; a disk that is full on one rank is told to both."""
-    alone, together, failed = (tmp_path / name / "step-000003" for name in ("alone", "together", "failed"))
+    """Also: changes after `begin` do not reach the checkpoint; a disk that is full on one rank is
+    told to both."""
+    alone, together, failed = (
+        tmp_path / name / "step-000003" for name in ("alone", "together", "failed")
+    )
     DirectoryCheckpointIO().save_checkpoint(content(torch.clone), alone)
 
     def write(number: int) -> None:
         checkpoint = content(lambda tensor: sharded(tensor, 2))
-        writing = DirectoryCheckpointIO().begin(checkpoint, together, dist.new_group(backend="gloo"))
+        writing = DirectoryCheckpointIO().begin(
+            checkpoint, together, dist.new_group(backend="gloo")
+        )
         checkpoint["state_dict"][PREFIX + "block.weight"].zero_()
         writing.result()
         if number == 1:
             storage.save_file = _full
         with pytest.raises(OSError, match="No space left"):
-            DirectoryCheckpointIO().begin(checkpoint, failed, dist.new_group(backend="gloo")).result()
+            DirectoryCheckpointIO().begin(
+                checkpoint, failed, dist.new_group(backend="gloo")
+            ).result()
 
     def load(number: int) -> None:
         def room(place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-            return sharded(torch.empty(size, dtype=dtype), 3) if size else torch.empty(size, dtype=dtype)
+            return (
+                sharded(torch.empty(size, dtype=dtype), 3)
+                if size
+                else torch.empty(size, dtype=dtype)
+            )
 
         found = read(together, group=dist.group.WORLD, room=room)
         for name, value in WHOLE.items():
-            assert torch.equal(found["algorithm"]["ema"][name].to_local(), sharded(2 * value, 3).to_local())
+            assert torch.equal(
+                found["algorithm"]["ema"][name].to_local(), sharded(2 * value, 3).to_local()
+            )
 
     as_ranks(2, write, tmp_path)
     assert not list(failed.parent.iterdir()), "something was left behind"
@@ -104,7 +128,10 @@ def test_two_ranks_write_what_one_would_and_three_read_it(tmp_path: Path) -> Non
         for found in both:
             assert torch.equal(found["optimizer_states"][0]["state"][name]["exp_avg"], -value)
             assert torch.equal(found["state_dict"][PREFIX + name], value)
-    assert both[0]["optimizer_states"][0]["param_groups"] == both[1]["optimizer_states"][0]["param_groups"]
+    assert (
+        both[0]["optimizer_states"][0]["param_groups"]
+        == both[1]["optimizer_states"][0]["param_groups"]
+    )
     as_ranks(3, load, tmp_path)
 
 
@@ -112,8 +139,20 @@ def _full(*args: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-SHARDED = (*FULL, *FP64, "parallel.sharding=fsdp", "+algorithm/ema=default", "algorithm.ema.every=1")
-TRAINED = (*SHARDED, "data.prompts_per_batch=2", "sampling.steps=3", "callbacks.checkpoint.every=1", "max_rl_steps=4")
+SHARDED = (
+    *FULL,
+    *FP64,
+    "parallel.sharding=fsdp",
+    "+algorithm/ema=default",
+    "algorithm.ema.every=1",
+)
+TRAINED = (
+    *SHARDED,
+    "data.prompts_per_batch=2",
+    "sampling.steps=3",
+    "callbacks.checkpoint.every=1",
+    "max_rl_steps=4",
+)
 
 
 @contextmanager
@@ -132,14 +171,21 @@ def nothing_gathered() -> Iterator[None]:
 
 
 def watched(counts: Path) -> Callable[[run.Rank, World], None]:
-    """Notes the bytes that each trainer has to hold for each checkpoint; no checkpoint gathers anything."""
+    """Notes the bytes that each trainer has to hold for each checkpoint; no checkpoint gathers
+    anything."""
 
     def watch(rank: run.Rank, world: World) -> None:
-        strategy, save, load = rank.strategy, rank.trainer.save_checkpoint, rank.strategy.load_checkpoint
+        strategy, save, load = (
+            rank.strategy,
+            rank.trainer.save_checkpoint,
+            rank.strategy.load_checkpoint,
+        )
         begin = strategy.checkpoint_io.begin  # type: ignore[attr-defined]
 
         def counted(checkpoint: dict[str, Any], *args: Any) -> Any:
-            held = [value.to_local() for value in _tensors(checkpoint) if isinstance(value, DTensor)]
+            held = [
+                value.to_local() for value in _tensors(checkpoint) if isinstance(value, DTensor)
+            ]
             with (counts / f"bytes-{world.rank}").open("a") as file:
                 file.write(f"{sum(value.numel() * value.element_size() for value in held)}\n")
             return begin(checkpoint, *args)
@@ -160,7 +206,9 @@ def watched(counts: Path) -> Callable[[run.Rank, World], None]:
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:
-    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+    for value in (
+        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    ):
         if isinstance(value, Tensor):
             yield value
         else:
@@ -173,22 +221,32 @@ def kill_while_writing() -> None:
 
 
 def averaged(run_dir: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = read(newest_valid(run_dir / "checkpoints"), ("algorithm",))["algorithm"]["ema"]
+    found: dict[str, Tensor] = read(newest_valid(run_dir / "checkpoints"), ("algorithm",))[
+        "algorithm"
+    ]["ema"]
     return found
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_while_it_writes_and_a_damaged_shard_cost_steps_and_no_bit(tmp_path: Path) -> None:
-    """The third checkpoint is torn, the second damaged: from the first one the run ends as one that saw nothing, with
-    as many trainers; with one it ends the same up to rounding."""
+def test_a_trainer_killed_while_it_writes_and_a_damaged_shard_cost_steps_and_no_bit(
+    tmp_path: Path,
+) -> None:
+    """The third checkpoint is torn, the second damaged: from the first one the run ends as one that
+    saw nothing, with as many trainers; with one it ends the same up to rounding."""
     config = configured(*TRAINED)
     whole = completed(run_cluster(tmp_path / "whole", 2, 1, config, after_build=watched(tmp_path)))
-    held = [[int(line) for line in (tmp_path / f"bytes-{rank}").read_text().split()] for rank in (0, 1)]
+    held = [
+        [int(line) for line in (tmp_path / f"bytes-{rank}").read_text().split()] for rank in (0, 1)
+    ]
     weights = sum(value.numel() * value.element_size() for value in whole.weights.values())
     assert len(held[0]) == 4
-    assert max(held[0] + held[1]) <= 0.55 * 4 * weights, "weights, two moments, average: more than half of it"
+    assert max(held[0] + held[1]) <= 0.55 * 4 * weights, (
+        "weights, two moments, average: more than half of it"
+    )
 
-    torn = run_cluster(tmp_path / "torn", 2, 1, config, before=lambda world, session: kill_while_writing())
+    torn = run_cluster(
+        tmp_path / "torn", 2, 1, config, before=lambda world, session: kill_while_writing()
+    )
     checkpoints = tmp_path / "torn" / "checkpoints"
     assert "trainer" in torn.outcome.cause
     assert list(checkpoints.glob(".tmp-step-000003/*")), "it was not killed while it wrote"
@@ -201,7 +259,9 @@ def test_a_trainer_killed_while_it_writes_and_a_damaged_shard_cost_steps_and_no_
     assert newest_valid(checkpoints, said.append).name == "step-000001"
     assert "state-00001.safetensors is damaged" in said[0]
     shutil.copytree(tmp_path / "torn", tmp_path / "fewer", symlinks=True)
-    again = completed(run_cluster(tmp_path / "torn", 2, 1, config, resume=True, after_build=watched(tmp_path)))
+    again = completed(
+        run_cluster(tmp_path / "torn", 2, 1, config, resume=True, after_build=watched(tmp_path))
+    )
     assert len(again.gradients) == 3
     assert all(torch.equal(again.weights[name], value) for name, value in whole.weights.items())
     average, wanted = (averaged(tmp_path / name) for name in ("torn", "whole"))
@@ -211,12 +271,20 @@ def test_a_trainer_killed_while_it_writes_and_a_damaged_shard_cost_steps_and_no_
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(tmp_path: Path) -> None:
-    config = configured("data.prompts_per_batch=2", "callbacks.checkpoint.every=2", "max_rl_steps=4")
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    config = configured(
+        "data.prompts_per_batch=2", "callbacks.checkpoint.every=2", "max_rl_steps=4"
+    )
     cluster = run_cluster(tmp_path, 1, 1, config, before=lambda world, session: write_slowly())
     completed(cluster)
     events = [(row["kind"], row.get("version", row.get("rl_step"))) for row in cluster.events()]
-    assert events.index(("publish", 3)) < events.index(("checkpoint", 2)) < events.index(("checkpoint", 4))
+    assert (
+        events.index(("publish", 3))
+        < events.index(("checkpoint", 2))
+        < events.index(("checkpoint", 4))
+    )
     assert newest_valid(tmp_path / "checkpoints").name == "step-000004"
 
 
@@ -226,13 +294,17 @@ def write_slowly() -> None:
 
 
 @pytest.mark.slow
-def test_a_network_that_is_built_without_values_resumes_with_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_a_network_that_is_built_without_values_resumes_with_those_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
     """What a resumed run publishes first is what the run before published last, bit by bit."""
     words = ("experiment=wan21_flowgrpo", *SMALL, *FEW, "parallel.sharding=fsdp")
     for resume, steps in ((False, 1), (True, 2)):
         config = configuration.load([*words, f"max_rl_steps={steps}"]).config
         cluster = run_cluster(tmp_path, 2, 1, config, resume=resume)
         completed(cluster)
-    digests = [(row["version"], row["digest"]) for row in cluster.events() if row["kind"] == "publish"]
+    digests = [
+        (row["version"], row["digest"]) for row in cluster.events() if row["kind"] == "publish"
+    ]
     assert [version for version, _ in digests] == [0, 1, 1, 2]
     assert digests[1] == digests[2] != digests[0]

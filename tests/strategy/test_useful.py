@@ -1,4 +1,5 @@
-"""Less work for the same gradient: what cannot have a gradient is not trained, and replicas compute no stand-ins."""
+"""Less work for the same gradient: what cannot have a gradient is not trained, and replicas compute
+no stand-ins."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tests.strategy.test_invariants import SPEC, part, placed
 
 pytestmark = pytest.mark.processes
 
-BEST_AND_WORST = ("algorithm/advantage=best_and_worst", "algorithm.advantage.best_and_worst=1", "algorithm.kl_weight=0")
+BEST_AND_WORST = (
+    "algorithm/advantage=best_and_worst",
+    "algorithm.advantage.best_and_worst=1",
+    "algorithm.kl_weight=0",
+)
 """2 of each group's 4 samples have an advantage."""
 
 
@@ -35,7 +40,9 @@ def test_a_block_keeps_the_rows_that_have_a_gradient() -> None:
     for task in tasks:
         board.add(task)
     blocks = [block for batch in board.batches((0,)) for block in batch.blocks]
-    assert [block.numbers for block in blocks] == [(0,)] * 3, "task 1 of the group has nothing to train"
+    assert [block.numbers for block in blocks] == [(0,)] * 3, (
+        "task 1 of the group has nothing to train"
+    )
     whole = tasks[0].block((0, 1, 2))
     for k, block in enumerate(blocks):
         assert torch.equal(block.latents, whole.latents[:1, k : k + 1])
@@ -57,7 +64,9 @@ def test_a_block_keeps_the_rows_that_have_a_gradient() -> None:
         pytest.param(2, ("schedule=full",), marks=pytest.mark.slow),
     ],
 )
-def test_the_gradient_is_that_of_training_everything(tmp_path: Path, trainers: int, words: tuple[str, ...]) -> None:
+def test_the_gradient_is_that_of_training_everything(
+    tmp_path: Path, trainers: int, words: tuple[str, ...]
+) -> None:
     runs = {}
     for skip in ("true", "false"):
         config = configured(*LIGHT, *FP64, *BEST_AND_WORST, *words, f"schedule.skip_zero={skip}")
@@ -77,10 +86,21 @@ def test_the_gradient_is_that_of_training_everything(tmp_path: Path, trainers: i
 
 @pytest.mark.slow
 def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
-    """The 4 best and the 4 worst, wherever its two updates a batch have them: counted by what was trained."""
-    words = ("experiment=hunyuanvideo_dancegrpo", "hardware=cpu_tiny", "~reward.heldout", "logger=none")
+    """The 4 best and the 4 worst, wherever its two updates a batch have them: counted by what was
+    trained."""
+    words = (
+        "experiment=hunyuanvideo_dancegrpo",
+        "hardware=cpu_tiny",
+        "~reward.heldout",
+        "logger=none",
+    )
     more = ("schedule=colocated", "callbacks=default", "~callbacks.evaluation", "max_rl_steps=1")
-    group = ("data.group_size=24", "data.prompts_per_batch=1", "sampling.task_size=4", "sampling.steps=4")
+    group = (
+        "data.group_size=24",
+        "data.prompts_per_batch=1",
+        "sampling.task_size=4",
+        "sampling.steps=4",
+    )
     config = settled(
         configuration.load([*words, *more, *group, "sampling.height=32", "sampling.width=32"]), 1, 0
     ).config
@@ -92,7 +112,8 @@ def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
 
 
 def test_replicas_share_groups_of_one_task_and_compute_no_stand_ins(tmp_path: Path) -> None:
-    """One task a group, all its steps in one forward: of four groups each of two trainers trains two."""
+    """One task a group, all its steps in one forward: of four groups each of two trainers trains
+    two."""
     words = ("sampling.task_size=4", "schedule.gap=1", "schedule.tsp.batch=all")
     cluster = run_cluster(tmp_path, 2, 0, configured(*LIGHT, *FP64, *words))
     record = completed(cluster)
@@ -102,14 +123,27 @@ def test_replicas_share_groups_of_one_task_and_compute_no_stand_ins(tmp_path: Pa
 
 
 @pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_step_that_teaches_nothing_changes_what_a_gradient_of_zero_changes(tmp_path: Path, sharding: str) -> None:
-    """A constant reward: nobody trains a cell, and the optimizer does with its moments what it would have done."""
-    words = (f"parallel.sharding={sharding}", "schedule.gap=1", "algorithm.kl_weight=0", "max_rl_steps=2")
-    constant = ("allow_targets=[tests]", "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Indifferent")
+def test_a_step_that_teaches_nothing_changes_what_a_gradient_of_zero_changes(
+    tmp_path: Path, sharding: str
+) -> None:
+    """A constant reward: nobody trains a cell, and the optimizer does with its moments what it
+    would have done."""
+    words = (
+        f"parallel.sharding={sharding}",
+        "schedule.gap=1",
+        "algorithm.kl_weight=0",
+        "max_rl_steps=2",
+    )
+    constant = (
+        "allow_targets=[tests]",
+        "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Indifferent",
+    )
     cluster = run_cluster(tmp_path, 2, 1, configured(*LIGHT, *FP64, *words, *constant))
     record = completed(cluster)
     assert cells(cluster)["trained"] == 0
-    assert all(not gradient.any() for gradients in record.gradients for gradient in gradients.values())
+    assert all(
+        not gradient.any() for gradients in record.gradients for gradient in gradients.values()
+    )
 
 
 @pytest.mark.parametrize(("neighbours", "blocks"), [(2, [1, 0]), (0, [1, 1])])
@@ -118,7 +152,9 @@ def test_padding_keeps_neighbours_in_step_and_all_where_gradients_are_reduced(
 ) -> None:
     """Rank 2 of two pairs has one block of six, the first pair two each."""
     spec = replace(SPEC, tsp_shard=True, shares=(3.0, 3.0, 1.0, 1.0))
-    board = StepBoard(spec, lambda f: place(spec, 4, f), 2, 0, {"r": 1.0}, lockstep=True, neighbours=neighbours)
+    board = StepBoard(
+        spec, lambda f: place(spec, 4, f), 2, 0, {"r": 1.0}, lockstep=True, neighbours=neighbours
+    )
     for task in group_tasks(spec, 0, 0):
         board.add(part(task))
     assert [len(batch.blocks) for batch in board.batches((0,))] == blocks

@@ -1,4 +1,5 @@
-"""Every wait is counted under its cause: of replicas for a slower one, of a rollout for a busy scorer."""
+"""Every wait is counted under its cause: of replicas for a slower one, of a rollout for a busy
+scorer."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def slow_scorer_and_trainer(rank: run.Rank, world: World) -> None:
 
 
 def test_waits_are_counted_under_their_cause(tmp_path: Path) -> None:
-    config = configured(*LIGHT, "schedule=sync", "reward.placement=thread", "reward.pending=1", "max_rl_steps=1")
+    config = configured(
+        *LIGHT, "schedule=sync", "reward.placement=thread", "reward.pending=1", "max_rl_steps=1"
+    )
     cluster = run_cluster(tmp_path, 2, 1, config, after_build=slow_scorer_and_trainer)
     completed(cluster)
     waits: dict[tuple[int, str], float] = {}
@@ -45,5 +48,11 @@ def test_waits_are_counted_under_their_cause(tmp_path: Path) -> None:
     assert waits[0, "straggler"] > 0.1, waits
     assert waits[0, "straggler"] > waits.get((1, "straggler"), 0.0)
     assert waits[2, "reward"] > 0.2, waits
-    reduced = [row for row in cluster.spans("optimizer") if row["rank"] == 0 and row.get("what") == "reduce"]
-    assert all(row["end"] - row["start"] < waits[0, "straggler"] for row in reduced), "the wait is not the reduction"
+    reduced = [
+        row
+        for row in cluster.spans("optimizer")
+        if row["rank"] == 0 and row.get("what") == "reduce"
+    ]
+    assert all(row["end"] - row["start"] < waits[0, "straggler"] for row in reduced), (
+        "the wait is not the reduction"
+    )

@@ -1,4 +1,5 @@
-"""The data link: order, back-pressure, strangers, dead peers; and the control store it stands on."""
+"""The data link: order, back-pressure, strangers, dead peers; and the control store it stands
+on."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def controls(store: StoreServer) -> list[Control]:
 @pytest.fixture
 def links(controls: list[Control]) -> Iterator[list[SocketLink]]:
     quick = Limits(verdict_s=1.0)
-    made = [SocketLink(control, rank, HOST, OURS, queue_depth=4, limits=quick) for rank, control in enumerate(controls)]
+    made = [
+        SocketLink(control, rank, HOST, OURS, queue_depth=4, limits=quick)
+        for rank, control in enumerate(controls)
+    ]
     yield made
     for link in made:
         link.close()
@@ -67,7 +71,9 @@ def test_messages_of_one_sender_keep_their_order_and_bytes(links: list[SocketLin
     numbers = [int(message.meta["number"]) for message in found]
     assert [n for n in numbers if n < 100] == list(range(40))
     assert [n for n in numbers if n >= 100] == list(range(100, 140))
-    assert all(torch.equal(m.tensors["x"], torch.full((3,), float(m.meta["number"]))) for m in found)
+    assert all(
+        torch.equal(m.tensors["x"], torch.full((3,), float(m.meta["number"]))) for m in found
+    )
     assert links[2].receive(0.0) is None
 
 
@@ -83,7 +89,10 @@ def test_a_rank_may_send_to_itself_and_two_ranks_to_each_other(links: list[Socke
 
 
 def test_close_flushes_what_was_sent(controls: list[Control]) -> None:
-    sender, receiver = SocketLink(controls[0], 0, HOST, OURS), SocketLink(controls[1], 1, HOST, OURS)
+    sender, receiver = (
+        SocketLink(controls[0], 0, HOST, OURS),
+        SocketLink(controls[1], 1, HOST, OURS),
+    )
     for number in range(20):
         sender.send(1, cells(number, 1 << 16))
     sender.close()
@@ -107,7 +116,12 @@ HELLO = struct.pack("!4si32s", b"DGR1", 0, b"n" * 32)
 
 @pytest.mark.parametrize(
     "opening",
-    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3, os.urandom(512), HELLO + b"p" * 32, HELLO + _bytes(cells(665))],
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3,
+        os.urandom(512),
+        HELLO + b"p" * 32,
+        HELLO + _bytes(cells(665)),
+    ],
     ids=["http", "noise", "guessed-proof", "message-without-proof"],
 )
 def test_a_client_without_the_token_is_dropped_and_harms_nobody(
@@ -134,8 +148,11 @@ def test_a_broken_message_of_a_known_peer_raises_where_it_is_received(
             received(links[1])
 
 
-def test_a_full_queue_blocks_until_the_run_is_aborted(controls: list[Control], links: list[SocketLink]) -> None:
-    """Back-pressure: a peer that does not read cannot make this rank's memory grow; an abort ends the wait."""
+def test_a_full_queue_blocks_until_the_run_is_aborted(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    """Back-pressure: a peer that does not read cannot make this rank's memory grow; an abort ends
+    the wait."""
     awake = threading.Event()
     with socket.create_server((HOST, 0)) as deaf:
 

@@ -1,4 +1,5 @@
-"""Weights on their way from a trainer to a rollout rank: whole, of one version, and bit for bit, or refused."""
+"""Weights on their way from a trainer to a rollout rank: whole, of one version, and bit for bit, or
+refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,17 @@ from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.strategy.gradients import assert_equal_digests
 from digenrl.transport import link as sockets
 from digenrl.transport.link import Routes, SocketLink
-from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, attest, buckets, exchanged, publish, table
+from digenrl.transport.weights import (
+    Arrivals,
+    Version,
+    WeightsError,
+    adopt,
+    attest,
+    buckets,
+    exchanged,
+    publish,
+    table,
+)
 from digenrl.transport.wire import Message, MessageKind, decode, encode
 from tests.models.tiny_policies import make, randomise_lora
 from tests.namespaces import bytes_sent, inside, two_machines
@@ -121,11 +132,16 @@ def test_the_copy_is_complete_when_publish_returns() -> None:
 
 
 def test_tensors_lie_where_torch_would_put_them() -> None:
-    """Kernels may take another path, with another rounding, for memory that is aligned otherwise."""
+    """Kernels may take another path, with another rounding, for memory that is aligned
+    otherwise."""
     version, messages = published(weights())
     arrived = delivered(Arrivals(weights()), messages)[-1]
     assert arrived is not None
-    assert not [name for name, value in [*version.tensors.items(), *arrived.tensors.items()] if value.data_ptr() % 64]
+    assert not [
+        name
+        for name, value in [*version.tensors.items(), *arrived.tensors.items()]
+        if value.data_ptr() % 64
+    ]
 
 
 @pytest.mark.parametrize(("message", "position"), [(0, -1), (1, -70), (1, 200_000)])
@@ -133,7 +149,9 @@ def test_one_flipped_bit_raises_and_leaves_the_weights_alone(message: int, posit
     own = weights(0.0)
     version, messages = published(weights(0.1))
     messages[message][position] ^= 1
-    with pytest.raises(WeightsError, match=f"version 3 arrived with digest .* sent as {version.digest}"):
+    with pytest.raises(
+        WeightsError, match=f"version 3 arrived with digest .* sent as {version.digest}"
+    ):
         delivered(Arrivals(own), messages)
     assert torch.equal(own["a"], torch.zeros(3, 2))
 
@@ -212,11 +230,16 @@ def slow_line(port: int, bytes_per_second: float, opened: threading.Event) -> It
 
 
 def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() -> None:
-    """The trainer steps on while all four versions are still on the line; each is adopted bit for bit."""
+    """The trainer steps on while all four versions are still on the line; each is adopted bit for
+    bit."""
     handshake = Handshake()
     store = StoreServer(socket.create_server((HOST, 0)), handshake)
-    controls = [Control(StoreClient(HOST, store.port, handshake), rank, patience=10.0) for rank in range(2)]
-    trainer, rollout = (SocketLink(control, rank, HOST, handshake) for rank, control in enumerate(controls))
+    controls = [
+        Control(StoreClient(HOST, store.port, handshake), rank, patience=10.0) for rank in range(2)
+    ]
+    trainer, rollout = (
+        SocketLink(control, rank, HOST, handshake) for rank, control in enumerate(controls)
+    )
     address = controls[0].get("address/1")
     assert address is not None
     parameters = {"w": torch.zeros(MIB // 4), "v": torch.zeros(100)}
@@ -229,7 +252,9 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
             expected = []
             for number in range(4):
                 for value in parameters.values():
-                    value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(number)))
+                    value.copy_(
+                        torch.randn(value.shape, generator=torch.Generator().manual_seed(number))
+                    )
                 expected.append({name: value.clone() for name, value in parameters.items()})
                 publish(number, parameters, trainer, TO_1, lambda digest: None)
             opened.set()  # so far nothing could pass: the trainer has waited for nobody
@@ -242,7 +267,9 @@ def test_slow_link_and_fast_trainer_every_version_arrives_as_it_was_published() 
                     version = arrivals.add(message)
                 adopt(own, version)
                 assert version.number == number
-                assert all(torch.equal(own[name], value) for name, value in expected[number].items())
+                assert all(
+                    torch.equal(own[name], value) for name, value in expected[number].items()
+                )
             trainer.close()
     finally:
         trainer.close()
@@ -277,14 +304,20 @@ def test_what_rollouts_hold_in_16_bit_travels_in_16_bit() -> None:
 
 
 def test_trainers_that_send_nothing_hold_nothing() -> None:
-    """The same digest as the sender's, a piece at a time; also of tensors that fill no whole piece."""
+    """The same digest as the sender's, a piece at a time; also of tensors that fill no whole
+    piece."""
     sent = weights(0.1, megabytes=40)
     assert attest(sent, sent) == published(sent)[0].digest
     large = {"w": torch.zeros(MIB).expand(256, MIB)}  # 1 GiB to look at
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    state, like = {"w": large["w"][:64]}, {"w": torch.empty(64, MIB, dtype=torch.bfloat16, device="meta")}
+    state, like = (
+        {"w": large["w"][:64]},
+        {"w": torch.empty(64, MIB, dtype=torch.bfloat16, device="meta")},
+    )
     attest(state, like)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10, "it grows with the version"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 << 10, (
+        "it grows with the version"
+    )
 
 
 def test_the_weights_that_a_run_begins_with_are_not_sent() -> None:
@@ -303,9 +336,12 @@ def test_the_weights_that_a_run_begins_with_are_not_sent() -> None:
         delivered(Arrivals(weights(0.2)), [message])
 
 
-def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three nodes by their addresses: the trainer with rollout 1, rollouts 2 and 3, rollout 4. A rank passes on without
-    being asked to receive. Each connection carries one version, and headers."""
+def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three nodes by their addresses: the trainer with rollout 1, rollouts 2 and 3, rollout 4. A
+    rank passes on without being asked to receive. Each connection carries one version, and headers.
+    """
     written, write = Counter[str](), sockets._write
 
     def counted(sock: socket.socket, buffers: Any) -> None:
@@ -316,7 +352,10 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(monkeypatch
     hosts = ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2", "127.0.0.3"]
     ours = Handshake()
     store = StoreServer(socket.create_server((HOST, 0)), ours)
-    controls = [Control(StoreClient(HOST, store.port, ours), rank, patience=10.0) for rank in range(len(hosts))]
+    controls = [
+        Control(StoreClient(HOST, store.port, ours), rank, patience=10.0)
+        for rank in range(len(hosts))
+    ]
     links = [SocketLink(control, rank, hosts[rank], ours) for rank, control in enumerate(controls)]
     sent = weights(0.1)
     try:
@@ -340,10 +379,12 @@ def test_a_version_crosses_to_each_node_once_and_is_passed_on_inside(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [{"rank": 64, "alpha": 64, "targets": "attention_ff"}, "full"], ids=["lora", "all"])
+@pytest.mark.parametrize(
+    "lora", [{"rank": 64, "alpha": 64, "targets": "attention_ff"}, "full"], ids=["lora", "all"]
+)
 def test_a_version_goes_over_the_cable_once_in_the_dtype_of_the_rollouts(lora: Any) -> None:
-    """The trainer and rollout 1 on one machine, rollouts 2 and 3 on the other; the kernel counts the bytes. Beside the
-    version they are headers, and answers of the store."""
+    """The trainer and rollout 1 on one machine, rollouts 2 and 3 on the other; the kernel counts
+    the bytes. Beside the version they are headers, and answers of the store."""
     trainer, rollout = (make("flux", lora, dtype="bfloat16") for _ in range(2))
     randomise_lora(trainer)
     rollout.only_generate()
@@ -351,14 +392,20 @@ def test_a_version_goes_over_the_cable_once_in_the_dtype_of_the_rollouts(lora: A
     size = sum(bucket.size for bucket in buckets(like))
     assert size < 0.6 * sum(4 * value.numel() for value in source.values())
     with two_machines() as (here, there):
-        places, ours = [(here, "fd77::1"), (here, "fd77::1"), (there, "fd77::2"), (there, "fd77::2")], Handshake()
+        places, ours = (
+            [(here, "fd77::1"), (here, "fd77::1"), (there, "fd77::2"), (there, "fd77::2")],
+            Handshake(),
+        )
         store = inside(here, lambda: StoreServer(Network().listen("fd77::1"), ours))
 
         def join(rank: int, host: str) -> SocketLink:
             control = Control(StoreClient(store.host, store.port, ours), rank, patience=10.0)
             return SocketLink(control, rank, host, ours)
 
-        links = [inside(machine, partial(join, rank, host)) for rank, (machine, host) in enumerate(places)]
+        links = [
+            inside(machine, partial(join, rank, host))
+            for rank, (machine, host) in enumerate(places)
+        ]
         try:
             before = bytes_sent(here, "data0")
             to: dict[int, list[int]] = {1: [], 2: [3]}

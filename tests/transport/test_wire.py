@@ -56,8 +56,14 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 messages = st.builds(
@@ -84,7 +90,8 @@ def test_round_trip(message: Message) -> None:
 @given(messages, st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_or_cut_message_never_does_harm(message: Message, data: st.DataObject) -> None:
-    """Any change of any byte gives another message within the limits, WireError or the end of data; nothing else."""
+    """Any change of any byte gives another message within the limits, WireError or the end of data;
+    nothing else."""
     good = bytearray(written(message))
     position = data.draw(st.integers(0, len(good) - 1))
     good[position] ^= data.draw(st.integers(1, 255))
@@ -104,7 +111,9 @@ def test_garbage_is_refused(data: bytes) -> None:
         decode(reader(data), LIMIT)
 
 
-def raw(meta: bytes, count: int = 0, magic: bytes = MAGIC, kind: int = 2, size: int | None = None) -> bytes:
+def raw(
+    meta: bytes, count: int = 0, magic: bytes = MAGIC, kind: int = 2, size: int | None = None
+) -> bytes:
     return struct.pack("!4sHIH", magic, kind, len(meta) if size is None else size, count) + meta
 
 
@@ -140,7 +149,9 @@ def announced(names: object, meta: object = None) -> bytes:
         (raw(announced(["x", "y"]), count=2) + row(0, 1, 8) + row(0, 1, LIMIT // 4), "'y'"),
     ],
 )
-def test_each_violation_is_refused_by_name_before_anything_is_allocated(data: bytes, cause: str) -> None:
+def test_each_violation_is_refused_by_name_before_anything_is_allocated(
+    data: bytes, cause: str
+) -> None:
     with pytest.raises(WireError, match=cause):
         decode(reader(data), LIMIT)
 
@@ -153,7 +164,9 @@ def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
     with pytest.raises(TypeError):
         encode(Message(MessageKind.CELLS, {"x": object()}))
     with pytest.raises(WireError, match="too large"):
-        encode(Message(MessageKind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS + 1)}))
+        encode(
+            Message(MessageKind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS + 1)})
+        )
 
 
 PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -167,7 +180,8 @@ OBJECT_COLLECTIVES = {
 
 
 def test_no_source_between_the_roles_pickles() -> None:
-    """No pickle module, no collective of Python objects, no torch.load without weights_only=True, in any file."""
+    """No pickle module, no collective of Python objects, no torch.load without weights_only=True,
+    in any file."""
     files = sorted(Path(digenrl.strategy.__path__[0]).parent.rglob("*.py"))
     assert len(files) > 40
     for file in files:
@@ -179,7 +193,11 @@ def test_no_source_between_the_roles_pickles() -> None:
                 assert (node.module or "").split(".")[0] not in PICKLING, where
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 assert node.func.attr not in OBJECT_COLLECTIVES, where
-                if node.func.attr == "load" and isinstance(node.func.value, ast.Name) and node.func.value.id == "torch":
+                if (
+                    node.func.attr == "load"
+                    and isinstance(node.func.value, ast.Name)
+                    and node.func.value.id == "torch"
+                ):
                     safe = [k for k in node.keywords if k.arg == "weights_only"]
                     assert safe, where
                     assert isinstance(safe[0].value, ast.Constant), where

@@ -1,1 +1,2 @@
-"""Losses and LightningModules. They see tensors, blocks and a policy; never ranks, stores or processes."""
+"""Losses and LightningModules. They see tensors, blocks and a policy; never ranks, stores or
+processes."""

@@ -1,8 +1,9 @@
 """Turn rewards [P, G] into advantages [P, G], in fp64.
 
-P prompts, G samples of a group. NaN = missing: it takes no part in any statistic and its advantage is 0. One convention
-for all variants: population standard deviation unless `unbiased`, eps added outside the root, groups whose rewards are
-all equal get exactly 0. The choices of the field's repositories are listed at the options.
+P prompts, G samples of a group. NaN = missing: it takes no part in any statistic and its advantage
+is 0. One convention for all variants: population standard deviation unless `unbiased`, eps added
+outside the root, groups whose rewards are all equal get exactly 0. The choices of the field's
+repositories are listed at the options.
 """
 
 from __future__ import annotations
@@ -34,27 +35,30 @@ class Advantage:
     """Rule that turns rewards into advantages; `algorithm.advantage` in YAML."""
 
     std: Literal["group", "batch", "max_group", "none"] = "group"
-    """What divides: the group's own deviation (DanceGRPO), the whole logical batch's (Flow-GRPO `global_std`, default
-    for images), the largest of the groups' (LongCat, ModelTC/GenRL stat_tracking.py:45), or nothing (Dr. GRPO)."""
+    """What divides: the group's own deviation (DanceGRPO), the whole logical batch's (Flow-GRPO
+    `global_std`, default for images), the largest of the groups' (LongCat, ModelTC/GenRL
+    stat_tracking.py:45), or nothing (Dr. GRPO)."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """leave_one_out: the mean of the group's other samples (RLOO, arXiv 2402.14740) = mean baseline times n/(n-1)."""
+    """leave_one_out: the mean of the group's other samples (RLOO, arXiv 2402.14740) = mean baseline
+    times n/(n-1)."""
     combine: Literal["sum", "per_reward"] = "sum"
-    """sum: weighted sum of raw rewards, then one normalisation (Flow-GRPO). per_reward: each reward normalised by its
-    own group first, then the weighted sum (GenRL `weight_advantages`, advantages.py:87)."""
+    """sum: weighted sum of raw rewards, then one normalisation (Flow-GRPO). per_reward: each reward
+    normalised by its own group first, then the weighted sum (GenRL `weight_advantages`,
+    advantages.py:87)."""
     renormalise: bool = False
-    """Whether `per_reward` normalises the sum over the whole batch again (GDPO, arXiv 2601.05242; Flow-Factory's
-    default)."""
+    """Whether `per_reward` normalises the sum over the whole batch again (GDPO, arXiv 2601.05242;
+    Flow-Factory's default)."""
     unbiased: bool = False
     """n-1 instead of n (DanceGRPO, verl-omni); sqrt(G/(G-1)) larger: 2.1% at G=24, 15% at G=4."""
     eps: float = 1e-4
     """Added to the deviation (Flow-GRPO); 1e-8 (DanceGRPO) turns reward noise of near-constant groups into
-    +-sqrt(G)."""
+    +-sqrt(G)."""  # noqa: E501
     clip: float | None = 5.0
     """Bound of |A|, before `best_and_worst` scales; null = none (Flow-DPPO)."""
     best_and_worst: int | None = None
-    """Train only the k best and k worst of a group, by advantage (DanceGRPO's HunyuanVideo recipe: 4 + 4 of 24), scaled
-    by G/(2k) so that the group weighs as much as before: DanceGRPO divides by the kept samples (train_grpo_hunyuan.py
-    :399-461). null = all."""
+    """Train only the k best and k worst of a group, by advantage (DanceGRPO's HunyuanVideo recipe:
+    4 + 4 of 24), scaled by G/(2k) so that the group weighs as much as before: DanceGRPO divides by
+    the kept samples (train_grpo_hunyuan.py :399-461). null = all."""
 
     def __post_init__(self) -> None:
         _one_of("std", self.std, ("group", "batch", "max_group", "none"))
@@ -62,16 +66,19 @@ class Advantage:
         _one_of("combine", self.combine, ("sum", "per_reward"))
         if self.eps < 0 or (self.clip is not None and self.clip <= 0):
             raise ValueError(
-                f"advantage.eps must be >= 0 and clip positive or null, got eps={self.eps}, clip={self.clip}"
+                f"advantage.eps must be >= 0 and clip positive or null, got eps={self.eps}, "
+                f"clip={self.clip}"
             )
         if self.renormalise and self.combine != "per_reward":
             raise ValueError("advantage.renormalise=true needs advantage.combine=per_reward (GDPO)")
         if self.best_and_worst is not None and self.best_and_worst < 1:
-            raise ValueError(f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}")
+            raise ValueError(
+                f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}"
+            )
 
     def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return [P] bool: groups in which a normalised reward differs between samples, judged by each group's own
-        rewards.
+        """Return [P] bool: groups in which a normalised reward differs between samples, judged by
+        each group's own rewards.
 
         Arguments are those of a call.
         """
@@ -80,36 +87,50 @@ class Advantage:
         return ~torch.stack([_constant(part) for part in parts]).all(dim=0)
 
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
-        """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises ValueError on a
-        name in `weights` without rewards."""
+        """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises ValueError on
+        a name in `weights` without rewards."""
         missing = sorted(set(weights) - set(rewards))
         if missing or not weights:
             raise ValueError(
-                f"optimised rewards {sorted(weights)} must be non-empty and among the scored {sorted(rewards)}; "
+                f"optimised rewards {sorted(weights)} must be non-empty and among the scored "
+                f"{sorted(rewards)}; "
                 f"missing: {missing}"
             )
         scored = {name: rewards[name].double() for name in sorted(weights)}
-        total = sum((weights[name] * value for name, value in scored.items()), start=torch.zeros(()).double())
+        total = sum(
+            (weights[name] * value for name, value in scored.items()),
+            start=torch.zeros(()).double(),
+        )
         assert isinstance(total, Tensor)
         absent = total.isnan()
         if self.combine == "sum":
             values = self._normalise(total)
         else:
-            # A sample that lacks one reward has no sum, so its other rewards say nothing about the group either.
+            # A sample that lacks one reward has no sum, so its other rewards say nothing about the
+            # group either.
             whole = {name: torch.where(absent, total, value) for name, value in scored.items()}
-            values = torch.stack([weights[name] * self._normalise(value) for name, value in whole.items()]).sum(dim=0)
+            values = torch.stack(
+                [weights[name] * self._normalise(value) for name, value in whole.items()]
+            ).sum(dim=0)
             if self.renormalise:
                 values, spread = _batch_centred(torch.where(absent, total, values), self.unbiased)
                 values = values / (spread + self.eps)
-        saturated = torch.zeros_like(absent) if self.clip is None else (values.abs() > self.clip) & ~absent
-        weight = (~absent).double() if self.best_and_worst is None else _select(values, total, self.best_and_worst)
+        saturated = (
+            torch.zeros_like(absent) if self.clip is None else (values.abs() > self.clip) & ~absent
+        )
+        weight = (
+            (~absent).double()
+            if self.best_and_worst is None
+            else _select(values, total, self.best_and_worst)
+        )
         values = torch.where(absent, torch.zeros_like(values), values)
         if self.clip is not None:
             values = values.clamp(-self.clip, self.clip)
         return Advantages((values * weight).float(), total, _constant(total), saturated)
 
     def _normalise(self, rewards: Tensor) -> Tensor:
-        """Normalise one reward [P, G] by baseline and deviation; 0 where missing and in constant groups."""
+        """Normalise one reward [P, G] by baseline and deviation; 0 where missing and in constant
+        groups."""
         present = ~rewards.isnan()
         count = present.sum(dim=1, keepdim=True)
         filled = torch.where(present, rewards, torch.zeros_like(rewards))
@@ -117,7 +138,9 @@ class Advantage:
         centred = torch.where(present, rewards - mean, torch.zeros_like(rewards))
         constant = _constant(rewards)[:, None]
         centred = torch.where(constant, torch.zeros_like(centred), centred)
-        group_std = (centred.square().sum(dim=1, keepdim=True) / _freedom(count, self.unbiased)).sqrt()
+        group_std = (
+            centred.square().sum(dim=1, keepdim=True) / _freedom(count, self.unbiased)
+        ).sqrt()
         if self.baseline == "leave_one_out":
             centred = centred * (count / (count - 1).clamp(min=1))
         if self.std == "none":
@@ -132,24 +155,33 @@ class Advantage:
 def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return statistics of a complete logical batch.
 
-    They are means over its samples, the deviation of the optimised sum, number and share of groups without a gradient,
-    and the share of advantages that were clipped. Groups that lack an optimised reward and missing scores are left out.
+    They are means over its samples, the deviation of the optimised sum, number and share of groups
+    without a gradient, and the share of advantages that were clipped. Groups that lack an optimised
+    reward and missing scores are left out.
     """
     whole = torch.isfinite(advantages.total).all(dim=1)
     if not whole.any():
         return {}
     total = advantages.total[whole]
-    present = {name: row[~row.isnan()] for name, table in rewards.items() for row in [table[whole].double()]}
+    present = {
+        name: row[~row.isnan()]
+        for name, table in rewards.items()
+        for row in [table[whole].double()]
+    }
     found = {f"reward/{name}": values.mean() for name, values in present.items() if len(values)}
     found |= {"reward": total.mean(), "reward_std": total.std(unbiased=False)}
     constant = advantages.zero_variance[whole]
-    found |= {"zero_variance_groups": constant.sum(), "zero_variance_share": constant.double().mean()}
+    found |= {
+        "zero_variance_groups": constant.sum(),
+        "zero_variance_share": constant.double().mean(),
+    }
     found["advantage_saturation"] = advantages.saturated[whole].double().mean()
     return {name: value.float() for name, value in found.items()}
 
 
 def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
-    """Return (values [P, G] less the mean of all present ones, their deviation); 0 where missing."""
+    """Return (values [P, G] less the mean of all present ones, their deviation); 0 where
+    missing."""
     present = ~values.isnan()
     count = present.sum()
     mean = torch.where(present, values, torch.zeros_like(values)).sum() / count.clamp(min=1)
@@ -158,8 +190,8 @@ def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
 
 
 def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
-    """Return [P, G] weights of `values`: n/(2k) for the k largest and k smallest present entries of each group, else
-    0."""
+    """Return [P, G] weights of `values`: n/(2k) for the k largest and k smallest present entries of
+    each group, else 0."""
     present = ~total.isnan()
     count = present.sum(dim=1, keepdim=True)
     highest = values.masked_fill(~present, -torch.inf).argsort(dim=1, descending=True, stable=True)
@@ -170,7 +202,8 @@ def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
 
 
 def _constant(rewards: Tensor) -> Tensor:
-    """Return [P] bool: every present reward of the group is the same number; False for groups without any."""
+    """Return [P] bool: every present reward of the group is the same number; False for groups
+    without any."""
     present = ~rewards.isnan()
     low = torch.where(present, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1)
     high = torch.where(present, rewards, torch.full_like(rewards, -torch.inf)).amax(dim=1)

@@ -1,7 +1,8 @@
-"""Base of every algorithm's LightningModule: scaling of the loss, safe updates, metrics, averages, checkpoints.
+"""Base of every algorithm's LightningModule: scaling of the loss, safe updates, metrics, averages,
+checkpoints.
 
-A Lightning epoch is one RL step. The module knows no rank: it returns a *sum* over its cells divided by the update's
-denominator, and reduces metrics with torchmetrics (`meters`).
+A Lightning epoch is one RL step. The module knows no rank: it returns a *sum* over its cells
+divided by the update's denominator, and reduces metrics with torchmetrics (`meters`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ SKIPS_IN_A_ROW = 3
 
 
 class PolicyModule(pl.LightningModule):
-    """Base class of the algorithms. A subclass defines `cell_losses`, and `useful` if it knows more."""
+    """Base class of the algorithms. A subclass defines `cell_losses`, and `useful` if it knows
+    more."""
 
     needs_final: ClassVar[bool] = False
     """Whether blocks must carry the clean latents `final`."""
@@ -51,13 +53,16 @@ class PolicyModule(pl.LightningModule):
         max_grad_norm: float | None,
         ema: Ema | None,
     ) -> None:
-        """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks only the
-        parameters."""
+        """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks
+        only the parameters."""
         super().__init__()
         if updates_per_batch < 1:
             raise ValueError(f"algorithm.updates_per_batch must be >= 1, got {updates_per_batch}")
         if max_grad_norm is not None and max_grad_norm <= 0:
-            raise ValueError(f"algorithm.max_grad_norm must be positive or null, got {max_grad_norm}: 1.0 is usual")
+            raise ValueError(
+                f"algorithm.max_grad_norm must be positive or null, got {max_grad_norm}: 1.0 is "
+                "usual"
+            )
         self.policy = policy
         self.sde = sde
         self.train_steps = train_steps
@@ -66,12 +71,14 @@ class PolicyModule(pl.LightningModule):
         self.max_grad_norm = max_grad_norm
         self.ema = ema
         self.first_ratio_max_dev: float | None = None
-        """max |ratio-1| over every cell of all ranks before the run's first optimizer step; None without ratios or
-        before."""
+        """max |ratio-1| over every cell of all ranks before the run's first optimizer step; None
+        without ratios or before."""
         self.dump_batch: Callable[[TrainBatch, str], None] | None = None
-        """Called with the latest suspicious micro-batch and the reason when an update is skipped."""
+        """Called with the latest suspicious micro-batch and the reason when an update is
+        skipped."""
         self.keep_base_means: Callable[[CellBlock, Tensor], None] | None = None
-        """Called with the base model's means [b, K, *L] of a trained block's transitions, where they were computed."""
+        """Called with the base model's means [b, K, *L] of a trained block's transitions, where
+        they were computed."""
         self.copies: dict[str, ParameterCopy] = {}
         """Further weights of the algorithm, by their names in a checkpoint."""
         self.skipped_updates = 0
@@ -80,17 +87,20 @@ class PolicyModule(pl.LightningModule):
         self._meters = Meters()
         self._skips_in_a_row = 0
         self._reached = self._trains = False
-        """Whether the loss is known to reach every trained parameter; whether this rank trained a cell in the update in
-        progress."""
+        """Whether the loss is known to reach every trained parameter; whether this rank trained a
+        cell in the update in progress."""
         self._suspect: tuple[TrainBatch, Tensor] | None = None
-        """The first micro-batch of the update with a non-finite loss, else the latest, and its loss."""
+        """The first micro-batch of the update with a non-finite loss, else the latest, and its
+        loss."""
 
     # ---- what an algorithm is
 
     @abstractmethod
-    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
-        """Losses whose sum is the block's share: of every cell, [b, K], or of pairs. advantages [b]; `live` False marks
-        a block of weight 0 that must not count in metrics."""
+    def cell_losses(
+        self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
+    ) -> Tensor:
+        """Losses whose sum is the block's share: of every cell, [b, K], or of pairs. advantages
+        [b]; `live` False marks a block of weight 0 that must not count in metrics."""
 
     @property
     def needs_means(self) -> bool:
@@ -103,30 +113,39 @@ class PolicyModule(pl.LightningModule):
         return False
 
     def rollout_parameters(self) -> dict[str, Tensor]:
-        """Return the weights that rollouts must use, by the names of `policy.trained_parameters()`."""
+        """Return the weights that rollouts must use, by the names of
+        `policy.trained_parameters()`."""
         return dict(self.policy.trained_parameters())
 
     def rollout_weights(self) -> AbstractContextManager[None]:
-        """Give this rank's policy `rollout_parameters()` during the body (colocated or lent generation)."""
+        """Give this rank's policy `rollout_parameters()` during the body (colocated or lent
+        generation)."""
         return nullcontext()
 
     def averaged(self) -> AbstractContextManager[None]:
         """Give the policy the moving average, if there is one, during the body (evaluation)."""
-        return nullcontext() if self.ema is None else self.ema.copy.swapped(self.policy.trained_parameters())
+        return (
+            nullcontext()
+            if self.ema is None
+            else self.ema.copy.swapped(self.policy.trained_parameters())
+        )
 
     def evaluated_parameters(self) -> dict[str, Tensor]:
-        """Return the weights inside `averaged`, by the names of `policy.trained_parameters()`: themselves where there
-        is no average."""
+        """Return the weights inside `averaged`, by the names of `policy.trained_parameters()`:
+        themselves where there is no average."""
         average = {} if self.ema is None else self.ema.copy.tensors
-        return {name: average.get(name, own) for name, own in self.policy.trained_parameters().items()}
+        return {
+            name: average.get(name, own) for name, own in self.policy.trained_parameters().items()
+        }
 
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return [P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`; rows of groups that
-        are not complete mean nothing."""
+        """Return [P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`;
+        rows of groups that are not complete mean nothing."""
         return torch.ones_like(next(iter(rewards.values())), dtype=torch.bool)
 
     def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return [P] bool: groups whose samples do not all score alike; arguments as of `useful`."""
+        """Return [P] bool: groups whose samples do not all score alike; arguments as of
+        `useful`."""
         return self.advantage.teaches(rewards, weights)
 
     # ---- one micro-batch
@@ -134,8 +153,8 @@ class PolicyModule(pl.LightningModule):
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """Return the sum over the cells of all blocks / `batch.denominator`.
 
-        The gradient does not depend on the order and size of micro-batches. A micro-batch without blocks costs nothing
-        and gives no parameter a gradient.
+        The gradient does not depend on the order and size of micro-batches. A micro-batch without
+        blocks costs nothing and gives no parameter a gradient.
         """
         advantages = self.advantage(batch.rewards, batch.reward_weights)
         total = torch.zeros((), device=self.device, requires_grad=not batch.blocks)
@@ -156,7 +175,8 @@ class PolicyModule(pl.LightningModule):
     # ---- the update
 
     def configure_optimizers(self) -> Optimizer:
-        """Return the optimizer that the YAML names, such as AdamW, over the trained parameters only."""
+        """Return the optimizer that the YAML names, such as AdamW, over the trained parameters
+        only."""
         optimizer = self._optimizer(list(self.policy.trained_parameters().values()))
         optimizer.register_step_post_hook(self._stepped)
         return optimizer
@@ -168,12 +188,16 @@ class PolicyModule(pl.LightningModule):
         return self
 
     def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip to `max_grad_norm`; a non-finite gradient becomes an exact no-op: no gradient, no decay, no optimizer
-        state.
+        """Clip to `max_grad_norm`; a non-finite gradient becomes an exact no-op: no gradient, no
+        decay, no optimizer state.
 
-        Gradients are equal (or shards of one gradient) on all ranks here, so all ranks decide alike.
+        Gradients are equal (or shards of one gradient) on all ranks here, so all ranks decide
+        alike.
 
         Raises RuntimeError at the first update for trained parameters that the loss does not reach.
         """
@@ -181,14 +205,17 @@ class PolicyModule(pl.LightningModule):
             self._require_gradients()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if all(p.grad is None for p in trained):
-            # Nobody had anything to train. The optimizer moves on as with a gradient of zero, which this is.
+            # Nobody had anything to train. The optimizer moves on as with a gradient of zero, which
+            # this is.
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
         parameters = [p for p in trained if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(torch.isfinite(norm))
-        self._meters.update("update_skipped", torch.tensor(float(not finite), device=self.device), 1.0)
+        self._meters.update(
+            "update_skipped", torch.tensor(float(not finite), device=self.device), 1.0
+        )
         if not finite:
             self._skip(optimizer, float(norm))
             return
@@ -203,8 +230,10 @@ class PolicyModule(pl.LightningModule):
         if unreached := self.policy.parameters_without_gradient():
             trained = len(self.policy.trained_parameters())
             raise RuntimeError(
-                f"{len(unreached)} of {trained} trained parameters got no gradient in the first update (first: "
-                f"{unreached[0]}): the loss does not reach them, so they would never change. Leave them out of "
+                f"{len(unreached)} of {trained} trained parameters got no gradient in the first "
+                "update (first: "
+                f"{unreached[0]}): the loss does not reach them, so they would never change. Leave "
+                "them out of "
                 "model.lora.targets, or freeze them in the adapter (`unread`)."
             )
         self._reached = True
@@ -217,16 +246,22 @@ class PolicyModule(pl.LightningModule):
         batch, loss = self._suspect
         here = ", ".join(not_finite(batch)) or "nothing"
         reason = (
-            f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed (version {batch.version}, "
-            f"update {batch.update}, {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row; this rank's loss is "
-            f"{float(loss):.4g}; not finite in its micro-batch: {here}). Usual causes: an infinite reward, a "
-            "latent outside the storage dtype, a ratio that overflowed; every rank has written its batch to skipped/"
+            f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed "
+            f"(version {batch.version}, "
+            f"update {batch.update}, {self._skips_in_a_row} of {SKIPS_IN_A_ROW} in a row; this "
+            "rank's loss is "
+            f"{float(loss):.4g}; not finite in its micro-batch: {here}). Usual causes: an infinite "
+            "reward, a "
+            "latent outside the storage dtype, a ratio that overflowed; every rank has written its "
+            "batch to skipped/"
         )
         logger.warning(reason)
         if self.dump_batch is not None:
             self.dump_batch(batch, reason)
         if self._skips_in_a_row >= SKIPS_IN_A_ROW:
-            raise RuntimeError(f"{SKIPS_IN_A_ROW} updates in a row were not finite, stopping: {reason}")
+            raise RuntimeError(
+                f"{SKIPS_IN_A_ROW} updates in a row were not finite, stopping: {reason}"
+            )
 
     def on_train_start(self) -> None:
         """Start the average from the weights that training starts from."""
@@ -234,22 +269,25 @@ class PolicyModule(pl.LightningModule):
             self.ema.begin(self.policy.trained_parameters())
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call `after_update` right after the optimizer, so that a publication that follows sees its changes."""
-        if self._suspect is None:  # torch's own dummy step, which creates the state that a checkpoint fills
+        """Call `after_update` right after the optimizer, so that a publication that follows sees
+        its changes."""
+        if (
+            self._suspect is None
+        ):  # torch's own dummy step, which creates the state that a checkpoint fills
             return
         batch, _ = self._suspect
         self._suspect, self._trains = None, False
         self.after_update(batch, changed=self._skips_in_a_row == 0)
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
-        """Run after every optimizer step. `changed` is False if it was skipped. `batch` is a micro-batch of the
-        update."""
+        """Run after every optimizer step. `changed` is False if it was skipped. `batch` is a
+        micro-batch of the update."""
         if self.ema is not None and changed:
             self.ema.update(self.policy.trained_parameters())
 
     def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:
-        """After the RL step's last micro-batch, log its metrics: before callbacks read them at the end of the epoch.
-        Every rank has all rewards by then."""
+        """After the RL step's last micro-batch, log its metrics: before callbacks read them at the
+        end of the epoch. Every rank has all rewards by then."""
         if self.trainer.is_last_batch:
             self._log_step(batch)
 
@@ -269,7 +307,9 @@ class PolicyModule(pl.LightningModule):
         self, *, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Trained parameters only; the base model is in its own files."""
-        trained = {prefix + name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        trained = {
+            prefix + name for name, parameter in self.named_parameters() if parameter.requires_grad
+        }
         state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
         return {name: value for name, value in state.items() if name in trained}
 
@@ -284,12 +324,16 @@ class PolicyModule(pl.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read these entries back. Raises ValueError if only one of checkpoint and run has an average."""
+        """Read these entries back. Raises ValueError if only one of checkpoint and run has an
+        average."""
         saved = checkpoint["algorithm"]
         self.first_ratio_max_dev = saved["first_ratio_max_dev"]
         self.skipped_updates = saved["skipped_updates"]
         if bool(saved["ema"]) and self.ema is None:
-            raise ValueError("the checkpoint keeps a moving average and this run does not: set algorithm.ema as it was")
+            raise ValueError(
+                "the checkpoint keeps a moving average and this run does not: set algorithm.ema as "
+                "it was"
+            )
         if self.ema is not None:
             self.ema.steps = saved["ema_steps"]
             self.ema.copy.load_state_dict(saved["ema"])
@@ -298,8 +342,13 @@ class PolicyModule(pl.LightningModule):
 
 
 def _harmless(block: CellBlock) -> CellBlock:
-    """Return a block of weight 0 with finite data of the same shapes: it runs the same collectives, and 0 * NaN cannot
-    arise."""
-    held = {name: getattr(block, name) for name in ("latents", "next_latents", "log_probs", "final", "means")}
-    zeros: dict[str, Any] = {name: torch.zeros_like(value) for name, value in held.items() if value is not None}
+    """Return a block of weight 0 with finite data of the same shapes: it runs the same collectives,
+    and 0 * NaN cannot arise."""
+    held = {
+        name: getattr(block, name)
+        for name in ("latents", "next_latents", "log_probs", "final", "means")
+    }
+    zeros: dict[str, Any] = {
+        name: torch.zeros_like(value) for name, value in held.items() if value is not None
+    }
     return replace(block, **zeros)

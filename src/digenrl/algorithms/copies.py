@@ -1,4 +1,5 @@
-"""Copies of the trained parameters: moving averages, the old policy, the weights at the beginning of a batch."""
+"""Copies of the trained parameters: moving averages, the old policy, the weights at the beginning
+of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ParameterCopy:
 
     @torch.no_grad()
     def follow(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        """copy = decay*copy + (1-decay)*parameter; decay 0 is a plain copy. The first call copies."""
+        """copy = decay*copy + (1-decay)*parameter; decay 0 is a plain copy. The first call
+        copies."""
         if not self.tensors:
             decay = 0.0
         for name, parameter in parameters.items():
@@ -32,13 +34,14 @@ class ParameterCopy:
 
     @contextmanager
     def swapped(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Give the parameters the copy's values during the body, then restore their own values exactly.
+        """Give the parameters the copy's values during the body, then restore their own values
+        exactly.
 
         Without a copy the parameters stay unchanged.
 
 
-        Values are written through `.data` into the same storage, so FSDP's views stay valid as long as no backward
-        runs inside.
+        Values are written through `.data` into the same storage, so FSDP's views stay valid as long
+        as no backward runs inside.
         """
         if not self.tensors:
             yield
@@ -67,15 +70,18 @@ class ParameterCopy:
 
 
 class Ema:
-    """Exponential moving average of the trained parameters, for evaluation and export; rollouts use the raw weights.
+    """Exponential moving average of the trained parameters, for evaluation and export; rollouts use
+    the raw weights.
 
-    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied every `every` steps (yifan123/flow_grpo
-    ema.py:33-56: 0.9, 8).
+    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied every `every` steps
+    (yifan123/flow_grpo ema.py:33-56: 0.9, 8).
     """
 
     def __init__(self, decay: float = 0.9, every: int = 8) -> None:
         if not 0 <= decay < 1 or every < 1:
-            raise ValueError(f"ema needs 0 <= decay < 1 and every >= 1, got decay={decay}, every={every}")
+            raise ValueError(
+                f"ema needs 0 <= decay < 1 and every >= 1, got decay={decay}, every={every}"
+            )
         self.decay, self.every, self.steps = decay, every, 0
         self.copy = ParameterCopy()
 

@@ -1,6 +1,8 @@
-"""Online Diffusion-DPO: the best and worst samples of a task against each other, at equal noise and noise level.
+"""Online Diffusion-DPO: the best and worst samples of a task against each other, at equal noise and
+noise level.
 
-Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_sd3_dpo.py. See `objectives.dpo_loss`.
+Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_sd3_dpo.py. See
+`objectives.dpo_loss`.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ STREAM = "pairs"
 
 
 class DPO(PolicyModule):
-    """Pairs are formed within a block's samples: with sampling.task_size = data.group_size, within the group, as
-    published. No block has samples of two updates, so no pair has (`data.updates_split`).
+    """Pairs are formed within a block's samples: with sampling.task_size = data.group_size, within
+    the group, as published. No block has samples of two updates, so no pair has
+    (`data.updates_split`).
 
-    Row i of the best meets row i of the worst; pairs with equal rewards have no gradient (verl-omni and Flow-GRPO train
-    ties in an arbitrary direction).
+    Row i of the best meets row i of the worst; pairs with equal rewards have no gradient (verl-omni
+    and Flow-GRPO train ties in an arbitrary direction).
     """
 
     needs_final = True
@@ -50,23 +53,32 @@ class DPO(PolicyModule):
         max_grad_norm: float | None = 1.0,
         ema: Ema | None = None,
     ) -> None:
-        """beta 100 in Flow-GRPO's and Flow-Factory's recipes, 2000 in the paper, for mean-per-dimension errors. pairs
-        per task: 1 = argmax against argmin. reference_every: RL steps after which the reference becomes the present
-        weights (Flow-GRPO sets 40); null = the base model for ever. seed keys the noise."""
-        super().__init__(policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema)
+        """beta 100 in Flow-GRPO's and Flow-Factory's recipes, 2000 in the paper, for
+        mean-per-dimension errors. pairs per task: 1 = argmax against argmin. reference_every: RL
+        steps after which the reference becomes the present weights (Flow-GRPO sets 40); null = the
+        base model for ever. seed keys the noise."""
+        super().__init__(
+            policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema
+        )
         if beta <= 0 or pairs < 1 or (reference_every is not None and reference_every < 1):
             raise ValueError(
-                f"DPO needs beta > 0, pairs >= 1 and reference_every >= 1 or null, got beta={beta}, pairs={pairs}, "
+                "DPO needs beta > 0, pairs >= 1 and reference_every >= 1 or null, got "
+                f"beta={beta}, pairs={pairs}, "
                 f"reference_every={reference_every}"
             )
         self.seed, self.beta, self.pairs, self.reference_every = seed, beta, pairs, reference_every
-        self._reference = self.copies["reference"] = ParameterCopy()  # empty while it is the base model
+        self._reference = self.copies["reference"] = (
+            ParameterCopy()
+        )  # empty while it is the base model
 
-    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
+    def cell_losses(
+        self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
+    ) -> Tensor:
         """Return [pairs, K], scaled by b/pairs: the sum weighs as much as b x K cells."""
         if 2 * self.pairs > block.samples:
             raise ValueError(
-                f"algorithm.pairs={self.pairs} needs at least {2 * self.pairs} samples in a task, got {block.samples}: "
+                f"algorithm.pairs={self.pairs} needs at least {2 * self.pairs} samples in a task, "
+                f"got {block.samples}: "
                 "raise sampling.task_size or lower algorithm.pairs"
             )
         order = advantages.argsort(descending=True, stable=True).tolist()
@@ -77,7 +89,11 @@ class DPO(PolicyModule):
             reference = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
         error = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
         losses = dpo_loss(
-            error[: self.pairs], error[self.pairs :], reference[: self.pairs], reference[self.pairs :], self.beta
+            error[: self.pairs],
+            error[self.pairs :],
+            reference[: self.pairs],
+            reference[self.pairs :],
+            self.beta,
         )
         informative = (advantages[chosen] > 0) & (advantages[rejected] < 0)
         losses = losses * informative[:, None]
@@ -97,5 +113,9 @@ class DPO(PolicyModule):
         """Refresh the reference when it is due."""
         super().after_update(batch, changed)
         last = batch.update == self.updates_per_batch - 1
-        if last and self.reference_every is not None and (batch.version + 1) % self.reference_every == 0:
+        if (
+            last
+            and self.reference_every is not None
+            and (batch.version + 1) % self.reference_every == 0
+        ):
             self._reference.follow(self.policy.trained_parameters(), 0.0)

@@ -1,4 +1,5 @@
-"""Write the micro-batch behind a skipped update to disk, and name the tensors in it that are not finite."""
+"""Write the micro-batch behind a skipped update to disk, and name the tensors in it that are not
+finite."""
 
 from __future__ import annotations
 
@@ -13,11 +14,15 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 def not_finite(batch: TrainBatch) -> list[str]:
-    """Return names of the batch's tensors that hold an infinity or NaN; a NaN reward is a missing one and does not
-    count."""
+    """Return names of the batch's tensors that hold an infinity or NaN; a NaN reward is a missing
+    one and does not count."""
     names = [f"reward/{name}" for name, table in batch.rewards.items() if bool(table.isinf().any())]
     for index, block in enumerate(batch.blocks):
-        names += [f"{index}/{name}" for name, value in _tensors(block).items() if not bool(value.isfinite().all())]
+        names += [
+            f"{index}/{name}"
+            for name, value in _tensors(block).items()
+            if not bool(value.isfinite().all())
+        ]
     return names
 
 
@@ -29,7 +34,8 @@ def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBat
     """Return a `PolicyModule.dump_batch` that writes at most `keep` batches as
     <directory>/rank<r>-version<v>-update<u>/.
 
-    batch.safetensors holds `reward/<name>` and `<block>/<field>`; batch.json the reason and the scalars of each block.
+    batch.safetensors holds `reward/<name>` and `<block>/<field>`; batch.json the reason and the
+    scalars of each block.
     """
 
     def write(batch: TrainBatch, reason: str) -> None:
@@ -37,17 +43,31 @@ def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBat
             return
         target = directory / f"rank{rank}-version{batch.version}-update{batch.update}"
         target.mkdir(parents=True, exist_ok=True)
-        tensors: dict[str, Tensor] = {f"reward/{name}": table for name, table in batch.rewards.items()}
+        tensors: dict[str, Tensor] = {
+            f"reward/{name}": table for name, table in batch.rewards.items()
+        }
         blocks = []
         for index, block in enumerate(batch.blocks):
-            fields = _tensors(block) | {f"condition/{name}": value for name, value in block.condition.items()}
+            fields = _tensors(block) | {
+                f"condition/{name}": value for name, value in block.condition.items()
+            }
             tensors |= {f"{index}/{name}": value for name, value in fields.items()}
-            blocks.append({name: value for name, value in vars(block).items() if isinstance(value, (int, float))})
+            blocks.append(
+                {
+                    name: value
+                    for name, value in vars(block).items()
+                    if isinstance(value, (int, float))
+                }
+            )
         save_file(
             {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
             target / "batch.safetensors",
         )
-        facts = {"reason": reason, "denominator": batch.denominator, "reward_weights": batch.reward_weights}
+        facts = {
+            "reason": reason,
+            "denominator": batch.denominator,
+            "reward_weights": batch.reward_weights,
+        }
         (target / "batch.json").write_text(json.dumps(facts | {"blocks": blocks}, indent=1))
 
     return write

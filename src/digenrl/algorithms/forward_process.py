@@ -1,4 +1,5 @@
-"""Cells of forward-process methods: clean latents noised again to levels of the rollout's sigma grid."""
+"""Cells of forward-process methods: clean latents noised again to levels of the rollout's sigma
+grid."""
 
 from __future__ import annotations
 
@@ -42,23 +43,36 @@ class NoisedCells:
         """Return [rows, K, *L] of the policy at its present weights, one forward."""
         rows, count = self.noise.shape[:2]
         out = policy.velocity(
-            self.noisy.flatten(0, 1), self.sigma.repeat(rows), expand_condition(self.condition, rows * count)
+            self.noisy.flatten(0, 1),
+            self.sigma.repeat(rows),
+            expand_condition(self.condition, rows * count),
         )
         return out.unflatten(0, (rows, count))
 
 
-def noised(block: CellBlock, rows: Sequence[int], noise_of: Sequence[int], seed: int, stream: str) -> NoisedCells:
-    """Return rows `rows` of the block at its noise levels; row i gets the noise of identity `noise_of[i]` (I11: keyed,
-    not drawn).
+def noised(
+    block: CellBlock, rows: Sequence[int], noise_of: Sequence[int], seed: int, stream: str
+) -> NoisedCells:
+    """Return rows `rows` of the block at its noise levels; row i gets the noise of identity
+    `noise_of[i]` (I11: keyed, not drawn).
 
     Raises ValueError when the block carries no clean latents.
     """
     if block.final is None:
         raise ValueError(
-            "a forward-process method needs the samples' clean latents and the block has none: keep_final=True"
+            "a forward-process method needs the samples' clean latents and the block has none: "
+            "keep_final=True"
         )
     device = block.final.device
     clean = block.final[torch.as_tensor(rows, device=device)].float()[:, None]
     shape = block.final.shape[1:]
-    levels = [keys.noise(seed, block.step, block.uid, noise_of, step, shape, stream) for step in block.steps.tolist()]
-    return NoisedCells(clean, torch.stack(levels, dim=1).to(device), block.sigmas[block.steps].float(), block.condition)
+    levels = [
+        keys.noise(seed, block.step, block.uid, noise_of, step, shape, stream)
+        for step in block.steps.tolist()
+    ]
+    return NoisedCells(
+        clean,
+        torch.stack(levels, dim=1).to(device),
+        block.sigmas[block.steps].float(),
+        block.condition,
+    )

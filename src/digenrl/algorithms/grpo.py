@@ -1,6 +1,8 @@
-"""Flow-GRPO and its family as one LightningModule: another SDE, window, advantage or surrogate is another YAML.
+"""Flow-GRPO and its family as one LightningModule: another SDE, window, advantage or surrogate is
+another YAML.
 
-Flow-GRPO arXiv 2505.05470, DanceGRPO 2505.07818, MixGRPO 2507.21802, Flow-CPS 2509.05952, GRPO-Guard 2510.22319.
+Flow-GRPO arXiv 2505.05470, DanceGRPO 2505.07818, MixGRPO 2507.21802, Flow-CPS 2509.05952,
+GRPO-Guard 2510.22319.
 """
 
 from __future__ import annotations
@@ -18,9 +20,15 @@ from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.meters import NOTHING
-from digenrl.algorithms.objectives import gaussian_kl, h_free_kl, longcat_weight, mean_square_kl, rectified_weight
+from digenrl.algorithms.objectives import (
+    gaussian_kl,
+    h_free_kl,
+    longcat_weight,
+    mean_square_kl,
+    rectified_weight,
+)
 from digenrl.algorithms.surrogates import Cells, Surrogate
-from digenrl.diffusion.denoise import Replay, replay
+from digenrl.diffusion.denoise import ReplayedTransitions, replay
 from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepSelection
@@ -32,21 +40,26 @@ logger = logging.getLogger(__name__)
 KlKind = Literal["gaussian", "h_free", "mean_square"]
 StepWeight = Literal["none", "std", "longcat", "rectified"]
 RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
-"""Largest first |ratio - 1| by the dtype in which forwards compute, whatever dtype stores the weights."""
+"""Largest first |ratio - 1| by the dtype in which forwards compute, whatever dtype stores the
+weights."""
 HALF_RATIO_BOUND = 1e-3
-"""16-bit kernels round differently at another batch geometry or on another GPU; verl-omni measures 1e-5 at 65,536
-dimensions (docs rollout_correction.md:99), small latents average less."""
+"""16-bit kernels round differently at another batch geometry or on another GPU; verl-omni measures
+1e-5 at 65,536 dimensions (docs rollout_correction.md:99), small latents average less."""
 MOST = 0.999
-"""The quantile of the first deviations that is shown beside the largest: it tells rounding from a few wrong cells."""
+"""The quantile of the first deviations that is shown beside the largest: it tells rounding from a
+few wrong cells."""
 JOINT, JOINT_SQUARE = "joint_ratio", "joint_ratio_square"
 MOST_LOG_RATIO = 40.0
-"""A joint log-ratio beyond it counts as it, in the effective sample size: its square still fits fp32."""
+"""A joint log-ratio beyond it counts as it, in the effective sample size: its square still fits
+fp32."""
 JOINT_CLIP_SPAN = (1e-2, 5e3)
-"""clip_range * D of every published recipe lies within: 2e-6 at D=36,864 (Guard) to 1e-3 at D=2,096,640 (LongCat)."""
+"""clip_range * D of every published recipe lies within: 2e-6 at D=36,864 (Guard) to 1e-3 at
+D=2,096,640 (LongCat)."""
 
 
 class GRPO(PolicyModule):
-    """Policy gradient over stored transitions: loss = w * surrogate(r, A) + kl_weight * KL(new || base), per cell."""
+    """Policy gradient over stored transitions: loss = w * surrogate(r, A) + kl_weight * KL(new ||
+    base), per cell."""
 
     def __init__(
         self,
@@ -66,18 +79,22 @@ class GRPO(PolicyModule):
         ema: Ema | None = None,
         ratio_bound: float | None = None,
     ) -> None:
-        """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what `first_ratio_max_dev` may
-        reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
+        """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what
+        `first_ratio_max_dev` may reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
 
-        step_weight: w of a cell. none: 1. std: std/sqrt(h) (yifan123/flow_grpo scripts/train_wan2_1.py at 32b48fd).
-        longcat: `objectives.longcat_weight`, and its square on the KL. rectified: `objectives.rectified_weight`.
+        step_weight: w of a cell. none: 1. std: std/sqrt(h) (yifan123/flow_grpo
+        scripts/train_wan2_1.py at 32b48fd).
+        longcat: `objectives.longcat_weight`, and its square on the KL. rectified:
+        `objectives.rectified_weight`.
         detach_uncond: classifier-free guidance trains
         its conditional branch alone (yifan123/flow_grpo train_sd3.py:190, ac4c86e).
 
         Raises:
             ValueError: a combination that has no meaning.
         """
-        super().__init__(policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema)
+        super().__init__(
+            policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema
+        )
         self.surrogate = surrogate
         self.clip = _clip_pair(clip_range)
         self.kl_weight = kl_weight
@@ -96,12 +113,18 @@ class GRPO(PolicyModule):
         if self.kl_weight < 0:
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
         if self.kl_kind not in ("gaussian", "h_free", "mean_square"):
-            raise ValueError(f"algorithm.kl_kind must be gaussian, h_free or mean_square, got {self.kl_kind!r}")
+            raise ValueError(
+                f"algorithm.kl_kind must be gaussian, h_free or mean_square, got {self.kl_kind!r}"
+            )
         if self.step_weight not in get_args(StepWeight):
-            raise ValueError(f"algorithm.step_weight must be one of {get_args(StepWeight)}, got {self.step_weight!r}")
+            raise ValueError(
+                f"algorithm.step_weight must be one of {get_args(StepWeight)}, got "
+                f"{self.step_weight!r}"
+            )
         if self.step_weight == "longcat" and not isinstance(self.sde, FlowSDE):
             raise ValueError(
-                f"algorithm.step_weight=longcat is FlowSDE's, and algorithm.sde is {type(self.sde).__name__}: use "
+                "algorithm.step_weight=longcat is FlowSDE's, and algorithm.sde is "
+                f"{type(self.sde).__name__}: use "
                 "algorithm/sde=longcat (or flow), or algorithm.step_weight=std"
             )
         dimensions = math.prod(policy.drawn_shape)
@@ -109,9 +132,12 @@ class GRPO(PolicyModule):
         low, high = JOINT_CLIP_SPAN
         if not low <= joint <= high:
             message = (
-                f"algorithm.clip_range={max(self.clip):g} looks too {'small' if joint < low else 'large'}: log-probs "
-                f"here are means per dimension (D={dimensions}), so it bounds the joint log-ratio at clip_range*D = "
-                f"{joint:.3g}, while published recipes lie in {low:g}..{high:g} (1e-6..1e-3 at image and video sizes); "
+                f"algorithm.clip_range={max(self.clip):g} looks too "
+                f"{'small' if joint < low else 'large'}: log-probs "
+                f"here are means per dimension (D={dimensions}), so it bounds the joint log-ratio "
+                "at clip_range*D = "
+                f"{joint:.3g}, while published recipes lie in {low:g}..{high:g} (1e-6..1e-3 at "
+                "image and video sizes); "
                 f"a joint-ratio clip of 0.2 corresponds to {0.2 / dimensions:.1e}"
             )
             logger.warning(message)
@@ -127,25 +153,29 @@ class GRPO(PolicyModule):
         return self.kl_weight > 0
 
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return which samples can have a gradient. Without a KL term, samples of advantage 0 have none."""
+        """Return which samples can have a gradient. Without a KL term, samples of advantage 0 have
+        none."""
         if self.kl_weight > 0:
             return super().useful(rewards, weights)
         return self.advantage(rewards, weights).values != 0
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
-        """Return the micro-batch's loss; keep the weights at the start of a logical batch if the surrogate needs
-        them."""
+        """Return the micro-batch's loss; keep the weights at the start of a logical batch if the
+        surrogate needs them."""
         keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
         if keeps and batch.version != self._batch_start_version:
             self._batch_start.follow(self.policy.trained_parameters(), 0.0)
             self._batch_start_version = batch.version
         return super().training_step(batch, batch_idx)
 
-    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
+    def cell_losses(
+        self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
+    ) -> Tensor:
         """w * surrogate + kl_weight * KL, [b, K]."""
         if self.needs_means and block.means is None:
             raise ValueError(
-                f"{type(self.surrogate).__name__} needs rollout means and the block has none: keep_means=True"
+                f"{type(self.surrogate).__name__} needs rollout means and the block has none: "
+                "keep_means=True"
             )
         staleness = batch.version - block.version
         proximal = self._proximal(block, batch)
@@ -172,7 +202,13 @@ class GRPO(PolicyModule):
             self.keep_base_means(block, means)
         return means
 
-    def _cells(self, block: CellBlock, new: Replay, advantages: Tensor, proximal: Tensor | None) -> Cells:
+    def _cells(
+        self,
+        block: CellBlock,
+        new: ReplayedTransitions,
+        advantages: Tensor,
+        proximal: Tensor | None,
+    ) -> Cells:
         """advantages [b]."""
         return Cells(
             log_prob=new.log_prob,
@@ -186,7 +222,9 @@ class GRPO(PolicyModule):
             proximal_log_prob=new.log_prob.detach() if proximal is None else proximal,
         )
 
-    def _step_weights(self, block: CellBlock, new: Replay) -> tuple[Tensor | float, Tensor | float]:
+    def _step_weights(
+        self, block: CellBlock, new: ReplayedTransitions
+    ) -> tuple[Tensor | float, Tensor | float]:
         """Return what multiplies the policy loss and the KL, each broadcastable to [b, K]."""
         if self.step_weight == "std":
             return new.std / new.sqrt_h, 1.0
@@ -199,14 +237,14 @@ class GRPO(PolicyModule):
         return 1.0, 1.0
 
     def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
-        """Return [b, K] log-probs under the weights at the beginning of the logical batch; None where these are the
-        present ones."""
+        """Return [b, K] log-probs under the weights at the beginning of the logical batch; None
+        where these are the present ones."""
         if not self.surrogate.needs_proximal or batch.update == 0:
             return None
         with torch.no_grad(), self._batch_start.swapped(self.policy.trained_parameters()):
             return replay(self.policy, block, self.sde).log_prob
 
-    def _kl(self, new: Replay, reference: Tensor) -> Tensor:
+    def _kl(self, new: ReplayedTransitions, reference: Tensor) -> Tensor:
         if self.kl_kind == "gaussian":
             return gaussian_kl(new.mean, reference, new.scale)
         if self.kl_kind == "h_free":
@@ -220,7 +258,9 @@ class GRPO(PolicyModule):
         clipped = self.surrogate.cut(cells).sum() * live
         self._meters.update("clip_fraction", clipped, ratio.numel() * live)
         if self.sde.gaussian:
-            joint = (cells.log_prob - cells.old_log_prob).double() * math.prod(self.policy.drawn_shape)
+            joint = (cells.log_prob - cells.old_log_prob).double() * math.prod(
+                self.policy.drawn_shape
+            )
             joint = joint.clamp(max=MOST_LOG_RATIO).exp()
             self._meters.update(JOINT, joint.sum() * live, ratio.numel() * live)
             self._meters.update(JOINT_SQUARE, joint.square().sum() * live, ratio.numel() * live)
@@ -234,21 +274,32 @@ class GRPO(PolicyModule):
             self._deviations.append(deviations.flatten().double())
 
     def collected(self) -> dict[str, Tensor]:
-        """Return the metrics with `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint ratios (Kish 1965). A
-        value of 1 says that all cells count alike, 1/n that one of n counts."""
+        """Return the metrics with `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint
+        ratios (Kish 1965). A value of 1 says that all cells count alike, 1/n that one of n counts.
+        """
         found = super().collected()
         mean, square = found.pop(JOINT, None), found.pop(JOINT_SQUARE, None)
-        return found if mean is None or square is None else found | {"effective_samples": mean**2 / square}
+        return (
+            found
+            if mean is None or square is None
+            else found | {"effective_samples": mean**2 / square}
+        )
 
     def on_fit_start(self) -> None:
         """Print the bound for the first ratios."""
         if self.first_ratio_max_dev is None:
-            logger.info("max |ratio-1| before the first optimizer step must be at most %g", self._bound())
+            logger.info(
+                "max |ratio-1| before the first optimizer step must be at most %g", self._bound()
+            )
 
     def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients. Before the run's first optimizer step, also check the ratios of all ranks."""
+        """Clip the gradients. Before the run's first optimizer step, also check the ratios of all
+        ranks."""
         if self.first_ratio_max_dev is None:
             self._hold_ratios()
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -258,7 +309,9 @@ class GRPO(PolicyModule):
 
         If no rank had a cell, no weight changes either, and the next update counts as the first.
         """
-        none = torch.full((1,), NOTHING, dtype=torch.float64, device=self.device)  # a rank without cells takes part too
+        none = torch.full(
+            (1,), NOTHING, dtype=torch.float64, device=self.device
+        )  # a rank without cells takes part too
         deviations = self._everyones(torch.cat([none, *self._deviations]))
         deviations, self._deviations = deviations[deviations != NOTHING], []
         if not len(deviations):
@@ -270,20 +323,30 @@ class GRPO(PolicyModule):
             remedy = (
                 f"If it is rounding, set algorithm.ratio_bound={2 * self.first_ratio_max_dev:.1g}"
                 if rounding
-                else "Check that trainers and rollouts use equal weights, model.dtype, guidance and "
+                else "Check that trainers and rollouts use equal weights, model.dtype, guidance and "  # noqa: E501
                 "model.attention_backend"
             )
             raise RuntimeError(
-                f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, above {bound:g} "
-                f"({MOST:.1%} quantile {most:.3g}, computed in {str(self.policy.dtype).removeprefix('torch.')}): "
-                f"replay does not reproduce the rollout. {remedy}; schedule.tsp.batch=1 gives replay the "
+                f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, "
+                f"above {bound:g} "
+                f"({MOST:.1%} quantile {most:.3g}, computed in "
+                f"{str(self.policy.dtype).removeprefix('torch.')}): "
+                f"replay does not reproduce the rollout. {remedy}; schedule.tsp.batch=1 gives "
+                "replay the "
                 "rollout's geometry."
             )
-        logger.info("max |ratio-1| is %.3g, its %g%% quantile %.3g", self.first_ratio_max_dev, 100 * MOST, most)
+        logger.info(
+            "max |ratio-1| is %.3g, its %g%% quantile %.3g",
+            self.first_ratio_max_dev,
+            100 * MOST,
+            most,
+        )
 
     def _everyones(self, values: Tensor) -> Tensor:
         """Return the values [n] of all trainers together; n may differ from rank to rank."""
-        sizes = torch.as_tensor(self.all_gather(torch.tensor(len(values), device=values.device))).flatten()
+        sizes = torch.as_tensor(
+            self.all_gather(torch.tensor(len(values), device=values.device))
+        ).flatten()
         padded = nn.functional.pad(values, (0, int(sizes.max()) - len(values)))
         rows = torch.as_tensor(self.all_gather(padded)).reshape(len(sizes), -1)
         return torch.cat([row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)])
@@ -297,10 +360,14 @@ class GRPO(PolicyModule):
 def check_kernel(sde: Kernel, surrogate: Surrogate) -> None:
     """Raise ValueError for a kernel whose log-probs the surrogate cannot train on."""
     if not sde.stochastic:
-        raise ValueError("algorithm.sde has noise level 0: without noise there is no log-prob to train, use e.g. 0.7")
+        raise ValueError(
+            "algorithm.sde has noise level 0: without noise there is no log-prob to train, use "
+            "e.g. 0.7"
+        )
     if surrogate.needs_gaussian and not sde.gaussian:
         raise ValueError(
-            f"{type(surrogate).__name__} needs a Gaussian log-prob, and {type(sde).__name__} drops the variance: "
+            f"{type(surrogate).__name__} needs a Gaussian log-prob, and {type(sde).__name__} drops "
+            "the variance: "
             "use algorithm/sde=flow (or dance), or another algorithm/surrogate"
         )
 
@@ -308,5 +375,8 @@ def check_kernel(sde: Kernel, surrogate: Surrogate) -> None:
 def _clip_pair(value: float | Sequence[float]) -> tuple[float, float]:
     low, high = (value, value) if isinstance(value, (int, float)) else tuple(value)
     if not 0 < low < 1 or high <= 0:
-        raise ValueError(f"algorithm.clip_range must be c or [low, high] with 0 < low < 1 and high > 0, got {value}")
+        raise ValueError(
+            "algorithm.clip_range must be c or [low, high] with 0 < low < 1 and high > 0, got "
+            f"{value}"
+        )
     return float(low), float(high)

@@ -1,4 +1,5 @@
-"""Metrics of one RL step that are right when micro-batches and ranks hold unequal numbers of cells, or none."""
+"""Metrics of one RL step that are right when micro-batches and ranks hold unequal numbers of cells,
+or none."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ NOTHING = -1.0
 
 
 class Meters(Metric):
-    """Sums with their counts, and peaks, until `collect`. A rank without cells need not know the names.
+    """Sums with their counts, and peaks, until `collect`. A rank without cells need not know the
+    names.
 
-    One torchmetrics object for all names: a metric per name would cost some sixty collectives in every RL step.
+    One torchmetrics object for all names: a metric per name would cost some sixty collectives in
+    every RL step.
     """
 
     full_state_update = False
@@ -33,7 +36,8 @@ class Meters(Metric):
         self._peaks: dict[str, Tensor] = {}
 
     def update(self, name: str, total: Tensor, count: float) -> None:
-        """Add `total`, a sum over `count` things; the metric is the quotient of both sums over the RL step."""
+        """Add `total`, a sum over `count` things; the metric is the quotient of both sums over the
+        RL step."""
         known, counted = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (total.detach().double() + known, count + counted)
 
@@ -55,8 +59,12 @@ class Meters(Metric):
         if not self._sums:
             return {}
         totals = torch.stack([self._sums[name][0] for name in sorted(self._sums)])
-        self.sums = torch.stack([totals, totals.new_tensor([self._sums[name][1] for name in sorted(self._sums)])], 1)
-        self.peaks = torch.stack([totals.new_zeros(()), *(self._peaks[name] for name in sorted(self._peaks))])[1:]
+        self.sums = torch.stack(
+            [totals, totals.new_tensor([self._sums[name][1] for name in sorted(self._sums)])], 1
+        )
+        self.peaks = torch.stack(
+            [totals.new_zeros(()), *(self._peaks[name] for name in sorted(self._peaks))]
+        )[1:]
         found: dict[str, Tensor] = self.compute()
         self.reset()
         return found
@@ -65,15 +73,21 @@ class Meters(Metric):
         """Give every rank the names of all ranks, with a count of zero for names that it lacks."""
         if not self.distributed_available_fn():
             return
-        own = "\n".join([*(f"sum {name}" for name in self._sums), *(f"peak {name}" for name in self._peaks)])
+        own = "\n".join(
+            [*(f"sum {name}" for name in self._sums), *(f"peak {name}" for name in self._peaks)]
+        )
         letters = torch.tensor(list(own.encode()), dtype=torch.uint8, device=self.device)
         for others in self.dist_sync_fn(letters, None):
             for line in bytes(others.tolist()).decode().splitlines():
                 kind, name = line.split(" ", 1)
                 if kind == "sum":
-                    self._sums.setdefault(name, (torch.zeros((), dtype=torch.float64, device=self.device), 0.0))
+                    self._sums.setdefault(
+                        name, (torch.zeros((), dtype=torch.float64, device=self.device), 0.0)
+                    )
                 else:
-                    self._peaks.setdefault(name, torch.tensor(NOTHING, dtype=torch.float64, device=self.device))
+                    self._peaks.setdefault(
+                        name, torch.tensor(NOTHING, dtype=torch.float64, device=self.device)
+                    )
 
     def reset(self) -> None:
         """Forget everything."""

@@ -1,7 +1,8 @@
-"""DiffusionNFT (arXiv 2509.16117): reinforcement on the forward process, without log-probs or SDE noise.
+"""DiffusionNFT (arXiv 2509.16117): reinforcement on the forward process, without log-probs or SDE
+noise.
 
-Rollouts are made by an *old* policy, a copy of the trained parameters that follows them by a schedule, with any ODE
-solver; only the clean latent is stored. See `objectives.nft_loss`.
+Rollouts are made by an *old* policy, a copy of the trained parameters that follows them by a
+schedule, with any ODE solver; only the clean latent is stored. See `objectives.nft_loss`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ STREAM = "forward"
 
 @dataclass(frozen=True)
 class OldPolicySchedule:
-    """old = d*old + (1-d)*new after every `every`-th RL step, d = min(max(step - delay, 0)*ramp, ceiling).
+    """old = d*old + (1-d)*new after every `every`-th RL step, d = min(max(step - delay, 0)*ramp,
+    ceiling).
 
-    The paper's soft update of the sampling policy, and the three schedules of its code (NVlabs/DiffusionNFT
-    `return_decay`) and of verl-omni (diffusion_trainer_utils.py:20-39): type 0, `copy` = ceiling 0 (on-policy); type 1,
-    `linear_to_0_5` = ramp 0.001, ceiling 0.5; type 2, `delayed_linear_to_0_999` = delay 75, ramp 0.0075, ceiling 0.999.
-    They count gradient steps; RL steps count here, so that `updates_per_batch` leaves the schedule alone.
+    The paper's soft update of the sampling policy, and the three schedules of its code
+    (NVlabs/DiffusionNFT `return_decay`) and of verl-omni (diffusion_trainer_utils.py:20-39): type
+    0, `copy` = ceiling 0 (on-policy); type 1, `linear_to_0_5` = ramp 0.001, ceiling 0.5; type 2,
+    `delayed_linear_to_0_999` = delay 75, ramp 0.0075, ceiling 0.999. They count gradient steps; RL
+    steps count here, so that `updates_per_batch` leaves the schedule alone.
     """
 
     delay: int = 0
@@ -44,7 +47,9 @@ class OldPolicySchedule:
 
     def __post_init__(self) -> None:
         if self.delay < 0 or self.ramp < 0 or not 0 <= self.ceiling < 1 or self.every < 1:
-            raise ValueError(f"old_policy needs delay, ramp >= 0, 0 <= ceiling < 1, every >= 1, got {self}")
+            raise ValueError(
+                f"old_policy needs delay, ramp >= 0, 0 <= ceiling < 1, every >= 1, got {self}"
+            )
 
     def decay(self, step: int) -> float:
         """d after RL step `step` (0-based)."""
@@ -72,9 +77,11 @@ class NFT(PolicyModule):
         max_grad_norm: float | None = 1.0,
         ema: Ema | None = None,
     ) -> None:
-        """beta: 1.0 for SD3 (Flow-Factory, UniRL), 0.1 for Wan and Qwen-Image. max_advantage M = 5. kl_weight 1e-4
-        (verl-omni); 0 runs no base model. seed keys the forward noise."""
-        super().__init__(policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema)
+        """beta: 1.0 for SD3 (Flow-Factory, UniRL), 0.1 for Wan and Qwen-Image. max_advantage M = 5.
+        kl_weight 1e-4 (verl-omni); 0 runs no base model. seed keys the forward noise."""
+        super().__init__(
+            policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema
+        )
         if beta <= 0 or max_advantage <= 0 or kl_weight < 0:
             raise ValueError(
                 f"NFT needs beta > 0, max_advantage > 0 and kl_weight >= 0, got beta={beta}, "
@@ -98,7 +105,9 @@ class NFT(PolicyModule):
         if not self._old.tensors:
             self._old.follow(self.policy.trained_parameters(), 0.0)
 
-    def cell_losses(self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool) -> Tensor:
+    def cell_losses(
+        self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
+    ) -> Tensor:
         """[b, K]."""
         cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM)
         with torch.no_grad(), self.rollout_weights():
@@ -109,7 +118,14 @@ class NFT(PolicyModule):
                 reference = cells.velocity(self.policy)
         new = cells.velocity(self.policy)
         losses = nft_loss(
-            new, old, cells.noisy, cells.clean, cells.sigma[None], advantages[:, None], self.beta, self.max_advantage
+            new,
+            old,
+            cells.noisy,
+            cells.clean,
+            cells.sigma[None],
+            advantages[:, None],
+            self.beta,
+            self.max_advantage,
         )
         if reference is not None:
             kl = mean_dims((new - reference) ** 2)

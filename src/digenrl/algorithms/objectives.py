@@ -1,8 +1,9 @@
 """Per-cell losses as pure tensor functions.
 
-Legend of shapes: b samples of a block, K steps, D latent dimensions of a sample. Log-probs are means over D
-(`diffusion.sde`), so log-ratios are 1/D of the joint ones. Every function returns one value per cell, [b, K], and
-leaves the reduction to the caller: the loss of an update is their sum divided by the update's denominator.
+Legend of shapes: b samples of a block, K steps, D latent dimensions of a sample. Log-probs are
+means over D (`diffusion.sde`), so log-ratios are 1/D of the joint ones. Every function returns one
+value per cell, [b, K], and leaves the reduction to the caller: the loss of an update is their sum
+divided by the update's denominator.
 """
 
 from __future__ import annotations
@@ -20,40 +21,49 @@ def mean_dims(value: Tensor) -> Tensor:
     return value.flatten(2).mean(dim=2)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float | None = None) -> Tensor:
-    """PPO's pessimistic loss max(-A*r, -A*clamp(r, 1-low, 1+high)); [b, K] from ratio [b, K], advantages broadcastable
-    to it.
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float | None = None
+) -> Tensor:
+    """PPO's pessimistic loss max(-A*r, -A*clamp(r, 1-low, 1+high)); [b, K] from ratio [b, K],
+    advantages broadcastable to it.
 
-    high defaults to low. Schulman et al. 2017, arXiv 1707.06347; per denoising step as in yifan123/flow_grpo
-    train_sd3.py:880-893.
+    high defaults to low. Schulman et al. 2017, arXiv 1707.06347; per denoising step as in
+    yifan123/flow_grpo train_sd3.py:880-893.
     """
     upper = 1.0 + (clip_low if clip_high is None else clip_high)
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, upper))
 
 
 def clip_binds(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return [b, K] bool: where `clipped_surrogate` is flat. A ratio beyond the other bound keeps its gradient, so this
-    is less than the share of ratios outside the range, which yifan123/flow_grpo logs as `clipfrac`."""
-    return ((advantages > 0) & (ratio > 1.0 + clip_high)) | ((advantages < 0) & (ratio < 1.0 - clip_low))
+    """Return [b, K] bool: where `clipped_surrogate` is flat. A ratio beyond the other bound keeps
+    its gradient, so this is less than the share of ratios outside the range, which
+    yifan123/flow_grpo logs as `clipfrac`."""
+    return ((advantages > 0) & (ratio > 1.0 + clip_high)) | (
+        (advantages < 0) & (ratio < 1.0 - clip_low)
+    )
 
 
 def longcat_weight(sigma: Tensor, sigma_guard: Tensor, sqrt_h: Tensor) -> Tensor:
-    """sqrt(s/(1-d)) / sqrt(h): what LongCat multiplies the policy loss by, and the KL by its square.
+    """sqrt(s/(1-d)) / sqrt(h): what LongCat multiplies the policy loss by, and the KL by its
+    square.
 
-    `FlowSDE`'s std at noise level 1, without its bound, over sqrt(h): it takes the factor sqrt(h)/std out of the
-    gradient (ModelTC/GenRL genrl/trainer/wan_trainer.py:624-661, 82a867e).
+    `FlowSDE`'s std at noise level 1, without its bound, over sqrt(h): it takes the factor
+    sqrt(h)/std out of the gradient (ModelTC/GenRL genrl/trainer/wan_trainer.py:624-661, 82a867e).
     """
     return torch.sqrt(sigma / (1.0 - sigma_guard)) / sqrt_h
 
 
 def rectified_weight(kernel: Kernel, sigmas: Tensor, steps: Tensor) -> Tensor:
-    """Return [K]: 1 / (sqrt(h)/std + std*sqrt(h)*(1-s)/(2s)) at `steps` [K], in units of its mean over all steps of
-    `sigmas` [T+1] but the last.
+    """Return [K]: 1 / (sqrt(h)/std + std*sqrt(h)*(1-s)/(2s)) at `steps` [K], in units of its mean
+    over all steps of `sigmas` [T+1] but the last.
 
-    It takes the time's own factor out of the gradient of a Gaussian log-prob with respect to the velocity (Flash-GRPO,
-    arXiv 2605.15980; Shredded-Pork/Flash-GRPO scripts/train_wanx2_1_flash.py:983 at 4211013, over the batch's mean).
+    It takes the time's own factor out of the gradient of a Gaussian log-prob with respect to the
+    velocity (Flash-GRPO, arXiv 2605.15980; Shredded-Pork/Flash-GRPO
+    scripts/train_wanx2_1_flash.py:983 at 4211013, over the batch's mean).
     """
-    sigma, following, guard = step_sigmas(sigmas, torch.arange(len(sigmas) - 2, device=sigmas.device))
+    sigma, following, guard = step_sigmas(
+        sigmas, torch.arange(len(sigmas) - 2, device=sigmas.device)
+    )
     nothing = torch.zeros(len(sigma), 1, device=sigmas.device)
     made = kernel.transition(nothing, nothing, sigma, following, guard, next_latents=nothing)
     weight = 1 / (made.sqrt_h / made.std + made.std * made.sqrt_h * (1 - sigma) / (2 * sigma))
@@ -61,10 +71,11 @@ def rectified_weight(kernel: Kernel, sigmas: Tensor, steps: Tensor) -> Tensor:
 
 
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:
-    """KL(N(mean, S^2) || N(reference_mean, S^2)) per dimension: mean_dims((mean-ref)^2) / (2*S^2), [b, K].
+    """KL(N(mean, S^2) || N(reference_mean, S^2)) per dimension: mean_dims((mean-ref)^2) / (2*S^2),
+    [b, K].
 
-    mean, reference_mean [b, K, *L]; scale [b, K] S = std*sqrt(h). The true Gaussian KL, as ModelTC/GenRL
-    wan_trainer.py:649-661 has it; its weights are 3e-4 .. 4e-3 there.
+    mean, reference_mean [b, K, *L]; scale [b, K] S = std*sqrt(h). The true Gaussian KL, as
+    ModelTC/GenRL wan_trainer.py:649-661 has it; its weights are 3e-4 .. 4e-3 there.
     """
     return mean_dims((mean - reference_mean) ** 2) / (2.0 * scale**2)
 
@@ -72,33 +83,39 @@ def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:
 def h_free_kl(mean: Tensor, reference_mean: Tensor, std: Tensor) -> Tensor:
     """mean_dims((mean-ref)^2) / (2*std^2), [b, K], std without sqrt(h): h times `gaussian_kl`.
 
-    yifan123/flow_grpo train_sd3.py:895 uses this with weight 0.04 (OCR, GenEval) or 0.01 (PickScore); at 10 steps that
-    is the weight of a true KL of about a tenth.
+    yifan123/flow_grpo train_sd3.py:895 uses this with weight 0.04 (OCR, GenEval) or 0.01
+    (PickScore); at 10 steps that is the weight of a true KL of about a tenth.
     """
     return mean_dims((mean - reference_mean) ** 2) / (2.0 * std**2)
 
 
 def mean_square_kl(mean: Tensor, reference_mean: Tensor) -> Tensor:
-    """mean_dims((mean-ref)^2), [b, K]: the variance-free form that ModelTC/GenRL pairs with Flow-CPS's log-prob."""
+    """mean_dims((mean-ref)^2), [b, K]: the variance-free form that ModelTC/GenRL pairs with
+    Flow-CPS's log-prob."""
     return mean_dims((mean - reference_mean) ** 2)
 
 
-def guard_ratio(log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, scale: Tensor) -> Tensor:
-    """GRPO-Guard's normalised ratio exp((log r + bias) * S), bias = mean_dims((mean-old)^2)/(2*S^2); [b, K].
+def guard_ratio(
+    log_prob: Tensor, old_log_prob: Tensor, mean: Tensor, old_mean: Tensor, scale: Tensor
+) -> Tensor:
+    """GRPO-Guard's normalised ratio exp((log r + bias) * S), bias =
+    mean_dims((mean-old)^2)/(2*S^2); [b, K].
 
-    Equal to exp(mean_dims(z*(mean-old))), whose logarithm has expectation 0, while a plain log-ratio has -bias
-    (GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni diffusion_algos.py:527). scale [b, K] is each row's own S: a
-    batch may mix timesteps.
+    Equal to exp(mean_dims(z*(mean-old))), whose logarithm has expectation 0, while a plain
+    log-ratio has -bias (GRPO-Guard, arXiv 2510.22319; verl-project/verl-omni
+    diffusion_algos.py:527). scale [b, K] is each row's own S: a batch may mix timesteps.
     """
     bias = gaussian_kl(mean, old_mean, scale)
     return torch.exp((log_prob - old_log_prob + bias) * scale)
 
 
 def dppo_keep(ratio: Tensor, advantages: Tensor, kl: Tensor, threshold: float) -> Tensor:
-    """Flow-DPPO's mask, [b, K] bool: False where the cell is beyond the trust region and would be pushed further out.
+    """Flow-DPPO's mask, [b, K] bool: False where the cell is beyond the trust region and would be
+    pushed further out.
 
-    drop = kl >= threshold and ((r > 1 and A > 0) or (r < 1 and A < 0)); kl is `gaussian_kl` to the rollout's mean
-    (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54-138, threshold 1e-5 for the mean-reduced KL).
+    drop = kl >= threshold and ((r > 1 and A > 0) or (r < 1 and A < 0)); kl is `gaussian_kl` to the
+    rollout's mean (Tencent-Hunyuan/UniRL algorithms/flowdppo.py:54-138, threshold 1e-5 for the
+    mean-reduced KL).
     """
     outward = ((ratio > 1.0) & (advantages > 0)) | ((ratio < 1.0) & (advantages < 0))
     return ~((kl >= threshold) & outward)
@@ -107,7 +124,9 @@ def dppo_keep(ratio: Tensor, advantages: Tensor, kl: Tensor, threshold: float) -
 def nft_reward_weight(advantages: Tensor, max_advantage: float) -> Tensor:
     """Optimality probability clamp(clamp(A, -M, M)/(2M) + 1/2, 0, 1): 1 at A = M, 1/2 at 0, 0 at -M
     (DiffusionNFT, arXiv 2509.16117; verl-project/verl-omni diffusion_algos.py:795)."""
-    return (advantages.clamp(-max_advantage, max_advantage) / max_advantage / 2.0 + 0.5).clamp(0.0, 1.0)
+    return (advantages.clamp(-max_advantage, max_advantage) / max_advantage / 2.0 + 0.5).clamp(
+        0.0, 1.0
+    )
 
 
 def nft_loss(
@@ -122,12 +141,13 @@ def nft_loss(
 ) -> Tensor:
     """DiffusionNFT's forward-process loss (rw*P + (1-rw)*N) * M/b per cell, [b, K].
 
-    v+ = b*v + (1-b)*v_old, v- = (1+b)*v_old - b*v, X+- = x_t - t*v+-; P, N = mean_dims((X+- - x0)^2) / w+-, where
-    w+- = max(mean_dims|X+- - x0|, 1e-5) carries no gradient and is taken in fp64. At v = v_old the gradient is A times
-    that of the adaptively weighted x0 loss, whatever b is.
+    v+ = b*v + (1-b)*v_old, v- = (1+b)*v_old - b*v, X+- = x_t - t*v+-; P, N = mean_dims((X+- -
+    x0)^2) / w+-, where w+- = max(mean_dims|X+- - x0|, 1e-5) carries no gradient and is taken in
+    fp64. At v = v_old the gradient is A times that of the adaptively weighted x0 loss, whatever b
+    is.
 
-    velocity, old_velocity, noisy (x_t), clean (x0) [b, K, *L] (clean broadcastable); sigma, advantages broadcastable to
-    [b, K].
+    velocity, old_velocity, noisy (x_t), clean (x0) [b, K, *L] (clean broadcastable); sigma,
+    advantages broadcastable to [b, K].
     """
     rw = nft_reward_weight(advantages, max_advantage)
     t = sigma.reshape(*sigma.shape, *([1] * (noisy.ndim - sigma.ndim)))
@@ -143,11 +163,18 @@ def nft_loss(
 
 
 def dpo_loss(
-    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    beta: float,
 ) -> Tensor:
-    """Diffusion-DPO: -logsigmoid(-beta/2*((e_w - e_w_ref) - (e_l - e_l_ref))), e = mean_dims((v - (eps - x0))^2).
+    """Diffusion-DPO: -logsigmoid(-beta/2*((e_w - e_w_ref) - (e_l - e_l_ref))), e = mean_dims((v -
+    (eps - x0))^2).
 
-    Wallace et al. 2023, arXiv 2311.12908; yifan123/flow_grpo train_sd3_dpo.py:885-939 (beta 100). All [pairs, K]; log 2
-    where the policy equals its reference.
+    Wallace et al. 2023, arXiv 2311.12908; yifan123/flow_grpo train_sd3_dpo.py:885-939 (beta 100).
+    All [pairs, K]; log 2 where the policy equals its reference.
     """
-    return -functional.logsigmoid(-0.5 * beta * ((chosen - reference_chosen) - (rejected - reference_rejected)))
+    return -functional.logsigmoid(
+        -0.5 * beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
+    )

@@ -1,4 +1,5 @@
-"""Write checkpoints on time, with the state that only the system knows: RNG state and the in-flight version."""
+"""Write checkpoints on time, with the state that only the system knows: RNG state and the in-flight
+version."""
 
 from __future__ import annotations
 
@@ -24,20 +25,21 @@ KEY = "digenrl"
 class Checkpoint(pl.Callback):
     """Callback that writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run.
 
-    The end includes a requested stop. If the step in progress is given up (`StepGivenUp`), the checkpoint is of the
-    version before it.
+    The end includes a requested stop. If the step in progress is given up (`StepGivenUp`), the
+    checkpoint is of the version before it.
 
-    One checkpoint at a time is written beside training. The next checkpoint and the end of the run wait for it. A
-    checkpoint that cannot be written leaves nothing behind, and older checkpoints stay. The run's directory is the
-    Trainer's `default_root_dir`.
+    One checkpoint at a time is written beside training. The next checkpoint and the end of the run
+    wait for it. A checkpoint that cannot be written leaves nothing behind, and older checkpoints
+    stay. The run's directory is the Trainer's `default_root_dir`.
 
     Args:
         every: RL steps between checkpoints.
-        on_error: action after a checkpoint that could not be written. "stop" ends the run after the step in progress,
-            with the cause, and tries to save this step. "continue" goes on and tries again when the next checkpoint is
-            due. A failure of the run's last checkpoint always counts.
-        retry_s: seconds for which the last checkpoint of a run is tried again, after pauses of 1, 2, 4 ... seconds;
-            0 = never.
+        on_error: action after a checkpoint that could not be written. "stop" ends the run after the
+            step in progress, with the cause, and tries to save this step. "continue" goes on and
+            tries again when the next checkpoint is due. A failure of the run's last checkpoint
+            always counts.
+        retry_s: seconds for which the last checkpoint of a run is tried again, after pauses of 1,
+            2, 4 ... seconds; 0 = never.
 
     Raises:
         ValueError: an argument is out of range.
@@ -54,7 +56,8 @@ class Checkpoint(pl.Callback):
         self._finished, self._saved = 0, 0
         """RL steps that are finished, and RL steps in the newest checkpoint."""
         self._writing: tuple[int, Path, Callable[[Path], None]] | None = None
-        """RL steps in the checkpoint that is being written, its path, and the function that writes it."""
+        """RL steps in the checkpoint that is being written, its path, and the function that writes
+        it."""
         self._progress: dict[str, Any] = {}
         """Entries of a checkpoint at the end of the last finished step, without the weights."""
         self._weights: dict[str, Any] = {}
@@ -71,9 +74,13 @@ class Checkpoint(pl.Callback):
         if several and self._finished > self._saved and strategy.engine.policy.lora is not None:
             dumped = _dump(trainer)
             kept = {name: dumped[name] for name in ("state_dict", "optimizer_states", "algorithm")}
-            self._weights = tree_map(lambda leaf: leaf.to("cpu", copy=True) if torch.is_tensor(leaf) else leaf, kept)
+            self._weights = tree_map(
+                lambda leaf: leaf.to("cpu", copy=True) if torch.is_tensor(leaf) else leaf, kept
+            )
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         if not isinstance(exception, StepGivenUp):
             return
         self._settle(trainer)
@@ -120,14 +127,17 @@ class Checkpoint(pl.Callback):
         return self._writing is not None and strategy.reduce_boolean_decision(here, all=True)
 
     def _settle(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Wait for the checkpoint in progress. The last checkpoint of a run is tried again when it fails."""
+        """Wait for the checkpoint in progress. The last checkpoint of a run is tried again when it
+        fails."""
         if self._writing is None:
             return
         (step, path, write), self._writing = self._writing, None
         cause = _failure(trainer, path)
         if cause is not None:
             if trainer.is_global_zero:
-                append_urgent(trainer.default_root_dir, CHECKPOINT_FAILED, {"rl_step": step, "cause": cause})
+                append_urgent(
+                    trainer.default_root_dir, CHECKPOINT_FAILED, {"rl_step": step, "cause": cause}
+                )
             # All trainers are told of a failure alike, so all take the same number of pauses.
             for pause in self._pauses if last else ():
                 time.sleep(pause)
@@ -137,7 +147,9 @@ class Checkpoint(pl.Callback):
         if cause is None:
             self._saved = step
             if trainer.is_global_zero:
-                append_event(trainer.default_root_dir, "checkpoint", {"path": str(path), "rl_step": step})
+                append_event(
+                    trainer.default_root_dir, "checkpoint", {"path": str(path), "rl_step": step}
+                )
             return
         if last or self._on_error == "stop":
             trainer.should_stop = True
@@ -158,7 +170,8 @@ class Checkpoint(pl.Callback):
 
 
 def _pauses(seconds: float) -> list[float]:
-    """Return the pauses between tries, at most `seconds` in all. Each doubles the pause before, up to a minute."""
+    """Return the pauses between tries, at most `seconds` in all. Each doubles the pause before, up
+    to a minute."""
     pauses: list[float] = []
     while sum(pauses) + (pause := min(2.0 ** len(pauses), 60.0)) <= seconds:
         pauses.append(pause)
@@ -166,7 +179,8 @@ def _pauses(seconds: float) -> list[float]:
 
 
 def _failure(trainer: pl.Trainer, path: Path) -> str | None:
-    """Wait for the checkpoint in progress; return why it could not be written, or None if it was written."""
+    """Wait for the checkpoint in progress; return why it could not be written, or None if it was
+    written."""
     try:
         trainer.strategy.saved()  # type: ignore[attr-defined]
     except OSError as error:
@@ -175,9 +189,14 @@ def _failure(trainer: pl.Trainer, path: Path) -> str | None:
 
 
 def _told(path: Path, error: OSError) -> str:
-    """Return a sentence about a failed checkpoint: the cause, the free space, and the checkpoints that remain."""
+    """Return a sentence about a failed checkpoint: the cause, the free space, and the checkpoints
+    that remain."""
     newest = path.with_name("last")
-    older = f"the newest whole one is {newest.resolve().name}" if newest.exists() else "there is no older one"
+    older = (
+        f"the newest whole one is {newest.resolve().name}"
+        if newest.exists()
+        else "there is no older one"
+    )
     cause = f"{error.strerror or error} ({free_space(path.parents[1])})"
     return f"checkpoint {path.name} could not be written to {path.parent}: {cause}; {older}"
 
@@ -193,5 +212,6 @@ def _own(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _dump(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the checkpoint of this moment. This is a collective of the trainers if weights are sharded."""
+    """Return the checkpoint of this moment. This is a collective of the trainers if weights are
+    sharded."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

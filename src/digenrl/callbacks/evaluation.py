@@ -1,4 +1,5 @@
-"""Evaluate the same prompts and noise before, during and after training, with scorers that are never optimised."""
+"""Evaluate the same prompts and noise before, during and after training, with scorers that are
+never optimised."""
 
 from __future__ import annotations
 
@@ -25,33 +26,49 @@ from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
 from digenrl.rewards.hacking_alarms import Alarm, canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, ReferenceSamples, joined, split
+from digenrl.rollout.evaluation import (
+    FixedSamples,
+    Pictures,
+    Piece,
+    ReferenceSamples,
+    joined,
+    split,
+)
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
-"""Function (media [N, ...] in [0, 1], N prompts) -> {name: value}. Names become keys of the eval line."""
+"""Function (media [N, ...] in [0, 1], N prompts) -> {name: value}. Names become keys of the eval
+line."""
 
 
 def measure(
-    pictures: Pictures, weights: Mapping[str, float], statistics: Sequence[Statistic] = (), heldout: str | None = None
+    pictures: Pictures,
+    weights: Mapping[str, float],
+    statistics: Sequence[Statistic] = (),
+    heldout: str | None = None,
 ) -> dict[str, float]:
     """Return the numbers of an eval line.
 
-    `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these means. `heldout/<name>`
-    is the mean of a reward without weight. `heldout` repeats the one that the argument names (None: the first).
-    `missing` counts NaN scores, which no mean includes. `kl`, if it was measured, is in nats per sample between policy
-    and base model.
+    `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these
+    means. `heldout/<name>` is the mean of a reward without weight. `heldout` repeats the one that
+    the argument names (None: the first). `missing` counts NaN scores, which no mean includes. `kl`,
+    if it was measured, is in nats per sample between policy and base model.
 
     Raises:
         ValueError: `heldout` names no reward without weight, or two statistics give the same key.
     """
-    means = {name: float(torch.nanmean(scores.double())) for name, scores in pictures.rewards.items()}
-    numbers: dict[str, float] = {"reward": sum(weight * means[name] for name, weight in weights.items())}
+    means = {
+        name: float(torch.nanmean(scores.double())) for name, scores in pictures.rewards.items()
+    }
+    numbers: dict[str, float] = {
+        "reward": sum(weight * means[name] for name, weight in weights.items())
+    }
     numbers |= {f"reward/{name}": means[name] for name in weights}
     unoptimised = [name for name in means if name not in weights]
     if heldout is not None and heldout not in unoptimised:
         raise ValueError(
-            f"callbacks.evaluation.heldout_reward={heldout!r} is no reward without weight, these are: "
+            f"callbacks.evaluation.heldout_reward={heldout!r} is no reward without weight, these "
+            "are: "
             f"{', '.join(unoptimised) or 'none'}"
         )
     if unoptimised:
@@ -65,7 +82,10 @@ def measure(
     for statistic in statistics:
         found = statistic(media, pictures.prompts)
         if repeated := sorted(set(found) & set(numbers)):
-            raise ValueError(f"statistic {type(statistic).__name__} gives {repeated}, which the eval line has already")
+            raise ValueError(
+                f"statistic {type(statistic).__name__} gives {repeated}, which the eval line has "
+                "already"
+            )
         numbers |= {name: float(value) for name, value in found.items()}
     return numbers
 
@@ -73,8 +93,8 @@ def measure(
 def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     """Write the first `per_prompt` pictures of each prompt.
 
-    The file holds `media` uint8 [N, ...], `prompts` (N texts) and scores [N]. If every prompt names an image, it also
-    holds `sources` uint8 [N, 3, H, W].
+    The file holds `media` uint8 [N, ...], `prompts` (N texts) and scores [N]. If every prompt names
+    an image, it also holds `sources` uint8 [N, 3, H, W].
 
     Raises:
         OSError: the file cannot be written; no part of the file stays.
@@ -99,8 +119,8 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
 
 
 def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
-    """Return [3, H, W] for each sample: the image of its prompt, as large as the sample; None if a prompt names
-    none."""
+    """Return [3, H, W] for each sample: the image of its prompt, as large as the sample; None if a
+    prompt names none."""
     height, width = pictures.media.shape[-2:]
     uids = [prompt.uid for prompt in pictures.prompts]
     fitted: dict[int, NDArray[np.uint8]] = {}
@@ -112,38 +132,41 @@ def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
 
 
 class Evaluation(pl.Callback):
-    """Callback that samples fixed prompts with fixed noise at the start, every `every` RL steps and after the last
-    step.
+    """Callback that samples fixed prompts with fixed noise at the start, every `every` RL steps and
+    after the last step.
 
-    Sampling is the plain ODE (`RolloutEngine.evaluate`). The noise depends on (seed, prompt, sample) only and uses no
-    random generator of the run, so evaluating more or less often changes no weight.
+    Sampling is the plain ODE (`RolloutEngine.evaluate`). The noise depends on (seed, prompt,
+    sample) only and uses no random generator of the run, so evaluating more or less often changes
+    no weight.
 
-    With `allocation.evaluation=rollouts`, rollouts draw and score the prompts while trainers go on. Trainers wait for
-    the last prompt before their next update. Otherwise prompts are spread over trainer ranks, and every rank makes
-    equally many forwards, as sharded weights need.
+    With `allocation.evaluation=rollouts`, rollouts draw and score the prompts while trainers go on.
+    Trainers wait for the last prompt before their next update. Otherwise prompts are spread over
+    trainer ranks, and every rank makes equally many forwards, as sharded weights need.
 
-    Global rank zero writes a line of kind "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`, and `eval/...` to the
-    loggers. Pictures are rounded to 8 bits before the statistics. So statistics can be recomputed from the file if it
-    holds every sample.
+    Global rank zero writes a line of kind "eval" to metrics.jsonl, `samples/eval-<rl_step>.npz`,
+    and `eval/...` to the loggers. Pictures are rounded to 8 bits before the statistics. So
+    statistics can be recomputed from the file if it holds every sample.
 
     Args:
         prompts: the training prompts: a prompt file, or the name of one of the project's sets.
-        heldout_prompts: prompts to evaluate in place of the training prompts; None = no held-out prompts.
+        heldout_prompts: prompts to evaluate in place of the training prompts; None = no held-out
+            prompts.
         samples_per_prompt: samples of each prompt.
         every: RL steps between evaluations; 0 = only before and after.
         max_prompts: number of prompts to evaluate, the first of the file; None = all.
         seed: seed of the noise. It is equal in every run, so that runs compare sample by sample.
         steps: ODE steps; None = `sampling.eval.steps`.
         heldout_reward: the reward without weight that becomes `heldout`; None = the first.
-        statistics: more numbers per evaluation, for example `reward_models.digit_judge.DigitStatistics`.
+        statistics: more numbers per evaluation, for example
+            `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
-        shown_prompts: number of first prompts whose pictures go to the loggers, with the best and worst samples; 0 = no
-            pictures.
+        shown_prompts: number of first prompts whose pictures go to the loggers, with the best and
+            worst samples; 0 = no pictures.
         shown_samples: pictures of each shown prompt, of the best samples and of the worst.
-        kl_samples: samples of each prompt (at most all) from which `kl`, the divergence from the base model, is
-            measured. They are trajectories with noise and take two forwards a step (`RolloutEngine.divergence`). 0 =
-            `kl` is not measured. It is not measured either without a base model (all weights are trained and
-            `model.keep_reference` is false).
+        kl_samples: samples of each prompt (at most all) from which `kl`, the divergence from the
+            base model, is measured. They are trajectories with noise and take two forwards a step
+            (`RolloutEngine.divergence`). 0 = `kl` is not measured. It is not measured either
+            without a base model (all weights are trained and `model.keep_reference` is false).
 
     Raises:
         ValueError: a count out of range.
@@ -177,8 +200,15 @@ class Evaluation(pl.Callback):
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
-        self.prompts = load_prompts(prompts if heldout_prompts is None else heldout_prompts)[:max_prompts]
-        self.samples_per_prompt, self.every, self.seed, self.steps = samples_per_prompt, every, seed, steps
+        self.prompts = load_prompts(prompts if heldout_prompts is None else heldout_prompts)[
+            :max_prompts
+        ]
+        self.samples_per_prompt, self.every, self.seed, self.steps = (
+            samples_per_prompt,
+            every,
+            seed,
+            steps,
+        )
         self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
@@ -191,11 +221,16 @@ class Evaluation(pl.Callback):
     @property
     def drawn(self) -> FixedSamples:
         """Samples that every evaluation draws."""
-        return FixedSamples(tuple(self.prompts), self.samples_per_prompt, self.seed, self.steps, self.kl_samples)
+        return FixedSamples(
+            tuple(self.prompts), self.samples_per_prompt, self.seed, self.steps, self.kl_samples
+        )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         began = trainer.current_epoch
-        if began == 0 or (self._due(began) and trainer.strategy.reduce_boolean_decision(_lacks(trainer, began), False)):
+        if began == 0 or (
+            self._due(began)
+            and trainer.strategy.reduce_boolean_decision(_lacks(trainer, began), False)
+        ):
             self._begin(trainer, pl_module, began)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -206,7 +241,9 @@ class Evaluation(pl.Callback):
         if last or trainer.should_stop:  # no update follows; a checkpoint does
             self._finish(trainer)
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+    ) -> None:
         self._finish(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -227,17 +264,26 @@ class Evaluation(pl.Callback):
             if not trainer.is_global_zero:
                 return
             numbers = self.measure(_engine(trainer), pictures)
-        self._tell(trainer, rl_step, pictures, numbers, [self._reference_samples.look(pictures, _engine(trainer))])
+        self._tell(
+            trainer,
+            rl_step,
+            pictures,
+            numbers,
+            [self._reference_samples.look(pictures, _engine(trainer))],
+        )
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        """Wait for the evaluation in progress, if there is one. All trainers still hold the weights that it
-        evaluates."""
+        """Wait for the evaluation in progress, if there is one. All trainers still hold the weights
+        that it evaluates."""
         if self._open is not None:
             rl_step, self._open = self._open, None
             trainer.strategy.parts.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
 
-    def _assemble(self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece], missing: Sequence[int]) -> None:
-        """Write the evaluation of `pieces` on trainer 0 and of the `missing` pieces, which trainers make first."""
+    def _assemble(
+        self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece], missing: Sequence[int]
+    ) -> None:
+        """Write the evaluation of `pieces` on trainer 0 and of the `missing` pieces, which trainers
+        make first."""
         with _span(trainer, rl_step):
             own = self._sampled(trainer, missing) if missing else None
             if not trainer.is_global_zero:
@@ -247,14 +293,24 @@ class Evaluation(pl.Callback):
                 parts |= zip(missing, split(own, self.samples_per_prompt), strict=True)
             pictures = joined([parts[number] for number in range(len(self.prompts))])
             numbers = self.measure(_engine(trainer), pictures)
-        self._tell(trainer, rl_step, pictures, numbers, [piece.reference_scores for piece in pieces.values()])
+        self._tell(
+            trainer,
+            rl_step,
+            pictures,
+            numbers,
+            [piece.reference_scores for piece in pieces.values()],
+        )
 
     def _sampled(self, trainer: pl.Trainer, pieces: Sequence[int]) -> Pictures:
         """Make `pieces` with all trainers together, and return their pictures on every trainer."""
         parts: Any = getattr(trainer.strategy, "parts", None)
         begin = (lambda: None) if parts is None else parts.stop_vote.begin
-        with getattr(trainer.lightning_module, "averaged", nullcontext)():  # the moving average, where there is one
-            local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces)
+        with getattr(
+            trainer.lightning_module, "averaged", nullcontext
+        )():  # the moving average, where there is one
+            local = self.sample(
+                _engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces
+            )
         begin()
         return self._gather(trainer, local, pieces)
 
@@ -266,15 +322,17 @@ class Evaluation(pl.Callback):
         numbers: Mapping[str, float],
         looked: Iterable[Mapping[str, Tensor]],
     ) -> None:
-        """Write and log an evaluation. `looked` has `Piece.reference_scores` of every rank that scored reference
-        samples."""
+        """Write and log an evaluation. `looked` has `Piece.reference_scores` of every rank that
+        scored reference samples."""
         run_dir, weights = Path(trainer.default_root_dir), _engine(trainer).reward_weights
         samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
         try:
             save_pictures(samples, pictures, self.saved_per_prompt)
         except OSError as error:
             unwritten(samples, len(pictures.prompts), error)
-        append_jsonl(run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers})
+        append_jsonl(
+            run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers}
+        )
         changed = {
             name: alarm
             for scores in looked
@@ -284,11 +342,15 @@ class Evaluation(pl.Callback):
         self._raise_alarms(run_dir, rl_step, pictures, weights, changed.values())
         shown = self._shown(pictures, weights)
         for logger in trainer.loggers:
-            logger.log_metrics({f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step)
+            logger.log_metrics(
+                {f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step
+            )
             if isinstance(logger, Guarded):
                 logger.log_pictures(shown, trainer.global_step)
 
-    def _shown(self, pictures: Pictures, weights: Mapping[str, float]) -> Mapping[str, Sequence[gallery.Tile]]:
+    def _shown(
+        self, pictures: Pictures, weights: Mapping[str, float]
+    ) -> Mapping[str, Sequence[gallery.Tile]]:
         texts = [prompt.text for prompt in pictures.prompts]
         scores = {name: values.numpy() for name, values in pictures.rewards.items()}
         score = gallery.totals(scores, weights, len(texts))
@@ -303,7 +365,8 @@ class Evaluation(pl.Callback):
         weights: Mapping[str, float],
         changed: Iterable[Alarm],
     ) -> None:
-        """Compare with this process's first evaluation, and write suspicious changes to events.jsonl."""
+        """Compare with this process's first evaluation, and write suspicious changes to
+        events.jsonl."""
         found: list[Alarm] = []
         if self._first is None:
             self._first = pictures
@@ -328,7 +391,8 @@ class Evaluation(pl.Callback):
         """
         pieces = range(len(self.prompts)) if pieces is None else pieces
         share = -(-len(pieces) // ranks)
-        # A rank without a prompt of its own repeats one: sharded weights need the same forwards everywhere.
+        # A rank without a prompt of its own repeats one: sharded weights need the same forwards
+        # everywhere.
         mine = [pieces[(rank * share + i) % len(pieces)] for i in range(share)]
         return self.drawn.draw(engine, mine, before_step)
 
@@ -337,12 +401,17 @@ class Evaluation(pl.Callback):
         return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
 
     def _gather(self, trainer: pl.Trainer, local: Pictures, pieces: Sequence[int]) -> Pictures:
-        """Return the pictures of all ranks, on every rank. Repeated pictures come last and are cut off."""
+        """Return the pictures of all ranks, on every rank. Repeated pictures come last and are cut
+        off."""
         rows = len(pieces) * self.samples_per_prompt
         return Pictures(
             media=_gathered(trainer, local.media)[:rows],
-            prompts=tuple(self.prompts[number] for number in pieces for _ in range(self.samples_per_prompt)),
-            rewards={name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()},
+            prompts=tuple(
+                self.prompts[number] for number in pieces for _ in range(self.samples_per_prompt)
+            ),
+            rewards={
+                name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()
+            },
             kl=_gathered(trainer, local.kl)[:rows],
         )
 
@@ -351,22 +420,29 @@ def _engine(trainer: pl.Trainer) -> RolloutEngine:
     engine = getattr(trainer.strategy, "engine", None)
     if not isinstance(engine, RolloutEngine):
         raise TypeError(
-            f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use DisaggregatedStrategy"
+            f"{type(trainer.strategy).__name__} has no rollout engine to evaluate with: use "
+            "DisaggregatedStrategy"
         )
     return engine
 
 
 def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
-    """Return whether the run was resumed before the evaluation of `rl_step` was written, as trainer 0 sees it."""
+    """Return whether the run was resumed before the evaluation of `rl_step` was written, as trainer
+    0 sees it."""
     path = Path(trainer.default_root_dir) / METRICS
     if not trainer.is_global_zero or not path.exists():
         return trainer.is_global_zero
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    rows = [
+        json.loads(line)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.endswith("}")
+    ]
     return not any(row.get("kind") == "eval" and row.get("rl_step") == rl_step for row in rows)
 
 
 def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
-    """Gather [n, ...] of each rank to [ranks * n, ...] on the CPU, in rank order. A collective of the trainers."""
+    """Gather [n, ...] of each rank to [ranks * n, ...] on the CPU, in rank order. A collective of
+    the trainers."""
     if trainer.world_size == 1:
         return local
     with _waiting(trainer):

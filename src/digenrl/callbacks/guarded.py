@@ -19,8 +19,9 @@ from digenrl.record.run_dir import LOGGER, append_event
 class Guarded(Logger):
     """Logger that calls another logger in a separate thread.
 
-    Exceptions of the other logger are counted. While it is slow or hangs, lines wait, or are dropped and counted. The
-    first failure, and the number of failures at the end, become events of kind "logger".
+    Exceptions of the other logger are counted. While it is slow or hangs, lines wait, or are
+    dropped and counted. The first failure, and the number of failures at the end, become events of
+    kind "logger".
 
     Args:
         logger: the other logger.
@@ -31,7 +32,12 @@ class Guarded(Logger):
     """
 
     def __init__(
-        self, logger: Logger, key: str, run_dir: str | Path, pending: int = 1000, finish_s: float = 30.0
+        self,
+        logger: Logger,
+        key: str,
+        run_dir: str | Path,
+        pending: int = 1000,
+        finish_s: float = 30.0,
     ) -> None:
         super().__init__()
         self._logger, self._key, self._run_dir, self._finish_s = logger, key, run_dir, finish_s
@@ -64,7 +70,9 @@ class Guarded(Logger):
         """Log tiles of an evaluation, if the logger can show pictures."""
         self._order(lambda: log_pictures(self._logger, shown, step))
 
-    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+    ) -> None:
         self._order(lambda: self._logger.log_hyperparams(params, *args, **kwargs))
 
     def save(self) -> None:
@@ -80,7 +88,10 @@ class Guarded(Logger):
         except queue.Full:
             pass
         if not done.is_set():
-            self._fail(self._calls.qsize() + 1, f"calls did not end within {self._finish_s:g} s of the run's end")
+            self._fail(
+                self._calls.qsize() + 1,
+                f"calls did not end within {self._finish_s:g} s of the run's end",
+            )
         self._tell(None)
 
     def _order(self, call: Callable[[], Any]) -> None:
@@ -108,4 +119,6 @@ class Guarded(Logger):
         with self._lock:
             calls, self._untold = self._untold, 0
         if calls:
-            append_event(self._run_dir, LOGGER, {"logger": self._key, "failures": calls, "cause": cause})
+            append_event(
+                self._run_dir, LOGGER, {"logger": self._key, "failures": calls, "cause": cause}
+            )

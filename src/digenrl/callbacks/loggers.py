@@ -1,4 +1,5 @@
-"""Weights & Biases that works without a key or a server. (TensorBoard and CSV loggers are Lightning's.)"""
+"""Weights & Biases that works without a key or a server. (TensorBoard and CSV loggers are
+Lightning's.)"""
 
 from __future__ import annotations
 
@@ -18,10 +19,14 @@ _TROUBLE = (wandb.errors.Error, OSError, TimeoutError)
 
 
 def has_key() -> bool:
-    """Return whether W&B would find a login: WANDB_API_KEY, or an entry of its host in the netrc file."""
+    """Return whether W&B would find a login: WANDB_API_KEY, or an entry of its host in the netrc
+    file."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or "api.wandb.ai"
+    host = (
+        urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+        or "api.wandb.ai"
+    )
     path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
     try:
         return path.exists() and host in netrc.netrc(path).hosts
@@ -32,14 +37,15 @@ def has_key() -> bool:
 class WandbLogger(pl_loggers.WandbLogger):
     """Lightning's W&B logger, offline unless there is a key.
 
-    Offline runs are in `<save_dir>/wandb`; `wandb sync <directory>` uploads them later. If the server cannot be reached
-    at the start, the run is recorded offline.
+    Offline runs are in `<save_dir>/wandb`; `wandb sync <directory>` uploads them later. If the
+    server cannot be reached at the start, the run is recorded offline.
 
     Args:
         save_dir: the run directory.
         project: W&B project.
         name: name of the run; None = the run directory's name.
-        offline: whether to record offline; None = online exactly if there is a key (and WANDB_MODE does not forbid it).
+        offline: whether to record offline; None = online exactly if there is a key (and WANDB_MODE
+            does not forbid it).
         timeout_s: seconds to wait for the server at the start and for the last upload at the end.
     """
 
@@ -58,7 +64,9 @@ class WandbLogger(pl_loggers.WandbLogger):
             save_dir=str(save_dir),
             project=project,
             offline=offline,
-            settings=wandb.Settings(init_timeout=timeout_s, finish_timeout=timeout_s, console="off"),
+            settings=wandb.Settings(
+                init_timeout=timeout_s, finish_timeout=timeout_s, console="off"
+            ),
         )
 
     @property
@@ -70,7 +78,12 @@ class WandbLogger(pl_loggers.WandbLogger):
         except _TROUBLE as error:
             if self._offline:
                 raise
-            rank_zero_warn(f"W&B cannot be reached ({error}); the run is recorded offline in {self.save_dir}/wandb")
+            rank_zero_warn(
+                f"W&B cannot be reached ({error}); the run is recorded offline in "
+                f"{self.save_dir}/wandb"
+            )
             self._offline = True
-            self._wandb_init["mode"] = "offline"  # the environment variable that Lightning sets was read already
+            self._wandb_init["mode"] = (
+                "offline"  # the environment variable that Lightning sets was read already
+            )
             return super().experiment

@@ -16,10 +16,11 @@ from digenrl.types import StepGivenUp
 
 
 class Recorder(pl.Callback):
-    """Callback that writes a line of metrics.jsonl per RL step (a Lightning epoch), and the trainers' events.
+    """Callback that writes a line of metrics.jsonl per RL step (a Lightning epoch), and the
+    trainers' events.
 
-    Global rank zero writes the metrics, and every rank its own failure. The recorder is always on, whatever loggers are
-    configured. The run's directory is the Trainer's `default_root_dir`.
+    Global rank zero writes the metrics, and every rank its own failure. The recorder is always on,
+    whatever loggers are configured. The run's directory is the Trainer's `default_root_dir`.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,8 @@ class Recorder(pl.Callback):
             append_event(trainer.default_root_dir, kind, facts)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Read on every rank: a metric logged with sync_dist=True is reduced by a collective when it is read.
+        # Read on every rank: a metric logged with sync_dist=True is reduced by a collective when it
+        # is read.
         metrics = scalars(trainer.callback_metrics)
         if trainer.current_epoch == self._first_epoch_of_fit:
             metrics.update(_first_ratio_deviation(trainer, pl_module))
@@ -46,22 +48,41 @@ class Recorder(pl.Callback):
             return
         if trainer.optimizers:
             metrics.setdefault("lr", float(trainer.optimizers[0].param_groups[0]["lr"]))
-        # What the strategy knows of the step: samples, samples_per_s, staleness_max, predicted_step_s, bubble, ...
-        facts: dict[str, Any] = {"step_s": elapsed, **getattr(trainer.strategy, "step_facts", dict)()}
-        line = {"kind": "step", "rl_step": trainer.current_epoch + 1, "time": time.time(), **metrics, **facts}
+        # What the strategy knows of the step: samples, samples_per_s, staleness_max,
+        # predicted_step_s, bubble, ...
+        facts: dict[str, Any] = {
+            "step_s": elapsed,
+            **getattr(trainer.strategy, "step_facts", dict)(),
+        }
+        line = {
+            "kind": "step",
+            "rl_step": trainer.current_epoch + 1,
+            "time": time.time(),
+            **metrics,
+            **facts,
+        }
         append_jsonl(Path(trainer.default_root_dir) / METRICS, line)
         for logger in trainer.loggers:
-            logger.log_metrics({name: facts[name] for name in sorted(facts) if _is_pace(name)}, trainer.global_step)
+            logger.log_metrics(
+                {name: facts[name] for name in sorted(facts) if _is_pace(name)}, trainer.global_step
+            )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             early = (
-                trainer.should_stop and trainer.max_epochs is not None and trainer.current_epoch < trainer.max_epochs
+                trainer.should_stop
+                and trainer.max_epochs is not None
+                and trainer.current_epoch < trainer.max_epochs
             )
-            facts = {"rl_step": trainer.current_epoch, "cause": "a stop was requested" if early else None}
+            facts = {
+                "rl_step": trainer.current_epoch,
+                "cause": "a stop was requested" if early else None,
+            }
             append_event(trainer.default_root_dir, "stop", facts)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         interrupted = isinstance(exception, (KeyboardInterrupt, StepGivenUp))
         if interrupted and not trainer.is_global_zero:
             return
@@ -74,12 +95,14 @@ class Recorder(pl.Callback):
 
 
 def _is_pace(name: str) -> bool:
-    """Return whether a metric is about the run's speed. Loggers get these in addition to the algorithm's metrics."""
+    """Return whether a metric is about the run's speed. Loggers get these in addition to the
+    algorithm's metrics."""
     return name in ("step_s", "samples_per_s", "predicted_step_s") or name.startswith("bubble/")
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return Lightning's scalar metrics, without the `_step` and `_epoch` copies of a name that is present itself."""
+    """Return Lightning's scalar metrics, without the `_step` and `_epoch` copies of a name that is
+    present itself."""
     values: dict[str, float] = {}
     for name, value in metrics.items():
         base = name.removesuffix("_step").removesuffix("_epoch")
@@ -92,7 +115,8 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _first_ratio_deviation(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, float]:
-    """Return max |ratio - 1| before the first optimizer step over all trainer ranks; {} for algorithms without ratios.
+    """Return max |ratio - 1| before the first optimizer step over all trainer ranks; {} for
+    algorithms without ratios.
 
     Every rank must call this, because the maximum is a collective of the trainers.
     """

@@ -15,13 +15,18 @@ from digenrl.settle import evaluators
 
 
 def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
-    """Record the launch, and print what is going to run from `checkpoint` (None: from the beginning)."""
+    """Record the launch, and print what is going to run from `checkpoint` (None: from the
+    beginning)."""
     composed, (trainers, rollouts) = job.composed, job.ranks
     world = {"trainer": trainers, "rollout": rollouts}
     planned = {} if composed.planned is None else {"planned": dict(composed.planned)}
-    append_event(run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned})
+    append_event(
+        run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned}
+    )
     memory = advisor().memory_lines(composed, trainers, rollouts)
-    print("\n".join([*composed.notes, *described(job, run_dir, checkpoint), *memory]), file=sys.stderr)
+    print(
+        "\n".join([*composed.notes, *described(job, run_dir, checkpoint), *memory]), file=sys.stderr
+    )
 
 
 def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
@@ -32,7 +37,10 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     samples = prompts * data.group_size
     most = most_rollouts(config.allocation.rollouts)
     more = f" (up to {most}, as there are places)" if most > rollouts else ""
-    ranks = f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} rollout{'s' * (rollouts != 1)}{more}"
+    ranks = (
+        f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} "
+        f"rollout{'s' * (rollouts != 1)}{more}"
+    )
     lines = [
         f"run       {run_dir}",
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
@@ -41,7 +49,8 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
         f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
         f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
         f"{config.max_rl_steps} RL steps",
-        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} tsp.shard={schedule.tsp.shard} "
+        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} "
+        f"tsp.shard={schedule.tsp.shard} "
         f"tag={schedule.tag} shares={schedule.shares} async_steps={schedule.async_steps}",
     ]
     evaluating = evaluators(config, rollouts)

@@ -1,5 +1,5 @@
-"""Runs whose ranks this process starts: attempts, each from the newest checkpoint, until one ends well or they are too
-many."""
+"""Runs whose ranks this process starts: attempts, each from the newest checkpoint, until one ends
+well or they are too many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from digenrl.cli.announce import announce
 from digenrl.cli.ending import end_alone, stop_grace
 from digenrl.cli.job import Job, launcher_of, newest
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import Launch, Launcher, Outcome, launch
+from digenrl.cluster.launcher import Launch, Launcher, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
@@ -28,26 +28,33 @@ from digenrl.report.read_run import JsonlTail
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
 
 
-def fork(job: Job, signals: StopSignals) -> tuple[Path, Outcome]:
-    """Start every rank, and show the run until the last one is gone; return the run directory and how the run ended.
+def fork(job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
+    """Start every rank, and show the run until the last one is gone; return the run directory and
+    how the run ended.
 
-    When ranks die before the last RL step is saved, the run begins again from the newest checkpoint, as long as
-    `Restarts` allows it.
+    When ranks die before the last RL step is saved, the run begins again from the newest
+    checkpoint, as long as `Restarts` allows it.
     """
     signals.count_all()  # what exists from here on is ended in order
     run_dir = prepare_run_dir_or_exit(job.composed)
     allocation, steps = job.composed.config.allocation, job.composed.config.max_rl_steps
     restarts = Restarts(allocation.max_restarts, allocation.restart_pause_s, steps)
-    launcher, checkpoint, metrics = launcher_of(job.composed), job.checkpoint, JsonlTail(run_dir / METRICS)
+    launcher, checkpoint, metrics = (
+        launcher_of(job.composed),
+        job.checkpoint,
+        JsonlTail(run_dir / METRICS),
+    )
     metrics.read()
     while True:
         announce(job, run_dir, checkpoint)
         try:
             outcome = launch(_attempt(job, launcher, run_dir, checkpoint, signals))
         except OSError as error:  # no free port
-            return run_dir, Outcome("failed", str(error), 1)
+            return run_dir, RunOutcome("failed", str(error), 1)
         began = 0 if checkpoint is None else step_of(checkpoint)
-        finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][-1:] or [began]
+        finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][
+            -1:
+        ] or [began]
         if not outcome.died or signals.count or _is_saved(run_dir, steps):
             return run_dir, outcome
         again = _begin_again(job.composed, run_dir, outcome, restarts, began, finished[0])
@@ -56,7 +63,9 @@ def fork(job: Job, signals: StopSignals) -> tuple[Path, Outcome]:
             return run_dir, outcome
         checkpoint = again.checkpoint
         if number := _pause(restarts.pause_s, signals):
-            return run_dir, Outcome("stopped", f"signal {number.name}, before it began again", 128 + number)
+            return run_dir, RunOutcome(
+                "stopped", f"signal {number.name}, before it began again", 128 + number
+            )
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,12 @@ class _Again:
 
 
 def _begin_again(
-    composed: Composed, run_dir: Path, outcome: Outcome, restarts: Restarts, began: int, finished: int
+    composed: Composed,
+    run_dir: Path,
+    outcome: RunOutcome,
+    restarts: Restarts,
+    began: int,
+    finished: int,
 ) -> _Again:
     """Decide whether a run starts again, record the decision, and print it.
 
@@ -87,14 +101,24 @@ def _begin_again(
     if refusal is not None:
         _leave_evidence(composed, run_dir, finished, restarts.causes(finished))
         return _Again(refusal)
-    facts = {"cause": outcome.cause, "rl_step": finished, "checkpoint": checkpoint and checkpoint.name}
+    facts = {
+        "cause": outcome.cause,
+        "rl_step": finished,
+        "checkpoint": checkpoint and checkpoint.name,
+    }
     append_event(run_dir, RESTART, facts)
     source = "its beginning" if checkpoint is None else checkpoint.name
-    print(f"begins again from {source} in {restarts.pause_s:g} s: {outcome.cause}", file=sys.stderr, flush=True)
+    print(
+        f"begins again from {source} in {restarts.pause_s:g} s: {outcome.cause}",
+        file=sys.stderr,
+        flush=True,
+    )
     return _Again(None, checkpoint)
 
 
-def _attempt(job: Job, launcher: Launcher, run_dir: Path, checkpoint: Path | None, signals: StopSignals) -> Launch:
+def _attempt(
+    job: Job, launcher: Launcher, run_dir: Path, checkpoint: Path | None, signals: StopSignals
+) -> Launch:
     """Return the launch of one attempt, from `checkpoint`."""
     config, (trainers, rollouts) = job.composed.config, job.ranks
     shown = _Shown(run_dir, config.max_rl_steps)
@@ -158,13 +182,20 @@ def _is_saved(run_dir: Path, step: int) -> bool:
     return True
 
 
-def _leave_evidence(composed: Composed, run_dir: Path, finished: int, causes: Sequence[str]) -> None:
+def _leave_evidence(
+    composed: Composed, run_dir: Path, finished: int, causes: Sequence[str]
+) -> None:
     """Record the prompts of the step in which a run died twice, with the causes."""
     if len(causes) > 1 and finished < composed.config.max_rl_steps:
         prompts = [
-            prompt.text for prompt in PromptData(composed.config.data, composed.config.seed).sampler.batch(finished)
+            prompt.text
+            for prompt in PromptData(composed.config.data, composed.config.seed).sampler.batch(
+                finished
+            )
         ]
-        append_event(run_dir, POISON, {"rl_step": finished + 1, "causes": causes, "prompts": prompts})
+        append_event(
+            run_dir, POISON, {"rl_step": finished + 1, "causes": causes, "prompts": prompts}
+        )
 
 
 def _pause(seconds: float, signals: StopSignals) -> signal.Signals | None:

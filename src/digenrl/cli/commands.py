@@ -22,22 +22,33 @@ class Command:
 
 
 CORE: dict[str, Command] = {
-    "train": Command("digenrl.cli.train", "train: experiment=NAME hardware=NAME key=value; -m sweeps"),
-    "resume": Command("digenrl.cli.train", "continue a run from its last checkpoint: resume RUN", "resume"),
-    "join": Command("digenrl.cli.join", "add one rollout to a running run, from any machine: join RUN", "run"),
+    "train": Command(
+        "digenrl.cli.train", "train: experiment=NAME hardware=NAME key=value; -m sweeps"
+    ),
+    "resume": Command(
+        "digenrl.cli.train", "continue a run from its last checkpoint: resume RUN", "resume"
+    ),
+    "join": Command(
+        "digenrl.cli.join", "add one rollout to a running run, from any machine: join RUN", "run"
+    ),
     "encode": Command("digenrl.cli.encode", "encode the prompts of a run into the prompt store"),
-    "report": Command("digenrl.cli.report", "rebuild summary, pictures and report of a run: report RUN", "run"),
+    "report": Command(
+        "digenrl.cli.report", "rebuild summary, pictures and report of a run: report RUN", "run"
+    ),
     "eval": Command(
         "digenrl.cli.evaluate",
         "evaluate a run's model again, with other prompts, steps or rewards: eval RUN",
         "run",
     ),
-    "tiny": Command("digenrl.cli.tiny", "build the tiny model of every family (made on first use otherwise)"),
+    "tiny": Command(
+        "digenrl.cli.tiny", "build the tiny model of every family (made on first use otherwise)"
+    ),
 }
 
 
 def commands() -> dict[str, Command]:
-    """Return every command by name: the core's, then the `COMMANDS` of each extension that is installed."""
+    """Return every command by name: the core's, then the `COMMANDS` of each extension that is
+    installed."""
     found = dict(CORE)
     for more in offered("COMMANDS"):
         found |= more

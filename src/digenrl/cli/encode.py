@@ -15,7 +15,8 @@ from digenrl import config as configuration
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command and return the exit code: 0 for success, 1 for a store that cannot be written.
+    """Run the command and return the exit code: 0 for success, 1 for a store that cannot be
+    written.
 
     2 stands for a configuration that does not fit, or that has nothing to encode.
     """
@@ -29,20 +30,28 @@ def main(words: Sequence[str]) -> int:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     policy = configuration.instantiate(config.model)
-    callbacks = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
+    callbacks = [
+        configuration.instantiate(callback) for callback in (config.callbacks or {}).values()
+    ]
     try:
-        filled = run.fill_prompt_store(config, policy, PromptData(config.data, config.seed), callbacks)
+        filled = run.fill_prompt_store(
+            config, policy, PromptData(config.data, config.seed), callbacks
+        )
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
     if filled is None:
         print(
-            f"nothing to encode: data.prompt_store = {config.data.prompt_store}, and the model is {policy.family}; set "
+            f"nothing to encode: data.prompt_store = {config.data.prompt_store}, and the model is "
+            f"{policy.family}; set "
             "data.prompt_store=auto, and choose a model with text encoders.",
             file=sys.stderr,
         )
         return configuration.EXIT_CODE
-    print(f"{filled.texts} texts, {filled.encoded} encoded, {filled.texts - filled.encoded} reused", file=sys.stderr)
+    print(
+        f"{filled.texts} texts, {filled.encoded} encoded, {filled.texts - filled.encoded} reused",
+        file=sys.stderr,
+    )
     print(filled.root)
     return 0
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl.cluster.attach import scheduler_limit
-from digenrl.cluster.launcher import Outcome
+from digenrl.cluster.launcher import RunOutcome
 from digenrl.config import redact_text
 from digenrl.display import final_table
 from digenrl.record.attempt import ResumeAttempt
@@ -19,19 +19,27 @@ from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
-"""Values of `allocation.stop_grace_s=auto`: factor for the longest of the last ten steps; least seconds; seconds before
-the first step."""
+"""Values of `allocation.stop_grace_s=auto`: factor for the longest of the last ten steps; least
+seconds; seconds before the first step."""
 
 
 def stop_grace(config: DictConfig, run_dir: Path) -> float:
-    """Return the seconds that a stop leaves to the step in progress, and say so on standard error."""
+    """Return the seconds that a stop leaves to the step in progress, and say so on standard
+    error."""
     seconds = config.allocation.stop_grace_s
     if seconds == "auto":
-        measured = [row["step_s"] for row in JsonlTail(run_dir / METRICS).read() if is_number(row.get("step_s"))]
-        wanted = max(_LEAST_S, _LONGEST_STEPS * max(measured[-10:])) if measured else _UNKNOWN_STEP_S
+        measured = [
+            row["step_s"]
+            for row in JsonlTail(run_dir / METRICS).read()
+            if is_number(row.get("step_s"))
+        ]
+        wanted = (
+            max(_LEAST_S, _LONGEST_STEPS * max(measured[-10:])) if measured else _UNKNOWN_STEP_S
+        )
         seconds = min(wanted, scheduler_limit(time.time()) / 2)  # the other half is for saving
     print(
-        f"stopping after the step in progress, for which there are {seconds:.0f} s; a second signal gives it up. "
+        f"stopping after the step in progress, for which there are {seconds:.0f} s; a second "
+        "signal gives it up. "
         "Finished steps are saved either way.",
         file=sys.stderr,
         flush=True,
@@ -39,11 +47,11 @@ def stop_grace(config: DictConfig, run_dir: Path) -> float:
     return float(seconds)
 
 
-def report(run_dir: Path, outcome: Outcome, attempt: ResumeAttempt | None) -> None:
+def report(run_dir: Path, outcome: RunOutcome, attempt: ResumeAttempt | None) -> None:
     """Write summary, trace, pictures and report, and show the end of the run.
 
-    A resume that ended before its ranks had loaded the checkpoint is undone instead. The run's earlier report then
-    stays.
+    A resume that ended before its ranks had loaded the checkpoint is undone instead. The run's
+    earlier report then stays.
     """
     cause = None if outcome.cause is None else redact_text(outcome.cause)
     if outcome.status != "completed" and attempt is not None and attempt.undone():
@@ -72,11 +80,14 @@ def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
     if undone:
         print(
-            f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs", file=sys.stderr, flush=True
+            f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs",
+            file=sys.stderr,
+            flush=True,
         )
     elif any((run_dir / "checkpoints").glob("step-*")):
         print(
-            f"to continue: make resume RUN={run_dir} (without a checkout: digenrl resume {run_dir})",
+            f"to continue: make resume RUN={run_dir} (without a checkout: digenrl resume "
+            f"{run_dir})",
             file=sys.stderr,
             flush=True,
         )

@@ -1,12 +1,14 @@
-"""`make eval RUN=... [STEP=base|last] [DATA=FILE]`: score a run's model again, with own prompts, steps or rewards.
+"""`make eval RUN=... [STEP=base|last] [DATA=FILE]`: score a run's model again, with own prompts,
+steps or rewards.
 
     digenrl eval run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
     digenrl eval run=RUN step=base data=prompts.txt sampling.eval.steps=20
     digenrl eval run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
 
-Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under the run's own
-configuration; every further `key=value` changes that configuration (`digenrl.cli.train --help` lists its keys). Writes
-RUN/eval.json and RUN/eval.png (before above after). The last line of standard output is the path of eval.json.
+Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under
+the run's own configuration; every further `key=value` changes that configuration
+(`digenrl.cli.train --help` lists its keys). Writes RUN/eval.json and RUN/eval.png (before above
+after). The last line of standard output is the path of eval.json.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ MIRRORS = {
     "sampling.width": "model.width",
     "sampling.frames": "model.frames",
 }
-"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved there."""
+"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved
+there."""
 RESULT = "eval.json"
 PICTURE = "eval.png"
 
@@ -42,17 +45,24 @@ class NoCheckpoint(RuntimeError):
     """The run has no whole checkpoint to evaluate."""
 
 
-class Request(Arguments):
+class EvaluateKeys(Arguments):
     """Keys of the command line."""
 
-    run: RunDirectory = Field(description="with an evaluation callback and, unless step=base, a whole checkpoint")
-    step: Literal["base", "last"] = Field("last", description="only the base model, or also the last checkpoint")
-    reward: str | None = Field(None, description="option of the group `reward` to score with; null: the run's own")
+    run: RunDirectory = Field(
+        description="with an evaluation callback and, unless step=base, a whole checkpoint"
+    )
+    step: Literal["base", "last"] = Field(
+        "last", description="only the base model, or also the last checkpoint"
+    )
+    reward: str | None = Field(
+        None, description="option of the group `reward` to score with; null: the run's own"
+    )
     data: str | None = Field(None, description="prompt file; null: the run's own held-out prompts")
 
 
 def mirrored(stored: DictConfig, words: Sequence[str]) -> list[str]:
-    """Return `words`, each repeated for the key that follows it in the `stored` configuration (see `MIRRORS`)."""
+    """Return `words`, each repeated for the key that follows it in the `stored` configuration (see
+    `MIRRORS`)."""
     found = list(words)
     for word in words:
         key, _, value = word.partition("=")
@@ -62,7 +72,7 @@ def mirrored(stored: DictConfig, words: Sequence[str]) -> list[str]:
     return found
 
 
-def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
+def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]:
     """Sample, score and write. Return the content of eval.json.
 
     Args:
@@ -74,7 +84,9 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
         ValueError: the run's configuration has no evaluation callback.
     """
     changes = [*([f"data.heldout={request.data}"] if request.data else []), *words]
-    composed = configuration.load(mirrored(read_stored(request.run, "run")[0], changes), stored=request.run)
+    composed = configuration.load(
+        mirrored(read_stored(request.run, "run")[0], changes), stored=request.run
+    )
     for note in composed.notes:
         print(note, file=sys.stderr)
     config = composed.config
@@ -83,7 +95,10 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
         own = [word for word in words if word.startswith(("hydra.searchpath=", "allow_targets="))]
         scoring = configuration.load([f"reward={request.reward}", *own]).config.reward
     if "evaluation" not in (config.callbacks or {}):
-        raise ValueError(f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; add one")
+        raise ValueError(
+            f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; "
+            "add one"
+        )
 
     require_weights(scoring, config.callbacks)
 
@@ -106,7 +121,9 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
     module = configuration.instantiate(config.algorithm, policy=policy)
     rewards = configuration.instantiate(scoring)
     rewards.check_prompts(evaluation.prompts)
-    engine = RolloutEngine(policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed)
+    engine = RolloutEngine(
+        policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed
+    )
     result: dict[str, Any] = {
         "run": str(composed.run_dir),
         "prompts": len(evaluation.prompts),
@@ -130,7 +147,12 @@ def evaluate(request: Request, words: Sequence[str] = ()) -> dict[str, Any]:
 
 def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
     """Return the newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
-    from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, newest_valid, step_of
+    from digenrl.strategy.checkpoint_io import (
+        CheckpointError,
+        DirectoryCheckpointIO,
+        newest_valid,
+        step_of,
+    )
 
     try:
         folder = newest_valid(run_dir / "checkpoints", say=partial(print, file=sys.stderr))
@@ -148,7 +170,8 @@ def restore(module: Any, checkpoint: dict[str, Any]) -> None:
     module.on_load_checkpoint(checkpoint)
     if module.ema is not None and module.ema.steps < module.ema.every:
         print(
-            f"the moving average is still the base model: it follows every {module.ema.every} optimizer steps "
+            f"the moving average is still the base model: it follows every {module.ema.every} "
+            "optimizer steps "
             f"(algorithm.ema.every), and there were {module.ema.steps}",
             file=sys.stderr,
         )
@@ -160,7 +183,9 @@ def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
     from digenrl.report.style import paper_style
 
     def samples(pictures: Any, step: int) -> Samples:
-        return Samples(step, pictures.media.numpy(), tuple(prompt.text for prompt in pictures.prompts), {})
+        return Samples(
+            step, pictures.media.numpy(), tuple(prompt.text for prompt in pictures.prompts), {}
+        )
 
     with paper_style():
         comparison(samples(before, 0), samples(after, rl_step)).savefig(path)
@@ -181,12 +206,12 @@ def main(arguments: Sequence[str]) -> int:
     2 stands for arguments, a run or a configuration that do not fit.
     """
 
-    def work(request: Request, words: list[str]) -> None:
+    def work(request: EvaluateKeys, words: list[str]) -> None:
         result = evaluate(request, words)
         print(table(result), file=sys.stderr)
         print(Path(result["run"]) / RESULT)
 
-    return own_command(Request, __doc__, arguments, work, others=True, failures=NoCheckpoint)
+    return own_command(EvaluateKeys, __doc__, arguments, work, others=True, failures=NoCheckpoint)
 
 
 if __name__ == "__main__":

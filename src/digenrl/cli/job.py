@@ -1,4 +1,5 @@
-"""A run that is ready to start: settled, checked, and with the checkpoint that it continues from."""
+"""A run that is ready to start: settled, checked, and with the checkpoint that it continues
+from."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Job:
     advice: Advice
     """What every rank is told."""
     place: Place | None
-    """What a scheduler gave this process, which is one rank; None: this process starts the ranks."""
+    """What a scheduler gave this process, which is one rank; None: this process starts the
+    ranks."""
     checkpoint: Path | None
     """Directory that a resumed run continues from; None for a new run."""
     attempt: ResumeAttempt | None
@@ -58,14 +60,17 @@ class Job:
     @property
     def max_lost(self) -> int | None:
         """Rollouts that may die; None: all."""
-        if self.composed.config.schedule.claims == "split":  # nobody may claim the part of a rank that died
+        if (
+            self.composed.config.schedule.claims == "split"
+        ):  # nobody may claim the part of a rank that died
             return 0
         most = self.composed.config.allocation.max_lost_rollouts
         return None if most == "auto" else int(most)
 
     @property
     def credentials(self) -> dict[str, Any]:
-        """What a rollout that joins must show: the same code and the same configuration; {} where none can join."""
+        """What a rollout that joins must show: the same code and the same configuration; {} where
+        none can join."""
         config = self.composed.config
         if not config.allocation.rollouts or config.schedule.claims == "split":
             return {}
@@ -80,7 +85,8 @@ class NotStarted(Exception):
         self.exit_code, self.run_dir = exit_code, run_dir
 
     def said(self) -> int:
-        """Print the cause, and the complete run as the last line of standard output; return the exit code."""
+        """Print the cause, and the complete run as the last line of standard output; return the
+        exit code."""
         print(self, file=sys.stderr)
         if self.run_dir is not None:
             print(self.run_dir)
@@ -91,7 +97,8 @@ def settle(composed: Composed) -> Job:
     """Return the job of a configuration.
 
     Raises:
-        NotStarted: the run is complete, has no whole checkpoint, lacks weights, or cannot run as configured.
+        NotStarted: the run is complete, has no whole checkpoint, lacks weights, or cannot run as
+            configured.
     """
     config = composed.config
     try:
@@ -127,8 +134,10 @@ def _continued(composed: Composed) -> Path | None:
     if step < composed.config.max_rl_steps:
         return checkpoint
     said = (
-        f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go on, raise "
-        f'max_rl_steps: make resume RUN={composed.run_dir} ARGS="max_rl_steps={2 * step}", or digenrl resume with '
+        f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go "
+        "on, raise "
+        f'max_rl_steps: make resume RUN={composed.run_dir} ARGS="max_rl_steps={2 * step}", or '
+        "digenrl resume with "
         "these."
     )
     raise NotStarted(said, 0, composed.run_dir)
@@ -145,11 +154,14 @@ def newest(run_dir: Path) -> Path:
 
 def most_ranks(composed: Composed) -> int:
     """Return the most ranks of a settled run."""
-    return int(composed.config.allocation.trainers + most_rollouts(composed.config.allocation.rollouts))
+    return int(
+        composed.config.allocation.trainers + most_rollouts(composed.config.allocation.rollouts)
+    )
 
 
 def launcher_of(composed: Composed) -> Launcher:
-    """Return what gives ranks their places where no scheduler did: this machine, or the extension that `launch` names.
+    """Return what gives ranks their places where no scheduler did: this machine, or the extension
+    that `launch` names.
 
     Raises:
         ExtensionMissing: no such extension is installed.
@@ -177,21 +189,24 @@ class ThisMachine:
     def check(self) -> None:
         count = sum(begins_with(self._composed.config))
         if not self._composed.config.hardware.emulate:
-            devices.check(self._composed.config, {rank: rank for rank in range(count)}, count, devices.found())
+            devices.check(
+                self._composed.config, {rank: rank for rank in range(count)}, count, devices.found()
+            )
 
     def rank_main(self, fit: RankMain) -> RankMain:
         return fit
 
 
 def check_place(composed: Composed, place: Place | None) -> None:
-    """Refuse a run whose ranks on this machine cannot have their GPUs, interface or ports, or whose settings need an
-    extension that is not installed.
+    """Refuse a run whose ranks on this machine cannot have their GPUs, interface or ports, or whose
+    settings need an extension that is not installed.
 
     Args:
         place: what a scheduler gave this process; None: no scheduler started it.
 
     Raises:
-        ValueError: as `Launcher.check`, `devices.check`, `devices.found`, `Network.check`, `run.link_maker`.
+        ValueError: as `Launcher.check`, `devices.check`, `devices.found`, `Network.check`,
+            `run.link_maker`.
     """
     if place is None:
         launcher = launcher_of(composed)
@@ -201,7 +216,11 @@ def check_place(composed: Composed, place: Place | None) -> None:
         here, (trainers, rollouts) = place.local_size, begins_with(composed.config)
         if not composed.config.hardware.emulate:
             check_allocation(place, trainers, rollouts)
-            rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[place.rank]
-            devices.check(composed.config, {rank: place.local_rank}, place.local_size, devices.found())
+            rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[
+                place.rank
+            ]
+            devices.check(
+                composed.config, {rank: place.local_rank}, place.local_size, devices.found()
+            )
     Network.of(composed.config.network).check(1 + here)
     run.link_maker(composed.config)

@@ -1,10 +1,12 @@
-"""`make join RUN=outputs/<experiment>/<run>`: one more rollout for a running run, from this or any other machine.
+"""`make join RUN=outputs/<experiment>/<run>`: one more rollout for a running run, from this or any
+other machine.
 
     digenrl join run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
     digenrl join run=COPY address=trainer-node:41234
 
-`run` is the run's directory, or a copy of its config.yaml and access.json. Code, libraries and configuration must be
-the run's. SIGTERM, SIGUSR1 or Ctrl-C: the rollout gives its tasks away and leaves, exit code 0; a second one ends it.
+`run` is the run's directory, or a copy of its config.yaml and access.json. Code, libraries and
+configuration must be the run's. SIGTERM, SIGUSR1 or Ctrl-C: the rollout gives its tasks away and
+leaves, exit code 0; a second one ends it.
 """
 
 from __future__ import annotations
@@ -28,20 +30,27 @@ from digenrl.record.run_dir import SUMMARY
 TOKEN = "DIGENRL_RUN_TOKEN"
 
 
-class Request(Arguments):
+class JoinKeys(Arguments):
     """Keys of the command line."""
 
-    run: RunDirectory = Field(description="that is running; or a copy of its config.yaml and access.json")
-    address: str | None = Field(None, description="HOST:PORT of its store; null: as access.json says")
-    device: int = Field(0, ge=0, description="number of the GPU to take, of those that this process sees")
+    run: RunDirectory = Field(
+        description="that is running; or a copy of its config.yaml and access.json"
+    )
+    address: str | None = Field(
+        None, description="HOST:PORT of its store; null: as access.json says"
+    )
+    device: int = Field(
+        0, ge=0, description="number of the GPU to take, of those that this process sees"
+    )
 
 
 class Failed(RuntimeError):
     """The rollout ended before the run did."""
 
 
-def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
-    """Be a rollout until the run ends or this process is asked to leave. Return what happened, in words.
+def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
+    """Be a rollout until the run ends or this process is asked to leave. Return what happened, in
+    words.
 
     Raises:
         ConfigError, ValueError, OSError: this process cannot join.
@@ -66,23 +75,38 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     trainers, rollouts = begins_with(config)
     handshake, network = Handshake(**config.handshake), Network.of(config.network)
     asked = joining.JoinRequest(
-        access, handshake, composed.run_dir, trainers, rollouts, request.device, Limits(**config.limits), network
+        access,
+        handshake,
+        composed.run_dir,
+        trainers,
+        rollouts,
+        request.device,
+        Limits(**config.limits),
+        network,
     )
     credentials = joining.credentials_of(asked)
     if credentials["code"] != code_version():
         raise ValueError(
-            f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start the rollout from "
+            f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start "
+            "the rollout from "
             "the same checkout and environment as the run."
         )
     if different := disagreements(credentials["configuration"], identity(config)):
         raise ValueError(
-            f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: {'; '.join(different)}. "
+            f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: "
+            f"{'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."
         )
-    devices.check(config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found())
+    devices.check(
+        config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found()
+    )
     check_open_files(trainers + rollouts + 1)
     advice = advisor().advise(composed, trainers, rollouts)
-    print(f"joins the run at {asked.place}; Ctrl-C lets this rollout leave", file=sys.stderr, flush=True)
+    print(
+        f"joins the run at {asked.place}; Ctrl-C lets this rollout leave",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         outcome = joining.join(asked, partial(run.fit, config, None, advice), signals)
     except (StoreLost, OSError) as error:
@@ -92,8 +116,9 @@ def join(request: Request, words: Sequence[str], signals: StopSignals) -> str:
     return "the run is complete" if outcome.status == "completed" else "left the run, which goes on"
 
 
-def _access(request: Request) -> Access:
-    """Return how to reach the run: its access.json, changed by `address` and by the environment's token.
+def _access(request: JoinKeys) -> Access:
+    """Return how to reach the run: its access.json, changed by `address` and by the environment's
+    token.
 
     Raises:
         ValueError: the run is not running, or `address` is malformed.
@@ -109,7 +134,8 @@ def _access(request: Request) -> Access:
     host, colon, port = request.address.rpartition(":")
     if not (host and colon and port.isdigit()):
         raise ValueError(
-            f"address = {request.address}: give HOST:PORT, as access.json in the run's directory has them."
+            f"address = {request.address}: give HOST:PORT, as access.json in the run's directory "
+            "has them."
         )
     return replace(access, host=host.strip("[]"), port=int(port))
 
@@ -119,7 +145,8 @@ def _why_closed(run: Path) -> str:
     if (run / SUMMARY).is_file():
         return f"this run has ended; continue it first (make resume RUN={run}), then join."
     return (
-        f"no run is running here: {ACCESS} is missing, which lies in the directory of every running run; start it, or "
+        f"no run is running here: {ACCESS} is missing, which lies in the directory of every "
+        "running run; start it, or "
         f"copy the file (mode 600) beside config.yaml from the machine where it runs."
     )
 
@@ -127,17 +154,17 @@ def _why_closed(run: Path) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return the exit code.
 
-    0: the run is complete, or goes on without this rollout, which was asked to leave. 1: the rollout ended before the
-    run did. 2: the rollout could not join.
+    0: the run is complete, or goes on without this rollout, which was asked to leave. 1: the
+    rollout ended before the run did. 2: the rollout could not join.
     """
     ignore_closed_terminal()
     with StopSignals() as signals:
 
-        def work(request: Request, words: list[str]) -> None:
+        def work(request: JoinKeys, words: list[str]) -> None:
             print(join(request, words, signals), file=sys.stderr)
             print(request.run)
 
-        return own_command(Request, __doc__, arguments, work, others=True, failures=Failed)
+        return own_command(JoinKeys, __doc__, arguments, work, others=True, failures=Failed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`digenrl COMMAND [key=value ...]`: every command by one name, from any directory.
 
-Modules of the working directory can be named in `_target_` (with allow_targets), after those that are installed.
+Modules of the working directory can be named in `_target_` (with allow_targets), after those that
+are installed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ def main(words: Sequence[str] | None = None) -> int:
         from digenrl.config.help import show
 
         listed = [f"  {each:<17}{command.does}" for each, command in known.items()]
-        show("\n".join([(__doc__ or "").strip(), "", *listed, "", "digenrl COMMAND --help lists its keys."]))
+        show(
+            "\n".join(
+                [(__doc__ or "").strip(), "", *listed, "", "digenrl COMMAND --help lists its keys."]
+            )
+        )
         return 0
     if name not in known:
         from digenrl.config.errors import nearest
@@ -40,7 +45,10 @@ def main(words: Sequence[str] | None = None) -> int:
         rest[0] = f"{key}={rest[0]}"
     needed = key is not None and command.run_required
     if needed and not any(word.startswith((f"{key}=", "-h", "--help")) for word in rest):
-        print(f"digenrl {name}: say which run, e.g. digenrl {name} outputs/EXPERIMENT/TIME-0", file=sys.stderr)
+        print(
+            f"digenrl {name}: say which run, e.g. digenrl {name} outputs/EXPERIMENT/TIME-0",
+            file=sys.stderr,
+        )
         return 2
     sys.path.append(os.getcwd())  # last, so that no file there stands in for an installed module
     return int(importlib.import_module(command.module).main(rest))

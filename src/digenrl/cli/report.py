@@ -1,4 +1,5 @@
-"""`make report RUN=outputs/<experiment>/<run>`: rebuild a run's summary, trace, pictures and report from its files.
+"""`make report RUN=outputs/<experiment>/<run>`: rebuild a run's summary, trace, pictures and report
+from its files.
 
     digenrl report run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
 
@@ -19,20 +20,21 @@ from digenrl.record.run_dir import REPORT
 from digenrl.report.build import rebuild
 
 
-class Request(Arguments):
+class ReportKeys(Arguments):
     """Keys of the command line."""
 
     run: RunDirectory = Field(description="finished, crashed or still running")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code: 0, or 2 if the arguments or the directory do not fit."""
+    """Run the command and return the exit code: 0, or 2 if the arguments or the directory do not
+    fit."""
 
-    def work(request: Request, _: list[str]) -> None:
+    def work(request: ReportKeys, _: list[str]) -> None:
         Console(stderr=True).print(final_table(rebuild(request.run)))
         print(request.run / REPORT)
 
-    return own_command(Request, __doc__, arguments, work)
+    return own_command(ReportKeys, __doc__, arguments, work)
 
 
 if __name__ == "__main__":

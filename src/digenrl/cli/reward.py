@@ -1,4 +1,5 @@
-"""The common part of commands around one option of the group `reward`: configuration, suite and exit codes."""
+"""The common part of commands around one option of the group `reward`: configuration, suite and
+exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl.config import ConfigError, config_directory, group_options, instantiate, problems_of
-from digenrl.config.compose import KnownKeys, compose_words, own_directories, quoted, with_search_path
+from digenrl.config.compose import (
+    KnownKeys,
+    compose_words,
+    own_directories,
+    quoted,
+    with_search_path,
+)
 from digenrl.config.help import configuration_help, show, wants_help
 from digenrl.config.loading import command_line_list
 from digenrl.rewards.needs import require_weights
@@ -21,7 +28,9 @@ if TYPE_CHECKING:
 _PATH_KEYS = ("images", "prompts", "output")
 
 
-def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callable[[DictConfig], None]) -> int:
+def reward_command(
+    name: str, doc: str | None, argv: Sequence[str], work: Callable[[DictConfig], None]
+) -> int:
     """Run `work` with the checked configs/<name>.yaml, and return the exit code.
 
     0 stands for success, 1 for work that could not be done, 2 for a wrong command line.
@@ -45,8 +54,8 @@ def reward_command(name: str, doc: str | None, argv: Sequence[str], work: Callab
 
 
 def reward_config(argv: Sequence[str], name: str) -> DictConfig:
-    """Return configs/<name>.yaml with the words of `argv`, checked. Raises ConfigError with every problem that was
-    found."""
+    """Return configs/<name>.yaml with the words of `argv`, checked. Raises ConfigError with every
+    problem that was found."""
     words = with_search_path(argv)
     if odd := [word for word in words if word.startswith("-") or "=" not in word]:
         raise ConfigError([f"{word}: settings are key=value (see --help)." for word in odd])
@@ -68,7 +77,8 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
 
 
 def reward_suite(config: DictConfig) -> RewardSuite:
-    """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a ValueError."""
+    """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a
+    ValueError."""
     try:
         suite: RewardSuite = instantiate(config.reward)
         suite.load()

@@ -12,7 +12,7 @@ from digenrl.cli.ending import end_alone, stop_grace
 from digenrl.cli.job import Job, NotStarted
 from digenrl.cluster.attach import Place, attach, check_allocation
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import Outcome
+from digenrl.cluster.launcher import RunOutcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.world import Session, World
@@ -20,7 +20,7 @@ from digenrl.config import EXIT_CODE, prepare_run_dir_or_exit
 from digenrl.hardware import numbering, parse_hardware
 
 
-def launch(job: Job, signals: StopSignals) -> tuple[Path, Outcome]:
+def launch(job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
     """Run the job to its end; return the run directory and how the run ended.
 
     Raises:
@@ -34,11 +34,12 @@ def launch(job: Job, signals: StopSignals) -> tuple[Path, Outcome]:
         raise NotStarted(error, EXIT_CODE) from error
 
 
-def _join(job: Job, place: Place, signals: StopSignals) -> tuple[Path, Outcome]:
+def _join(job: Job, place: Place, signals: StopSignals) -> tuple[Path, RunOutcome]:
     """Be the rank that torchrun or SLURM started; return as `launch`.
 
     Raises:
-        ValueError: the allocation does not fit the processes that were started, or they share no directory.
+        ValueError: the allocation does not fit the processes that were started, or they share no
+            directory.
     """
     config, (trainers, rollouts) = job.composed.config, job.ranks
 

@@ -1,4 +1,5 @@
-"""`make tiny`: build the tiny model of every family (or of those named) and print where each one is.
+"""`make tiny`: build the tiny model of every family (or of those named) and print where each one
+is.
 
 digenrl tiny [FAMILY ...]
 """
@@ -12,7 +13,8 @@ from digenrl.config.help import command_help, show, wants_help
 
 
 def main(families: Sequence[str]) -> int:
-    """Build what is missing, and print name and directory of each family. Exit code 2: there is no such family."""
+    """Build what is missing, and print name and directory of each family. Exit code 2: there is no
+    such family."""
     if wants_help(families):
         show(command_help(__doc__))
         return 0
@@ -20,7 +22,9 @@ def main(families: Sequence[str]) -> int:
     from digenrl.models import tiny_builds
 
     try:
-        for family in families or [family for family, known in facts.families().items() if known.tiny]:
+        for family in families or [
+            family for family, known in facts.families().items() if known.tiny
+        ]:
             print(f"{family}\t{tiny_builds.ensure(family)}")
     except ValueError as error:
         print(error, file=sys.stderr)

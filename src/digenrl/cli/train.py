@@ -8,9 +8,9 @@
     replay=RUN        train from the trajectories that the run in that directory recorded; nothing is generated
     resume=RUN        continue the run in that directory; of a complete run it says so, with exit code 0
 
-The ranks run `digenrl.run.build(...).fit()`. The last line on standard output is the run directory. Under torchrun or
-SLURM this process is one rank already, and starts none.
-"""
+The ranks run `digenrl.run.build(...).fit()`. The last line on standard output is the run directory.
+Under torchrun or SLURM this process is one rank already, and starts none.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from digenrl.extension import extension
 
 
 def main(words: list[str]) -> int:
-    """Run once (or, with -m, once per combination); return the exit code, 128 + n after signal n."""
+    """Run once (or, with -m, once per combination); return the exit code, 128 + n after signal
+    n."""
     with StopSignals() as signals:  # nothing else is imported before signals are taken
         signals.leave_after(0, 2, "stopped by {signal}; no rank was running")
         ignore_closed_terminal()
         from digenrl.config.loading import is_multirun
 
         if is_multirun(words):
-            return int(extension("digenrl.extensions.sweeps.multirun.sweep", "-m", "start each run by itself")(words))
+            return int(
+                extension(
+                    "digenrl.extensions.sweeps.multirun.sweep", "-m", "start each run by itself"
+                )(words)
+            )
         return train(words, signals)
 
 
@@ -38,10 +43,15 @@ def train(words: list[str], signals: StopSignals) -> int:
     from digenrl.config import load_or_exit
 
     composed = load_or_exit(words, doc=__doc__)
-    # Several ranks share the cores: one thread each, and none that spins while it waits. Read when torch loads.
+    # Several ranks share the cores: one thread each, and none that spins while it waits. Read when
+    # torch loads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from digenrl.cli import ending, job, start  # torch and Lightning load here, once, before the ranks are forked
+    from digenrl.cli import (  # torch and Lightning load here, once, before the ranks are forked
+        ending,
+        job,
+        start,
+    )
 
     try:
         settled = job.settle(composed)
@@ -49,7 +59,9 @@ def train(words: list[str], signals: StopSignals) -> int:
     except job.NotStarted as refusal:
         return refusal.said()
     if settled.reports:
-        signals.leave_after(1, 1, str(run_dir))  # the report is finished, unless it is asked for twice
+        signals.leave_after(
+            1, 1, str(run_dir)
+        )  # the report is finished, unless it is asked for twice
         ending.report(run_dir, outcome, settled.attempt)
         print(run_dir, flush=True)
     return outcome.exit_code or signals.exit_code

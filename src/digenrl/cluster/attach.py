@@ -1,13 +1,14 @@
 """Run inside processes that torchrun or SLURM started: one process is one rank.
 
-Process 0 hosts the run's control store and leaves last. The death of any started rank ends the job (torchrun stops all
-workers). The death of a rollout that joined later (`digenrl.cluster.join`) does not. `allocation` must add up to the
-number of processes. The hardware profile decides which of them train.
+Process 0 hosts the run's control store and leaves last. The death of any started rank ends the job
+(torchrun stops all workers). The death of a rollout that joined later (`digenrl.cluster.join`) does
+not. `allocation` must add up to the number of processes. The hardware profile decides which of them
+train.
 
-The run directory must be on a file system that all machines share. Process 0 leaves the store's address and the run's
-token there, in a file that only its own user can read. The other processes learn the directory's path from a store that
-anybody may write: torchrun's own, or under SLURM the one of process 0. They therefore refuse an access file of another
-user or of another job.
+The run directory must be on a file system that all machines share. Process 0 leaves the store's
+address and the run's token there, in a file that only its own user can read. The other processes
+learn the directory's path from a store that anybody may write: torchrun's own, or under SLURM the
+one of process 0. They therefore refuse an access file of another user or of another job.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from digenrl.cluster.access import ACCESS, Access, read_access, write_access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import EXIT_STOPPED, Outcome
+from digenrl.cluster.launcher import EXIT_STOPPED, RunOutcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network, source_address
@@ -46,14 +47,16 @@ from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_
 from digenrl.cluster.world import Session, World
 
 LEAVE_MORE_S = 2.0
-"""Seconds that process 0 waits beyond `Limits.leave_s` for the other ranks to leave. Their links close within
-`Limits.leave_s`. After a failure process 0 waits `Limits.abort_s` instead: a torchrun agent that saw a rank fail kills
-the others 30 s later, and the report must be written by then."""
+"""Seconds that process 0 waits beyond `Limits.leave_s` for the other ranks to leave. Their links
+close within `Limits.leave_s`. After a failure process 0 waits `Limits.abort_s` instead: a torchrun
+agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
 _TICK_S = 0.2
 SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
-"""SLURM's default KillWait, and the seconds before a job's end at which SLURM's signal announces that end."""
+"""SLURM's default KillWait, and the seconds before a job's end at which SLURM's signal announces
+that end."""
 UNUSED_ADDRESS = "192.0.2.1"
-"""An address that no machine has (RFC 5737). A route to this address starts at this machine's outward address."""
+"""An address that no machine has (RFC 5737). A route to this address starts at this machine's
+outward address."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ class Place:
     def host(self) -> str:
         """Address under which peers reach this process: the one on the route to the store.
 
-        A machine may resolve its own name to the loopback interface (Debian's 127.0.1.1). Other machines then need its
-        outward address.
+        A machine may resolve its own name to the loopback interface (Debian's 127.0.1.1). Other
+        machines then need its outward address.
         """
         host = source_address(self.address)
         if ipaddress.ip_address(host).is_loopback and self.size > self.local_size:
@@ -98,25 +101,37 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             local_rank=int(environment["LOCAL_RANK"]),
             address=environment["MASTER_ADDR"],
             port=int(environment["MASTER_PORT"]),
-            prefix=f"digenrl-{environment['TORCHELASTIC_RUN_ID']}-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            prefix=(
+                f"digenrl-{environment['TORCHELASTIC_RUN_ID']}-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # noqa: E501
+            ),
             hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
             and environment["RANK"] == "0",
             local_size=int(environment["LOCAL_WORLD_SIZE"]),
         )
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun sets it; the batch script itself has SLURM_NTASKS
+    if (
+        int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    ):  # srun sets it; the batch script itself has SLURM_NTASKS
         if "MASTER_PORT" not in environment:
             raise ValueError(
-                "SLURM tasks need MASTER_PORT: export one free port of the first node, see scripts/slurm.sbatch."
+                "SLURM tasks need MASTER_PORT: export one free port of the first node, see "
+                "scripts/slurm.sbatch."
             )
         rank = int(environment["SLURM_PROCID"])
         return Place(
             rank=rank,
             size=int(environment["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environment["SLURM_LOCALID"]),
-            address=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
+            address=environment.get("MASTER_ADDR")
+            or first_host(environment["SLURM_STEP_NODELIST"]),
             port=int(environment["MASTER_PORT"]),
             prefix="-".join(
-                ["digenrl", *(environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))]
+                [
+                    "digenrl",
+                    *(
+                        environment.get(f"SLURM_{name}", "0")
+                        for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+                    ),
+                ]
             ),
             hosts_store=rank == 0,
             local_size=_tasks_here(environment),
@@ -137,7 +152,8 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
-    """Count the tasks of this node (number SLURM_NODEID) in `SLURM_STEP_TASKS_PER_NODE`, such as `8(x2),4`."""
+    """Count the tasks of this node (number SLURM_NODEID) in `SLURM_STEP_TASKS_PER_NODE`, such as
+    `8(x2),4`."""
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -146,10 +162,12 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds between a stop signal at Unix second `now` and the scheduler's SIGKILL; infinity if unknown.
+    """Return the seconds between a stop signal at Unix second `now` and the scheduler's SIGKILL;
+    infinity if unknown.
 
-    SLURM signals for two reasons. In the last ten minutes of a job the signal announces its end (`--signal`), and the
-    rest of the job is left. Otherwise somebody cancelled the job (`scancel`), and KillWait is left.
+    SLURM signals for two reasons. In the last ten minutes of a job the signal announces its end
+    (`--signal`), and the rest of the job is left. Otherwise somebody cancelled the job (`scancel`),
+    and KillWait is left.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
         return float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
@@ -160,13 +178,15 @@ def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> 
 
 
 @contextmanager
-def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[], float]) -> Iterator[None]:
+def _stop_on_signals(
+    signals: StopSignals, control: Control, grace: Callable[[], float]
+) -> Iterator[None]:
     """Turn stop signals into a clean stop of the run while the context is open.
 
-    The first signal (SLURM's --signal, torchrun's end) ends the run after the step in progress. A second signal, or the
-    end of the grace, gives that step up. A signal that came before the context was opened counts too. Afterwards
-    signals are ignored: an agent that sees one rank leave sends SIGTERM to the others, and process 0 may still be
-    writing the report.
+    The first signal (SLURM's --signal, torchrun's end) ends the run after the step in progress. A
+    second signal, or the end of the grace, gives that step up. A signal that came before the
+    context was opened counts too. Afterwards signals are ignored: an agent that sees one rank leave
+    sends SIGTERM to the others, and process 0 may still be writing the report.
 
     A thread does the work, because the main thread may hold the lock of its own store client.
     """
@@ -177,7 +197,9 @@ def _stop_on_signals(signals: StopSignals, control: Control, grace: Callable[[],
             control.set("signal", str(number))
             control.request_stop(f"signal {signal.Signals(number).name}")
             with suppress(Empty):
-                number = signals.requests.get(timeout=0.0 if control.get("first_step") is None else grace())
+                number = signals.requests.get(
+                    timeout=0.0 if control.get("first_step") is None else grace()
+                )
             if number:
                 control.set("give_up", "1")
 
@@ -198,8 +220,10 @@ def check_allocation(place: Place, trainers: int, rollouts: int) -> None:
     """
     if trainers < 1 or trainers + rollouts != place.size:
         raise ValueError(
-            f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts} are {trainers + rollouts} ranks, "
-            f"but {place.size} processes were started: start as many (torchrun --nnodes x --nproc-per-node, srun "
+            f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts} are "
+            f"{trainers + rollouts} ranks, "
+            f"but {place.size} processes were started: start as many (torchrun --nnodes x "
+            "--nproc-per-node, srun "
             "--ntasks), or change one of the two keys; auto takes what is left."
         )
 
@@ -218,25 +242,29 @@ def attach(
     signals: StopSignals,
     credentials: Mapping[str, Any],
     max_lost: int | None = None,
-) -> tuple[Path, Outcome]:
+) -> tuple[Path, RunOutcome]:
     """Run this process's rank to its end. Return the run directory and how the run ended.
 
     Args:
         ranks: rank of every started process; the first `trainers` ranks train.
-        prepare: makes the run directory. Process 0 alone calls it; the others learn the path from the store.
+        prepare: makes the run directory. Process 0 alone calls it; the others learn the path from
+            the store.
         handshake: limits for connections. On process 0 its token becomes the run's.
         limits: how long ranks are waited for.
         network: where this machine's ranks listen.
-        on_hang: called with the run directory and the cause when process 0 hangs and cannot report that itself.
+        on_hang: called with the run directory and the cause when process 0 hangs and cannot report
+            that itself.
         max_lost: how many of the rollouts that join may die. Started ranks must not die.
-        rank_main, stop_grace, signals, credentials: see `launcher.Launch`. `stop_grace` is called with the run
-            directory.
+        rank_main, stop_grace, signals, credentials: see `launcher.Launch`. `stop_grace` is called
+            with the run directory.
     """
     host = network.address(place.host)
     network.announce(host)
     notices = _notices(place, handshake.connect_s)
     names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
-    monitored = partial(LauncherMonitor, suspended_s=limits.suspended_s, name=names[ranks[place.rank]])
+    monitored = partial(
+        LauncherMonitor, suspended_s=limits.suspended_s, name=names[ranks[place.rank]]
+    )
     with ExitStack() as ended:
         server: StoreServer | None = None
         if place.rank == 0:
@@ -244,10 +272,15 @@ def attach(
             monitor = monitored(partial(on_hang, run_dir))  # forked before the store has threads
             ended.callback(monitor.stop)
             server = StoreServer(network.listen(host), handshake)
-            write_access(run_dir, Access(server.host, server.port, handshake.token, time.time(), place.prefix))
+            write_access(
+                run_dir,
+                Access(server.host, server.port, handshake.token, time.time(), place.prefix),
+            )
             notices.set("run_dir", str(run_dir))
         run_dir = _learn_run_dir(notices, place, limits.start_s)
-        session = replace(_session(run_dir, place, handshake), host=host, network=network, limits=limits)
+        session = replace(
+            _session(run_dir, place, handshake), host=host, network=network, limits=limits
+        )
         world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
 
         def hangs(cause: str) -> None:
@@ -256,32 +289,44 @@ def attach(
 
         members: Members | None = None
         if server is not None:
-            # A connection of its own: the watching thread must not wait for a call of the main thread.
-            own, terms = Control(StoreClient(*session.store), 0), Terms(trainers, place.size - trainers, max_lost)
+            # A connection of its own: the watching thread must not wait for a call of the main
+            # thread.
+            own, terms = (
+                Control(StoreClient(*session.store), 0),
+                Terms(trainers, place.size - trainers, max_lost),
+            )
             members = Members(own, server, terms, run_dir, limits, names)
             own.set(CREDENTIALS, json.dumps(credentials))
             _watch_ranks(own, members, names, limits, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
         start_heartbeat(session, world)
-        control, watcher = (Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2))
-        outcome = Outcome()
+        control, watcher = (
+            Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2)
+        )
+        outcome = RunOutcome()
         try:
             with _stop_on_signals(signals, watcher, partial(stop_grace, run_dir)):
                 rank_main(world, session)
             if (cause := control.get("stop")) is not None:
                 number = control.get("signal")
-                outcome = Outcome("stopped", cause, EXIT_STOPPED if number is None else 128 + int(number))
+                outcome = RunOutcome(
+                    "stopped", cause, EXIT_STOPPED if number is None else 128 + int(number)
+                )
         except Exception as error:
             cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
             with suppress(StoreLost):
                 cause = control.get("abort") or cause
                 control.abort(cause)
-            outcome = Outcome("failed", cause, 1)
+            outcome = RunOutcome("failed", cause, 1)
         with suppress(StoreLost):  # process 0 is gone
             control.set(f"left/{place.rank}", "1")
-        if place.rank == 0:  # last out: the others still talk to the store, and their spans belong into the report
-            patience = limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
+        if (
+            place.rank == 0
+        ):  # last out: the others still talk to the store, and their spans belong into the report
+            patience = (
+                limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
+            )
             _wait_until_left(control, place.size, patience)
         if members is not None:
             members.wait_for_exits(limits.abort_s if outcome.status == "failed" else limits.leave_s)
@@ -292,12 +337,18 @@ def attach(
 
 
 def _watch_ranks(
-    control: Control, members: Members, names: Mapping[int, str], limits: Limits, on_own: Callable[[str], None]
+    control: Control,
+    members: Members,
+    names: Mapping[int, str],
+    limits: Limits,
+    on_own: Callable[[str], None],
 ) -> None:
-    """Watch the heartbeats of all ranks in a thread of process 0, because under a scheduler no launcher does so.
+    """Watch the heartbeats of all ranks in a thread of process 0, because under a scheduler no
+    launcher does so.
 
-    The thread also handles the rollouts that join. A started rank that hangs or falls silent aborts the run. Ranks that
-    wait for others then leave with the cause, and the scheduler ends the ranks that hang.
+    The thread also handles the rollouts that join. A started rank that hangs or falls silent aborts
+    the run. Ranks that wait for others then leave with the cause, and the scheduler ends the ranks
+    that hang.
 
     Args:
         names: started rank -> its name in messages. The rank of this process comes first.
@@ -311,12 +362,17 @@ def _watch_ranks(
         monitor = HeartbeatMonitor(control, dict.fromkeys(names), limits)
         with suppress(StoreLost):  # the store is gone; whoever waits for it says so
             while control.get("abort") is None and control.get("done") is None:
-                for rank, cause in monitor.unresponsive([*names, *members.joined_elsewhere]).items():
-                    refusal = f"{names[rank]} {cause}" if rank in names else members.gone(rank, cause)
+                for rank, cause in monitor.unresponsive(
+                    [*names, *members.joined_elsewhere]
+                ).items():
+                    refusal = (
+                        f"{names[rank]} {cause}" if rank in names else members.gone(rank, cause)
+                    )
                     if refusal is not None:
                         control.abort(refusal)
                     if rank == own:
-                        # The main thread hangs and cannot clean up, so this thread reports and ends the process.
+                        # The main thread hangs and cannot clean up, so this thread reports and ends
+                        # the process.
                         faulthandler.dump_traceback(2)
                         on_own(f"{names[rank]} {cause}")
                         os._exit(1)
@@ -337,12 +393,17 @@ def _say_death(session: Session, rank: int, cause: str) -> None:
 
 
 def _notices(place: Place, seconds: float) -> dist.Store:
-    """Connect to the store on which process 0 announces the run directory: a torchrun agent's, or that of process 0."""
+    """Connect to the store on which process 0 announces the run directory: a torchrun agent's, or
+    that of process 0."""
     host, limit = place.host if place.hosts_store else place.address, timedelta(seconds=seconds)
     try:
-        store = dist.TCPStore(host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=limit)
+        store = dist.TCPStore(
+            host, place.port, is_master=place.hosts_store, wait_for_workers=False, timeout=limit
+        )
     except dist.DistError as error:
-        raise OSError(f"no store at {host}:{place.port} for process {place.rank}: {error}") from error
+        raise OSError(
+            f"no store at {host}:{place.port} for process {place.rank}: {error}"
+        ) from error
     return dist.PrefixStore(place.prefix, store)
 
 
@@ -357,12 +418,14 @@ def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
         run_dir = Path(notices.get("run_dir").decode())
     except dist.DistError as error:
         raise ValueError(
-            f"process {place.rank} on {socket.gethostname()} waited for process 0 to make the run directory; see the "
+            f"process {place.rank} on {socket.gethostname()} waited for process 0 to make the run "
+            "directory; see the "
             f"output of process 0 ({error})."
         ) from error
     if not run_dir.is_dir():
         raise ValueError(
-            f"process {place.rank} on {socket.gethostname()} does not see the run directory {run_dir}, which process 0 "
+            f"process {place.rank} on {socket.gethostname()} does not see the run directory "
+            f"{run_dir}, which process 0 "
             "made: set output_root to a directory that all machines share."
         )
     return run_dir
@@ -372,11 +435,15 @@ def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
     """Return the session that the access file of process 0 describes.
 
     Raises:
-        ValueError: as `read_access`; or the directory belongs to another job, so process 0 did not announce it.
+        ValueError: as `read_access`; or the directory belongs to another job, so process 0 did not
+            announce it.
     """
     access = read_access(run_dir)
     if access.prefix != place.prefix:
-        raise ValueError(f"{run_dir} is in use by the job {access.prefix}, this process belongs to {place.prefix}.")
+        raise ValueError(
+            f"{run_dir} is in use by the job {access.prefix}, this process belongs to "
+            f"{place.prefix}."
+        )
     return Session(
         store_host=access.host,
         store_port=access.port,
@@ -388,7 +455,10 @@ def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
 
 
 def _wait_until_left(control: Control, size: int, seconds: float) -> None:
-    """Wait until every rank has said that it leaves, at most `seconds`. A rank that died never says so."""
+    """Wait until every rank has said that it leaves, at most `seconds`. A rank that died never says
+    so."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(control.get(f"left/{rank}") is None for rank in range(size)):
+    while time.monotonic() < deadline and any(
+        control.get(f"left/{rank}") is None for rank in range(size)
+    ):
         time.sleep(0.05)

@@ -1,4 +1,5 @@
-"""Claims on the control store, and what the ranks announce about themselves. Every fact has a key of its own:
+"""Claims on the control store, and what the ranks announce about themselves. Every fact has a key
+of its own:
 
     claim/v{version}             counter: one atomic add takes the next position of the version's queue
     owner/v{version}/{position}  owner and attempt of a task; changed by compare-and-set alone
@@ -7,10 +8,10 @@
     version, digest/v{version}   newest published version; digest of a version's bytes
     work/{rank}                  what a generating rank does now, and how fast it is
 
-`digenrl.schedule.claims` has the rules. A claim lasts as long as its owner lives. The launcher sees that a rank died or
-hangs, kills it first, and only then gives its tasks back. Every result carries the attempt that made it, and trainers
-refuse results of any other attempt.
-"""
+`digenrl.schedule.claims` has the rules. A claim lasts as long as its owner lives. The launcher sees
+that a rank died or hangs, kills it first, and only then gives its tasks back. Every result carries
+the attempt that made it, and trainers refuse results of any other attempt.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class StoredClaims:
         return Owner(*(int(word) for word in text.split(":"))) if text else None
 
     def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
-        return self._control.compare_set(_owner_key(version, position), "" if old is None else _text(old), _text(new))
+        return self._control.compare_set(
+            _owner_key(version, position), "" if old is None else _text(old), _text(new)
+        )
 
     def forget(self, version: int, position: int) -> None:
         self._control.delete(_owner_key(version, position))
@@ -47,7 +50,9 @@ class StoredClaims:
             self._control.delete(f"{name}/v{version}")
 
     def returned(self, version: int) -> Sequence[int]:
-        return sorted({int(word) for word in (self._control.get(f"returned/v{version}") or "").split()})
+        return sorted(
+            {int(word) for word in (self._control.get(f"returned/v{version}") or "").split()}
+        )
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
         together = [*self.returned(version), *positions]
@@ -66,14 +71,15 @@ def note_version(control: Control, version: int) -> None:
 
 
 def note_digest(control: Control, version: int, digest: str) -> None:
-    """Publish the digest of a version's bytes before any rank can hold them, and delete the digest of an old
-    version."""
+    """Publish the digest of a version's bytes before any rank can hold them, and delete the digest
+    of an old version."""
     control.set(f"digest/v{version}", digest)
     control.delete(f"digest/v{version - 3}")
 
 
 def digest_of(control: Control, version: int) -> str | None:
-    """Return the digest that the bytes of a version must have; None if it was deleted since, or never published."""
+    """Return the digest that the bytes of a version must have; None if it was deleted since, or
+    never published."""
     return control.get(f"digest/v{version}")
 
 
@@ -83,8 +89,8 @@ def announce(control: Control, rank: int, work: Work | None) -> None:
 
 
 def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
-    """Return what each of `ranks`, and each rank that joined, does now. None: the rank is lost, leaves, or has not
-    begun."""
+    """Return what each of `ranks`, and each rank that joined, does now. None: the rank is lost,
+    leaves, or has not begun."""
     ranks = list(ranks)
     joined, *texts = control.get_all(["joined", *(f"work/{rank}" for rank in ranks)])
     if joined:

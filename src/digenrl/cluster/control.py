@@ -1,7 +1,9 @@
-"""The control plane: claims, versions, states and flags on the run's store, which no rank hosts under a launcher.
+"""The control plane: claims, versions, states and flags on the run's store, which no rank hosts
+under a launcher.
 
-No rank waits for ever for a peer that is gone: every wait ends when somebody aborts the run. `check` then raises
-`Aborted` with the written cause. One operation costs one TCP round trip. Threads that share a client take turns.
+No rank waits for ever for a peer that is gone: every wait ends when somebody aborts the run.
+`check` then raises `Aborted` with the written cause. One operation costs one TCP round trip.
+Threads that share a client take turns.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Control:
     Args:
         store: this run's store.
         rank: launch rank, for messages.
-        patience: longest wait in seconds for something that another rank must do; expired = `Aborted`.
+        patience: longest wait in seconds for something that another rank must do; expired =
+            `Aborted`.
     """
 
     def __init__(self, store: StoreClient, rank: int, patience: float = Limits.start_s) -> None:
@@ -39,8 +42,8 @@ class Control:
         return self.store.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bool:
-        """Set `key` to `desired` if its value is `expected` ("" = nobody has set it): atomic. Return whether it was
-        set."""
+        """Set `key` to `desired` if its value is `expected` ("" = nobody has set it): atomic.
+        Return whether it was set."""
         return self.store.swap(key, expected, desired)
 
     def delete(self, key: str) -> None:
@@ -60,8 +63,11 @@ class Control:
 
     def join(self, rank: int) -> None:
         """Add `rank`, which joined the running run, to the rollouts."""
-        # Several ranks may join at once: try again with the new list until no other rank came in between.
-        while not self.compare_set("joined", before := self.get("joined") or "", f"{before} {rank}".strip()):
+        # Several ranks may join at once: try again with the new list until no other rank came in
+        # between.
+        while not self.compare_set(
+            "joined", before := self.get("joined") or "", f"{before} {rank}".strip()
+        ):
             pass
 
     def joined(self) -> list[int]:
@@ -69,7 +75,8 @@ class Control:
         return [int(rank) for rank in (self.get("joined") or "").split()]
 
     def lose(self, rank: int) -> None:
-        """Mark `rank` as gone, and delete what it announced. Only the process that hosts the store may call this."""
+        """Mark `rank` as gone, and delete what it announced. Only the process that hosts the store
+        may call this."""
         self.set(f"work/{rank}", "")
         self.set("lost", " ".join(str(lost) for lost in sorted(self.lost_ranks() | {rank})))
 
@@ -83,8 +90,8 @@ class Control:
         return [rank for rank in (*ranks, *map(int, joined)) if str(rank) not in lost]
 
     def goes_on_without(self, rank: int, seconds: float) -> bool:
-        """Wait up to `seconds` for the launcher to declare `rank` lost, after a connection to it broke. Return whether
-        it did.
+        """Wait up to `seconds` for the launcher to declare `rank` lost, after a connection to it
+        broke. Return whether it did.
 
         Raises:
             Aborted: the run was aborted; the error has the cause.
@@ -109,7 +116,9 @@ class Control:
             if rank is not None and rank in self.lost_ranks():
                 raise PeerLost(f"rank {rank} is lost: {what} will not come.")
             if time.monotonic() > deadline:
-                raise Aborted(f"rank {self._rank} waited {self._patience:.0f} s (limits.start_s) for {what}.")
+                raise Aborted(
+                    f"rank {self._rank} waited {self._patience:.0f} s (limits.start_s) for {what}."
+                )
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
         return value
@@ -119,7 +128,9 @@ class Control:
         try:
             cause = self.get("abort")
         except StoreLost as error:
-            raise Aborted(f"rank {self._rank} lost the control store: the launcher is gone ({error}).") from error
+            raise Aborted(
+                f"rank {self._rank} lost the control store: the launcher is gone ({error})."
+            ) from error
         if cause is not None:
             raise Aborted(f"rank {self._rank} stops: {cause}")
 
@@ -129,18 +140,22 @@ class Control:
             self.set("abort", cause)
 
     def report(self, fatal: bool, error: BaseException) -> None:
-        """Publish this rank's error for the launcher. `fatal` aborts the run, because no run goes on without a
-        trainer."""
+        """Publish this rank's error for the launcher. `fatal` aborts the run, because no run goes
+        on without a trainer."""
         cause = f"raised {type(error).__name__}: {error}"
         try:
             self.set(f"cause/{self._rank}", cause)
             if fatal:
                 self.abort(f"rank {self._rank} (trainer) {cause}")
         except StoreLost:
-            print(f"rank {self._rank} {cause}; the control store is gone, so is the launcher", file=sys.stderr)
+            print(
+                f"rank {self._rank} {cause}; the control store is gone, so is the launcher",
+                file=sys.stderr,
+            )
 
     def request_stop(self, cause: str) -> None:
-        """Ask for a clean stop after the step in progress. A cause that was published earlier stays."""
+        """Ask for a clean stop after the step in progress. A cause that was published earlier
+        stays."""
         if self.get("stop") is None:
             self.set("stop", cause)
 

@@ -1,4 +1,5 @@
-"""Mutual authentication: both ends of a connection prove that they hold the run's token, and neither sends it.
+"""Mutual authentication: both ends of a connection prove that they hold the run's token, and
+neither sends it.
 
     connecting end                                             listening end
     magic | rank | nonce                                 ->
@@ -6,12 +7,13 @@
     HMAC(token, "c", the same)                           ->
                                                          <-    welcome
 
-The listening end proves itself first, so a stranger who listens at an address learns nothing from a rank that connects.
-The nonces are new each time, so a recorded handshake cannot be replayed. The letters "l" and "c" keep a proof from
-being reflected to its sender. The purpose (the store, the data link of rank 3) keeps a proof from being used at another
-listener. The proofs are HMAC-SHA256, compared in constant time. The data that follows is neither encrypted nor signed:
-an attacker who can change packets between the machines is not kept out (SECURITY.md).
-"""
+The listening end proves itself first, so a stranger who listens at an address learns nothing from a
+rank that connects. The nonces are new each time, so a recorded handshake cannot be replayed. The
+letters "l" and "c" keep a proof from being reflected to its sender. The purpose (the store, the
+data link of rank 3) keeps a proof from being used at another listener. The proofs are HMAC-SHA256,
+compared in constant time. The data that follows is neither encrypted nor signed: an attacker who
+can change packets between the machines is not kept out (SECURITY.md).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,14 +47,15 @@ class Handshake:
     waiting: int = 64
     """Most connections without a proof that a listener keeps open. One more closes the oldest."""
     connect_s: float = 60.0
-    """Longest wait of a connecting end, in seconds. The launcher accepts nobody before it has forked every rank."""
+    """Longest wait of a connecting end, in seconds. The launcher accepts nobody before it has
+    forked every rank."""
     rank: int = -1
-    """Rank as which this process connects to the store; -1 = none. A rank that joined names itself, so that the store
-    can shut it out."""
+    """Rank as which this process connects to the store; -1 = none. A rank that joined names itself,
+    so that the store can shut it out."""
 
     def connect(self, host: str, port: int, purpose: str, rank: int | None = None) -> socket.socket:
-        """Connect to the listener for `purpose` at `host`:`port`, as `rank` (None: as `self.rank`), and return the
-        socket.
+        """Connect to the listener for `purpose` at `host`:`port`, as `rank` (None: as `self.rank`),
+        and return the socket.
 
         Raises:
             NotOfThisRun: the listener could not prove that it holds the token.
@@ -66,7 +69,9 @@ class Handshake:
             except (EOFError, ConnectionResetError) as error:  # strangers pushed it out: once more
                 sock.close()
                 if time.monotonic() > deadline:
-                    raise ConnectionError(f"{host}:{port} closes every connection before it answers.") from error
+                    raise ConnectionError(
+                        f"{host}:{port} closes every connection before it answers."
+                    ) from error
                 time.sleep(0.05)
             except BaseException:
                 sock.close()
@@ -82,12 +87,15 @@ class Handshake:
         nonce, proof = _read(sock, _NONCE_BYTES, deadline), _read(sock, _PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, self._proof(b"l", hello, nonce, purpose)):
             host, port = sock.getpeername()[:2]
-            raise NotOfThisRun(f"who listens at {host}:{port} does not hold this run's token: no rank of this run.")
+            raise NotOfThisRun(
+                f"who listens at {host}:{port} does not hold this run's token: no rank of this run."
+            )
         sock.sendall(self._proof(b"c", hello, nonce, purpose))
         _read(sock, len(_WELCOME), deadline)
 
     def admit(self, sock: socket.socket, purpose: str) -> int | None:
-        """Return the rank of the peer of an accepted connection once the peer has proved itself; None if it does not.
+        """Return the rank of the peer of an accepted connection once the peer has proved itself;
+        None if it does not.
 
         The caller then sends the byte of welcome for which the peer waits.
         """
@@ -102,15 +110,19 @@ class Handshake:
             proof = _read(sock, _PROOF_BYTES, deadline)
         except (OSError, EOFError):
             return None
-        return int(rank) if hmac.compare_digest(proof, self._proof(b"c", hello, nonce, purpose)) else None
+        return (
+            int(rank)
+            if hmac.compare_digest(proof, self._proof(b"c", hello, nonce, purpose))
+            else None
+        )
 
     def _proof(self, end: bytes, hello: bytes, nonce: bytes, purpose: str) -> bytes:
         return hmac.digest(self.token.encode(), end + hello + nonce + purpose.encode(), "sha256")
 
 
 class AuthenticatedListener:
-    """Accepts connections in a thread of its own, and runs `welcome(connection, rank)` in one thread per proved
-    connection.
+    """Accepts connections in a thread of its own, and runs `welcome(connection, rank)` in one
+    thread per proved connection.
 
     A connection must prove itself for `purpose`. It is closed when `welcome` returns.
     """
@@ -122,7 +134,12 @@ class AuthenticatedListener:
         purpose: str,
         welcome: Callable[[socket.socket, int], None],
     ) -> None:
-        self._listener, self._handshake, self._purpose, self._welcome = listener, handshake, purpose, welcome
+        self._listener, self._handshake, self._purpose, self._welcome = (
+            listener,
+            handshake,
+            purpose,
+            welcome,
+        )
         self._waiting: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -139,23 +156,29 @@ class AuthenticatedListener:
         while not self._closed:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # closed; else no file handle is free, and some rank's end may give one back
+            except (
+                OSError
+            ):  # closed; else no file handle is free, and some rank's end may give one back
                 time.sleep(0.05)
                 continue
             with self._lock:
                 if len(self._waiting) >= self._handshake.waiting:
                     oldest = next(iter(self._waiting))
                     del self._waiting[oldest]
-                    # Only shut down here: the thread that reads from this socket wakes up and closes it.
+                    # Only shut down here: the thread that reads from this socket wakes up and
+                    # closes it.
                     _end(oldest)
                 self._waiting[sock] = None
-            threading.Thread(target=self._authenticate, args=(sock,), name=self._purpose, daemon=True).start()
+            threading.Thread(
+                target=self._authenticate, args=(sock,), name=self._purpose, daemon=True
+            ).start()
 
     def _authenticate(self, sock: socket.socket) -> None:
         with sock:
             rank = self._handshake.admit(sock, self._purpose)
             with self._lock:
-                # The connection may have been pushed out just as its proof arrived; it is already shut down then.
+                # The connection may have been pushed out just as its proof arrived; it is already
+                # shut down then.
                 pushed_out = sock not in self._waiting
                 self._waiting.pop(sock, None)
             if rank is None or pushed_out:
@@ -173,7 +196,8 @@ def _end(sock: socket.socket) -> None:
 
 
 def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """Return exactly `size` bytes, all received before `deadline`. A peer that sends single bytes gains no time.
+    """Return exactly `size` bytes, all received before `deadline`. A peer that sends single bytes
+    gains no time.
 
     Raises:
         EOFError: the peer closed the connection.

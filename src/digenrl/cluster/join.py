@@ -1,11 +1,13 @@
-"""Add one more rollout to a running run, from a process on any machine that reaches the run's store.
+"""Add one more rollout to a running run, from a process on any machine that reaches the run's
+store.
 
     this process --token--> store: what must I show? --the same configuration and code--> a new rank number
       `- the rank: builds its model, joins (`Control.join`), asks for weights, claims like any other
 
-This process watches the rank as a launcher watches its own ranks, and raises a counter on the store every second
-(`digenrl.cluster.members`). If the rank ends, or this process does, the run loses a rollout and goes on.
-"""
+This process watches the rank as a launcher watches its own ranks, and raises a counter on the store
+every second (`digenrl.cluster.members`). If the rank ends, or this process does, the run loses a
+rollout and goes on.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from typing import Any
 from digenrl.cluster.access import Access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
-from digenrl.cluster.launcher import Outcome, fork_rank
+from digenrl.cluster.launcher import RunOutcome, fork_rank
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, end_key
 from digenrl.cluster.network import Network, source_address
@@ -65,23 +67,28 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
         shown, cause, *ends = control.get_all([CREDENTIALS, "abort", "stop", "done"])
     except NotOfThisRun as error:
         raise ValueError(
-            f"the token is not that of the run at {request.place}: take {request.run_dir}/access.json anew from the "
-            "run's directory (each start of a run has a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
+            f"the token is not that of the run at {request.place}: take "
+            f"{request.run_dir}/access.json anew from the "
+            "run's directory (each start of a run has a token of its own), or set "
+            "DIGENRL_RUN_TOKEN to what is in it."
         ) from error
     except (OSError, StoreLost) as error:
         raise ValueError(
-            f"no run answers at {request.place} ({error}): it has ended, or this machine does not reach it. A run on "
+            f"no run answers at {request.place} ({error}): it has ended, or this machine does not "
+            "reach it. A run on "
             "one "
             "machine listens on loopback unless it was started with network.interface=NAME."
         ) from error
     if cause is not None or any(end is not None for end in ends):
         raise ValueError(
-            f"the run at {request.place} ends{f': {cause}' if cause else ''}; nobody can join it any more."
+            f"the run at {request.place} ends{f': {cause}' if cause else ''}; nobody can join it "
+            "any more."
         )
     found: Mapping[str, Any] = loads(shown or "{}")
     if not found:
         raise ValueError(
-            f"the run at {request.place} takes nobody in: it is colocated, or has schedule.claims=split. Start it with "
+            f"the run at {request.place} takes nobody in: it is colocated, or has "
+            "schedule.claims=split. Start it with "
             "rollouts and schedule.claims=shared."
         )
     return found
@@ -92,8 +99,11 @@ def _connect(request: JoinRequest, rank: int = -1) -> StoreClient:
     return StoreClient(request.access.host, request.access.port, handshake)
 
 
-def join(request: JoinRequest, rank_main: Callable[[World, Session], None], signals: StopSignals) -> Outcome:
-    """Be a rollout of the run until the run ends or this process is asked to leave. Return how that ended.
+def join(
+    request: JoinRequest, rank_main: Callable[[World, Session], None], signals: StopSignals
+) -> RunOutcome:
+    """Be a rollout of the run until the run ends or this process is asked to leave. Return how that
+    ended.
 
     Raises:
         OSError, StoreLost: the run is gone.
@@ -106,12 +116,21 @@ def join(request: JoinRequest, rank_main: Callable[[World, Session], None], sign
     access = request.access
     handshake = replace(request.handshake, token=access.token, rank=rank)
     session = Session(
-        access.host, access.port, handshake, request.run_dir, access.epoch, host, request.network, request.limits
+        access.host,
+        access.port,
+        handshake,
+        request.run_dir,
+        access.epoch,
+        host,
+        request.network,
+        request.limits,
     )
     (request.run_dir / "logs").mkdir(exist_ok=True)
     process = fork_rank(rank_main, world, session, lambda: None)
     # Whether it gets on in its stage is judged where all ranks are seen.
-    monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(request.limits, stage_factor=None))
+    monitor = HeartbeatMonitor(
+        control, {rank: process.pid}, replace(request.limits, stage_factor=None)
+    )
     cause: str | None = None
     asked, beats = 0, 0
     beat_at = 0.0
@@ -127,9 +146,11 @@ def join(request: JoinRequest, rank_main: Callable[[World, Session], None], sign
             if cause is not None or asked > 1:
                 process.kill()
             process.join(_TICK_S)
-        said, left, done, abort = control.get_all([f"cause/{rank}", f"left/{rank}", "done", "abort"])
+        said, left, done, abort = control.get_all(
+            [f"cause/{rank}", f"left/{rank}", "done", "abort"]
+        )
         if left is not None:
-            return Outcome("completed" if done else "left")
+            return RunOutcome("completed" if done else "left")
         cause = cause or said or _end(process.exitcode or 0)
         control.set(end_key(rank), cause)
         cause = f"the run ended: {abort}" if abort else cause
@@ -139,8 +160,16 @@ def join(request: JoinRequest, rank_main: Callable[[World, Session], None], sign
     finally:
         process.kill()
         process.join()
-    return Outcome("failed", f"rank {rank} (rollout): {cause}; see {request.run_dir}/logs/rank-{rank:03d}.log", 1)
+    return RunOutcome(
+        "failed",
+        f"rank {rank} (rollout): {cause}; see {request.run_dir}/logs/rank-{rank:03d}.log",
+        1,
+    )
 
 
 def _end(code: int) -> str:
-    return f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exited with code {code}"
+    return (
+        f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        if code < 0
+        else f"exited with code {code}"
+    )

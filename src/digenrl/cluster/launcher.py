@@ -1,12 +1,13 @@
-"""The launcher: hosts the control store, forks the ranks, watches them, and cleans up whatever happens.
+"""The launcher: hosts the control store, forks the ranks, watches them, and cleans up whatever
+happens.
 
-The launcher is never a rank, so no rank's death takes the store with it. Ranks are forked after the heavy imports: each
-rank then costs 14 MB instead of 250 MB and several seconds. No rank outlives the launcher (PR_SET_PDEATHSIG), and the
-launcher does not exit before every rank has exited.
+The launcher is never a rank, so no rank's death takes the store with it. Ranks are forked after the
+heavy imports: each rank then costs 14 MB instead of 250 MB and several seconds. No rank outlives
+the launcher (PR_SET_PDEATHSIG), and the launcher does not exit before every rank has exited.
 
-A rollout may die, leave or join while the run goes on (`digenrl.cluster.members`): its tasks go back to the other
-ranks. The death of a trainer, or of the second owner of one task, ends the run with the cause. When no rollout is left,
-the trainers save and the run ends.
+A rollout may die, leave or join while the run goes on (`digenrl.cluster.members`): its tasks go
+back to the other ranks. The death of a trainer, or of the second owner of one task, ends the run
+with the cause. When no rollout is left, the trainers save and the run ends.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, signals_blocked
 from digenrl.cluster.store import StoreClient, StoreServer
-from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, oom_kills, start_heartbeat
+from digenrl.cluster.vitals import (
+    HeartbeatMonitor,
+    LauncherMonitor,
+    heartbeat_key,
+    oom_kills,
+    start_heartbeat,
+)
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
 
@@ -48,7 +55,8 @@ PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
 FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
-"""Open files of one process (libraries, logs, scorers), and connections per rank (to the store and to another rank)."""
+"""Open files of one process (libraries, logs, scorers), and connections per rank (to the store and
+to another rank)."""
 EXIT_STOPPED = 75
 """Exit code of a run that asked to stop itself (EX_TEMPFAIL: fix the cause, then resume)."""
 
@@ -80,7 +88,7 @@ class RankProcess(Protocol):
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """Result of a run. Not frozen, because the launcher fills it in while it watches."""
 
     status: str = "completed"
@@ -88,8 +96,8 @@ class Outcome:
     cause: str | None = None
     exit_code: int = 0
     died: bool = False
-    """Whether the run failed because ranks died, or raised, before anybody asked for a stop. Another attempt may
-    succeed."""
+    """Whether the run failed because ranks died, or raised, before anybody asked for a stop.
+    Another attempt may succeed."""
 
 
 Start = Callable[[RankMain, World, Session], RankProcess]
@@ -109,8 +117,8 @@ class Launcher(Protocol):
 
     @property
     def places(self) -> Callable[[], AbstractContextManager[Start]] | None:
-        """Context that reserves machines for the ranks and gives the function that starts a rank there; None: ranks are
-        forked."""
+        """Context that reserves machines for the ranks and gives the function that starts a rank
+        there; None: ranks are forked."""
 
     def check(self) -> None:
         """Refuse a run whose ranks cannot have their devices, or cannot reach this process.
@@ -132,13 +140,15 @@ class Launch:
     rollouts: int
     run_dir: Path
     max_lost: int | None = None
-    """Number of rollouts that may die while the run goes on; None = all, 0 = any death ends the run."""
+    """Number of rollouts that may die while the run goes on; None = all, 0 = any death ends the
+    run."""
     patience_s: float = 0.0
-    """Seconds that a run with fewer rollouts than `fewest` waits for others to join. Then the run is saved and ends."""
+    """Seconds that a run with fewer rollouts than `fewest` waits for others to join. Then the run
+    is saved and ends."""
     fewest: int = 1
     stop_grace: Callable[[], float] = field(default=lambda: 30.0)
-    """Returns, at a stop, the seconds for the step in progress. Then the trainers give it up and save the last
-    version."""
+    """Returns, at a stop, the seconds for the step in progress. Then the trainers give it up and
+    save the last version."""
     stop_save_s: float = 60.0
     """Seconds for that save, before ranks are killed."""
     signals: StopSignals = field(default_factory=StopSignals)
@@ -152,15 +162,18 @@ class Launch:
     handshake: Handshake = field(default_factory=Handshake)
     """The run's token, new for each run, and the limits for connections."""
     credentials: Mapping[str, Any] = field(default_factory=dict)
-    """Values that a rollout must show to join, as JSON: the configuration, the version of the code."""
+    """Values that a rollout must show to join, as JSON: the configuration, the version of the
+    code."""
     limits: Limits = field(default_factory=Limits)
     """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
-    """Called several times per second with a function that returns each rank's present activity (the live display)."""
+    """Called several times per second with a function that returns each rank's present activity
+    (the live display)."""
     on_end: Callable[[], None] = field(default=lambda: None)
     """Called once after every rank has exited, while the store still answers."""
     on_orphaned: Callable[[str], None] = field(default=lambda cause: None)
-    """Called with the cause, in a process of its own, when the launcher itself was killed or suspended."""
+    """Called with the cause, in a process of its own, when the launcher itself was killed or
+    suspended."""
 
 
 def check_open_files(ranks: int) -> None:
@@ -175,25 +188,31 @@ def check_open_files(ranks: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ValueError(
-            f"{ranks} ranks need {needed} open files in a process, and this machine allows {hard}: raise the limit "
+            f"{ranks} ranks need {needed} open files in a process, and this machine allows {hard}: "
+            "raise the limit "
             f"(ulimit -n {needed}, LimitNOFILE= of systemd), or set a smaller allocation."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def launch(spec: Launch) -> Outcome:
-    """Start every rank, watch the ranks to the end, and return how the run ended. No process of the run is left behind.
+def launch(spec: Launch) -> RunOutcome:
+    """Start every rank, watch the ranks to the end, and return how the run ended. No process of the
+    run is left behind.
 
     Raises:
         OSError: the control store could not be hosted.
     """
-    # A forked rank inherits this process's garbage, but not its threads. Collecting, say, an earlier run's store there
-    # would end threads that do not exist in the rank, and kill it. So collect now, and freeze what is left.
+    # A forked rank inherits this process's garbage, but not its threads. Collecting, say, an
+    # earlier run's store there would end threads that do not exist in the rank, and kill it. So
+    # collect now, and freeze what is left.
     gc.collect()
     gc.freeze()
     host = spec.network.address(spec.host)
     listener = spec.network.listen(host)
-    monitor, port = LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s), listener.getsockname()[1]
+    monitor, port = (
+        LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s),
+        listener.getsockname()[1],
+    )
     epoch = time.time()
     logs = spec.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -203,13 +222,18 @@ def launch(spec: Launch) -> Outcome:
             start: Start = partial(fork_rank, forget=partial(_forget, monitor, listener))
             if spec.places is not None:
                 start = ended.enter_context(spec.places())
-                ended.enter_context(spec.signals)  # a launcher's library (Ray) may have taken SIGTERM
+                ended.enter_context(
+                    spec.signals
+                )  # a launcher's library (Ray) may have taken SIGTERM
             for rank in range(spec.trainers + spec.rollouts):
                 world = World(rank, spec.trainers, spec.rollouts, local_rank=rank)
-                session = Session(host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits)
+                session = Session(
+                    host, port, spec.handshake, spec.run_dir, epoch, host, spec.network, spec.limits
+                )
                 ranks[rank] = start(spec.rank_main, world, session)
-            # The store starts after the forks: a fork copies locks but not threads, so a lock that a store thread holds
-            # at that moment would stay locked in the rank for ever. Ranks that connect earlier wait in the backlog.
+            # The store starts after the forks: a fork copies locks but not threads, so a lock that
+            # a store thread holds at that moment would stay locked in the rank for ever. Ranks that
+            # connect earlier wait in the backlog.
             server = StoreServer(listener, spec.handshake)
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
@@ -222,7 +246,7 @@ def launch(spec: Launch) -> Outcome:
             members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
         except PlacementError as error:
-            outcome = Outcome("failed", str(error), 1)
+            outcome = RunOutcome("failed", str(error), 1)
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
@@ -236,11 +260,13 @@ def launch(spec: Launch) -> Outcome:
         return outcome
 
 
-def _own_failure(error: Exception, logs: Path) -> Outcome:
+def _own_failure(error: Exception, logs: Path) -> RunOutcome:
     """Log an exception of the launcher, or of its display, and return it as the run's outcome."""
     with suppress(OSError), (logs / "launcher.log").open("a") as file:
         traceback.print_exception(error, file=file)
-    return Outcome("failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1)
+    return RunOutcome(
+        "failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1
+    )
 
 
 def _forget(monitor: LauncherMonitor, listener: socket.socket) -> None:
@@ -248,8 +274,11 @@ def _forget(monitor: LauncherMonitor, listener: socket.socket) -> None:
     listener.close()
 
 
-def fork_rank(rank_main: RankMain, world: World, session: Session, forget: Callable[[], None]) -> RankProcess:
-    """Start a rank as a child of this process. In the child, `forget` closes what the rank must not inherit."""
+def fork_rank(
+    rank_main: RankMain, world: World, session: Session, forget: Callable[[], None]
+) -> RankProcess:
+    """Start a rank as a child of this process. In the child, `forget` closes what the rank must not
+    inherit."""
     process = multiprocessing.get_context("fork").Process(
         target=_child, args=(rank_main, world, session, os.getpid(), forget)
     )
@@ -271,11 +300,14 @@ def _child(
     if os.getppid() != launcher:
         os._exit(1)
     forget()
-    os._exit(run_rank(rank_main, world, session))  # interpreter shutdown would wait for threads that wait for peers
+    os._exit(
+        run_rank(rank_main, world, session)
+    )  # interpreter shutdown would wait for threads that wait for peers
 
 
 def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
-    """Run a rank in this process and return its exit code. Output goes to the rank's log, an error to the launcher."""
+    """Run a rank in this process and return its exit code. Output goes to the rank's log, an error
+    to the launcher."""
     log = session.run_dir / "logs" / f"rank-{world.rank:03d}.log"
     keep_memory()
     session.network.announce(session.host)
@@ -307,8 +339,8 @@ def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
 def mask_secrets() -> None:
     """Mask secrets in everything that this rank prints from now on, and ignore a full disk.
 
-    The output is a file of the run directory, which others may read and a full disk cuts short. The streams stay the
-    same objects, because logging handlers hold references to them.
+    The output is a file of the run directory, which others may read and a full disk cuts short. The
+    streams stay the same objects, because logging handlers hold references to them.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.write = partial(_print, stream.write)  # type: ignore[method-assign]
@@ -328,23 +360,27 @@ def _or_nothing(call: Callable[[], object]) -> None:
 def keep_memory() -> None:
     """Make glibc keep freed memory. Other C libraries decide for themselves.
 
-    Weights and trajectories of many MB come and go in every step. Mapping their pages again takes as long as sending
-    them (benchmarks/publish.py).
+    Weights and trajectories of many MB come and go in every step. Mapping their pages again takes
+    as long as sending them (benchmarks/publish.py).
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
         library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes
         library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        library.mallopt(_M_ARENA_MAX, 1)  # a thread's own arena would give its pages back all the same
+        library.mallopt(
+            _M_ARENA_MAX, 1
+        )  # a thread's own arena would give its pages back all the same
 
 
 class _Watch:
     """Waits for the ranks, and turns deaths, hangs and signals into one outcome with one cause."""
 
-    def __init__(self, spec: Launch, ranks: dict[int, RankProcess], control: Control, members: Members) -> None:
+    def __init__(
+        self, spec: Launch, ranks: dict[int, RankProcess], control: Control, members: Members
+    ) -> None:
         self._spec, self._ranks, self._control, self._members = spec, ranks, control, members
         self._signals = spec.signals
-        self._outcome = Outcome()
+        self._outcome = RunOutcome()
         self._deadline = float("inf")
         """Second of the monotonic clock at which the ranks are killed."""
         self._give_up_at = float("inf")
@@ -359,21 +395,34 @@ class _Watch:
         pids = {rank: process.pid for rank, process in ranks.items()}
         self._heartbeats = HeartbeatMonitor(control, pids, spec.limits)
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Watch until every rank process has exited, and return how the run ended."""
         while True:
             codes = {rank: process.exitcode for rank, process in self._ranks.items()}
-            ended = {rank: code for rank, code in codes.items() if code is not None and rank not in self._dead}
-            left = {rank for rank in ended.keys() - self._left if self._control.get(f"left/{rank}") is not None}
+            ended = {
+                rank: code
+                for rank, code in codes.items()
+                if code is not None and rank not in self._dead
+            }
+            left = {
+                rank
+                for rank in ended.keys() - self._left
+                if self._control.get(f"left/{rank}") is not None
+            }
             self._left |= left
-            self._handle_deaths({rank: code for rank, code in ended.items() if rank not in self._left})
+            self._handle_deaths(
+                {rank: code for rank, code in ended.items() if rank not in self._left}
+            )
             if self._outcome.status != "failed" and self._control.get("done") is None:
                 self._look_after_rollouts(left)
             alive = {rank: self._ranks[rank] for rank, code in codes.items() if code is None}
             if not alive:
                 self._members.wait_for_exits(self._spec.limits.leave_s)
-                if self._outcome.status == "completed" and (cause := self._control.get("stop")) is not None:
-                    return Outcome("stopped", cause, EXIT_STOPPED)
+                if (
+                    self._outcome.status == "completed"
+                    and (cause := self._control.get("stop")) is not None
+                ):
+                    return RunOutcome("stopped", cause, EXIT_STOPPED)
                 return self._outcome
             watched = [] if self._members.waiting else [*alive, *self._members.joined_elsewhere]
             for rank, cause in self._heartbeats.unresponsive(watched).items():
@@ -383,10 +432,16 @@ class _Watch:
                 else:
                     self._settle(self._members.gone(rank, cause))
             self._obey_signals()
-            if self._outcome.status != "completed" and alive.keys().isdisjoint(range(self._spec.trainers)):
-                self._kill_at(time.monotonic() + self._spec.limits.abort_s)  # nobody waits for the rollouts
+            if self._outcome.status != "completed" and alive.keys().isdisjoint(
+                range(self._spec.trainers)
+            ):
+                self._kill_at(
+                    time.monotonic() + self._spec.limits.abort_s
+                )  # nobody waits for the rollouts
             if time.monotonic() > self._give_up_at:
-                self._control.set("give_up", "1")  # trainers drop the step, save the version before it, and leave
+                self._control.set(
+                    "give_up", "1"
+                )  # trainers drop the step, save the version before it, and leave
                 self._kill_at(time.monotonic() + self._spec.stop_save_s)
             if time.monotonic() > self._deadline and not self._killed:
                 self._kill()
@@ -409,38 +464,49 @@ class _Watch:
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] > 0, item[0])):
             cause = self._suspects.get(rank) or self._death(rank, code)
             if cause is None:
-                return self._fail(self._control.get("abort") or f"{self._name(rank)} exited with code {code}")
+                return self._fail(
+                    self._control.get("abort") or f"{self._name(rank)} exited with code {code}"
+                )
             if rank < self._spec.trainers:
                 return self._fail(f"{self._name(rank)} {cause}")
             self._settle(self._members.gone(rank, cause))
 
     def _death(self, rank: int, code: int) -> str | None:
-        """Return how a dead rank ended ("was killed by ...", "raised ..."); None if it exited only because the run was
-        over."""
+        """Return how a dead rank ended ("was killed by ...", "raised ..."); None if it exited only
+        because the run was over."""
         if code < 0 and self._ranks[rank].pid is None:
             return f"is gone, with its process or its machine; see logs/rank-{rank:03d}.log"
         if code < 0:
             hint = ""
             if -code == signal.SIGKILL:
                 short = oom_kills() > self._oom_kills
-                hint = "; the kernel ran out of memory" if short else "; sent from outside, not for lack of memory"
+                hint = (
+                    "; the kernel ran out of memory"
+                    if short
+                    else "; sent from outside, not for lack of memory"
+                )
             return f"was killed by signal {-code} ({signal.Signals(-code).name}{hint})"
-        if code > 0 and self._control.get("abort") is not None:  # a later mistake may be a consequence of the first
+        if (
+            code > 0 and self._control.get("abort") is not None
+        ):  # a later mistake may be a consequence of the first
             return None
         unsaid = f"exited with code {code} before the run ended; see logs/rank-{rank:03d}.log"
         return self._control.get(f"cause/{rank}") or unsaid
 
     def _look_after_rollouts(self, left: set[int]) -> None:
-        """Handle rollouts that have just `left`, that ask to leave, or that joined. End the run when too few remain."""
+        """Handle rollouts that have just `left`, that ask to leave, or that joined. End the run
+        when too few remain."""
         for rank in left & self._members.leaving:
             self._settle(self._members.gone(rank, "left"))
         self._settle(self._members.watch())
-        if self._outcome.status != "completed" or self._signals.count:  # a stop: nobody leaves before the others
+        if (
+            self._outcome.status != "completed" or self._signals.count
+        ):  # a stop: nobody leaves before the others
             return
         if number := self._members.grant_leaves():
             self._control.set("signal", str(number))
         if (cause := self._members.abandoned()) is not None:
-            self._outcome = Outcome("failed", cause, 1, died=not self._members.last_one_left)
+            self._outcome = RunOutcome("failed", cause, 1, died=not self._members.last_one_left)
             self._give_up(0.0)
 
     def _settle(self, refusal: str | None) -> None:
@@ -448,25 +514,30 @@ class _Watch:
             self._fail(refusal)
 
     def _give_up(self, grace: float) -> None:
-        """Stop after the step in progress if it ends within `grace` seconds, else give that step up."""
+        """Stop after the step in progress if it ends within `grace` seconds, else give that step
+        up."""
         self._control.set("stop", "1")
-        if self._control.get("first_step") is None:  # nothing has been trained, so nothing can be lost
+        if (
+            self._control.get("first_step") is None
+        ):  # nothing has been trained, so nothing can be lost
             return self._kill()
         self._give_up_at = time.monotonic() + grace
 
     def _fail(self, cause: str) -> None:
         if self._outcome.status != "failed":
-            self._outcome.died = self._outcome.status == "completed" and self._control.get("stop") is None
+            self._outcome.died = (
+                self._outcome.status == "completed" and self._control.get("stop") is None
+            )
             self._outcome.status, self._outcome.cause, self._outcome.exit_code = "failed", cause, 1
             self._control.abort(cause)
             self._kill_at(time.monotonic() + self._spec.limits.abort_s)
 
     def _obey_signals(self) -> None:
-        """Act on stop signals. A rank may have passed the first one on; the others count only when sent to this
-        process.
+        """Act on stop signals. A rank may have passed the first one on; the others count only when
+        sent to this process.
 
-        The first signal ends the run after the step in progress, the second gives that step up, the third kills the
-        ranks.
+        The first signal ends the run after the step in progress, the second gives that step up, the
+        third kills the ranks.
         """
         passed_on = self._control.get("signal")
         if (self._signals.count or passed_on) and self._outcome.status == "completed":
@@ -485,8 +556,14 @@ class _Watch:
     def _kill(self) -> None:
         """Kill every rank that still runs."""
         training = any(self._ranks[rank].exitcode is None for rank in range(self._spec.trainers))
-        if self._outcome.status == "stopped" and training and self._control.get("first_step") is not None:
-            self._outcome.cause = f"{self._outcome.cause}; the trainers had not saved when they were killed"
+        if (
+            self._outcome.status == "stopped"
+            and training
+            and self._control.get("first_step") is not None
+        ):
+            self._outcome.cause = (
+                f"{self._outcome.cause}; the trainers had not saved when they were killed"
+            )
         self._killed = True
         _kill(self._ranks, self._spec.limits)
 

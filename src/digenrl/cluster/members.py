@@ -4,9 +4,10 @@
     a rollout dies                                                                    -->  its tasks go back
     a rollout joins (Control.join)        -->  watched by its connections, and by a watcher on its own machine
 
-The trainers never change. A joined rank that hangs cannot be killed from here. The store therefore shuts it out before
-its tasks go back, and later results of that rank are refused (`Claims.accepts`).
-"""
+The trainers never change. A joined rank that hangs cannot be killed from here. The store therefore
+shuts it out before its tasks go back, and later results of that rank are refused
+(`Claims.accepts`).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from digenrl.schedule.claims import ClaimError, Claims
 CREDENTIALS = "credentials"
 """Store key of the values that a joining rank must show."""
 _TOGETHER_S = 0.5
-"""Seconds between a rollout's request to leave and the grant. A stop of the whole run may reach its ranks before the
-launcher, and must not look like single rollouts that leave."""
+"""Seconds between a rollout's request to leave and the grant. A stop of the whole run may reach its
+ranks before the launcher, and must not look like single rollouts that leave."""
 
 
 def end_key(rank: int) -> str:
@@ -61,7 +62,13 @@ class Members:
     """
 
     def __init__(
-        self, control: Control, server: StoreServer, terms: Terms, run_dir: Path, limits: Limits, local: Iterable[int]
+        self,
+        control: Control,
+        server: StoreServer,
+        terms: Terms,
+        run_dir: Path,
+        limits: Limits,
+        local: Iterable[int],
     ) -> None:
         self._control, self._server, self._terms, self._run_dir = control, server, terms, run_dir
         self._limits, self._local = limits, frozenset(local)
@@ -76,7 +83,8 @@ class Members:
         self._silent: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 2.0))
         self._seen: dict[int, str | None] = {}
         self._alone_since: float | None = None
-        """Second of the monotonic clock since which the run has fewer rollouts than it wants; None: it has enough."""
+        """Second of the monotonic clock since which the run has fewer rollouts than it wants; None:
+        it has enough."""
         self._last_cause, self._hopeless = "", False
         self.last_one_left = False
         """Whether the rollout that went last left as it was asked to, and did not die."""
@@ -107,7 +115,8 @@ class Members:
         return f"rank {rank} ({'trainer' if rank < self._terms.trainers else 'rollout'})"
 
     def watch(self) -> str | None:
-        """Check the rollouts that joined; called several times per second. Return why the run cannot go on, or None."""
+        """Check the rollouts that joined; called several times per second. Return why the run
+        cannot go on, or None."""
         watched, connected = self.joined_elsewhere, self._server.connected()
         beats = self._control.get_all([watch_key(rank) for rank in watched])
         for rank, beat in zip(watched, beats, strict=True):
@@ -118,23 +127,34 @@ class Members:
             self._seen[rank] = beat
             refusal = None
             if rank not in connected:
-                cause = self._control.get(end_key(rank)) or "ended without a word: its connections closed"
+                cause = (
+                    self._control.get(end_key(rank))
+                    or "ended without a word: its connections closed"
+                )
                 refusal = self.gone(rank, cause)
             elif silent > self._limits.absent_s:
-                refusal = self.gone(rank, f"stopped responding (its machine gave no sign of life for {silent:.0f} s)")
+                refusal = self.gone(
+                    rank,
+                    f"stopped responding (its machine gave no sign of life for {silent:.0f} s)",
+                )
             if refusal is not None:
                 return refusal
         return None
 
     def gone(self, rank: int, cause: str) -> str | None:
-        """Give back the tasks of a rollout that is gone. Return why the run cannot go on without it, or None.
+        """Give back the tasks of a rollout that is gone. Return why the run cannot go on without
+        it, or None.
 
         The rollout either left as it was allowed to, or died of `cause`.
         """
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
-        # First of all: a rank that only seems dead must not finish a task that somebody else is given.
+        # First of all: a rank that only seems dead must not finish a task that somebody else is
+        # given.
         self._server.exclude(rank)
-        said, claims = self._control.get(f"cause/{rank}"), Claims(StoredClaims(self._control), rank=-1)
+        said, claims = (
+            self._control.get(f"cause/{rank}"),
+            Claims(StoredClaims(self._control), rank=-1),
+        )
         cause = f"left: {self._granted[rank]}" if left else said or cause
         self._last_cause, self._hopeless = f"{self.name(rank)} {cause}", said is not None
         self.last_one_left = left
@@ -152,9 +172,12 @@ class Members:
         return None
 
     def grant_leaves(self) -> int:
-        """Let those go that asked and may; the signal of one that may not, 0 = none: then the run is to stop."""
+        """Let those go that asked and may; the signal of one that may not, 0 = none: then the run
+        is to stop."""
         ranks = self.rollouts
-        for rank, number in zip(ranks, self._control.get_all([f"ask/{rank}" for rank in ranks]), strict=True):
+        for rank, number in zip(
+            ranks, self._control.get_all([f"ask/{rank}" for rank in ranks]), strict=True
+        ):
             if number is None or rank in self._granted:
                 continue
             if self._terms.max_lost == 0:
@@ -165,26 +188,36 @@ class Members:
         return 0
 
     def wait_for_exits(self, seconds: float) -> None:
-        """Wait at most `seconds` after the run's end until the joined ranks have closed their connections to the
-        store."""
+        """Wait at most `seconds` after the run's end until the joined ranks have closed their
+        connections to the store."""
         deadline = time.monotonic() + seconds
         while self._server.connected() and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def abandoned(self) -> str | None:
-        """Return why a run with too few rollouts ends, once it has waited long enough for others; None: it goes on."""
+        """Return why a run with too few rollouts ends, once it has waited long enough for others;
+        None: it goes on."""
         there, fewest = len(self.rollouts), self._terms.fewest
         if not self._terms.rollouts or there >= fewest:
             self._alone_since = None
             return None
         patience = 0.0 if self._hopeless else self._terms.patience_s
-        few = f"and {there} are left of at least {fewest} (allocation.rollouts.min)" if there else "the last rollout"
+        few = (
+            f"and {there} are left of at least {fewest} (allocation.rollouts.min)"
+            if there
+            else "the last rollout"
+        )
         if self._alone_since is None:
             self._alone_since = time.monotonic()
             if patience:
-                said = f"{self._last_cause}, {few}; waiting {patience:.0f} s for another (digenrl join)"
+                said = (
+                    f"{self._last_cause}, {few}; waiting {patience:.0f} s for another (digenrl "
+                    "join)"
+                )
                 append_event(self._run_dir, "warning", {"message": said})
         if time.monotonic() < self._alone_since + patience:
             return None
-        waited = f"; no other joined within {patience:.0f} s (allocation.patience_s)" if patience else ""
+        waited = (
+            f"; no other joined within {patience:.0f} s (allocation.patience_s)" if patience else ""
+        )
         return f"{self._last_cause}, {few}{waited}"

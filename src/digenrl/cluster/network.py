@@ -1,7 +1,8 @@
-"""Addresses on which ranks listen and connect: `network.interface` and `network.ports` of a run's configuration.
+"""Addresses on which ranks listen and connect: `network.interface` and `network.ports` of a run's
+configuration.
 
-The control store and the data links listen on one address and in one range of ports. gloo and NCCL are told the
-interface only. The kernel chooses their ports.
+The control store and the data links listen on one address and in one range of ports. gloo and NCCL
+are told the interface only. The kernel chooses their ports.
 """
 
 from __future__ import annotations
@@ -22,37 +23,43 @@ class Network:
     """A network interface and a range of ports. The defaults are those of configs/train.yaml."""
 
     interface: str | None = None
-    """Name of the interface. None: loopback if all ranks are on this machine, else the route to the scheduler's
-    address."""
+    """Name of the interface. None: loopback if all ranks are on this machine, else the route to the
+    scheduler's address."""
     ports: Sequence[int] | None = None
     """First and last port; None: any free port."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Network:
-        """Return the interface and ports of a configuration's `network` group, whose other keys are the links' own."""
+        """Return the interface and ports of a configuration's `network` group, whose other keys are
+        the links' own."""
         return cls(settings["interface"], settings["ports"])
 
     def check(self, listeners: int) -> None:
-        """Check that this machine has the interface and enough ports for `listeners` (stores and ranks that listen
-        here).
+        """Check that this machine has the interface and enough ports for `listeners` (stores and
+        ranks that listen here).
 
         Raises:
-            ValueError: there is no such interface, it has no address, or there are fewer ports than listeners.
+            ValueError: there is no such interface, it has no address, or there are fewer ports than
+                listeners.
         """
         self.address("")
         if self.ports is not None and (count := len(self._range())) < listeners:
             first = self.ports[0]
             raise ValueError(
-                f"network.ports = {list(self.ports)}: {count} ports, but {listeners} are needed on this machine (one "
-                f"for each rank, one for the store): set network.ports=[{first},{first + listeners - 1}] or wider, or "
+                f"network.ports = {list(self.ports)}: {count} ports, but {listeners} are needed on "
+                "this machine (one "
+                "for each rank, one for the store): set "
+                f"network.ports=[{first},{first + listeners - 1}] or wider, or "
                 "network.ports=null for any free ones."
             )
 
     def address(self, otherwise: str) -> str:
-        """Return the interface's address, IPv4 if it has one; `otherwise` when no interface is configured.
+        """Return the interface's address, IPv4 if it has one; `otherwise` when no interface is
+        configured.
 
         Raises:
-            ValueError: this machine has no such interface, or it has no address that others can reach.
+            ValueError: this machine has no such interface, or it has no address that others can
+                reach.
         """
         if self.interface is None:
             return otherwise
@@ -61,8 +68,10 @@ class Network:
             known = ", ".join(f"{name} ({', '.join(found[name])})" for name in found if found[name])
             lack = "has no address" if self.interface in found else "does not exist"
             raise ValueError(
-                f"network.interface = {self.interface}: {lack} on {socket.gethostname()}; there are {known}. Name one "
-                "that every machine of the run has, or set network.interface=null to follow the routes."
+                f"network.interface = {self.interface}: {lack} on {socket.gethostname()}; there "
+                f"are {known}. Name one "
+                "that every machine of the run has, or set network.interface=null to follow the "
+                "routes."
             )
         return found[self.interface][0]
 
@@ -81,18 +90,25 @@ class Network:
                     raise
         raise OSError(
             errno.EADDRINUSE,
-            f"network.ports = {list(self.ports or ())}: every port is taken on {host}; widen the range, end what uses "
+            f"network.ports = {list(self.ports or ())}: every port is taken on {host}; widen the "
+            "range, end what uses "
             "it (ss -ltnp), or set network.ports=null for any free one",
         )
 
     def announce(self, host: str) -> None:
         """Tell gloo and NCCL which interface to use in this process: the configured one.
 
-        Without one, only gloo is told the interface that has `host`. Its own guess would follow the machine's name.
+        Without one, only gloo is told the interface that has `host`. Its own guess would follow the
+        machine's name.
         """
         if self.interface is not None:
-            os.environ |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": f"={self.interface}"}
-        elif name := next((name for name, addresses in _addresses().items() if host in addresses), None):
+            os.environ |= {
+                "GLOO_SOCKET_IFNAME": self.interface,
+                "NCCL_SOCKET_IFNAME": f"={self.interface}",
+            }
+        elif name := next(
+            (name for name, addresses in _addresses().items() if host in addresses), None
+        ):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
     def _range(self) -> Sequence[int]:
@@ -113,11 +129,17 @@ def source_address(address: str) -> str:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Return interface -> its addresses that other machines can use without naming an interface of theirs; IPv4
-    first."""
+    """Return interface -> its addresses that other machines can use without naming an interface of
+    theirs; IPv4 first."""
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
-        given = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        usable = [address for address in given if not (":" in address and ipaddress.ip_address(address).is_link_local)]
+        given = [
+            entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        usable = [
+            address
+            for address in given
+            if not (":" in address and ipaddress.ip_address(address).is_link_local)
+        ]
         found[name] = sorted(usable, key=lambda address: ":" in address)
     return found

@@ -1,4 +1,5 @@
-"""The decision whether a run whose ranks died starts again from its newest checkpoint, or ends with the cause."""
+"""The decision whether a run whose ranks died starts again from its newest checkpoint, or ends with
+the cause."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ class Restarts:
 
     Args:
         most: restarts (`allocation.max_restarts`).
-        pause_s: seconds before the first restart (`allocation.restart_pause_s`); doubled before each next one.
+        pause_s: seconds before the first restart (`allocation.restart_pause_s`); doubled before
+            each next one.
         steps: RL steps of the whole run.
     """
 
@@ -29,7 +31,8 @@ class Restarts:
         return sum(len(causes) for causes in self._causes.values())
 
     def causes(self, finished: int) -> list[str]:
-        """Return why the run died in the step after `finished` RL steps. More than one cause: that step is poison."""
+        """Return why the run died in the step after `finished` RL steps. More than one cause: that
+        step is poison."""
         return self._causes[finished]
 
     def refuse(self, cause: str, began: int, finished: int) -> str | None:
@@ -42,12 +45,17 @@ class Restarts:
         """
         earlier, deaths = list(self._causes[finished]), self._deaths
         self._causes[finished].append(cause)
-        if not self._most or (not deaths and finished == began):  # what is wrong from the start would be so again
+        if not self._most or (
+            not deaths and finished == began
+        ):  # what is wrong from the start would be so again
             return cause
         if earlier and finished >= self._steps:
             return f"{cause}; the run has died after its last RL step before ({earlier[0]})"
         if earlier:
-            return f"{cause}; RL step {finished + 1} is poison: the run has died in it before ({earlier[0]})"
+            return (
+                f"{cause}; RL step {finished + 1} is poison: the run has died in it before "
+                f"({earlier[0]})"
+            )
         if deaths == self._most:
             return f"{cause}; it had begun again {deaths} times (allocation.max_restarts)"
         return None

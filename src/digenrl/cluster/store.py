@@ -1,12 +1,13 @@
-"""The control store of a run: keys and values that only processes with the run's token can read and write.
+"""The control store of a run: keys and values that only processes with the run's token can read and
+write.
 
-`torch.distributed`'s own TCPStore answers everybody who reaches its port. This one serves a dictionary over connections
-that begin with a handshake (`digenrl.cluster.handshake`), one thread each. Every call waits for its answer, so what one
-rank has set is visible to all others. Process groups of torch use a `StoreClient` for their rendezvous. They do not
-keep the client alive.
+`torch.distributed`'s own TCPStore answers everybody who reaches its port. This one serves a
+dictionary over connections that begin with a handshake (`digenrl.cluster.handshake`), one thread
+each. Every call waits for its answer, so what one rank has set is visible to all others. Process
+groups of torch use a `StoreClient` for their rendezvous. They do not keep the client alive.
 
-A frame on the wire is its length (u32), then fields, each with its length (u32). The first field of a request is its
-name.
+A frame on the wire is its length (u32), then fields, each with its length (u32). The first field of
+a request is its name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class StoreLost(RuntimeError):
 
 
 class StoreServer:
-    """Serves a store on `listener`, and closes it at the end. Earlier connections wait in the listener's backlog."""
+    """Serves a store on `listener`, and closes it at the end. Earlier connections wait in the
+    listener's backlog."""
 
     def __init__(self, listener: socket.socket, handshake: Handshake) -> None:
         self.host, self.port = listener.getsockname()[:2]
@@ -70,7 +72,8 @@ class StoreServer:
             while True:
                 request = frames.receive()
                 with self._lock:
-                    # Under the same lock as `exclude`: no request takes effect after that call has returned.
+                    # Under the same lock as `exclude`: no request takes effect after that call has
+                    # returned.
                     if rank in self._out:
                         return
                     answer = self._answer(*request)

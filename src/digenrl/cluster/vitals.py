@@ -3,15 +3,15 @@
     rank      -- what its threads do, on the control store, every second, from a thread of its own -->  launcher
     launcher  -- the end of a pipe, and its state in /proc -->  LauncherMonitor
 
-A suspended rank (SIGSTOP stops all of its threads) is seen in /proc within seconds. A rank without heartbeat counts as
-dead only if it uses no processor time either, because a library that computes or compiles may hold Python's lock for
-long. A rank hangs when one of its threads shows no progress for much longer than that stage has ever taken (`Limits`).
-A thread that waits for other ranks is excused while any thread of the run is at work. When all of them wait for long,
-the run hangs.
+A suspended rank (SIGSTOP stops all of its threads) is seen in /proc within seconds. A rank without
+heartbeat counts as dead only if it uses no processor time either, because a library that computes
+or compiles may hold Python's lock for long. A rank hangs when one of its threads shows no progress
+for much longer than that stage has ever taken (`Limits`). A thread that waits for other ranks is
+excused while any thread of the run is at work. When all of them wait for long, the run hangs.
 
-Durations are sums of the observer's own intervals between observations. A launcher that was itself suspended (Ctrl-Z,
-then fg) therefore finds nobody dead.
-"""
+Durations are sums of the observer's own intervals between observations. A launcher that was itself
+suspended (Ctrl-Z, then fg) therefore finds nobody dead.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ _ANSWER_S = 0.1
 _STACKS_S = 0.2
 """Seconds that writing the stacks takes."""
 _FIRST = 2.0
-"""`Limits.stage_factor` for a rank's first time in a stage, which starts processes, compiles and loads."""
+"""`Limits.stage_factor` for a rank's first time in a stage, which starts processes, compiles and
+loads."""
 _CHECK_S = 0.5
-"""Seconds between two checks of the launcher. No check counts for more than twice that, whatever the clock says."""
+"""Seconds between two checks of the launcher. No check counts for more than twice that, whatever
+the clock says."""
 
 
 def is_suspended(pid: int | None) -> bool:
@@ -57,7 +59,8 @@ def is_suspended(pid: int | None) -> bool:
 
 
 def cpu_ticks(pid: int | None) -> int:
-    """Return the processor time that a process has used, in clock ticks; 0 if the process is gone."""
+    """Return the processor time that a process has used, in clock ticks; 0 if the process is
+    gone."""
     stat = _stat(pid)
     return 0 if stat is None else int(stat[11]) + int(stat[12])
 
@@ -71,16 +74,22 @@ def _stat(pid: int | None) -> list[str] | None:
 
 
 def oom_kills() -> int:
-    """Count the processes that the kernel killed for lack of memory, in this process's cgroup or else on this
-    machine."""
-    cgroups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    """Count the processes that the kernel killed for lack of memory, in this process's cgroup or
+    else on this machine."""
+    cgroups = dict(
+        line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
+    )
     for path in (
         f"/sys/fs/cgroup{cgroups.get('', '')}/memory.events",
         f"/sys/fs/cgroup/memory{cgroups.get('memory', '')}/memory.oom_control",
         "/proc/vmstat",
     ):
         with suppress(OSError):
-            counts = [line.split()[1] for line in Path(path).read_text().splitlines() if line.startswith("oom_kill ")]
+            counts = [
+                line.split()[1]
+                for line in Path(path).read_text().splitlines()
+                if line.startswith("oom_kill ")
+            ]
             if counts:
                 return int(counts[0])
     return 0
@@ -93,7 +102,8 @@ class ConditionTimer:
         self._most, self._last, self.seconds = most, time.monotonic(), 0.0
 
     def observe(self, true: bool) -> float:
-        """Return the seconds that the condition has held. One observation adds at most `most` seconds."""
+        """Return the seconds that the condition has held. One observation adds at most `most`
+        seconds."""
         now = time.monotonic()
         self.seconds = self.seconds + min(now - self._last, self._most) if true else 0.0
         self._last = now
@@ -101,10 +111,11 @@ class ConditionTimer:
 
 
 def start_heartbeat(session: Session, world: World) -> None:
-    """Publish once per second what this process does, in a thread of its own, until the process or the store ends.
+    """Publish once per second what this process does, in a thread of its own, until the process or
+    the store ends.
 
-    The thread also passes stop signals on. A signal of `LEAVES` (any signal, on a rank that joined) asks to let this
-    rollout leave. Any other signal asks to stop the run.
+    The thread also passes stop signals on. A signal of `LEAVES` (any signal, on a rank that joined)
+    asks to let this rollout leave. Any other signal asks to stop the run.
     """
     faulthandler.register(STACKS, file=2)
     rank, leaves = world.rank, () if world.is_trainer else STOPS if world.joined else LEAVES
@@ -139,7 +150,8 @@ def watch_key(rank: int) -> str:
 
 
 def heartbeat_key(rank: int) -> str:
-    """Return the store key of a rank's heartbeats. The launcher sets the keys of all ranks when the store starts."""
+    """Return the store key of a rank's heartbeats. The launcher sets the keys of all ranks when the
+    store starts."""
     return f"beat/{rank}"
 
 
@@ -153,25 +165,34 @@ class HeartbeatMonitor:
     def __init__(self, control: Control, pids: Mapping[int, int | None], limits: Limits) -> None:
         self._control, self._pids, self._limits = control, dict(pids), limits
         self._suspended: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 1.0))
-        self._silent: dict[int, ConditionTimer] = defaultdict(partial(ConditionTimer, 2.0 * BEAT_EVERY_S))
+        self._silent: dict[int, ConditionTimer] = defaultdict(
+            partial(ConditionTimer, 2.0 * BEAT_EVERY_S)
+        )
         self._seen: dict[int, tuple[str | None, int]] = {}
         self._progress = HangDetector(limits)
         self._next = 0.0
 
     def unresponsive(self, ranks: list[int]) -> dict[int, str]:
-        """Return those of the living `ranks` that no longer respond or hang, each with the cause."""
+        """Return those of the living `ranks` that no longer respond or hang, each with the
+        cause."""
         found: dict[int, str] = {}
         for rank in ranks:
-            if self._suspended[rank].observe(is_suspended(self._pids.get(rank))) > self._limits.suspended_s:
+            if (
+                self._suspended[rank].observe(is_suspended(self._pids.get(rank)))
+                > self._limits.suspended_s
+            ):
                 found[rank] = f"stopped responding (process {self._pids[rank]} is suspended)"
         if time.monotonic() < self._next:
             return found
         self._next = time.monotonic() + BEAT_EVERY_S
         doing: dict[int, list[Stretch]] = {}
-        for rank, beat in zip(ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True):
+        for rank, beat in zip(
+            ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True
+        ):
             pid = self._pids.get(rank)
             sign = (beat, cpu_ticks(pid))
-            # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as a stage may take.
+            # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as
+            # a stage may take.
             limit = self._limits.silent_s if pid is not None else self._limits.stage_floor_s
             said = f"stopped responding (it gave no sign of life for {limit:g} s)"
             if pid is None and beat == "0":
@@ -183,7 +204,11 @@ class HeartbeatMonitor:
             doing[rank] = _stretches(beat)
         hanging = self._progress.hanging(doing)
         self._ask_for_stacks([rank for rank in hanging if rank not in found])
-        told = {rank: "; its log has the stacks of its threads" for rank in hanging if self._pids.get(rank)}
+        told = {
+            rank: "; its log has the stacks of its threads"
+            for rank in hanging
+            if self._pids.get(rank)
+        }
         return {rank: cause + told.get(rank, "") for rank, cause in hanging.items()} | found
 
     def _ask_for_stacks(self, ranks: Sequence[int]) -> None:
@@ -214,29 +239,43 @@ class HangDetector:
         self._all_wait = ConditionTimer(2.0 * BEAT_EVERY_S)
 
     def hanging(self, doing: Mapping[int, Sequence[Stretch]]) -> dict[int, str]:
-        """Return the ranks that hang, each with the cause. Call this every second with what the threads of every rank
-        do."""
+        """Return the ranks that hang, each with the cause. Call this every second with what the
+        threads of every rank do."""
         if self._limits.stage_factor is None:
             return {}
-        last, self._last = self._last, {(r, stretch.thread): stretch for r, all_ in doing.items() for stretch in all_}
+        last, self._last = (
+            self._last,
+            {(r, stretch.thread): stretch for r, all_ in doing.items() for stretch in all_},
+        )
         for place, stretch in last.items():
             if self._last.get(place) != stretch:
-                factor = self._limits.stage_factor if stretch.known else min(_FIRST, self._limits.stage_factor)
+                factor = (
+                    self._limits.stage_factor
+                    if stretch.known
+                    else min(_FIRST, self._limits.stage_factor)
+                )
                 lasted = self._lasted.pop(place).seconds
-                self._grown[stretch.stage] = max(self._grown.get(stretch.stage, 0.0), factor * lasted)
+                self._grown[stretch.stage] = max(
+                    self._grown.get(stretch.stage, 0.0), factor * lasted
+                )
         found: dict[int, str] = {}
         for (rank, thread), stretch in self._last.items():
             timer = self._lasted.setdefault((rank, thread), ConditionTimer(2.0 * BEAT_EVERY_S))
             seconds = timer.observe(last.get((rank, thread)) == stretch)
             limit, key = self._limit(stretch)
             if seconds > limit and not stretch.waits:
-                found.setdefault(rank, f"hangs in {_named(stretch)}: no progress for {seconds:.0f} s; {_remedy(key)}")
+                found.setdefault(
+                    rank,
+                    f"hangs in {_named(stretch)}: no progress for {seconds:.0f} s; {_remedy(key)}",
+                )
         # In a collective, who is late cannot be told from those that wait for it.
         also = {rank: [f"rank {other}" for other in found if other != rank] for rank in found}
         found = {rank: f"{cause}{_also(also[rank])}" for rank, cause in found.items()}
         waiting = all(doing.values()) and all(stretch.waits for stretch in self._last.values())
         if self._all_wait.observe(waiting and self._last == last) > self._limits.stage_floor_s:
-            waits = ", ".join(f"rank {rank}: {stretch.stage}" for (rank, _), stretch in self._last.items())
+            waits = ", ".join(
+                f"rank {rank}: {stretch.stage}" for (rank, _), stretch in self._last.items()
+            )
             found.setdefault(
                 min(doing),
                 f"hangs, as all ranks wait for each other ({waits}): nobody has been at work "
@@ -255,7 +294,11 @@ class HangDetector:
 
 def _named(stretch: Stretch) -> str:
     """Return a stretch in words: its stage, and its thread if that is not the main one."""
-    stage = f"stage {stretch.stage}" if stretch.stage != OUTSIDE else "no stage (its start, a callback, a logger)"
+    stage = (
+        f"stage {stretch.stage}"
+        if stretch.stage != OUTSIDE
+        else "no stage (its start, a callback, a logger)"
+    )
     return stage if stretch.thread == "main" else f"{stage} (thread {stretch.thread})"
 
 
@@ -270,9 +313,9 @@ def _remedy(key: str) -> str:
 class LauncherMonitor:
     """A small process that reports the launcher's death.
 
-    When the launcher is killed, its ranks die with it, so none of them can report that. The monitor also kills a
-    launcher that is suspended, because the ranks cannot go on without its store. Under a scheduler every rank has a
-    monitor, because nothing else on its machine watches it.
+    When the launcher is killed, its ranks die with it, so none of them can report that. The monitor
+    also kills a launcher that is suspended, because the ranks cannot go on without its store. Under
+    a scheduler every rank has a monitor, because nothing else on its machine watches it.
 
     Args:
         on_death: called in the monitor's process with the cause.
@@ -281,7 +324,10 @@ class LauncherMonitor:
     """
 
     def __init__(
-        self, on_death: Callable[[str], None], suspended_s: float = Limits.suspended_s, name: str = "the launcher"
+        self,
+        on_death: Callable[[str], None],
+        suspended_s: float = Limits.suspended_s,
+        name: str = "the launcher",
     ) -> None:
         self._suspended_s, self._name = suspended_s, name
         self._read, self._write = os.pipe()
@@ -292,8 +338,8 @@ class LauncherMonitor:
         os.close(self._read)
 
     def close_in_rank(self) -> None:
-        """Close a forked rank's copy of the pipe. The monitor sees the launcher's death only when no copy is left
-        open."""
+        """Close a forked rank's copy of the pipe. The monitor sees the launcher's death only when
+        no copy is left open."""
         os.close(self._write)
 
     def stop(self) -> None:
@@ -309,16 +355,21 @@ class LauncherMonitor:
         os.close(self._write)
         suspended = ConditionTimer(2 * _CHECK_S)
         while True:
-            # Readable in two cases: a byte (`stop`), or end of file, since the kernel closes a dead launcher's end.
+            # Readable in two cases: a byte (`stop`), or end of file, since the kernel closes a dead
+            # launcher's end.
             ready, _, _ = select.select([self._read], [], [], _CHECK_S)
             if ready:
                 if os.read(self._read, 1):
                     os._exit(0)
                 cause = f"{self._name} (process {launcher}) was killed"
                 break
-            if suspended.observe(is_suspended(launcher)) > self._suspended_s and os.getppid() == launcher:
+            if (
+                suspended.observe(is_suspended(launcher)) > self._suspended_s
+                and os.getppid() == launcher
+            ):
                 cause = f"{self._name} (process {launcher}) stopped responding (it is suspended)"
-                # The check of the parent above keeps this from killing a stranger that got the launcher's old pid.
+                # The check of the parent above keeps this from killing a stranger that got the
+                # launcher's old pid.
                 os.kill(launcher, signal.SIGKILL)  # every rank dies with it
                 break
         on_death(cause)

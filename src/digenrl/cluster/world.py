@@ -1,9 +1,9 @@
 """Ranks and roles of a run, and the smaller world that Lightning sees.
 
-Launch ranks 0..n-1 are trainers, the others are rollouts. A rollout that joins later gets a new number. The *default*
-process group of a process is the group of its role: all trainers, or one rollout alone. Lightning, torchmetrics and
-DeviceMesh use the default group in places that no override reaches. Lightning, for example, broadcasts on it before
-every micro-batch.
+Launch ranks 0..n-1 are trainers, the others are rollouts. A rollout that joins later gets a new
+number. The *default* process group of a process is the group of its role: all trainers, or one
+rollout alone. Lightning, torchmetrics and DeviceMesh use the default group in places that no
+override reaches. Lightning, for example, broadcasts on it before every micro-batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class World:
 
     @property
     def role_rank(self) -> int:
-        """Rank among the processes of this role; 0 for every rollout, which is a world of its own."""
+        """Rank among the processes of this role; 0 for every rollout, which is a world of its
+        own."""
         return self.rank if self.is_trainer else 0
 
     @property
@@ -84,7 +85,8 @@ class Session:
     leave: threading.Event = field(default_factory=threading.Event)
     """Event that is set when this rank, a rollout, shall leave the run while the run goes on."""
     watched: bool = True
-    """Whether a launcher sees every death and judges it. Without a launcher any death ends the run."""
+    """Whether a launcher sees every death and judges it. Without a launcher any death ends the
+    run."""
 
     @property
     def store(self) -> tuple[str, int, Handshake]:

@@ -1,11 +1,12 @@
-"""Configuration: compose, check everything before torch is imported, instantiate behind an allow-list.
+"""Configuration: compose, check everything before torch is imported, instantiate behind an
+allow-list.
 
     composed = config.load(sys.argv[1:])        # raises ConfigError with every problem; `load_or_exit` prints and exits
     run_dir = config.prepare_run_dir(composed)  # the first thing that is written
     model = config.instantiate(composed.config.model)
 
 Importing this package imports Hydra, but neither torch nor Lightning.
-"""
+"""  # noqa: E501
 
 from digenrl.config.checks import problems_of
 from digenrl.config.compose import group_options

@@ -23,7 +23,9 @@ from digenrl.schedule import groups_of_step
 _ABSENT = object()
 
 
-def problems_of(config: DictConfig, config_name: str, known: KnownKeys, allow: Sequence[str]) -> list[str]:
+def problems_of(
+    config: DictConfig, config_name: str, known: KnownKeys, allow: Sequence[str]
+) -> list[str]:
     """Return everything wrong with a composed configuration (without the `hydra` node).
 
     Args:
@@ -46,8 +48,8 @@ def problems_of(config: DictConfig, config_name: str, known: KnownKeys, allow: S
 
 
 def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return `config` as plain dicts and lists with resolved interpolations, and path -> problem of the leaves left
-    out."""
+    """Return `config` as plain dicts and lists with resolved interpolations, and path -> problem of
+    the leaves left out."""
     problems: dict[str, str] = {}
 
     def leaf(parent: DictConfig | ListConfig, key: Any, path: str) -> Any:
@@ -57,7 +59,9 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
                 return _ABSENT
             return node(parent[key], path)
         except OmegaConfBaseException as error:
-            problems[path] = f"{path}: cannot be resolved ({redact_text(str(error).splitlines()[0])})."
+            problems[path] = (
+                f"{path}: cannot be resolved ({redact_text(str(error).splitlines()[0])})."
+            )
             return _ABSENT
 
     def node(value: Any, path: str) -> Any:
@@ -66,7 +70,11 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
             items = {name: leaf(value, name, f"{path}.{name}" if path else name) for name in names}
             return {name: item for name, item in items.items() if item is not _ABSENT}
         if isinstance(value, ListConfig):
-            return [item for i in range(len(value)) if (item := leaf(value, i, f"{path}[{i}]")) is not _ABSENT]
+            return [
+                item
+                for i in range(len(value))
+                if (item := leaf(value, i, f"{path}[{i}]")) is not _ABSENT
+            ]
         return value
 
     return node(config, ""), problems
@@ -75,20 +83,31 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
 def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterator[str]:
     """Return problems that a leaf anywhere can have: a number that is not finite, and a secret."""
     for path, value in nodes(tree):
-        if isinstance(value, float) and not math.isfinite(value) and path.partition("[")[0] not in reported:
+        if (
+            isinstance(value, float)
+            and not math.isfinite(value)
+            and path.partition("[")[0] not in reported
+        ):
             yield f"{path} = {value}: is not finite; use a finite number."
         elif isinstance(value, str) and value and is_secret_name(path):
             yield (
-                f"{path} = {MASK}: a configuration is written to disk and shown in reports; pass secrets in the "
+                f"{path} = {MASK}: a configuration is written to disk and shown in reports; pass "
+                "secrets in the "
                 "environment (WANDB_API_KEY, HF_TOKEN, DIGENRL_REWARD_TOKEN)."
             )
-        elif path.rpartition(".")[2] == "token_env" and not re.fullmatch(r"DIGENRL_\w+", str(value)):
+        elif path.rpartition(".")[2] == "token_env" and not re.fullmatch(
+            r"DIGENRL_\w+", str(value)
+        ):
             yield (
-                f"{path} = {shown(value)}: a reward is sent variables named DIGENRL_... only, so that no configuration "
+                f"{path} = {shown(value)}: a reward is sent variables named DIGENRL_... only, so "
+                "that no configuration "
                 "can ask for another secret; put its token into one of those."
             )
         elif isinstance(value, str) and MASK in value:
-            yield f"{path} = {redact_text(value)}: was masked when the run's config.yaml was written; set it again."
+            yield (
+                f"{path} = {redact_text(value)}: was masked when the run's config.yaml was "
+                "written; set it again."
+            )
 
 
 def _trainer_problems(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -104,7 +123,11 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
         if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue
         keys = {name: f"image_{name}" for name in vars(ImageLimits())}
-        bounds = {name: data[key] for name, key in keys.items() if key in data and f"data.{key}" not in broken}
+        bounds = {
+            name: data[key]
+            for name, key in keys.items()
+            if key in data and f"data.{key}" not in broken
+        }
         files, whole = list[tuple[prompts.PromptFile, float]](), True
         for name, weight in prompts.sources(data[leaf]):
             try:
@@ -112,14 +135,29 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
             except prompts.PromptFileError as error:
                 yield f"data.{leaf}: {error}"
                 whole = False
-        if not whole or leaf != "prompts" or {"data.prompts_per_batch", "data.oversample"} & set(broken):
+        if (
+            not whole
+            or leaf != "prompts"
+            or {"data.prompts_per_batch", "data.oversample"} & set(broken)
+        ):
             continue
-        wanted, more, weights = data["prompts_per_batch"], data.get("oversample", 0), [weight for _, weight in files]
-        for (file, weight), most in zip(files, prompts.most_of_batch(weights, groups_of_step(data)), strict=True):
+        wanted, more, weights = (
+            data["prompts_per_batch"],
+            data.get("oversample", 0),
+            [weight for _, weight in files],
+        )
+        for (file, weight), most in zip(
+            files, prompts.most_of_batch(weights, groups_of_step(data)), strict=True
+        ):
             if len(file.records) < most:
-                share = f", {most} of them by its weight {weight:g} of {sum(weights):g}" * (len(files) > 1)
+                share = f", {most} of them by its weight {weight:g} of {sum(weights):g}" * (
+                    len(files) > 1
+                )
                 yield (
-                    f"data.prompts_per_batch = {wanted}{f' with data.oversample = {more}' * bool(more)}: "
-                    f"{file.path.name} holds {len(file.records)} different prompts and a batch needs distinct ones"
-                    f"{share}; allowed: 1 .. {int(len(file.records) * sum(weights) / weight)}{' in all' * bool(more)}."
+                    "data.prompts_per_batch = "
+                    f"{wanted}{f' with data.oversample = {more}' * bool(more)}: "
+                    f"{file.path.name} holds {len(file.records)} different prompts and a batch "
+                    "needs distinct ones"
+                    f"{share}; allowed: 1 .. "
+                    f"{int(len(file.records) * sum(weights) / weight)}{' in all' * bool(more)}."
                 )

@@ -1,4 +1,5 @@
-"""Composition: from command-line words to a Hydra tree. Every mistake is collected instead of the first one raised."""
+"""Composition: from command-line words to a Hydra tree. Every mistake is collected instead of the
+first one raised."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ OmegaConf.register_new_resolver("cpu_tiny", facts.cpu_tiny, replace=True)
 
 
 def group_options(*directories: Path) -> dict[str, list[str]]:
-    """Return group -> names of its options. A folder inside a group is a group of its own, such as `algorithm/sde`.
+    """Return group -> names of its options. A folder inside a group is a group of its own, such as
+    `algorithm/sde`.
 
     Files whose name begins with an underscore are parts of other files, not options.
     """
@@ -50,13 +52,15 @@ def group_options(*directories: Path) -> dict[str, list[str]]:
 
 
 def quoted(text: str) -> str:
-    """Return `text` as a value that Hydra reads literally. Its grammar gives spaces, brackets and commas a meaning."""
+    """Return `text` as a value that Hydra reads literally. Its grammar gives spaces, brackets and
+    commas a meaning."""
     escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", text)
     return f"'{escaped}'"
 
 
 def with_search_path(argv: Sequence[str]) -> list[str]:
-    """Return `argv` with each `--config-dir DIR` (`--config-dir=DIR`, `-cd DIR`) as the key that Hydra has for it."""
+    """Return `argv` with each `--config-dir DIR` (`--config-dir=DIR`, `-cd DIR`) as the key that
+    Hydra has for it."""
     words, rest = list[str](), iter(argv)
     for word in rest:
         flag, is_pair, value = word.partition("=")
@@ -81,7 +85,9 @@ class Words:
 def parse_words(words: Sequence[str]) -> Words:
     """Sort the words of a command line, and say what is wrong with them."""
     named = list(own_directories(words))
-    parsed = Words([], [], tuple(path for path in named if path.is_dir()), list(_directory_problems(named)))
+    parsed = Words(
+        [], [], tuple(path for path in named if path.is_dir()), list(_directory_problems(named))
+    )
     options = group_options(config_directory(), *parsed.own)
     for word in words:
         try:
@@ -95,12 +101,20 @@ def parse_words(words: Sequence[str]) -> Words:
             continue
         key = override.key_or_group
         if override.is_sweep_override():
-            parsed.problems.append(f"{redact_text(word)}: several values need a sweep; add -m (make sweep).")
+            parsed.problems.append(
+                f"{redact_text(word)}: several values need a sweep; add -m (make sweep)."
+            )
         elif key in options:
             value = override.value()
             chosen = value if isinstance(value, list) else [value]
-            wrong = [option for option in chosen if str(option) not in options[key] and not override.is_delete()]
-            parsed.problems.extend(unknown_option(key, "null" if o is None else str(o), options[key]) for o in wrong)
+            wrong = [
+                option
+                for option in chosen
+                if str(option) not in options[key] and not override.is_delete()
+            ]
+            parsed.problems.extend(
+                unknown_option(key, "null" if o is None else str(o), options[key]) for o in wrong
+            )
             if not wrong:
                 parsed.groups.append(override)
         elif key.startswith("hydra/"):
@@ -125,11 +139,15 @@ def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
     known = group_options(config_directory())
     for directory in own:
         if not directory.is_dir():
-            yield f"--config-dir {directory}: is no directory; name one with groups, such as experiment/ or reward/."
+            yield (
+                f"--config-dir {directory}: is no directory; name one with groups, such as "
+                "experiment/ or reward/."
+            )
         for group, names in group_options(directory).items():
             for name in sorted({*names} & {*known.get(group, ())}):
                 yield (
-                    f"--config-dir {directory}: {group}/{name}.yaml has the name of an option that is there already; "
+                    f"--config-dir {directory}: {group}/{name}.yaml has the name of an option that "
+                    "is there already; "
                     "rename it."
                 )
 
@@ -138,11 +156,15 @@ def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
     """Return the message for an option that `group` does not have."""
     close = nearest(option, options)
     hint = f"nearest: {close}. " if close else ""
-    return f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: {listing(options)}."
+    return (
+        f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: "
+        f"{listing(options)}."
+    )
 
 
 def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) -> DictConfig:
-    """Return Hydra's composition of configs/<config_name>.yaml with the chosen group options, `hydra` node included.
+    """Return Hydra's composition of configs/<config_name>.yaml with the chosen group options,
+    `hydra` node included.
 
     Args:
         own: further directories with options.
@@ -156,12 +178,20 @@ def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) 
     return config
 
 
-@functools.lru_cache(maxsize=16)  # a sweep checks many jobs that differ in values alone; YAML does not change meanwhile
+@functools.lru_cache(
+    maxsize=16
+)  # a sweep checks many jobs that differ in values alone; YAML does not change meanwhile
 def _composed(config_name: str, groups: tuple[str, ...], own: tuple[Path, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
-    search = [f"{_SEARCH}=[{','.join(quoted(f'file://{directory}') for directory in own)}]"] if own else []
+    search = (
+        [f"{_SEARCH}=[{','.join(quoted(f'file://{directory}') for directory in own)}]"]
+        if own
+        else []
+    )
     try:
-        with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE, job_name=config_name):
+        with initialize_config_dir(
+            str(config_directory()), version_base=VERSION_BASE, job_name=config_name
+        ):
             return compose(config_name, overrides=[*search, *groups], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_composition_message(error, own)]) from error
@@ -191,11 +221,13 @@ class KnownKeys:
         assert isinstance(tree, dict)
         tree.pop("hydra", None)
         self._schema = keys_of(SCHEMAS[config_name])
-        self._keys = sorted({*(path for path, _ in nodes(tree) if path and "[" not in path), *self._schema})
+        self._keys = sorted(
+            {*(path for path, _ in nodes(tree) if path and "[" not in path), *self._schema}
+        )
 
     def unknown(self, key: str, value: Any) -> str:
-        """Return the message for a key that does not exist: key, value, nearest valid key and the values that key may
-        hold."""
+        """Return the message for a key that does not exist: key, value, nearest valid key and the
+        values that key may hold."""
         shown = MASK if is_secret_name(key) else redact_text(str(value))
         group, _, leaf = key.partition(".")
         if group == "trainer" and leaf in DERIVED_TRAINER_KEYS:
@@ -212,7 +244,9 @@ class KnownKeys:
         parent = key.rpartition(".")[0]
         while parent and not any(name.startswith(f"{parent}.") for name in known):
             parent = parent.rpartition(".")[0]
-        inside = [k.removeprefix(f"{parent}.") for k in known if not parent or k.startswith(f"{parent}.")]
+        inside = [
+            k.removeprefix(f"{parent}.") for k in known if not parent or k.startswith(f"{parent}.")
+        ]
         siblings = {name.partition(".")[0] for name in inside}
         return f"{key} = {shown}: no such key; {parent or 'the top level'} has {listing(siblings)}."
 
@@ -231,7 +265,8 @@ def _exists(tree: Any, key: str) -> bool:
 
 
 def apply_values(config: DictConfig, values: Sequence[Override], config_name: str) -> list[str]:
-    """Apply overrides of single keys in place, as Hydra does. Return a message for each that cannot be applied.
+    """Apply overrides of single keys in place, as Hydra does. Return a message for each that cannot
+    be applied.
 
     `key=value` and `~key` need a key that exists. `+key=value` and `++key=value` may add one.
     """
@@ -257,7 +292,8 @@ def apply_values(config: DictConfig, values: Sequence[Override], config_name: st
 
 
 def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, list[str]]:
-    """Return the composed tree (with `hydra`) and what is wrong with the words, as far as the tree can be composed.
+    """Return the composed tree (with `hydra`) and what is wrong with the words, as far as the tree
+    can be composed.
 
     Raises:
         ConfigError: nothing can be composed; the error has all problems found so far.
@@ -272,15 +308,21 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     return config, problems
 
 
-def merge_words(base: DictConfig, words: Sequence[str], config_name: str, groups: bool = False) -> list[str]:
-    """Apply overrides to the configuration of an earlier run, in place. Return what is wrong with them.
+def merge_words(
+    base: DictConfig, words: Sequence[str], config_name: str, groups: bool = False
+) -> list[str]:
+    """Apply overrides to the configuration of an earlier run, in place. Return what is wrong with
+    them.
 
     Args:
-        groups: whether an option of a group may replace the stored keys. Otherwise only single values may be changed.
+        groups: whether an option of a group may replace the stored keys. Otherwise only single
+            values may be changed.
     """
     parsed = parse_words(words)
     named = str(base.get("experiment_name"))
-    experiment = [f"experiment={named}"] * (named in group_options(config_directory(), *parsed.own)["experiment"])
+    experiment = [f"experiment={named}"] * (
+        named in group_options(config_directory(), *parsed.own)["experiment"]
+    )
     kept = []
     for word in parsed.groups:
         key, whole = word.key_or_group.replace("/", "."), [*experiment, str(word.input_line)]

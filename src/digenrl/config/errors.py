@@ -1,4 +1,5 @@
-"""Configuration errors, reported all at once, and the "nearest valid name" that each of them offers."""
+"""Configuration errors, reported all at once, and the "nearest valid name" that each of them
+offers."""
 
 from __future__ import annotations
 
@@ -12,19 +13,28 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(dict.fromkeys(problems))
         count = len(self.problems)
-        title = "1 error in the configuration" if count == 1 else f"{count} errors in the configuration"
-        super().__init__("\n".join([f"{title}; nothing was started or written:", *(f"  - {p}" for p in self.problems)]))
+        title = (
+            "1 error in the configuration" if count == 1 else f"{count} errors in the configuration"
+        )
+        super().__init__(
+            "\n".join(
+                [f"{title}; nothing was started or written:", *(f"  - {p}" for p in self.problems)]
+            )
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the entry of `known` most like `name`, or None when nothing is close.
 
-    A dotted key is looked for in three places. First among the children of its own parent. Then by its last part under
-    any parent, the shortest path first (`sampling.steps` before `sampling.eval.steps`). Then as a whole.
+    A dotted key is looked for in three places. First among the children of its own parent. Then by
+    its last part under any parent, the shortest path first (`sampling.steps` before
+    `sampling.eval.steps`). Then as a whole.
     """
     candidates = sorted(set(known), key=lambda key: (key.count("."), key))
     parent, _, leaf = name.rpartition(".")
-    siblings = {its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent}
+    siblings = {
+        its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent
+    }
     leaves = {its.rpartition(".")[2]: its for its in reversed(candidates)}
     if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7):
         return siblings[close[0]]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from digenrl.config.compose import composed, group_options, own_directories, with_search_path
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.schema import SCHEMAS, Train, may_change
+from digenrl.config.schema import SCHEMAS, TrainKeys, may_change
 from digenrl.config.shipped import config_directory
 from digenrl.config.validation import Key, keys_of, problems_by_key, shown
 from digenrl.record.redact import redact_text
@@ -30,7 +30,9 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def read_arguments(schema: type[Own], words: Sequence[str], others: bool = False) -> tuple[Own, list[str]]:
+def read_arguments(
+    schema: type[Own], words: Sequence[str], others: bool = False
+) -> tuple[Own, list[str]]:
     """Return the command's own keys, and the other key=value words.
 
     Args:
@@ -42,9 +44,17 @@ def read_arguments(schema: type[Own], words: Sequence[str], others: bool = False
     own = keys_of(schema)
     pairs = [word.partition("=") for word in words]
     known = listing(own)
-    problems = [f"{redact_text(word)}: settings are key=value; keys: {known}." for word in words if "=" not in word]
+    problems = [
+        f"{redact_text(word)}: settings are key=value; keys: {known}."
+        for word in words
+        if "=" not in word
+    ]
     given = {key: value for key, is_pair, value in pairs if is_pair and (key in own or not others)}
-    rest = [word for word, (key, is_pair, _) in zip(words, pairs, strict=True) if is_pair and key not in own]
+    rest = [
+        word
+        for word, (key, is_pair, _) in zip(words, pairs, strict=True)
+        if is_pair and key not in own
+    ]
 
     def unknown(key: str, value: Any) -> str:
         close = nearest(key, own)
@@ -65,11 +75,12 @@ def own_command(
     others: bool = False,
     failures: type[Exception] | tuple[()] = (),
 ) -> int:
-    """Run `work` with what `read_arguments` read, or print for `--help` a page that begins with `doc`.
+    """Run `work` with what `read_arguments` read, or print for `--help` a page that begins with
+    `doc`.
 
     Returns:
-        The exit code. 0 is success. 2 means that arguments, files or configuration do not fit. 1 stands for an
-            exception of `failures`. The error is printed to stderr.
+        The exit code. 0 is success. 2 means that arguments, files or configuration do not fit. 1
+            stands for an exception of `failures`. The error is printed to stderr.
     """
     if wants_help(words):
         show(command_help(doc, schema))
@@ -95,7 +106,9 @@ def show(page: str) -> None:
     try:
         print(page, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it exits
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python flushes once more as it exits
 
 
 def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str:
@@ -103,7 +116,9 @@ def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str
     lines = [(text or "").strip()]
     if schema is not None:
         keys = keys_of(schema)
-        defaults = {key: "required" if its.required else shown(its.default) for key, its in keys.items()}
+        defaults = {
+            key: "required" if its.required else shown(its.default) for key, its in keys.items()
+        }
         lines += ["\nkeys (key=value):", *_key_lines(keys, defaults)]
     return "\n".join(lines)
 
@@ -111,20 +126,20 @@ def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str
 def configuration_help(config_name: str, text: str | None = None, words: Sequence[str] = ()) -> str:
     """Return the help page of a command that composes configs/<config_name>.yaml.
 
-    The page lists the groups with their options, including those of directories that `words` name. Then it lists the
-    keys with their default values.
+    The page lists the groups with their options, including those of directories that `words` name.
+    Then it lists the keys with their default values.
     """
     options = group_options(config_directory(), *own_directories(words))
     keys, defaults = keys_of(SCHEMAS[config_name]), defaults_of(config_name)
-    whole = issubclass(SCHEMAS[config_name], Train)
+    whole = issubclass(SCHEMAS[config_name], TrainKeys)
     groups = {name: names for name, names in options.items() if whole or name == "reward"}
     return "\n".join(
         [
             (text or f"digenrl {config_name} [group=option ...] [key=value ...]").strip(),
             "\ngroups (group=option):",
             *(f"  {name:<24}{listing(names)}" for name, names in groups.items()),
-            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where nothing is said"
-            + ("; keys with * may change on resume:" if whole else ":"),
+            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where "
+            "nothing is said" + ("; keys with * may change on resume:" if whole else ":"),
             *_key_lines(keys, defaults),
         ]
     )
@@ -134,7 +149,9 @@ def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str
     lines = []
     for key, its in keys.items():
         mark = "*" if may_change(key) else " "
-        lines.append(f"{mark} {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}")
+        lines.append(
+            f"{mark} {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}"
+        )
         lines += [f"      {its.meaning}"] if its.meaning else []
     return lines
 

@@ -42,15 +42,18 @@ class Composed:
     notes: tuple[str, ...]
     """Messages for the user that are not errors (duplicate prompts)."""
     planned: Mapping[str, Any] | None = None
-    """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its records."""
+    """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its
+    records."""
 
 
 def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:
-    """Compose configs/<config_name>.yaml with the overrides in `argv`, and check the result. Nothing is written.
+    """Compose configs/<config_name>.yaml with the overrides in `argv`, and check the result.
+    Nothing is written.
 
-    `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes RUN/config.yaml as the base
-    instead, and RUN as the run directory. Only the keys of `digenrl.config.schema.RESUMABLE` may then differ from it.
-    `replay=RUN` takes the same base for a new run without rollout ranks, in which those of `REPLAYABLE` may differ.
+    `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes
+    RUN/config.yaml as the base instead, and RUN as the run directory. Only the keys of
+    `digenrl.config.schema.RESUMABLE` may then differ from it. `replay=RUN` takes the same base for
+    a new run without rollout ranks, in which those of `REPLAYABLE` may differ.
 
     Args:
         stored: a run whose config.yaml is the base, to look at what it made. Every key may differ.
@@ -61,12 +64,17 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     given = with_search_path(argv)
     words = [word for word in given if not word.startswith("-")]
     problems = [
-        f"{word}: unknown option; settings are key=value (see --help)." for word in given if word.startswith("-")
+        f"{word}: unknown option; settings are key=value (see --help)."
+        for word in given
+        if word.startswith("-")
     ]
     resumed, words = _run_word("resume", words)
     replayed, words = _run_word("replay", words)
     if resumed is not None and replayed is not None:
-        problems.append("resume and replay: a run that replays is resumed with resume=RUN alone; name one of them.")
+        problems.append(
+            "resume and replay: a run that replays is resumed with resume=RUN alone; name one of "
+            "them."
+        )
     run = resumed if stored is None else stored.expanduser().absolute()
     choices: dict[str, str] = {}
     completed: list[str] = []
@@ -74,11 +82,22 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     if run is None and replayed is not None:
         tree, completed = read_stored(replayed, "replay")
         base, _ = resolved(tree)
-        for key, value in (("allocation.rollouts", 0), ("record.trajectories", False), ("replay", str(replayed))):
+        for key, value in (
+            ("allocation.rollouts", 0),
+            ("record.trajectories", False),
+            ("replay", str(replayed)),
+        ):
             OmegaConf.update(tree, key, value)
-        found = merge_words(tree, [word for word in words if not word.startswith("hydra.")], config_name, groups=True)
+        found = merge_words(
+            tree,
+            [word for word in words if not word.startswith("hydra.")],
+            config_name,
+            groups=True,
+        )
         named = [f"{key}={quoted(str(tree[key]))}" for key in ("experiment_name", "output_root")]
-        found += compose_words([*named, *(word for word in words if word.startswith("hydra."))], config_name)[1]
+        found += compose_words(
+            [*named, *(word for word in words if word.startswith("hydra."))], config_name
+        )[1]
         run_dir = Path(str(HydraConfig.get().run.dir))
     elif run is None:
         tree, found = compose_words(words, config_name)
@@ -95,15 +114,24 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         base, _ = resolved(tree)
         found = merge_words(tree, words, config_name)
         run_dir = run
-    allow, confirmed = (command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts"))
+    allow, confirmed = (
+        command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts")
+    )
     problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
-    if OmegaConf.is_list(tree.get("allow_targets")) and list(tree.allow_targets) != allow and run is None:
+    if (
+        OmegaConf.is_list(tree.get("allow_targets"))
+        and list(tree.allow_targets) != allow
+        and run is None
+    ):
         problems.append(
-            f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in a YAML file; "
+            f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in "
+            "a YAML file; "
             "set it there, for this run."
         )
     if run is None and replayed is None and tree.get("replay") is not None:
-        problems.append(f"replay = {tree.replay}: counts only on the command line, as replay={tree.replay}.")
+        problems.append(
+            f"replay = {tree.replay}: counts only on the command line, as replay={tree.replay}."
+        )
     problems += _unwritable(run_dir.absolute())
     plain, _ = resolved(tree)
     if base is not None:
@@ -116,27 +144,39 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         raise ConfigError(problems)
     for holder, key in _prompt_files(plain["data"]):
         if prompts.locate(holder[key]).parent != prompts.DIRECTORY:
-            holder[key] = str(prompts.locate(holder[key]))  # a rank may have another working directory
+            holder[key] = str(
+                prompts.locate(holder[key])
+            )  # a rank may have another working directory
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["resume"] = None if run is None else str(run)
     config = OmegaConf.create(plain)
     OmegaConf.set_readonly(config, True)
-    return Composed(config, choices, tuple(given), run_dir.absolute(), run is not None, (*completed, *_notes(plain)))
+    return Composed(
+        config,
+        choices,
+        tuple(given),
+        run_dir.absolute(),
+        run is not None,
+        (*completed, *_notes(plain)),
+    )
 
 
 def _unwritable(run_dir: Path) -> list[str]:
-    """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor. Nothing is written."""
+    """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor.
+    Nothing is written."""
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return []
     cause = "is no writable directory" if existing.is_dir() else "is no directory"
     return [
-        f"output_root: cannot write {run_dir}, because {existing} {cause}; set output_root=... to a writable directory."
+        f"output_root: cannot write {run_dir}, because {existing} {cause}; set output_root=... to "
+        "a writable directory."
     ]
 
 
 def _prompt_files(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the places where `data` names a prompt file, as (mapping that holds the name, its key there)."""
+    """Yield the places where `data` names a prompt file, as (mapping that holds the name, its key
+    there)."""
     several = data["prompts"] if isinstance(data["prompts"], list) else []
     yield from ((entry, "file") for entry in several)
     yield from ((data, key) for key in ("prompts", "heldout") if isinstance(data[key], str))
@@ -145,16 +185,23 @@ def _prompt_files(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 def _notes(tree: Mapping[str, Any]) -> Iterator[str]:
     for holder, key in _prompt_files(tree["data"]):
         file = prompts.read(holder[key])
-        shown = ", ".join(f"line {line} repeats line {first}" for line, first in file.duplicates[:3])
+        shown = ", ".join(
+            f"line {line} repeats line {first}" for line, first in file.duplicates[:3]
+        )
         if file.duplicates:
             where = "heldout" if key == "heldout" else "prompts"
-            yield f"data.{where}: {file.path}: {len(file.duplicates)} duplicates left out ({shown})."
+            yield (
+                f"data.{where}: {file.path}: {len(file.duplicates)} duplicates left out ({shown})."
+            )
 
 
-def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | None = None) -> Composed:
+def load_or_exit(
+    argv: Sequence[str], config_name: str = "train", doc: str | None = None
+) -> Composed:
     """Return `load`'s result for a command, or print and exit.
 
-    `--help` (a page that begins with `doc`) and `--cfg` exit with code 0. A ConfigError goes to stderr, exit code 2.
+    `--help` (a page that begins with `doc`) and `--cfg` exit with code 0. A ConfigError goes to
+    stderr, exit code 2.
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
@@ -172,8 +219,8 @@ def load_or_exit(argv: Sequence[str], config_name: str = "train", doc: str | Non
 
 
 def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
-    """Return the overrides of a command line, with `--config-dir` as one of them, and whether it has `--help` and
-    `--cfg`.
+    """Return the overrides of a command line, with `--config-dir` as one of them, and whether it
+    has `--help` and `--cfg`.
 
     Hydra's own form `--cfg job` means the same as `--cfg`.
     """
@@ -191,7 +238,8 @@ def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
 
 
 def _run_word(key: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the run that `key` (resume or replay) names, and the other words. The last one wins; `null` is none."""
+    """Return the run that `key` (resume or replay) names, and the other words. The last one wins;
+    `null` is none."""
     given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith(f"{key}=")]
     others = [word for word in words if not word.startswith(f"{key}=")]
     if not given or given[-1] in ("", "null"):
@@ -200,12 +248,17 @@ def _run_word(key: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[str]:
-    """Return the items of `key` = allow_targets | confirm_hosts, which count only on the command line."""
+    """Return the items of `key` = allow_targets | confirm_hosts, which count only on the command
+    line."""
     if not any(word.lstrip("+").startswith(f"{key}=") for word in words):
         return []
     value = tree.get(key)
     items = OmegaConf.to_container(value) if OmegaConf.is_list(value) else []
-    return [item for item in items if isinstance(item, str) and item.strip()] if isinstance(items, list) else []
+    return (
+        [item for item in items if isinstance(item, str) and item.strip()]
+        if isinstance(items, list)
+        else []
+    )
 
 
 def is_multirun(argv: Sequence[str]) -> bool:

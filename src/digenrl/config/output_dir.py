@@ -1,4 +1,5 @@
-"""Creation of the run directory: the first thing that a run writes, after every check has passed."""
+"""Creation of the run directory: the first thing that a run writes, after every check has
+passed."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _MAX_ATTEMPTS = 1000
 def prepare_run_dir(composed: Composed) -> Path:
     """Create the run directory with `store_config` in it, and return its absolute path.
 
-    If the directory exists, it belongs to another run of the same second. The job number at its end is then counted up.
-    A resumed run keeps its directory, and keeps its config.yaml until its ranks have loaded the checkpoint.
+    If the directory exists, it belongs to another run of the same second. The job number at its end
+    is then counted up. A resumed run keeps its directory, and keeps its config.yaml until its ranks
+    have loaded the checkpoint.
 
     Raises:
         ConfigError: the directory cannot be created or written.
@@ -36,7 +38,8 @@ def prepare_run_dir(composed: Composed) -> Path:
     except OSError as error:
         raise ConfigError(
             [
-                f"output_root: cannot write {error.filename or composed.run_dir} ({error.strerror}); set "
+                f"output_root: cannot write {error.filename or composed.run_dir} "
+                f"({error.strerror}); set "
                 "output_root=... to a directory that you may write, with free space."
             ]
         ) from error
@@ -57,7 +60,8 @@ def store_config(config: Any, directory: Path) -> None:
 
 
 def prepare_run_dir_or_exit(composed: Composed) -> Path:
-    """Return `prepare_run_dir`'s result for a command. A ConfigError is printed to stderr, exit code 2."""
+    """Return `prepare_run_dir`'s result for a command. A ConfigError is printed to stderr, exit
+    code 2."""
     try:
         return prepare_run_dir(composed)
     except ConfigError as error:
@@ -68,8 +72,13 @@ def prepare_run_dir_or_exit(composed: Composed) -> Path:
 def _fresh(wanted: Path) -> Path:
     wanted.parent.mkdir(parents=True, exist_ok=True)
     numbered = _JOB.search(wanted.name)
-    stem, first = (wanted.name[: numbered.start()], int(numbered[1])) if numbered else (wanted.name, 0)
-    candidates = [wanted, *(wanted.with_name(f"{stem}-{first + k}") for k in range(1, _MAX_ATTEMPTS))]
+    stem, first = (
+        (wanted.name[: numbered.start()], int(numbered[1])) if numbered else (wanted.name, 0)
+    )
+    candidates = [
+        wanted,
+        *(wanted.with_name(f"{stem}-{first + k}") for k in range(1, _MAX_ATTEMPTS)),
+    ]
     for candidate in candidates:
         try:
             candidate.mkdir()

@@ -1,4 +1,5 @@
-"""docs/configuration.md, from the schema: `python -m digenrl.config.reference FILE` writes it again (`make docs`)."""
+"""docs/configuration.md, from the schema: `python -m digenrl.config.reference FILE` writes it again
+(`make docs`)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ options of each group. Values are those of the first run, where nothing else is 
 and the command line change them; later ones win. Keys with * may change when a run is resumed. A component (`model`,
 `algorithm`, `reward`, `logger`, `callbacks`) takes what its constructor takes, beside the keys here. `NAME` is a name
 that you choose.
-"""
+"""  # noqa: E501
 _PAGES = {
     "train": "A run: `digenrl train`, `make train`",
     "plan": "A plan: `digenrl plan`, `make plan`",
@@ -48,7 +49,10 @@ def _table(keys: Mapping[str, Key], defaults: Mapping[str, str], marked: bool) -
     for key, its in keys.items():
         mark = " *" if marked and may_change(key) else ""
         value = f"`{defaults[key]}`" if defaults.get(key) else ""
-        yield f"| `{key}`{mark} | {value} | {its.allowed.replace('|', chr(92) + '|')} | {its.meaning} |"
+        yield (
+            f"| `{key}`{mark} | {value} | {its.allowed.replace('|', chr(92) + '|')} | "
+            f"{its.meaning} |"
+        )
 
 
 if __name__ == "__main__":

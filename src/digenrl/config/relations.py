@@ -1,7 +1,8 @@
 """Rules that relate several keys. Each is a small function that yields messages.
 
-To add a rule, add it to `_RULES`. An extension adds rules for its own keys: the `RULES` of its package. The rules are
-applied twice: to the configuration as written, and again when `auto` has become numbers.
+To add a rule, add it to `_RULES`. An extension adds rules for its own keys: the `RULES` of its
+package. The rules are applied twice: to the configuration as written, and again when `auto` has
+become numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class _View:
 
     def __init__(self, tree: Tree, broken: Collection[str]) -> None:
         self._tree = tree
-        self._broken = {part for key in broken for part in accumulate(key.split("."), "{}.{}".format)}
+        self._broken = {
+            part for key in broken for part in accumulate(key.split("."), "{}.{}".format)
+        }
 
     def __call__(self, key: str) -> Any:
         node: Any = self._tree
@@ -36,14 +39,14 @@ class _View:
 
 
 def most_rollouts(rollouts: Any) -> Any:
-    """Return the largest number of rollouts that `allocation.rollouts` asks for: the number itself, or `max`; auto
-    stays."""
+    """Return the largest number of rollouts that `allocation.rollouts` asks for: the number itself,
+    or `max`; auto stays."""
     return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
 
 
 def needs_whole_batch(advantage: Mapping[str, Any]) -> bool:
-    """Return whether the advantages of `algorithm.advantage` need every reward of the batch. Then no group can be
-    trained before the others are complete, and `schedule.gap` must be 0."""
+    """Return whether the advantages of `algorithm.advantage` need every reward of the batch. Then
+    no group can be trained before the others are complete, and `schedule.gap` must be 0."""
     return advantage.get("std") in ("batch", "max_group") or bool(advantage.get("renormalise"))
 
 
@@ -66,22 +69,33 @@ def _divisors(number: int) -> str:
 def _task_size(get: _View) -> Iterator[str]:
     size, group = get("sampling.task_size"), get("data.group_size")
     if size != "auto" and group % size:
-        yield f"sampling.task_size = {size}: must divide data.group_size = {group}; allowed: auto, {_divisors(group)}."
+        yield (
+            f"sampling.task_size = {size}: must divide data.group_size = {group}; allowed: auto, "
+            f"{_divisors(group)}."
+        )
 
 
 def _updates_within(get: _View) -> Iterator[str]:
-    size, group, updates = get("sampling.task_size"), get("data.group_size"), get("algorithm.updates_per_batch")
+    size, group, updates = (
+        get("sampling.task_size"),
+        get("data.group_size"),
+        get("algorithm.updates_per_batch"),
+    )
     if get("data.updates_split") != "samples":
         return
     if group % updates:
         yield (
-            f"algorithm.updates_per_batch = {updates} with data.updates_split = samples: each update takes as many "
-            f"samples of every group, so it must divide data.group_size = {group}; allowed: {_divisors(group)}."
+            f"algorithm.updates_per_batch = {updates} with data.updates_split = samples: each "
+            "update takes as many "
+            f"samples of every group, so it must divide data.group_size = {group}; allowed: "
+            f"{_divisors(group)}."
         )
     elif size != "auto" and group // updates % size:
         yield (
-            f"sampling.task_size = {size} with data.updates_split = samples: no task may have samples of two updates, "
-            f"and each of the {updates} takes {group // updates} samples of a group; allowed: auto, "
+            f"sampling.task_size = {size} with data.updates_split = samples: no task may have "
+            "samples of two updates, "
+            f"and each of the {updates} takes {group // updates} samples of a group; allowed: "
+            "auto, "
             f"{_divisors(group // updates)}."
         )
 
@@ -92,12 +106,15 @@ def _updates(get: _View) -> Iterator[str]:
         return
     if prompts % updates:
         yield (
-            f"algorithm.updates_per_batch = {updates}: must divide data.prompts_per_batch = {prompts}; "
-            f"allowed: {_divisors(prompts)}; or data.updates_split=samples, each taking some samples of every group."
+            f"algorithm.updates_per_batch = {updates}: must divide data.prompts_per_batch = "
+            f"{prompts}; "
+            f"allowed: {_divisors(prompts)}; or data.updates_split=samples, each taking some "
+            "samples of every group."
         )
     if (oversample := get("data.oversample")) % updates:
         yield (
-            f"data.oversample = {oversample}: each of algorithm.updates_per_batch = {updates} takes an equal part of "
+            f"data.oversample = {oversample}: each of algorithm.updates_per_batch = {updates} "
+            "takes an equal part of "
             f"it; allowed: 0, {updates}, {2 * updates}, ..."
         )
 
@@ -106,9 +123,12 @@ def _batch_wide_statistics(get: _View) -> Iterator[str]:
     advantage, gap = get("algorithm.advantage"), get("schedule.gap")
     if gap and needs_whole_batch(advantage):
         renormalise = bool(advantage.get("renormalise"))
-        key, value, other = ("renormalise", "true", "false") if renormalise else ("std", advantage["std"], "group")
+        key, value, other = (
+            ("renormalise", "true", "false") if renormalise else ("std", advantage["std"], "group")
+        )
         yield (
-            f"algorithm.advantage.{key} = {value} needs every reward of the batch before the first gradient, but "
+            f"algorithm.advantage.{key} = {value} needs every reward of the batch before the first "
+            "gradient, but "
             f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or "
             f"algorithm.advantage.{key}={other}."
         )
@@ -117,7 +137,8 @@ def _batch_wide_statistics(get: _View) -> Iterator[str]:
 def _same_noise(get: _View) -> Iterator[str]:
     if get("sampling.same_noise") and get("algorithm.sde.noise_level") == 0:
         yield (
-            "sampling.same_noise = true with algorithm.sde.noise_level = 0: without noise on the way all samples of a "
+            "sampling.same_noise = true with algorithm.sde.noise_level = 0: without noise on the "
+            "way all samples of a "
             "group are the same picture, which teaches nothing; set sampling.same_noise=false."
         )
 
@@ -126,12 +147,14 @@ def _scouts(get: _View) -> Iterator[str]:
     candidates = get("sampling.scouts.candidates")
     if candidates > 1 and get("sampling.same_noise"):
         yield (
-            f"sampling.scouts.candidates = {candidates} with sampling.same_noise = true: scouts choose among initial "
+            f"sampling.scouts.candidates = {candidates} with sampling.same_noise = true: scouts "
+            "choose among initial "
             "noises, and there is one; set sampling.same_noise=false."
         )
     if candidates > 1 and get("sampling.task_size") < 2:
         yield (
-            f"sampling.scouts.candidates = {candidates} with sampling.task_size = 1: a task keeps its best and its "
+            f"sampling.scouts.candidates = {candidates} with sampling.task_size = 1: a task keeps "
+            "its best and its "
             "worst samples, and has one; set sampling.task_size to 2 or more."
         )
 
@@ -139,7 +162,8 @@ def _scouts(get: _View) -> Iterator[str]:
 def _precision(get: _View) -> Iterator[str]:
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
-            f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and ratios leave 1; set "
+            f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and "
+            "ratios leave 1; set "
             "model.dtype (bfloat16, float16, float32, float64), in which both compute, and leave "
             "trainer.precision=32-true."
         )
@@ -149,7 +173,8 @@ def _asynchrony(get: _View) -> Iterator[str]:
     steps, rollouts = get("schedule.async_steps"), get("allocation.rollouts")
     if steps and rollouts == 0 and get("replay") is None:
         yield (
-            f"schedule.async_steps = {steps} with allocation.rollouts = 0: without rollout ranks nobody generates "
+            f"schedule.async_steps = {steps} with allocation.rollouts = 0: without rollout ranks "
+            "nobody generates "
             "while others train; set allocation.rollouts to 1 or more, or schedule.async_steps=0."
         )
 
@@ -158,9 +183,15 @@ def _replay(get: _View) -> Iterator[str]:
     if get("replay") is None:
         return
     if rollouts := get("allocation.rollouts"):
-        yield f"allocation.rollouts = {rollouts} with replay: nothing is generated; set allocation.rollouts=0."
+        yield (
+            f"allocation.rollouts = {rollouts} with replay: nothing is generated; set "
+            "allocation.rollouts=0."
+        )
     if get("record.trajectories"):
-        yield "record.trajectories = true with replay: what it trains is recorded already; leave it false."
+        yield (
+            "record.trajectories = true with replay: what it trains is recorded already; leave it "
+            "false."
+        )
 
 
 def _shares(get: _View) -> Iterator[str]:
@@ -171,7 +202,8 @@ def _shares(get: _View) -> Iterator[str]:
         yield f"schedule.shares = {shares}: at least one share must be above 0."
     if isinstance(trainers, int) and len(shares) != trainers:
         yield (
-            f"schedule.shares = {shares}: has {len(shares)} entries for allocation.trainers = {trainers}; "
+            f"schedule.shares = {shares}: has {len(shares)} entries for allocation.trainers = "
+            f"{trainers}; "
             "give one for each trainer rank, or schedule.shares=equal."
         )
 
@@ -180,17 +212,23 @@ def _sharding(get: _View) -> Iterator[str]:
     sharding, trainers = get("parallel.sharding"), get("allocation.trainers")
     if sharding in ("hsdp", "fsdp") and trainers == 1:
         yield (
-            f"parallel.sharding = {sharding} with allocation.trainers = 1: there is nobody to share the weights with; "
+            f"parallel.sharding = {sharding} with allocation.trainers = 1: there is nobody to "
+            "share the weights with; "
             "set parallel.sharding=ddp or allocation.trainers to 2 or more."
         )
 
 
 def _shard_group(get: _View) -> Iterator[str]:
-    sharding, group, trainers = get("parallel.sharding"), get("parallel.shard_group"), get("allocation.trainers")
+    sharding, group, trainers = (
+        get("parallel.sharding"),
+        get("parallel.shard_group"),
+        get("allocation.trainers"),
+    )
     if sharding not in ("hsdp", "auto"):
         if group != "auto":
             yield (
-                f"parallel.shard_group = {group} with parallel.sharding = {sharding}: only hsdp has shard groups; "
+                f"parallel.shard_group = {group} with parallel.sharding = {sharding}: only hsdp "
+                "has shard groups; "
                 "set parallel.sharding=hsdp, or parallel.shard_group=auto."
             )
     elif isinstance(group, int) and isinstance(trainers, int) and trainers % group:
@@ -211,14 +249,17 @@ def _context(get: _View) -> Iterator[str]:
         )
     if get("schedule.shares") != "equal":
         yield (
-            f"schedule.shares = {get('schedule.shares')} with parallel.context = {context}: trainers that share the "
-            "tokens of a forward are equally fast; set schedule.shares=equal, or parallel.context=1."
+            f"schedule.shares = {get('schedule.shares')} with parallel.context = {context}: "
+            "trainers that share the "
+            "tokens of a forward are equally fast; set schedule.shares=equal, or "
+            "parallel.context=1."
         )
     for name, pool in get("hardware.pools").items():
         node = pool.get("per_node", min(pool.get("count", 1), 8))
         if pool.get("gpu") != "cpu" and pool.get("role", "auto") != "rollout" and node % context:
             yield (
-                f"parallel.context = {context}: the {node} GPUs of a node of hardware.pools.{name} do not divide into "
+                f"parallel.context = {context}: the {node} GPUs of a node of hardware.pools.{name} "
+                "do not divide into "
                 f"groups of {context}; allowed: {_divisors(node)}."
             )
 
@@ -228,18 +269,23 @@ def _split_claims(get: _View) -> Iterator[str]:
         return
     if isinstance(rollouts := get("allocation.rollouts"), Mapping):
         yield (
-            f"allocation.rollouts = {rollouts} with schedule.claims = split: every rank has its part of the tasks, so "
-            "none can join or leave; set schedule.claims=shared, or allocation.rollouts to a number."
+            f"allocation.rollouts = {rollouts} with schedule.claims = split: every rank has its "
+            "part of the tasks, so "
+            "none can join or leave; set schedule.claims=shared, or allocation.rollouts to a "
+            "number."
         )
     if get("schedule.tag"):
         yield (
-            "schedule.claims = split with schedule.tag = true: every rollout rank has its part of the tasks, so none "
+            "schedule.claims = split with schedule.tag = true: every rollout rank has its part of "
+            "the tasks, so none "
             "is left for a trainer; set schedule.claims=shared or schedule.tag=false."
         )
     if (lost := get("allocation.max_lost_rollouts")) not in ("auto", 0):
         yield (
-            f"allocation.max_lost_rollouts = {lost} with schedule.claims = split: nobody takes over the part of a rank "
-            "that died; set schedule.claims=shared, or allocation.max_lost_rollouts to 0 or auto (which is 0 then)."
+            f"allocation.max_lost_rollouts = {lost} with schedule.claims = split: nobody takes "
+            "over the part of a rank "
+            "that died; set schedule.claims=shared, or allocation.max_lost_rollouts to 0 or auto "
+            "(which is 0 then)."
         )
 
 
@@ -247,28 +293,35 @@ def _recomputation(get: _View) -> Iterator[str]:
     kept, trainers = get("model.gradient_checkpointing"), get("allocation.trainers")
     if isinstance(kept, list) and isinstance(trainers, int) and len(kept) != trainers:
         yield (
-            f"model.gradient_checkpointing = {kept}: has {len(kept)} entries for allocation.trainers = {trainers}; "
+            f"model.gradient_checkpointing = {kept}: has {len(kept)} entries for "
+            f"allocation.trainers = {trainers}; "
             "give one for each trainer rank, or a single value."
         )
 
 
 def _rank_counts(get: _View) -> Iterator[str]:
-    pools = {name: (pool.get("count", 1), pool.get("role", "auto")) for name, pool in get("hardware.pools").items()}
+    pools = {
+        name: (pool.get("count", 1), pool.get("role", "auto"))
+        for name, pool in get("hardware.pools").items()
+    }
     trainers, rollouts = get("allocation.trainers"), most_rollouts(get("allocation.rollouts"))
     devices = sum(count for count, _ in pools.values())
     summary = ", ".join(f"{name}: {count} ({role})" for name, (count, role) in pools.items())
     needed = sum(number if isinstance(number, int) else 1 for number in (trainers, rollouts))
     if needed > devices:
         yield (
-            f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts}: need {needed} ranks, but the "
-            f"hardware profile has {devices} ({summary}); lower one, set it to auto, or choose another hardware."
+            f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts}: need {needed} "
+            "ranks, but the "
+            f"hardware profile has {devices} ({summary}); lower one, set it to auto, or choose "
+            "another hardware."
         )
         return
     for key, number, role in (("trainers", trainers, "trainer"), ("rollouts", rollouts, "rollout")):
         room = sum(count for count, its in pools.values() if its in ("auto", role))
         if rollouts != 0 and isinstance(number, int) and number > room:
             yield (
-                f"allocation.{key} = {number}: the hardware profile has {room} devices that may be {role}s "
+                f"allocation.{key} = {number}: the hardware profile has {room} devices that may be "
+                f"{role}s "
                 f"({summary}); allowed: at most {room}."
             )
 
@@ -279,11 +332,15 @@ def _links(get: _View) -> Iterator[str]:
         pair = frozenset(entry["between"])
         if len(pair) < 2 or not pair <= set(pools):
             yield (
-                f"hardware.links.{name}.between = {list(entry['between'])}: does not name two pools of the hardware "
+                f"hardware.links.{name}.between = {list(entry['between'])}: does not name two "
+                "pools of the hardware "
                 f"profile; its pools are {', '.join(pools)}."
             )
         elif pair in seen:
-            yield f"hardware.links.{name}: joins the pools of hardware.links.{seen[pair]}; leave one of them."
+            yield (
+                f"hardware.links.{name}: joins the pools of hardware.links.{seen[pair]}; leave one "
+                "of them."
+            )
         seen[pair] = name
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED: dict[str, str] = {
-    "data.zero_variance_groups=refill": "no experiment used it; drop with the same data.oversample has its gradient",
+    "data.zero_variance_groups=refill": (
+        "no experiment used it; drop with the same data.oversample has its gradient"
+    ),
     "model.compile=graphs": "torch.compile has a mode for CUDA graphs; set model.compile=true",
-    "parallel.rollout_context": "each rollout generates alone; set sampling.task_size=1 where memory is short",
+    "parallel.rollout_context": (
+        "each rollout generates alone; set sampling.task_size=1 where memory is short"
+    ),
     "schedule.gradients": "trainers compute every trained step again, as replay did",
-    "schedule.handoff": "rollouts that leave and loans that end give their tasks away; else moving them gained nothing",
+    "schedule.handoff": (
+        "rollouts that leave and loans that end give their tasks away; else moving them gained "
+        "nothing"
+    ),
     "schedule.order": "fragments are trained in the order of their groups",
 }
-"""Dotted key (also a group of keys), or `key=value`, -> its replacement, or the reason for its removal."""
+"""Dotted key (also a group of keys), or `key=value`, -> its replacement, or the reason for its
+removal."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
     "parallel.rollout_context": (1,),
@@ -20,7 +28,8 @@ FORGOTTEN: dict[str, tuple[Any, ...]] = {
     "schedule.handoff": (False, True),
     "schedule.order": ("canonical", "arrival"),
 }
-"""Removed key -> values with which a stored run computes the same without the key. Such a run goes on."""
+"""Removed key -> values with which a stored run computes the same without the key. Such a run goes
+on."""
 
 
 def reason(key: str, value: Any) -> str | None:

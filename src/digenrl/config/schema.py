@@ -1,7 +1,9 @@
-"""Every key of a configuration: its type, its range and one line of meaning. To add a key, add a field.
+"""Every key of a configuration: its type, its range and one line of meaning. To add a key, add a
+field.
 
-A node with `_target_` (model, algorithm, reward, ...) is open: its constructor defines the other keys (`targets`).
-Defaults are in configs/*.yaml and nowhere else. A field without a default must be in every configuration.
+A node with `_target_` (model, algorithm, reward, ...) is open: its constructor defines the other
+keys (`targets`). Defaults are in configs/*.yaml and nowhere else. A field without a default must be
+in every configuration.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ def _weighted(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
         file, weight = entry.get("file"), entry.get("weight")
         if entry.keys() != {"file", "weight"} or not isinstance(file, str) or not file.strip():
             raise ValueError(f"holds {entry}, expected {{file: path, weight: number}}")
-        if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 < weight < math.inf:
+        if (
+            not isinstance(weight, (int, float))
+            or isinstance(weight, bool)
+            or not 0 < weight < math.inf
+        ):
             raise ValueError(f"gives {file} the weight {weight}, expected a number above 0")
     if len({entry["file"] for entry in files}) < len(files):
         raise ValueError("names a file twice")
@@ -64,7 +70,9 @@ def _span(rollouts: dict[str, int]) -> dict[str, int]:
     if rollouts.keys() != {"min", "max"}:
         raise ValueError("names not both, expected {min: m, max: n}")
     if rollouts["min"] > rollouts["max"]:
-        raise ValueError(f"has min {rollouts['min']} above max {rollouts['max']}: lower min, or raise max")
+        raise ValueError(
+            f"has min {rollouts['min']} above max {rollouts['max']}: lower min, or raise max"
+        )
     return rollouts
 
 
@@ -89,11 +97,19 @@ Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
 Name = Annotated[
     str,
     StringConstraints(pattern=r"^\w[\w.+= -]*$"),
-    WithJsonSchema({"phrase": "name of a directory: letters, digits, spaces, _ . + = -; a letter or digit first"}),
+    WithJsonSchema(
+        {
+            "phrase": (
+                "name of a directory: letters, digits, spaces, _ . + = -; a letter or digit first"
+            )
+        }
+    ),
 ]
 Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
 File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
-PromptFile = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})]
+PromptFile = Annotated[
+    str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})
+]
 PromptFiles = Annotated[
     list[dict[str, Any]],
     Field(min_length=1),
@@ -118,100 +134,135 @@ Span = Annotated[
     WithJsonSchema({"phrase": "{min: m, max: n}, whole numbers >= 1"}),
 ]
 ByTrainer = Annotated[
-    list[Recomputation], Field(min_length=1), WithJsonSchema({"phrase": "a list of these, one for each trainer"})
+    list[Recomputation],
+    Field(min_length=1),
+    WithJsonSchema({"phrase": "a list of these, one for each trainer"}),
 ]
 Urls = Annotated[dict[str, list[Text]], WithJsonSchema({"phrase": "{reward: [URL, ...]}"})]
 Seconds = Annotated[
-    dict[str, dict[str, Positive]], WithJsonSchema({"phrase": "{stage: {pool: seconds}}, as `make profile` writes it"})
+    dict[str, dict[str, Positive]],
+    WithJsonSchema({"phrase": "{stage: {pool: seconds}}, as `make profile` writes it"}),
 ]
 
 
-class Allocation(Closed):
+class AllocationKeys(Closed):
     """allocation.*"""
 
-    trainers: AtLeast1 | Auto = Field(description="ranks that train; auto: what the hardware profile's pools say")
+    trainers: AtLeast1 | Auto = Field(
+        description="ranks that train; auto: what the hardware profile's pools say"
+    )
     rollouts: AtLeast0 | Auto | Span = Field(
-        description="ranks that only generate; 0: every rank generates and trains; {min, max}: launch=local starts "
-        "max, launch=ray min, and more as there are places; with fewer than min a run waits for patience_s"
+        description="ranks that only generate; 0: every rank generates and trains; {min, max}: "
+        "launch=local starts "
+        "max, launch=ray min, and more as there are places; with fewer than min a run waits for "
+        "patience_s"
     )
     evaluation: Literal["auto", "trainers", "rollouts"] = Field(
-        description="ranks that draw and score the evaluation's samples, which are the same; rollouts: while trainers "
+        description="ranks that draw and score the evaluation's samples, which are the same; "
+        "rollouts: while trainers "
         "go on, with a moving average too; auto: rollouts where they have the memory, else trainers"
     )
     max_lost_rollouts: AtLeast0 | Auto = Field(
-        description="rollout ranks that may die while the run goes on; auto: all; 0: none, and none may leave"
+        description="rollout ranks that may die while the run goes on; auto: all; 0: none, and "
+        "none may leave"
     )
     patience_s: Amount = Field(
-        description="seconds that a run with fewer rollouts than rollouts.min (of a number: 1) waits for others to "
+        description="seconds that a run with fewer rollouts than rollouts.min (of a number: 1) "
+        "waits for others to "
         "join, while those that are left generate; then it is saved and ends"
     )
     stop_grace_s: Amount | Auto = Field(
-        description="seconds for the step in progress after a stop signal; auto: 3 x the longest recent step, at least "
+        description="seconds for the step in progress after a stop signal; auto: 3 x the longest "
+        "recent step, at least "
         "5, at most half of what SLURM or torchrun leave"
     )
     stop_save_s: Positive = Field(
-        description="seconds for saving when that step is given up; ranks that are still there are killed"
+        description="seconds for saving when that step is given up; ranks that are still there are "
+        "killed"
     )
     max_restarts: AtLeast0 = Field(
-        description="times that a run whose ranks died begins again from its newest checkpoint by itself; not after a "
+        description="times that a run whose ranks died begins again from its newest checkpoint by "
+        "itself; not after a "
         "stop, before its first step, or where it died at one step twice; 0: any such death ends it"
     )
-    restart_pause_s: Amount = Field(description="seconds before the first restart; twice as many before each next one")
+    restart_pause_s: Amount = Field(
+        description="seconds before the first restart; twice as many before each next one"
+    )
 
 
-class Ray(Closed):
+class RayKeys(Closed):
     """ray.*"""
 
     address: Text | None = Field(
-        description="HOST:PORT of a cluster's head, or auto; null: that of RAY_ADDRESS, else this machine alone"
+        description="HOST:PORT of a cluster's head, or auto; null: that of RAY_ADDRESS, else this "
+        "machine alone"
     )
     resources: dict[str, dict[str, Positive]] = Field(
-        description="pool of the profile -> what a rank there wants (CPU, GPU, accelerator_type:H20: 0.001, or any "
+        description="pool of the profile -> what a rank there wants (CPU, GPU, "
+        "accelerator_type:H20: 0.001, or any "
         "name); a pool that is not here: 1 GPU, or 1 CPU where it has no GPUs"
     )
-    wait_s: Positive = Field(description="until all ranks must have a place, nodes that still start included")
+    wait_s: Positive = Field(
+        description="until all ranks must have a place, nodes that still start included"
+    )
     respawn_s: Amount = Field(
-        description="seconds before another rollout is started for one that died; twice as many for each next one"
+        description="seconds before another rollout is started for one that died; twice as many "
+        "for each next one"
     )
 
 
-class Handshake(Closed):
+class HandshakeKeys(Closed):
     """handshake.*"""
 
-    seconds: Positive = Field(description="in which a connection to a rank must prove that it belongs to the run")
-    waiting: AtLeast1 = Field(description="connections of a rank that have not done so yet; one more ends the oldest")
-    connect_s: Positive = Field(description="in which a connecting rank must be answered; others may still start")
+    seconds: Positive = Field(
+        description="in which a connection to a rank must prove that it belongs to the run"
+    )
+    waiting: AtLeast1 = Field(
+        description="connections of a rank that have not done so yet; one more ends the oldest"
+    )
+    connect_s: Positive = Field(
+        description="in which a connecting rank must be answered; others may still start"
+    )
 
 
-class Network(Closed):
+class NetworkKeys(Closed):
     """network.*"""
 
     interface: Text | None = Field(
-        description="whose address ranks listen on, for gloo and NCCL too (eth0, ib0); null: loopback on one machine, "
+        description="whose address ranks listen on, for gloo and NCCL too (eth0, ib0); null: "
+        "loopback on one machine, "
         "else that of the route to MASTER_ADDR"
     )
     ports: Ports | None = Field(
-        description="of the control store and of every rank's link, on each machine: ranks + 1; null: any free ones"
+        description="of the control store and of every rank's link, on each machine: ranks + 1; "
+        "null: any free ones"
     )
     publication: Literal["auto", "stream", "broadcast"] = Field(
-        description="how weights travel to rollouts; broadcast: torch.distributed's (NCCL, gloo on processors), to the "
-        "rollouts that the run begins with, until one is lost; others get streams; auto: broadcast where every rank "
+        description="how weights travel to rollouts; broadcast: torch.distributed's (NCCL, gloo on "
+        "processors), to the "
+        "rollouts that the run begins with, until one is lost; others get streams; auto: broadcast "
+        "where every rank "
         "has a GPU and their number is fixed"
     )
     delta: bool | Auto = Field(
-        description="rollouts get what has changed since the version that they hold (exclusive or, digest-checked); "
+        description="rollouts get what has changed since the version that they hold (exclusive or, "
+        "digest-checked); "
         "auto: over thin lines"
     )
-    whole_every: AtLeast1 = Field(description="every so-many-th version travels whole all the same; 1: each does")
+    whole_every: AtLeast1 = Field(
+        description="every so-many-th version travels whole all the same; 1: each does"
+    )
     compress: bool | Auto = Field(
-        description="trajectories, weights and suspended tasks are packed without loss (zlib); auto: over thin lines"
+        description="trajectories, weights and suspended tasks are packed without loss (zlib); "
+        "auto: over thin lines"
     )
     thin_mb_s: Positive = Field(
-        description="MB/s; a line that carries less is thin: as hardware.links says, or as it was seen to carry"
+        description="MB/s; a line that carries less is thin: as hardware.links says, or as it was "
+        "seen to carry"
     )
 
 
-class Parallel(Closed):
+class ParallelKeys(Closed):
     """parallel.*"""
 
     sharding: Literal["ddp", "hsdp", "fsdp", "auto"] = Field(
@@ -222,78 +273,120 @@ class Parallel(Closed):
         description="hsdp: trainers that hold one copy of the weights; auto: those of a node"
     )
     context: AtLeast1 = Field(
-        description="neighbouring trainers that share the tokens of each trained forward (Ulysses), where a sample is "
-        "too long for one GPU; divides the trainers of a node and the attention heads; Wan and HunyuanVideo (also "
+        description="neighbouring trainers that share the tokens of each trained forward "
+        "(Ulysses), where a sample is "
+        "too long for one GPU; divides the trainers of a node and the attention heads; Wan and "
+        "HunyuanVideo (also "
         "1.5); 1: none"
     )
 
 
-class Patience(Closed):
+class PatienceKeys(Closed):
     """limits.*: how long ranks are waited for, in seconds unless said otherwise."""
 
     stage_factor: Annotated[float, Field(ge=1)] | None = Field(
-        description="a rank hangs after this many times its stage's longest stretch without progress; null: never"
+        description="a rank hangs after this many times its stage's longest stretch without "
+        "progress; null: never"
     )
-    stage_floor_s: Positive = Field(description="... and not before so many seconds; also where all ranks wait")
-    start_s: Positive = Field(description="in place of both: a rank's start, and its first stretch of each stage")
-    collective_s: Positive = Field(description="one collective of the trainers, the wait for the slowest included")
+    stage_floor_s: Positive = Field(
+        description="... and not before so many seconds; also where all ranks wait"
+    )
+    start_s: Positive = Field(
+        description="in place of both: a rank's start, and its first stretch of each stage"
+    )
+    collective_s: Positive = Field(
+        description="one collective of the trainers, the wait for the slowest included"
+    )
     join_s: Positive = Field(
-        description="first sign of life of a process that torchrun or SLURM started, once process 0 is there"
+        description="first sign of life of a process that torchrun or SLURM started, once process "
+        "0 is there"
     )
-    silent_s: Positive = Field(description="a rank without heartbeat and processor time counts as dead")
+    silent_s: Positive = Field(
+        description="a rank without heartbeat and processor time counts as dead"
+    )
     absent_s: Positive = Field(
-        description="without a sign of life from the process that watches a joined rollout; its machine counts as gone"
+        description="without a sign of life from the process that watches a joined rollout; its "
+        "machine counts as gone"
     )
-    suspended_s: Positive = Field(description="so does a suspended one (SIGSTOP), and a suspended launcher")
-    leave_s: Positive = Field(description="at the end of a run, for what is still on its way to other ranks")
-    verdict_s: Positive = Field(description="until the launcher says that a run goes on without a rank that is gone")
-    abort_s: Positive = Field(description="after a failure, in which ranks leave by themselves; then they are killed")
+    suspended_s: Positive = Field(
+        description="so does a suspended one (SIGSTOP), and a suspended launcher"
+    )
+    leave_s: Positive = Field(
+        description="at the end of a run, for what is still on its way to other ranks"
+    )
+    verdict_s: Positive = Field(
+        description="until the launcher says that a run goes on without a rank that is gone"
+    )
+    abort_s: Positive = Field(
+        description="after a failure, in which ranks leave by themselves; then they are killed"
+    )
 
 
-class Record(Closed):
+class RecordKeys(Closed):
     """record.*"""
 
     keep_mib: Positive = Field(
-        description="MiB of all ranks' spans, and of their decisions; events get a quarter; then steps are left out"
+        description="MiB of all ranks' spans, and of their decisions; events get a quarter; then "
+        "steps are left out"
     )
-    logger_pending: AtLeast1 = Field(description="calls that may wait for a slow logger; more are dropped and counted")
-    logger_finish_s: Amount = Field(description="seconds that a logger gets at the end for the calls that wait")
-    trajectories: bool = Field(description="keep what trainers consume (latents, rewards, ...), for `replay`")
+    logger_pending: AtLeast1 = Field(
+        description="calls that may wait for a slow logger; more are dropped and counted"
+    )
+    logger_finish_s: Amount = Field(
+        description="seconds that a logger gets at the end for the calls that wait"
+    )
+    trajectories: bool = Field(
+        description="keep what trainers consume (latents, rewards, ...), for `replay`"
+    )
     trajectories_mib: Positive = Field(
-        description="MiB of that, of all trainers; the record ends with the last RL step that fits, the run goes on"
+        description="MiB of that, of all trainers; the record ends with the last RL step that "
+        "fits, the run goes on"
     )
 
 
-class Data(Closed):
+class DataKeys(Closed):
     """data.*"""
 
     prompts: PromptFile | PromptFiles = Field(
-        description="training prompts; a path, or the name of a file of digenrl/prompts; of several files, each batch "
+        description="training prompts; a path, or the name of a file of digenrl/prompts; of "
+        "several files, each batch "
         "has each one's part by weight"
     )
-    heldout: PromptFile | None = Field(description="prompts of the evaluation; null: the training prompts")
-    prompts_per_batch: int = Field(ge=1, le=65536, description="groups of an RL step, each of one prompt")
+    heldout: PromptFile | None = Field(
+        description="prompts of the evaluation; null: the training prompts"
+    )
+    prompts_per_batch: int = Field(
+        ge=1, le=65536, description="groups of an RL step, each of one prompt"
+    )
     group_size: int = Field(ge=2, le=4096, description="samples of a group")
     oversample: AtLeast0 = Field(
-        description="groups generated beyond prompts_per_batch; the first that teach something are trained"
+        description="groups generated beyond prompts_per_batch; the first that teach something are "
+        "trained"
     )
     zero_variance_groups: Literal["keep", "drop"] = Field(
-        description="groups whose samples all score alike: they stay in the loss's denominator, or leave it and the KL"
+        description="groups whose samples all score alike: they stay in the loss's denominator, or "
+        "leave it and the KL"
     )
     updates_split: Literal["groups", "samples"] = Field(
-        description="what several updates of a batch share out; groups: each trains some of the groups; samples: each "
-        "trains some samples of every group, by their numbers. Advantages are the whole group's either way"
+        description="what several updates of a batch share out; groups: each trains some of the "
+        "groups; samples: each "
+        "trains some samples of every group, by their numbers. Advantages are the whole group's "
+        "either way"
     )
     prompt_store: Auto | Directory | None = Field(
-        description="where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null: nowhere"
+        description="where encoded prompts are kept for all ranks and later runs; auto: the user's "
+        "cache; null: nowhere"
     )
-    image_max_mib: Positive = Field(description="MiB of an image that a prompt names; a larger one is refused")
+    image_max_mib: Positive = Field(
+        description="MiB of an image that a prompt names; a larger one is refused"
+    )
     image_max_pixels: AtLeast1 = Field(
-        description="width x height of such an image, read from its head; a larger one is refused before it is decoded"
+        description="width x height of such an image, read from its head; a larger one is refused "
+        "before it is decoded"
     )
 
 
-class Tsp(Closed):
+class TspKeys(Closed):
     """schedule.tsp.*"""
 
     batch: AtLeast1 | Literal["auto", "all"] = Field(
@@ -302,48 +395,68 @@ class Tsp(Closed):
     shard: bool = Field(description="spread the trained steps of a sample over the trainers")
 
 
-class Schedule(Closed):
+class ScheduleKeys(Closed):
     """schedule.*"""
 
     auto: bool = Field(
-        description="what is not given of the schedule, the split, sharding and task size is what the planner finds "
+        description="what is not given of the schedule, the split, sharding and task size is what "
+        "the planner finds "
         "fastest on policy when the run starts; config.yaml says what"
     )
-    gap: AtLeast0 = Field(description="groups of a fragment, trained as soon as they are complete; 0: the whole batch")
+    gap: AtLeast0 = Field(
+        description="groups of a fragment, trained as soon as they are complete; 0: the whole batch"
+    )
     claims: Literal["shared", "split"] = Field(
         description="shared: faster ranks take more tasks; split: equal parts, fixed beforehand"
     )
-    tsp: Tsp
-    tag: bool = Field(description="waiting trainers may generate, where that is predicted to shorten the step")
+    tsp: TspKeys
+    tag: bool = Field(
+        description="waiting trainers may generate, where that is predicted to shorten the step"
+    )
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)] = Field(
         description="each trainer's part of the training: its relative speed"
     )
-    skip_zero: bool = Field(description="cells whose gradient is known to be zero (advantage 0, no KL) are not trained")
-    async_steps: int = Field(ge=0, le=1, description="1: some groups of a batch use weights one version old")
-    stale_fraction: Share = Field(description="share of a batch's groups that do so; read with async_steps=1")
+    skip_zero: bool = Field(
+        description="cells whose gradient is known to be zero (advantage 0, no KL) are not trained"
+    )
+    async_steps: int = Field(
+        ge=0, le=1, description="1: some groups of a batch use weights one version old"
+    )
+    stale_fraction: Share = Field(
+        description="share of a batch's groups that do so; read with async_steps=1"
+    )
 
 
-class Evaluated(Closed):
+class EvaluatedKeys(Closed):
     """sampling.eval.*"""
 
-    steps: Steps | None = Field(ABSENT, description="denoising steps of an evaluation; null: sampling.steps")
+    steps: Steps | None = Field(
+        ABSENT, description="denoising steps of an evaluation; null: sampling.steps"
+    )
     guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = Field(
         description="of an evaluation; null: sampling.guidance_scale"
     )
-    solver: Literal["euler", "dpm2"] = Field(description="of an evaluation's ODE; dpm2: DPM-Solver++ of second order")
-    batch: AtLeast1 | None = Field(description="samples of an evaluation at once; null: all of a prompt")
+    solver: Literal["euler", "dpm2"] = Field(
+        description="of an evaluation's ODE; dpm2: DPM-Solver++ of second order"
+    )
+    batch: AtLeast1 | None = Field(
+        description="samples of an evaluation at once; null: all of a prompt"
+    )
 
 
-class Scouts(Closed):
+class ScoutsKeys(Closed):
     """sampling.scouts.*"""
 
     candidates: AtLeast1 = Field(
-        description="initial noises tried for each sample; a task keeps its best and worst halves; 1: no scouts"
+        description="initial noises tried for each sample; a task keeps its best and worst halves; "
+        "1: no scouts"
     )
-    steps: Steps = Field(description="ODE steps of a try; the chosen ones are generated anew with sampling.steps")
+    steps: Steps = Field(
+        description="ODE steps of a try; the chosen ones are generated anew with sampling.steps"
+    )
 
 
-class Sampling(Closed):
+class SamplingKeys(Closed):
     """sampling.*"""
 
     steps: Steps = Field(description="denoising steps of a sample")
@@ -357,29 +470,30 @@ class Sampling(Closed):
         description="of latents on their way to the trainers"
     )
     task_size: Annotated[int, Field(ge=1, le=4096)] | Auto = Field(
-        description="samples that a rank generates at once; divides data.group_size; auto: the fewest that keep every "
+        description="samples that a rank generates at once; divides data.group_size; auto: the "
+        "fewest that keep every "
         "GPU of the profile busy, whatever the schedule"
     )
     same_noise: bool = Field(description="the samples of a group share their initial noise")
-    scouts: Scouts
-    eval: Evaluated
+    scouts: ScoutsKeys
+    eval: EvaluatedKeys
 
 
-class Optimizer(Open):
+class OptimizerKeys(Open):
     """algorithm.optimizer.*"""
 
     lr: Positive = Field(ABSENT, description="learning rate")
     weight_decay: Amount = Field(ABSENT, description="weight decay")
 
 
-class Sde(Open):
+class SdeKeys(Open):
     """algorithm.sde.*"""
 
     noise_level: Amount = Field(ABSENT, description="strength of the noise of Flow-SDE and CPS")
     eta: Amount = Field(ABSENT, description="strength of the noise of DanceGRPO's SDE")
 
 
-class Advantage(Open):
+class AdvantageKeys(Open):
     """algorithm.advantage.*"""
 
     std: Literal["group", "batch", "none", "max_group"] = Field(
@@ -387,123 +501,185 @@ class Advantage(Open):
     )
 
 
-class Algorithm(Open):
+class AlgorithmKeys(Open):
     """algorithm.*"""
 
-    clip_range: Annotated[float, Field(gt=0, lt=1)] | Annotated[list[Amount], Field(min_length=2)] = Field(
-        ABSENT, description="how far a ratio may leave 1; a list: below, above"
+    clip_range: (
+        Annotated[float, Field(gt=0, lt=1)] | Annotated[list[Amount], Field(min_length=2)]
+    ) = Field(ABSENT, description="how far a ratio may leave 1; a list: below, above")
+    kl_weight: Amount = Field(
+        ABSENT, description="weight of the KL divergence from the reference model; 0: none"
     )
-    kl_weight: Amount = Field(ABSENT, description="weight of the KL divergence from the reference model; 0: none")
     step_weight: Literal["none", "std", "longcat", "rectified"] = Field(
         ABSENT,
-        description="of the policy loss, step by step; std: the step's std/sqrt(h); longcat: LongCat's, KL too; "
+        description="of the policy loss, step by step; std: the step's std/sqrt(h); longcat: "
+        "LongCat's, KL too; "
         "rectified: Flash-GRPO's, which makes the gradients of all steps alike",
     )
     detach_uncond: bool = Field(ABSENT, description="guidance trains its conditional branch alone")
     updates_per_batch: AtLeast1 = Field(ABSENT, description="optimizer updates of an RL step")
-    max_grad_norm: Positive | None = Field(ABSENT, description="gradients are clipped to this norm; null: never")
-    optimizer: Optimizer = Field(ABSENT)
-    sde: Sde = Field(ABSENT)
-    advantage: Advantage = Field(ABSENT)
+    max_grad_norm: Positive | None = Field(
+        ABSENT, description="gradients are clipped to this norm; null: never"
+    )
+    optimizer: OptimizerKeys = Field(ABSENT)
+    sde: SdeKeys = Field(ABSENT)
+    advantage: AdvantageKeys = Field(ABSENT)
 
 
-class Reward(Open):
+class RewardKeys(Open):
     """reward.*"""
 
-    placement: Literal["inline", "thread", "process", "http"] = Field(ABSENT, description="where scorers run")
+    placement: Literal["inline", "thread", "process", "http"] = Field(
+        ABSENT, description="where scorers run"
+    )
     urls: Urls = Field(ABSENT, description="reward services of the scorers placed http")
-    max_missing_share: Share = Field(ABSENT, description="of a reward's samples; beyond it the run saves and stops")
-    min_missing_samples: AtLeast1 = Field(ABSENT, description="samples of a rank before that share counts")
-    pending: AtLeast1 = Field(ABSENT, description="tasks that may wait for scores before generation waits too")
-    max_batch: AtLeast0 = Field(ABSENT, description="samples of waiting tasks scored together; 0: each task alone")
+    max_missing_share: Share = Field(
+        ABSENT, description="of a reward's samples; beyond it the run saves and stops"
+    )
+    min_missing_samples: AtLeast1 = Field(
+        ABSENT, description="samples of a rank before that share counts"
+    )
+    pending: AtLeast1 = Field(
+        ABSENT, description="tasks that may wait for scores before generation waits too"
+    )
+    max_batch: AtLeast0 = Field(
+        ABSENT, description="samples of waiting tasks scored together; 0: each task alone"
+    )
     cache_size: AtLeast0 = Field(ABSENT, description="scores kept by content; 0: off")
-    start_s: Positive = Field(ABSENT, description="placement process: seconds until a scorer must be built")
-    call_s: Positive = Field(ABSENT, description="placement process or http: seconds that a batch may take")
+    start_s: Positive = Field(
+        ABSENT, description="placement process: seconds until a scorer must be built"
+    )
+    call_s: Positive = Field(
+        ABSENT, description="placement process or http: seconds that a batch may take"
+    )
 
 
-class Lora(Open):
+class LoraKeys(Open):
     """model.lora.*"""
 
     rank: int = Field(ABSENT, ge=1, le=4096, description="rank of the adapters")
     alpha: Positive = Field(ABSENT, description="scale of the adapters: alpha / rank")
 
 
-class Model(Open):
+class ModelKeys(Open):
     """model.*"""
 
     path: Text | None = Field(ABSENT, description="the base model: a directory, a file or a hub id")
     gradient_checkpointing: Recomputation | ByTrainer = Field(
         ABSENT,
-        description="which blocks are computed again in the backward pass, or wait on the host for it; auto: what the "
+        description="which blocks are computed again in the backward pass, or wait on the host for "
+        "it; auto: what the "
         "GPU's memory asks for, without the host",
     )
     compile: bool = Field(ABSENT, description="compile the repeated blocks")
-    lora: Lora | None = Field(ABSENT)
+    lora: LoraKeys | None = Field(ABSENT)
 
 
-class Efficiency(Closed):
-    """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults are those of the kind
-    of GPU (digenrl.gpus)."""
+class EfficiencyKeys(Closed):
+    """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults
+    are those of the kind of GPU (digenrl.gpus)."""
 
-    generate: Positive = Field(ABSENT, description="share of the peak that a forward's products reach")
-    attention: Positive = Field(ABSENT, description="share of the peak that PyTorch's attention reaches")
-    fused_attention: Positive = Field(ABSENT, description="... that attention_backend's attention reaches")
-    train: Positive = Field(ABSENT, description="speed of forward and backward, as a part of the forward's")
-    decode: Positive = Field(ABSENT, description="share of the memory bandwidth that the VAE reaches")
-    score: Positive = Field(ABSENT, description="speed of the scorers, as a part of the forward's products")
+    generate: Positive = Field(
+        ABSENT, description="share of the peak that a forward's products reach"
+    )
+    attention: Positive = Field(
+        ABSENT, description="share of the peak that PyTorch's attention reaches"
+    )
+    fused_attention: Positive = Field(
+        ABSENT, description="... that attention_backend's attention reaches"
+    )
+    train: Positive = Field(
+        ABSENT, description="speed of forward and backward, as a part of the forward's"
+    )
+    decode: Positive = Field(
+        ABSENT, description="share of the memory bandwidth that the VAE reaches"
+    )
+    score: Positive = Field(
+        ABSENT, description="speed of the scorers, as a part of the forward's products"
+    )
     encode: Positive = Field(ABSENT, description="speed of the text encoders, likewise")
     network: Positive = Field(ABSENT, description="share of the links' nominal bandwidth")
-    launch_seconds: Amount = Field(ABSENT, description="least seconds of a block's forward; else the engine's")
+    launch_seconds: Amount = Field(
+        ABSENT, description="least seconds of a block's forward; else the engine's"
+    )
     host_gb_s: Positive = Field(ABSENT, description="GB/s between processor and GPU")
 
 
-class Pool(Closed):
+class PoolKeys(Closed):
     """hardware.pools.NAME.*"""
 
-    gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})] = Field(description="e.g. H200")
+    gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})] = Field(
+        description="e.g. H200"
+    )
     count: AtLeast1 = Field(1, description="GPUs of the pool")
-    role: Literal["auto", "trainer", "rollout"] = Field("auto", description="what they do; auto: the planner decides")
-    memory_gib: Positive = Field(description="GiB of one GPU, as torch reports them; nine tenths are planned with")
-    tflops: Positive = Field(description="peak dense bf16 TFLOP/s of one GPU, as its data sheet says")
+    role: Literal["auto", "trainer", "rollout"] = Field(
+        "auto", description="what they do; auto: the planner decides"
+    )
+    memory_gib: Positive = Field(
+        description="GiB of one GPU, as torch reports them; nine tenths are planned with"
+    )
+    tflops: Positive = Field(
+        description="peak dense bf16 TFLOP/s of one GPU, as its data sheet says"
+    )
     hbm_tb_s: Positive = Field(description="TB/s of its memory, as its data sheet says")
     intra_gb_s: Positive = Field(description="GB/s between two GPUs of a node, per direction")
-    inter_gb_s: Positive = Field(description="GB/s of a node's network link, per direction, shared by its GPUs")
-    per_node: AtLeast1 | None = Field(ABSENT, description="GPUs of a node; null: 8, or all of a smaller pool")
+    inter_gb_s: Positive = Field(
+        description="GB/s of a node's network link, per direction, shared by its GPUs"
+    )
+    per_node: AtLeast1 | None = Field(
+        ABSENT, description="GPUs of a node; null: 8, or all of a smaller pool"
+    )
     host_gib: Positive | None = Field(
         ABSENT,
-        description="GiB of memory of a node's host; nine tenths are planned with; null: as much as is asked for",
+        description="GiB of memory of a node's host; nine tenths are planned with; null: as much "
+        "as is asked for",
     )
-    efficiency: Efficiency | None = Field(ABSENT, description="what its GPUs reach, if not what their kind does")
+    efficiency: EfficiencyKeys | None = Field(
+        ABSENT, description="what its GPUs reach, if not what their kind does"
+    )
 
 
-class Line(Closed):
+class LineKeys(Closed):
     """hardware.links.NAME.*"""
 
-    between: Annotated[list[Text], Field(min_length=2, max_length=2), WithJsonSchema({"phrase": "[pool, pool]"})] = (
-        Field(description="two pools by name")
+    between: Annotated[
+        list[Text], Field(min_length=2, max_length=2), WithJsonSchema({"phrase": "[pool, pool]"})
+    ] = Field(description="two pools by name")
+    gb_s: Positive = Field(
+        description="GB/s from one to the other, per direction, shared by all their GPUs"
     )
-    gb_s: Positive = Field(description="GB/s from one to the other, per direction, shared by all their GPUs")
-    latency_s: Amount = Field(0.0, description="seconds that a message takes to the other end beside that")
+    latency_s: Amount = Field(
+        0.0, description="seconds that a message takes to the other end beside that"
+    )
 
 
-class Hardware(Closed):
+class HardwareKeys(Closed):
     """hardware.*"""
 
-    build: Literal["tiny", "real"] = Field(description="tiny: small random builds of the same model classes")
-    emulate: bool = Field(description="sleep as long as the cost model says, in place of the networks")
+    build: Literal["tiny", "real"] = Field(
+        description="tiny: small random builds of the same model classes"
+    )
+    emulate: bool = Field(
+        description="sleep as long as the cost model says, in place of the networks"
+    )
     time_scale: Positive = Field(description="of emulated durations")
-    pools: dict[str, Pool] = Field(min_length=1, description="pools of equal GPUs by name")
-    links: dict[str, Line] = Field(
+    pools: dict[str, PoolKeys] = Field(min_length=1, description="pools of equal GPUs by name")
+    links: dict[str, LineKeys] = Field(
         ABSENT,
-        description="lines between pools in different places, by names of yours; trainers stand in one place; pools "
+        description="lines between pools in different places, by names of yours; trainers stand in "
+        "one place; pools "
         "without an entry: the slower one's inter_gb_s",
     )
-    efficiency: Efficiency | None = Field(ABSENT, description="of every pool")
-    seconds: Seconds | None = Field(ABSENT, description="measured seconds per unit; they replace computed ones")
-    exceptions: dict[str, Any] | None = Field(ABSENT, description="sizes of tiny batches, by updates")
+    efficiency: EfficiencyKeys | None = Field(ABSENT, description="of every pool")
+    seconds: Seconds | None = Field(
+        ABSENT, description="measured seconds per unit; they replace computed ones"
+    )
+    exceptions: dict[str, Any] | None = Field(
+        ABSENT, description="sizes of tiny batches, by updates"
+    )
 
 
-class Train(Closed):
+class TrainKeys(Closed):
     """A run: configs/train.yaml and its groups."""
 
     experiment_name: Name = Field(description="name of the run's directory and of its reports")
@@ -511,101 +687,123 @@ class Train(Closed):
     max_rl_steps: AtLeast1 = Field(description="RL steps of the run")
     resume: Directory | None = Field(description="directory of the run to continue")
     replay: Directory | None = Field(
-        description="directory of a run with trajectories, to train from those without generating anything"
+        description="directory of a run with trajectories, to train from those without generating "
+        "anything"
     )
     output_root: Directory = Field(description="where run directories are made")
     allow_targets: list[Package] = Field(
         description="further packages that `_target_` may name; counts on the command line only"
     )
     confirm_hosts: list[Text] = Field(
-        description="hosts that the config.yaml of an earlier run may name; counts on the command line only"
+        description="hosts that the config.yaml of an earlier run may name; counts on the command "
+        "line only"
     )
-    allocation: Allocation
-    launch: Literal["local", "ray"] = Field(description="who starts ranks that no torchrun or SLURM has started")
-    ray: Ray
-    handshake: Handshake
-    network: Network
-    parallel: Parallel
-    limits: Patience
-    record: Record
+    allocation: AllocationKeys
+    launch: Literal["local", "ray"] = Field(
+        description="who starts ranks that no torchrun or SLURM has started"
+    )
+    ray: RayKeys
+    handshake: HandshakeKeys
+    network: NetworkKeys
+    parallel: ParallelKeys
+    limits: PatienceKeys
+    record: RecordKeys
     strategy: Component = Field(description="DisaggregatedStrategy, or a subclass with other hooks")
-    data: Data
-    schedule: Schedule
-    sampling: Sampling
-    algorithm: Algorithm
-    reward: Reward
-    model: Model
-    hardware: Hardware
+    data: DataKeys
+    schedule: ScheduleKeys
+    sampling: SamplingKeys
+    algorithm: AlgorithmKeys
+    reward: RewardKeys
+    model: ModelKeys
+    hardware: HardwareKeys
     trainer: dict[str, Any] = Field(description="arguments of Lightning's Trainer")
-    logger: dict[str, Any] | None = Field(ABSENT, description="Lightning loggers by name; null: none")
+    logger: dict[str, Any] | None = Field(
+        ABSENT, description="Lightning loggers by name; null: none"
+    )
     callbacks: dict[str, Any] | None = Field(ABSENT, description="Lightning callbacks by name")
 
 
-class PlanOptions(Closed):
+class PlanOptionsKeys(Closed):
     """plan.*"""
 
-    asynchronous: bool = Field(alias="async", description="may choose asynchrony where schedule.async_steps is 0")
+    asynchronous: bool = Field(
+        alias="async", description="may choose asynchrony where schedule.async_steps is 0"
+    )
     show: AtLeast1 = Field(description="candidates printed")
     simulated_steps: Annotated[int, Field(ge=4)] | None = Field(
         description="RL steps of each finalist's simulation; null: until its step no longer changes"
     )
-    price_per_gpu_hour: Amount | None = Field(description="for the cost of the run, in any currency")
+    price_per_gpu_hour: Amount | None = Field(
+        description="for the cost of the run, in any currency"
+    )
     plot: bool = Field(description="draw the winner's step as plots/gantt.png")
 
 
-class Plan(Train):
+class PlanKeys(TrainKeys):
     """A plan: the keys of a run, and `plan`."""
 
-    plan: PlanOptions
+    plan: PlanOptionsKeys
 
 
-class Build(Closed):
+class BuildKeys(Closed):
     """hardware.*"""
 
-    build: Literal["tiny", "real"] = Field(description="tiny: small random weights of the scorers' classes")
+    build: Literal["tiny", "real"] = Field(
+        description="tiny: small random weights of the scorers' classes"
+    )
 
 
-class Score(Closed):
+class ScoreKeys(Closed):
     """Scoring a folder: configs/score.yaml."""
 
     images: Directory = Field(description="its pictures and videos are taken in order of name")
     prompts: PromptFile = Field(description="one prompt a line, in the order of the files")
-    output: File | None = Field(description="where the scores are written, as JSON; null: outputs/scores/<time>.json")
+    output: File | None = Field(
+        description="where the scores are written, as JSON; null: outputs/scores/<time>.json"
+    )
     heldout: bool = Field(description="also the mixture's held-out rewards")
     batch: AtLeast1 = Field(description="files read and scored together, if of equal size")
     max_frames: AtLeast1 = Field(description="of a video; longer ones are cut")
-    max_pixels: AtLeast1 = Field(description="frames x height x width of a file, and about those held at once")
-    hardware: Build
+    max_pixels: AtLeast1 = Field(
+        description="frames x height x width of a file, and about those held at once"
+    )
+    hardware: BuildKeys
     allow_targets: list[Package] = Field(
         description="further packages that `_target_` may name; counts on the command line only"
     )
     reward: dict[str, Any] = Field(description="the scorers: an option of the group")
 
 
-class Limits(Closed):
+class LimitsKeys(Closed):
     """limits.*"""
 
     max_body_bytes: AtLeast1 = Field(description="of a request")
     max_samples: AtLeast1 = Field(description="of a request")
     max_pixels: AtLeast1 = Field(description="frames x height x width of a sample")
     max_pending: AtLeast1 = Field(description="requests that may wait")
-    max_connections: AtLeast1 = Field(description="open ones; one more ends the one that waits longest for a request")
+    max_connections: AtLeast1 = Field(
+        description="open ones; one more ends the one that waits longest for a request"
+    )
     head_s: Positive = Field(description="seconds in which the head of a request must have arrived")
     body_s: Positive = Field(description="seconds in which a request must have arrived")
     score_s: Positive = Field(description="seconds that scoring may take")
-    retry_after_s: Positive = Field(description="seconds after which a refused client may ask again")
+    retry_after_s: Positive = Field(
+        description="seconds after which a refused client may ask again"
+    )
 
 
-class ServeReward(Closed):
+class ServeRewardKeys(Closed):
     """A reward over HTTP: configs/serve_reward.yaml."""
 
     name: Text | None = Field(description="which reward of the mixture; null: its only one")
     host: Text = Field(description="address; anything but loopback needs a token")
     port: int = Field(ge=0, le=65535, description="0: a free one, which is printed")
     token_env: Text = Field(description="environment variable DIGENRL_... that holds the token")
-    token_file: File = Field(description="where a new token is written, off loopback without that variable")
-    limits: Limits
-    hardware: Build
+    token_file: File = Field(
+        description="where a new token is written, off loopback without that variable"
+    )
+    limits: LimitsKeys
+    hardware: BuildKeys
     allow_targets: list[Package] = Field(
         description="further packages that `_target_` may name; counts on the command line only"
     )
@@ -652,8 +850,9 @@ RESUMABLE: tuple[str, ...] = (
     "allow_targets",
     "confirm_hosts",
 )
-"""Keys and groups that may change when a run is resumed. They decide about time, memory and places, about what watches
-the run, and where it ends. Every other key is part of what the checkpoint was trained with, and keeps its value."""
+"""Keys and groups that may change when a run is resumed. They decide about time, memory and places,
+about what watches the run, and where it ends. Every other key is part of what the checkpoint was
+trained with, and keeps its value."""
 
 REPLAYABLE: tuple[str, ...] = (
     *(key for key in RESUMABLE if key not in ("sampling.task_size", "reward.placement")),
@@ -685,18 +884,25 @@ REPLAYABLE: tuple[str, ...] = (
     "algorithm.max_grad_norm",
     "algorithm.ema",
 )
-"""Keys and groups in which a replay may differ from the run that it replays. These keys decide what happens to a
-finished sample. Every other key decided about the samples themselves (`*` stands for any name)."""
+"""Keys and groups in which a replay may differ from the run that it replays. These keys decide what
+happens to a finished sample. Every other key decided about the samples themselves (`*` stands for
+any name)."""
 
-SCHEMAS: dict[str, type[Closed]] = {"train": Train, "plan": Plan, "score": Score, "serve_reward": ServeReward}
+SCHEMAS: dict[str, type[Closed]] = {
+    "train": TrainKeys,
+    "plan": PlanKeys,
+    "score": ScoreKeys,
+    "serve_reward": ServeRewardKeys,
+}
 """Primary file of configs/ -> the schema of its keys."""
 
 _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")
 DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encoding="utf-8"))
-"""Trainer arguments that the rest of the configuration decides, or that would break an RL step -> the key to set
-instead."""
+"""Trainer arguments that the rest of the configuration decides, or that would break an RL step ->
+the key to set instead."""
 
 
 def may_change(key: str, keys: Sequence[str] = RESUMABLE) -> bool:
-    """Return whether a resumed run may change the dotted `key`: it is one of `keys`, or in one of those groups."""
+    """Return whether a resumed run may change the dotted `key`: it is one of `keys`, or in one of
+    those groups."""
     return any(fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*") for name in keys)

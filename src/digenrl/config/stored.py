@@ -1,8 +1,10 @@
-"""The config.yaml of an earlier run, which may come from another machine: read as data, completed, and compared.
+"""The config.yaml of an earlier run, which may come from another machine: read as data, completed,
+and compared.
 
-A stored configuration has no interpolations left. A `${...}` in it was therefore put there by somebody else, to be
-resolved with the reader's environment, and is refused. A URL in it sends something to a host, so the reader must
-confirm every host on another machine. Loopback needs no confirmation, because what listens there is the reader's own.
+A stored configuration has no interpolations left. A `${...}` in it was therefore put there by
+somebody else, to be resolved with the reader's environment, and is refused. A URL in it sends
+something to a host, so the reader must confirm every host on another machine. Loopback needs no
+confirmation, because what listens there is the reader's own.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNOR
 
 
 def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
-    """Return RUN/config.yaml and notes about it. Keys that are newer than the run are added, and removed keys are left
-    out.
+    """Return RUN/config.yaml and notes about it. Keys that are newer than the run are added, and
+    removed keys are left out.
 
     Args:
         word: the key of the command line that names the run, for messages.
@@ -50,17 +52,27 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
     try:
         tree = OmegaConf.load(file)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
-        raise ConfigError([f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]) from error
+        raise ConfigError(
+            [f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]
+        ) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
     if "plan" in tree:
-        raise ConfigError([f"{word} = {run}: is the directory of a plan; name that of a run (with make: RUN=...)."])
+        raise ConfigError(
+            [
+                f"{word} = {run}: is the directory of a plan; name that of a run (with make: "
+                "RUN=...)."
+            ]
+        )
     written = OmegaConf.to_container(tree, resolve=False)
-    foreign = [(path, value) for path, value in nodes(written) if isinstance(value, str) and "${" in value]
+    foreign = [
+        (path, value) for path, value in nodes(written) if isinstance(value, str) and "${" in value
+    ]
     if foreign:
         raise ConfigError(
             [
-                f"{file}: {path} = {shown(value)}: is refused, because a run stores values and no interpolations; "
+                f"{file}: {path} = {shown(value)}: is refused, because a run stores values and no "
+                "interpolations; "
                 "write the value there if you trust the file."
                 for path, value in foreign
             ]
@@ -75,20 +87,25 @@ def _no_run(run: Path, word: str) -> str:
     cause = "has no config.yaml" if run.is_dir() else "is no directory"
     near = [str(path.parent) for path in sorted(run.glob("*/config.yaml"))[-3:]]
     hint = f" It holds the runs {', '.join(near)}." if near else ""
-    if not near and (close := nearest(run.name, [path.parent.name for path in run.parent.glob("*/config.yaml")])):
+    if not near and (
+        close := nearest(run.name, [path.parent.name for path in run.parent.glob("*/config.yaml")])
+    ):
         hint = f" Nearest: {run.parent / close}."
     remedy = f"name a run directory, e.g. {word}=outputs/<experiment>/<time>-0 (with make: RUN=...)"
     return f"{word} = {run}: {cause}; {remedy}.{hint}"
 
 
 def _complete(tree: DictConfig) -> list[str]:
-    """Add the keys that every configuration holds and a stored one lacks, in place, and return them as key=value.
+    """Add the keys that every configuration holds and a stored one lacks, in place, and return them
+    as key=value.
 
     Each gets its default, with every mechanism of the schedule off.
     """
     experiment = str(tree.get("experiment_name"))
     known = experiment in group_options(config_directory())["experiment"]
-    defaults = composed("train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])])
+    defaults = composed(
+        "train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])]
+    )
     added: dict[str, Any] = {}
     for key in (key for key, its in keys_of(SCHEMAS["train"]).items() if its.required):
         head, _, leaf = key.rpartition(".")
@@ -96,13 +113,16 @@ def _complete(tree: DictConfig) -> list[str]:
         here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)
         if here and key != "experiment_name":
             default = OmegaConf.select(defaults, key)
-            added[key] = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
+            added[key] = (
+                OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
+            )
             OmegaConf.update(tree, key, added[key], force_add=True)
     return [f"{key}={value}" for key, value in added.items()]
 
 
 def _forget(tree: DictConfig) -> list[str]:
-    """Remove the removed keys without which the run goes on as it was, in place, and return them as key=value."""
+    """Remove the removed keys without which the run goes on as it was, in place, and return them as
+    key=value."""
     left_out = []
     for key, values in FORGOTTEN.items():
         head, _, leaf = key.rpartition(".")
@@ -115,60 +135,83 @@ def _forget(tree: DictConfig) -> list[str]:
 def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[str]:
     """Return a message for each host on another machine that the user has not confirmed.
 
-    Only hosts count that `stored` names and that `tree` (with the command line's changes) still names.
+    Only hosts count that `stored` names and that `tree` (with the command line's changes) still
+    names.
     """
     before, found = {host for _, host in _hosts(stored)}, dict[str, str]()
     for path, host in _hosts(tree):
         if host in before and host not in confirmed:
             found.setdefault(host, path)
     return [
-        f"{path}: names {host}, and this configuration was stored by an earlier run, maybe somebody else's; add "
-        f"confirm_hosts=[{','.join(found)}] to the command line (with make: ARGS=...) if data may go there."
+        f"{path}: names {host}, and this configuration was stored by an earlier run, maybe "
+        "somebody else's; add "
+        f"confirm_hosts=[{','.join(found)}] to the command line (with make: ARGS=...) if data may "
+        "go there."
         for host, path in found.items()
     ]
 
 
 def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted path, host and port as written) of every URL and HOST:PORT that leads to another machine."""
+    """Yield (dotted path, host and port as written) of every URL and HOST:PORT that leads to
+    another machine."""
     for path, value in nodes(tree):
         text = value.strip() if isinstance(value, str) else ""
-        named = [text] if _HOST_PORT.fullmatch(text) or (path == "ray.address" and _is_host(text)) else []
+        named = (
+            [text]
+            if _HOST_PORT.fullmatch(text) or (path == "ray.address" and _is_host(text))
+            else []
+        )
         for host in [*named, *_URL.findall(text)]:
             if not _LOOPBACK.fullmatch(host):
                 yield path, redact_text(host)
 
 
 def _is_host(address: str) -> bool:
-    """Whether Ray's `address` names a machine, not a cluster to be found or started on this machine, nor a URL."""
+    """Whether Ray's `address` names a machine, not a cluster to be found or started on this
+    machine, nor a URL."""
     return address not in ("", "auto", "local") and "://" not in address
 
 
 def changes(
-    stored: Mapping[str, Any], tree: Mapping[str, Any], may: Sequence[str] = RESUMABLE, because: str = _RESUMED
+    stored: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    may: Sequence[str] = RESUMABLE,
+    because: str = _RESUMED,
 ) -> list[str]:
     """Return what a run based on a stored one has changed without permission, or nothing.
 
     The message names the keys that differ, why they must not, and the keys that `may`.
     """
     before, after = dict(_leaves(stored)), dict(_leaves(tree))
-    differing = (key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT))
+    differing = (
+        key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    )
     keys = sorted(key for key in differing if not may_change(key, may))
     if not keys:
         return []
     said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
-    return [f"{said}: {because}; start a new run for another value. May change: {listing(may, len(may))}."]
+    return [
+        f"{said}: {because}; start a new run for another value. May change: "
+        f"{listing(may, len(may))}."
+    ]
 
 
 def identity(config: DictConfig) -> dict[str, Any]:
-    """Return the values about which two ranks of one run must agree: dotted key -> value, without a machine's own
-    keys."""
+    """Return the values about which two ranks of one run must agree: dotted key -> value, without a
+    machine's own keys."""
     plain = redact(OmegaConf.to_container(config))
-    return {key: value for key, value in _leaves(plain) if key.split(".")[0] not in _OWN and key not in _OWN}
+    return {
+        key: value
+        for key, value in _leaves(plain)
+        if key.split(".")[0] not in _OWN and key not in _OWN
+    }
 
 
 def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return the keys in which two identities differ, with both values."""
-    keys = sorted(key for key in run.keys() | own.keys() if run.get(key, _ABSENT) != own.get(key, _ABSENT))
+    keys = sorted(
+        key for key in run.keys() | own.keys() if run.get(key, _ABSENT) != own.get(key, _ABSENT)
+    )
     return [f"{key} = {_said(own, key)} (the run's: {_said(run, key)})" for key in keys]
 
 
@@ -181,8 +224,8 @@ def _said(leaves: Mapping[str, Any], key: str) -> str:
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of everything in `tree` that is not a group of keys. An empty group counts as a
-    leaf."""
+    """Yield (dotted key, value) of everything in `tree` that is not a group of keys. An empty group
+    counts as a leaf."""
     if isinstance(tree, Mapping) and (tree or not path):
         for key, item in tree.items():
             yield from _leaves(item, f"{path}.{key}" if path else str(key))

@@ -1,17 +1,21 @@
 """The classes that `_target_` may name, checked without importing any of them.
 
-Hydra turns `_target_` into a call, so a configuration is code. The rule is that a target may be one of three:
+Hydra turns `_target_` into a call, so a configuration is code. The rule is that a target may be one
+of three:
 
 - A class in `ROOMS` that a file of the shipped configs/ names.
 - A class in `FOREIGN`.
-- Anything public in a package that `allow_targets` names on the command line. Our own packages are excepted.
+- Anything public in a package that `allow_targets` names on the command line. Our own packages are
+excepted.
 
-So commands, functions and whatever calls something by another name (`class_path`, `hydra.utils.get_method`) are no
-components. A configuration directory of the user's own adds nothing to the list.
+So commands, functions and whatever calls something by another name (`class_path`,
+`hydra.utils.get_method`) are no components. A configuration directory of the user's own adds
+nothing to the list.
 
-Two gates keep the rule. Before anything is imported, every target of the whole tree must obey it, and take the
-arguments that it is given; both are read from source. At instantiation, what `allow_targets` admitted must also have
-been defined in an admitted package, so that an alias such as `mine.os.system` leads nowhere.
+Two gates keep the rule. Before anything is imported, every target of the whole tree must obey it,
+and take the arguments that it is given; both are read from source. At instantiation, what
+`allow_targets` admitted must also have been defined in an admitted package, so that an alias such
+as `mine.os.system` leads nowhere.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ ROOMS: tuple[str, ...] = (
     "digenrl.strategy",
     "reward_models",
 )
-"""Packages of our own that hold components. A file of configs/ can add a class of these to the list, nothing else."""
+"""Packages of our own that hold components. A file of configs/ can add a class of these to the
+list, nothing else."""
 
 FOREIGN: tuple[str, ...] = (
     "lightning.pytorch.Trainer",
@@ -52,7 +57,8 @@ FOREIGN: tuple[str, ...] = (
     "torch.optim.AdamW",
     "torch.optim.SGD",
 )
-"""Classes of other packages: those that configs/ names, and the optimizers that docs/adding.md offers beside them."""
+"""Classes of other packages: those that configs/ names, and the optimizers that docs/adding.md
+offers beside them."""
 
 _OWN = ("digenrl", "reward_models")
 _READ = (*_OWN, "lightning")
@@ -85,7 +91,9 @@ def components() -> frozenset[str]:
     named = set(FOREIGN)
     for file in config_directory().rglob("*.yaml"):
         try:
-            tree = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            tree = yaml.load(
+                file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+            )
         except yaml.YAMLError:
             continue  # Hydra says what is wrong with the file when somebody chooses it
         own = (target for _, target, _ in targets(tree) if isinstance(target, str))
@@ -105,7 +113,9 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
     Args:
         allow: the packages that `allow_targets` names on the command line.
     """
-    return target in components() or (target.partition(".")[0] not in _OWN and _lies_in(target, allow))
+    return target in components() or (
+        target.partition(".")[0] not in _OWN and _lies_in(target, allow)
+    )
 
 
 def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
@@ -165,7 +175,8 @@ def _definition_problems(where: str, path: str, target: str, node: Mapping[str, 
 
 @functools.cache
 def _package_directory(package: str) -> Path | None:
-    """Return the directory of a top-level package. `find_spec` of a top-level name executes no code of the package."""
+    """Return the directory of a top-level package. `find_spec` of a top-level name executes no code
+    of the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -178,7 +189,10 @@ def _module_file(module: str) -> Path | None:
     if directory is None:
         return None
     base = directory.joinpath(*parts[1:])
-    candidates = (base / "__init__.py", base.with_suffix(".py") if len(parts) > 1 else base / "__init__.py")
+    candidates = (
+        base / "__init__.py",
+        base.with_suffix(".py") if len(parts) > 1 else base / "__init__.py",
+    )
     return next((file for file in candidates if file.is_file()), None)
 
 
@@ -186,7 +200,11 @@ def _submodules(module: str) -> list[str]:
     if not module or (directory := _package_directory(module.partition(".")[0])) is None:
         return []
     folder = directory.joinpath(*module.split(".")[1:])
-    return [file.stem for file in folder.glob("*.py") if file.stem != "__init__"] if folder.is_dir() else []
+    return (
+        [file.stem for file in folder.glob("*.py") if file.stem != "__init__"]
+        if folder.is_dir()
+        else []
+    )
 
 
 @functools.cache
@@ -195,11 +213,16 @@ def _body(source: Path) -> tuple[ast.stmt, ...]:
 
 
 def _names(source: Path) -> list[str]:
-    return [item.name for item in _body(source) if isinstance(item, _Definition) and not item.name.startswith("_")]
+    return [
+        item.name
+        for item in _body(source)
+        if isinstance(item, _Definition) and not item.name.startswith("_")
+    ]
 
 
 def _find(module: str, name: str, depth: int = 0) -> _Definition | None:
-    """Return the definition of `name` in `module`, following imports from the same top-level package."""
+    """Return the definition of `name` in `module`, following imports from the same top-level
+    package."""
     source = _module_file(module)
     if source is None or depth > 4:
         return None
@@ -234,7 +257,8 @@ def _parameters(function: ast.FunctionDef, method: bool = False) -> tuple[str, .
 
 
 def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
-    """Return the names that the constructor (or function) accepts; None = not knowable from its source."""
+    """Return the names that the constructor (or function) accepts; None = not knowable from its
+    source."""
     if isinstance(definition, ast.FunctionDef):
         return _parameters(definition)
     for item in definition.body:
@@ -265,14 +289,15 @@ def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[st
 
 
 def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
-    """Call `hydra.utils.instantiate(node, *arguments, **named)` if the allow-list admits every target.
+    """Call `hydra.utils.instantiate(node, *arguments, **named)` if the allow-list admits every
+    target.
 
-    The list is extended by `allow_targets` at the root of the configuration that `node` belongs to. `load` takes that
-    key from the command line only.
+    The list is extended by `allow_targets` at the root of the configuration that `node` belongs to.
+    `load` takes that key from the command line only.
 
     Raises:
-        PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias of something that
-            was defined elsewhere.
+        PermissionError: a target of `node`, or of anything below it, is not allowed, or is an alias
+            of something that was defined elsewhere.
         Exception: what the target itself raised, in its own words.
     """
     root = node._get_root() if isinstance(node, (DictConfig, ListConfig)) else None
@@ -284,7 +309,9 @@ def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
         found = hydra.utils.get_object(target)
         home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
         if target not in components() and not is_allowed(home, allow):
-            raise PermissionError(f"{path or 'node'}: _target_ = {target} is an alias of {home}, which is refused.")
+            raise PermissionError(
+                f"{path or 'node'}: _target_ = {target} is an alias of {home}, which is refused."
+            )
     try:
         return hydra.utils.instantiate(node, *arguments, **named)
     except InstantiationException as error:  # one frame of Hydra's for every level of the tree

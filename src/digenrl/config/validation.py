@@ -1,4 +1,5 @@
-"""Schemas in words: the values that each key may hold as a phrase, and pydantic's errors as our messages."""
+"""Schemas in words: the values that each key may hold as a phrase, and pydantic's errors as our
+messages."""
 
 from __future__ import annotations
 
@@ -51,13 +52,19 @@ def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -
     for name, entry in node["properties"].items():
         needed = required and name in node.get("required", ())
         named = entry.get("additionalProperties")
-        inner = next((variant["$ref"] for variant in entry.get("anyOf", [entry]) if "$ref" in variant), None)
+        inner = next(
+            (variant["$ref"] for variant in entry.get("anyOf", [entry]) if "$ref" in variant), None
+        )
         if inner is not None:
             found[name] = _group(groups[inner.rpartition("/")[2]], groups, needed)
         elif isinstance(named, Mapping) and "$ref" in named:
-            found[name] = {ANY_NAME: _group(groups[named["$ref"].rpartition("/")[2]], groups, False)}
+            found[name] = {
+                ANY_NAME: _group(groups[named["$ref"].rpartition("/")[2]], groups, False)
+            }
         else:
-            found[name] = Key(_phrase(entry), entry.get("description", ""), needed, entry.get("default"))
+            found[name] = Key(
+                _phrase(entry), entry.get("description", ""), needed, entry.get("default")
+            )
     return found
 
 
@@ -89,8 +96,12 @@ def _phrase(node: Mapping[str, Any], between: str = " | ") -> str:
     if kind in ("integer", "number"):
         words = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
         limits = [f"{sign} {_number(node[word])}" for word, sign in words.items() if word in node]
-        return " ".join(["whole number" if kind == "integer" else "number", " and ".join(limits)]).strip()
-    return {"boolean": "true or false", "null": "null", "string": "text"}.get(str(kind), "a group of keys")
+        return " ".join(
+            ["whole number" if kind == "integer" else "number", " and ".join(limits)]
+        ).strip()
+    return {"boolean": "true or false", "null": "null", "string": "text"}.get(
+        str(kind), "a group of keys"
+    )
 
 
 def _number(value: float) -> str:
@@ -109,11 +120,15 @@ def _kind_of(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as YAML writes it, cut, without secrets."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
     return redact_text(text if len(text) <= 200 else f"{text[:200]}...")
 
 
-def problems_by_key(schema: type[BaseModel], tree: Any, unknown: Callable[[str, Any], str]) -> dict[str, str]:
+def problems_by_key(
+    schema: type[BaseModel], tree: Any, unknown: Callable[[str, Any], str]
+) -> dict[str, str]:
     """Return key -> message for everything in `tree` that the schema does not allow.
 
     Args:
@@ -126,7 +141,10 @@ def problems_by_key(schema: type[BaseModel], tree: Any, unknown: Callable[[str, 
         for one in error.errors(include_url=False):
             located = _located(_tree_of(schema), one)
             found.setdefault(located.key, []).append(located)
-        return {key: _message(tree, min(errors, key=_distance), unknown) for key, errors in found.items()}
+        return {
+            key: _message(tree, min(errors, key=_distance), unknown)
+            for key, errors in found.items()
+        }
     return {}
 
 
@@ -156,13 +174,20 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
     if error["type"] == "extra_forbidden":
         return unknown(key, error["input"])
     if isinstance(said, Mapping):
-        must = "must hold " + ("groups of keys by name" if ANY_NAME in said else f"the keys {', '.join(sorted(said))}")
+        must = "must hold " + (
+            "groups of keys by name" if ANY_NAME in said else f"the keys {', '.join(sorted(said))}"
+        )
         return (
-            f"{key}: missing; it {must}." if error["type"] == "missing" else f"{key} = {shown(error['input'])}: {must}."
+            f"{key}: missing; it {must}."
+            if error["type"] == "missing"
+            else f"{key} = {shown(error['input'])}: {must}."
         )
     assert said is not None
     if error["type"] == "missing":
-        return f"{key}: missing; allowed: {said.allowed}{f' ({said.meaning})' if said.meaning else ''}."
+        return (
+            f"{key}: missing; allowed: "
+            f"{said.allowed}{f' ({said.meaning})' if said.meaning else ''}."
+        )
     wrong = _complaint(error)
     if located.in_item:
         wrong = f"holds {error['input']!r}, which {wrong}"
@@ -175,7 +200,8 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
 def _distance(located: _Located) -> int:
     """Return the rank of an error among those of one key; the least is reported.
 
-    A key may have several types. An error about the value's own type comes first, a wrong type next, a wrong word last.
+    A key may have several types. An error about the value's own type comes first, a wrong type
+    next, a wrong word last.
     """
     kind = located.error["type"]
     if located.error["loc"][-1] == "[key]":  # the name of a mapping's entry
@@ -199,4 +225,8 @@ def _complaint(error: Mapping[str, Any]) -> str:
         return "is not finite"
     if isinstance(value, float) and kind in ("int_type", "int_from_float"):
         return "is not a whole number"
-    return "is none of the choices" if kind == "literal_error" and isinstance(value, str) else f"is {_kind_of(value)}"
+    return (
+        "is none of the choices"
+        if kind == "literal_error" and isinstance(value, str)
+        else f"is {_kind_of(value)}"
+    )

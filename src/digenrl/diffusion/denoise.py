@@ -1,11 +1,11 @@
 """Sampling and replay of trajectories through one transition kernel.
 
-`SampleState` is everything that a trajectory is between two denoising steps. A trajectory can be suspended after any
-step, sent to another rank and resumed there. The result is bit-equal on equal kernels and batch geometry (I12), because
-noise comes from keys, not generators.
+`SampleState` is everything that a trajectory is between two denoising steps. A trajectory can be
+suspended after any step, sent to another rank and resumed there. The result is bit-equal on equal
+kernels and batch geometry (I12), because noise comes from keys, not generators.
 
-Legend of shapes: b samples of a task, T denoising steps, S trained steps, K steps of a cell block, *L latent
-dimensions.
+Legend of shapes: b samples of a task, T denoising steps, S trained steps, K steps of a cell block,
+*L latent dimensions.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ class SampleState:
 
 
 @dataclass(frozen=True)
-class Samples:
+class FinishedSamples:
     """Finished trajectories of one task."""
 
     steps: Tensor
     """[S] int64 on CPU."""
     latents: Tensor
-    """[b, S, *L] storage dtype; [b, S, 0] for forward-process methods, which noise `final` themselves."""
+    """[b, S, *L] storage dtype; [b, S, 0] for forward-process methods, which noise `final`
+    themselves."""
     next_latents: Tensor
     """Like `latents`."""
     log_probs: Tensor
@@ -78,7 +79,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayedTransitions:
     """The transitions of a block's cells with the present weights, differentiable."""
 
     log_prob: Tensor
@@ -105,9 +106,11 @@ def start(
     device: torch.device | str = "cpu",
     same_noise: bool = False,
 ) -> SampleState:
-    """Return the state before the first step: initial noise rounded to the storage dtype. `shape` = *L, one sample.
+    """Return the state before the first step: initial noise rounded to the storage dtype. `shape` =
+    *L, one sample.
 
-    same_noise: all samples of a group begin with the same noise (DanceGRPO `--use_same_noise`, MixGRPO).
+    same_noise: all samples of a group begin with the same noise (DanceGRPO `--use_same_noise`,
+    MixGRPO).
     """
     samples = [0] * len(key.samples) if same_noise else key.samples
     noise = keys.noise(key.seed, key.step, key.uid, samples, keys.INITIAL, shape)
@@ -124,11 +127,13 @@ def advance(
     plan: StepPlan,
     keep_means: bool = False,
 ) -> SampleState:
-    """Make one denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1]. Raises when already
-    finished."""
+    """Make one denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1].
+    Raises when already finished."""
     k, latents = state.next_step, state.latents
     if k >= sigmas.numel() - 1:
-        raise ValueError(f"the trajectory has finished its {sigmas.numel() - 1} denoising steps: call finish()")
+        raise ValueError(
+            f"the trajectory has finished its {sigmas.numel() - 1} denoising steps: call finish()"
+        )
     rows = latents.shape[0]
     steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)
     sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)
@@ -138,9 +143,18 @@ def advance(
         following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
     # Drawn by the processor while the GPU still computes the velocity.
-    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]).to(latents.device)
+    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]).to(
+        latents.device
+    )
     out = kernel.transition(
-        latents, velocity, sigma, next_sigma, guard, noise=noise, storage_dtype=latents.dtype, drawn=policy.drawn
+        latents,
+        velocity,
+        sigma,
+        next_sigma,
+        guard,
+        noise=noise,
+        storage_dtype=latents.dtype,
+        drawn=policy.drawn,
     )
     if k not in plan.trained:
         return replace(state, latents=out.next_latents, next_step=k + 1)
@@ -155,19 +169,23 @@ def advance(
     )
 
 
-def finish(state: SampleState, plan: StepPlan) -> Samples:
-    """Return the stored tensors of a trajectory that has made all its steps. Raises if trained steps are missing."""
+def finish(state: SampleState, plan: StepPlan) -> FinishedSamples:
+    """Return the stored tensors of a trajectory that has made all its steps. Raises if trained
+    steps are missing."""
     steps, final = torch.tensor(plan.trained, dtype=torch.int64), state.latents
     rows, count = final.shape[0], len(plan.trained)
     if plan.forward_process:
         empty = final.new_empty(rows, count, 0)
-        return Samples(steps, empty, empty, torch.zeros(rows, count, device=final.device), final)
+        return FinishedSamples(
+            steps, empty, empty, torch.zeros(rows, count, device=final.device), final
+        )
     if len(state.kept_latents) != count:
         raise ValueError(
-            f"the trajectory stopped after denoising step {state.next_step} with {len(state.kept_latents)} of the "
+            f"the trajectory stopped after denoising step {state.next_step} with "
+            f"{len(state.kept_latents)} of the "
             f"{count} trained steps {plan.trained}: call advance() until all steps are done"
         )
-    return Samples(
+    return FinishedSamples(
         steps=steps,
         latents=torch.stack(state.kept_latents, dim=1),
         next_latents=torch.stack(state.kept_next_latents, dim=1),
@@ -188,7 +206,7 @@ def sample(
     device: torch.device | str = "cpu",
     same_noise: bool = False,
     keep_means: bool = False,
-) -> Samples:
+) -> FinishedSamples:
     """Run start, then advance through all T steps, then finish."""
     state = start(key, policy.latent_shape, storage_dtype, device, same_noise)
     for _ in range(sigmas.numel() - 1):
@@ -205,10 +223,11 @@ def ode_sample(
     before_step: Callable[[], None] = lambda: None,
     solver: Solver = "euler",
 ) -> Tensor:
-    """Sample for evaluation, always without SDE noise (flow_grpo train_sd3.py:258): noise [b, *L] -> final [b, *L].
+    """Sample for evaluation, always without SDE noise (flow_grpo train_sd3.py:258): noise [b, *L]
+    -> final [b, *L].
 
-    dpm2: DPM-Solver++ 2M (Lu et al. 2022, arXiv 2211.01095, algorithm 2), first order at the first and the last step,
-    where log-SNR is infinite.
+    dpm2: DPM-Solver++ 2M (Lu et al. 2022, arXiv 2211.01095, algorithm 2), first order at the first
+    and the last step, where log-SNR is infinite.
     """
     latents, rows = noise, noise.shape[0]
     grid, before = sigmas.to(noise.device), None
@@ -226,19 +245,22 @@ def ode_sample(
     return latents
 
 
-def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
-    """Replay a block's stored transitions with the present weights: one forward over (sample x step) rows,
-    sample-major.
+def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> ReplayedTransitions:
+    """Replay a block's stored transitions with the present weights: one forward over (sample x
+    step) rows, sample-major.
 
-    At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and kernels. For the
-    base model's transitions call this under `torch.no_grad()` inside `policy.reference()`.
+    At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and
+    kernels. For the base model's transitions call this under `torch.no_grad()` inside
+    `policy.reference()`.
     """
     rows, count = block.latents.shape[:2]
     latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)
     sigma, next_sigma, guard = step_sigmas(block.sigmas, block.steps.repeat(rows))
     velocity = policy.velocity(latents, sigma, expand_condition(block.condition, rows * count))
-    out = kernel.transition(latents, velocity, sigma, next_sigma, guard, next_latents=following, drawn=policy.drawn)
-    return Replay(
+    out = kernel.transition(
+        latents, velocity, sigma, next_sigma, guard, next_latents=following, drawn=policy.drawn
+    )
+    return ReplayedTransitions(
         log_prob=_log_prob(out).unflatten(0, (rows, count)),
         mean=out.mean.unflatten(0, (rows, count)),
         std=out.std.unflatten(0, (rows, count)),
@@ -248,7 +270,8 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> Replay:
 
 
 def expand_condition(condition: dict[str, Tensor], rows: int) -> dict[str, Tensor]:
-    """Return one prompt's conditioning (leading dimension 1) as views with leading dimension `rows`.
+    """Return one prompt's conditioning (leading dimension 1) as views with leading dimension
+    `rows`.
 
     Conditioning that has one row per sample is returned unchanged.
     """
@@ -261,6 +284,7 @@ def expand_condition(condition: dict[str, Tensor], rows: int) -> dict[str, Tenso
 def _log_prob(out: Transition) -> Tensor:
     if out.log_prob is None:
         raise ValueError(
-            "the kernel's noise level is 0, so its steps have no log-prob to train: raise algorithm.sde's level"
+            "the kernel's noise level is 0, so its steps have no log-prob to train: raise "
+            "algorithm.sde's level"
         )
     return out.log_prob

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from digenrl.models.policy import Policy
 
 KERNEL = FlowSDE()
-"""Kernel with which every policy is compared, including those trained with ODE samplers, so that the numbers
-compare."""
+"""Kernel with which every policy is compared, including those trained with ODE samplers, so that
+the numbers compare."""
 
 
 @torch.no_grad()
@@ -30,10 +30,12 @@ def trajectories(
     kernel: Kernel = KERNEL,
     before_forward: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """Trajectories with noise in every step, and how much likelier they are to be the policy's than the base model's.
+    """Trajectories with noise in every step, and how much likelier they are to be the policy's than
+    the base model's.
 
-    By the chain rule that is the sum of the KL divergences of their transitions, |difference of means|^2 / (2 S^2):
-    an upper bound of the divergence of the samples themselves (data processing inequality).
+    By the chain rule that is the sum of the KL divergences of their transitions, |difference of
+    means|^2 / (2 S^2): an upper bound of the divergence of the samples themselves (data processing
+    inequality).
 
     Args:
         condition: leading dimension 1 or b.
@@ -43,7 +45,8 @@ def trajectories(
         before_forward: called before each of the 2 T forwards; an exception ends this.
 
     Returns:
-        (samples [b, *L], KL(policy || base) [b] in nats per sample). Inside `policy.reference()`: (base samples, 0).
+        (samples [b, *L], KL(policy || base) [b] in nats per sample). Inside `policy.reference()`:
+        (base samples, 0).
     """
     latents = draw(keys.INITIAL)
     rows, total = len(latents), torch.zeros(len(latents), device=latents.device)
@@ -55,7 +58,9 @@ def trajectories(
         sigma, following, guard = step_sigmas(grid, torch.full((rows,), step, device=grid.device))
         velocity = policy.velocity(latents, sigma, condition)
         kept = latents.dtype
-        return kernel.transition(latents, velocity, sigma, following, guard, noise, None, kept, policy.drawn)
+        return kernel.transition(
+            latents, velocity, sigma, following, guard, noise, None, kept, policy.drawn
+        )
 
     for step in range(len(grid) - 1):
         noise = draw(step)

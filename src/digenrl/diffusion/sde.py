@@ -1,17 +1,19 @@
-"""Transition kernels of the denoising chain. Sampling and replay are one code path, so an on-policy ratio is exactly 1.
+"""Transition kernels of the denoising chain. Sampling and replay are one code path, so an on-policy
+ratio is exactly 1.
 
-Rectified flow, data at 0 and noise at 1: x_s = (1-s)*x0 + s*eps, v = eps - x0 (the network's output).
-s = sigma, s1 = next sigma < s, dt = s1 - s < 0, h = -dt. x0_hat = x - s*v, eps_hat = x + (1-s)*v.
-Legend of shapes: B rows, *L latent dimensions of any rank ([N, C] packed, [C, H, W], [C, F, H, W]).
+Rectified flow, data at 0 and noise at 1: x_s = (1-s)*x0 + s*eps, v = eps - x0 (the network's
+output). s = sigma, s1 = next sigma < s, dt = s1 - s < 0, h = -dt. x0_hat = x - s*v, eps_hat = x +
+(1-s)*v. Legend of shapes: B rows, *L latent dimensions of any rank ([N, C] packed, [C, H, W], [C,
+F, H, W]).
 
 Conventions, one for all kernels:
-- log-probs are *means* over the latent dimensions, so a log-ratio is 1/D of the joint one and clip ranges are
-  1e-6..1e-3;
+- log-probs are *means* over the latent dimensions, so a log-ratio is 1/D of the joint one and clip
+  ranges are 1e-6..1e-3;
 - `std` excludes sqrt(h); the standard deviation of one step's noise is S = std * sqrt_h;
-- the next latent is rounded to the storage dtype *before* its log-prob is taken, and that tensor is what the network
-  sees next;
-- arithmetic is fp32 at least (bf16 overflows in the mean: yifan123/flow_grpo sd3_sde_with_logprob.py:34); fp64 input
-  stays fp64.
+- the next latent is rounded to the storage dtype *before* its log-prob is taken, and that tensor is
+  what the network sees next;
+- arithmetic is fp32 at least (bf16 overflows in the mean: yifan123/flow_grpo
+  sd3_sde_with_logprob.py:34); fp64 input stays fp64.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Transition:
     next_latents: Tensor
     """[B, *L] storage dtype."""
     log_prob: Tensor | None
-    """[B] mean-per-dimension log-prob; None where the kernel's noise level is 0 (0/0 must never be stored)."""
+    """[B] mean-per-dimension log-prob; None where the kernel's noise level is 0 (0/0 must never be
+    stored)."""
     mean: Tensor
     """[B, *L] of what is drawn."""
     std: Tensor
@@ -42,11 +45,12 @@ class Transition:
 
 
 class Kernel(ABC):
-    """An SDE. A variant defines `moments`; `transition` samples, rounds, replays and computes log-probs for all
-    variants."""
+    """An SDE. A variant defines `moments`; `transition` samples, rounds, replays and computes
+    log-probs for all variants."""
 
     gaussian: ClassVar[bool] = True
-    """True if `log_prob` is the log-density of N(mean, S^2); False for Flow-CPS, which drops the variance."""
+    """True if `log_prob` is the log-density of N(mean, S^2); False for Flow-CPS, which drops the
+    variance."""
 
     level: ClassVar[str] = "noise_level"
     """Name of the field with the noise level."""
@@ -55,20 +59,22 @@ class Kernel(ABC):
         value = getattr(self, self.level)
         if not math.isfinite(value) or value < 0:
             raise ValueError(
-                f"{self.level} must be finite and >= 0, got {value}: 0 is the deterministic ODE, training needs > 0"
+                f"{self.level} must be finite and >= 0, got {value}: 0 is the deterministic ODE, "
+                "training needs > 0"
             )
 
     @property
     def stochastic(self) -> bool:
-        """Whether the noise level is above 0. Without noise no log-prob exists, and nothing can be trained."""
+        """Whether the noise level is above 0. Without noise no log-prob exists, and nothing can be
+        trained."""
         return bool(getattr(self, self.level) > 0)
 
     @abstractmethod
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (mean, std, S = std*sqrt_h) of the next latent: mean like x [B, *L], the others like s [B, 1, ...,
-        1]."""
+        """Return (mean, std, S = std*sqrt_h) of the next latent: mean like x [B, *L], the others
+        like s [B, 1, ..., 1]."""
 
     def transition(
         self,
@@ -82,20 +88,23 @@ class Kernel(ABC):
         storage_dtype: torch.dtype = torch.float32,
         drawn: int | None = None,
     ) -> Transition:
-        """Take one step: sample when `noise` [B, *L] is given, replay when `next_latents` [B, *L] is. Give one of the
-        two.
+        """Take one step: sample when `noise` [B, *L] is given, replay when `next_latents` [B, *L]
+        is. Give one of the two.
 
-        Shapes: latents and velocity [B, *L], sigma and next_sigma [B], sigma_guard [B] from `sigmas.step_sigmas`. The
-        log-prob is differentiable with respect to `velocity` only: the next latent counts as data.
+        Shapes: latents and velocity [B, *L], sigma and next_sigma [B], sigma_guard [B] from
+        `sigmas.step_sigmas`. The log-prob is differentiable with respect to `velocity` only: the
+        next latent counts as data.
 
-        `drawn`: number of leading tokens of packed latents that have noise, mean and log-prob. The tokens behind them
-        follow the ODE. None: all tokens are drawn.
+        `drawn`: number of leading tokens of packed latents that have noise, mean and log-prob. The
+        tokens behind them follow the ODE. None: all tokens are drawn.
         """
         x, v, s, s1, guard = _wide(latents, velocity, sigma, next_sigma, sigma_guard)
         sqrt_h = torch.sqrt(s - s1)
         mean, std, scale = self.moments(x[:, :drawn], v[:, :drawn], s, s1, guard, sqrt_h)
         if (noise is None) == (next_latents is None):
-            raise ValueError("transition takes exactly one of noise (to sample) and next_latents (to replay)")
+            raise ValueError(
+                "transition takes exactly one of noise (to sample) and next_latents (to replay)"
+            )
         if noise is not None:
             next_latents = mean + scale * noise[:, :drawn].to(mean)
             if drawn is not None:
@@ -106,37 +115,51 @@ class Kernel(ABC):
         if self.stochastic:
             log_density = -((next_latents[:, :drawn].to(mean.dtype).detach() - mean) ** 2)
             if self.gaussian:
-                log_density = log_density / (2.0 * scale**2) - torch.log(scale) - 0.5 * math.log(2.0 * math.pi)
+                log_density = (
+                    log_density / (2.0 * scale**2)
+                    - torch.log(scale)
+                    - 0.5 * math.log(2.0 * math.pi)
+                )
             log_prob = log_density.flatten(1).mean(dim=1)
         return Transition(next_latents, log_prob, mean, std.flatten(), sqrt_h.flatten())
 
 
 def ode_step(
-    latents: Tensor, velocity: Tensor, sigma: Tensor, next_sigma: Tensor, storage_dtype: torch.dtype = torch.float32
+    latents: Tensor,
+    velocity: Tensor,
+    sigma: Tensor,
+    next_sigma: Tensor,
+    storage_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the Euler step x + v*dt, [B, *L] in the storage dtype: the deterministic limit of every kernel here."""
+    """Return the Euler step x + v*dt, [B, *L] in the storage dtype: the deterministic limit of
+    every kernel here."""
     x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
     return (x + v * (s1 - s)).to(storage_dtype)
 
 
 @dataclass(frozen=True)
 class FlowSDE(Kernel):
-    """Flow-GRPO SDE (arXiv 2505.05470): std = a*sqrt(s/(1-d)), mean = x + v*dt + std^2/(2s)*eps_hat*dt.
+    """Flow-GRPO SDE (arXiv 2505.05470): std = a*sqrt(s/(1-d)), mean = x + v*dt +
+    std^2/(2s)*eps_hat*dt.
 
-    d = s, except at the first step, where d = sigmas[1] (yifan123/flow_grpo sd3_sde_with_logprob.py:44), so that the
-    noise of the first step has standard deviation a on any grid.
+    d = s, except at the first step, where d = sigmas[1] (yifan123/flow_grpo
+    sd3_sde_with_logprob.py:44), so that the noise of the first step has standard deviation a on any
+    grid.
     """
 
     noise_level: float = 0.7
-    """Noise level a. Flow-GRPO uses 0.7 for SD3 and Wan2.1, 0.9 for 6-step FLUX, 1.2 for Qwen-Image windows."""
+    """Noise level a. Flow-GRPO uses 0.7 for SD3 and Wan2.1, 0.9 for 6-step FLUX, 1.2 for Qwen-Image
+    windows."""
     max_scale: float | None = None
-    """Upper bound of S = std*sqrt(h), applied before the mean; None = unbounded. LongCat uses 0.45 (ModelTC/GenRL
-    wan_pipeline_with_logprob.py:81)."""
+    """Upper bound of S = std*sqrt(h), applied before the mean; None = unbounded. LongCat uses 0.45
+    (ModelTC/GenRL wan_pipeline_with_logprob.py:81)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_scale is not None and self.max_scale <= 0:
-            raise ValueError(f"max_scale must be positive or null, got {self.max_scale}: LongCat uses 0.45")
+            raise ValueError(
+                f"max_scale must be positive or null, got {self.max_scale}: LongCat uses 0.45"
+            )
 
     def moments(
         self, x: Tensor, v: Tensor, s: Tensor, s1: Tensor, guard: Tensor, sqrt_h: Tensor
@@ -150,7 +173,8 @@ class FlowSDE(Kernel):
 
 @dataclass(frozen=True)
 class DanceSDE(Kernel):
-    """DanceGRPO SDE (arXiv 2505.07818): constant std = eta, mean = x + v*dt - eta^2/2*score*dt, score = -eps_hat/s.
+    """DanceGRPO SDE (arXiv 2505.07818): constant std = eta, mean = x + v*dt - eta^2/2*score*dt,
+    score = -eps_hat/s.
 
     Equal to `FlowSDE`'s step with std := eta; needs no guard at the first step (XueZeyue/DanceGRPO
     train_grpo_flux.py:131).
@@ -170,11 +194,12 @@ class DanceSDE(Kernel):
 
 @dataclass(frozen=True)
 class LinearSDE(Kernel):
-    """Noise in proportion to sigma, std = a*s: Flow-GRPO's Wan kernel, as its public copies have it (zhtmike/flow_grpo
-    flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py at def7b84, Fuzm7/FlowAWR the same file at 05e993a).
+    """Noise in proportion to sigma, std = a*s: Flow-GRPO's Wan kernel, as its public copies have it
+    (zhtmike/flow_grpo flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py at def7b84,
+    Fuzm7/FlowAWR the same file at 05e993a).
 
-    They interpolate sigma_min + (sigma_max - sigma_min)*s with sigma_max = sigmas[1] and sigma_min = 0. The mean is
-    `FlowSDE`'s; std is finite everywhere, so the first step needs no guard.
+    They interpolate sigma_min + (sigma_max - sigma_min)*s with sigma_max = sigmas[1] and sigma_min
+    = 0. The mean is `FlowSDE`'s; std is finite everywhere, so the first step needs no guard.
     """
 
     noise_level: float = 0.983
@@ -193,8 +218,9 @@ class FlowCPS(Kernel):
     """Flow-CPS, coefficient-preserving sampling (arXiv 2509.05952): sig = s1*sin(a*pi/2),
     mean = (1-s1)*x0_hat + s1*cos(a*pi/2)*eps_hat, x' = mean + sig*z, log-prob = -mean((x'-mean)^2).
 
-    The log-prob has neither variance nor constants (ModelTC/GenRL wan_pipeline_with_logprob.py:113), so its log-ratios
-    are 2*sig^2 times the Gaussian ones and clip ranges do not transfer from `FlowSDE`. At the last step sig = 0.
+    The log-prob has neither variance nor constants (ModelTC/GenRL
+    wan_pipeline_with_logprob.py:113), so its log-ratios are 2*sig^2 times the Gaussian ones and
+    clip ranges do not transfer from `FlowSDE`. At the last step sig = 0.
     """
 
     gaussian: ClassVar[bool] = False
@@ -205,7 +231,8 @@ class FlowCPS(Kernel):
         super().__post_init__()
         if self.noise_level > 1:
             raise ValueError(
-                f"FlowCPS noise_level is an angle in quarter turns and must be in 0..1, got {self.noise_level}: use 0.8"
+                "FlowCPS noise_level is an angle in quarter turns and must be in 0..1, got "
+                f"{self.noise_level}: use 0.8"
             )
 
     def moments(

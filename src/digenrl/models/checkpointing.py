@@ -1,4 +1,5 @@
-"""Activation checkpointing of diffusers' transformers, block by block (see `digenrl.recompute` for the grades)."""
+"""Activation checkpointing of diffusers' transformers, block by block (see `digenrl.recompute` for
+the grades)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from digenrl.models.offload import Offload
 from digenrl.recompute import ALL, ATTENTION, INPUTS, OFFLOAD, Recompute
@@ -23,14 +28,15 @@ _PRODUCTS = {
 PRODUCTS_FROM, ATTENTION_FROM = 0.17, 2.0
 """Grade -> inner over outer dimension from which a matrix product is kept.
 
-A product costs as many FLOPs per byte of its output as its inner dimension. Below the first value, repeating is as
-cheap as keeping (the second factor of a low-rank adapter, modulations). Above the second are the products that close a
-block.
+A product costs as many FLOPs per byte of its output as its inner dimension. Below the first value,
+repeating is as cheap as keeping (the second factor of a low-rank adapter, modulations). Above the
+second are the products that close a block.
 """
 
 
 def enable(transformer: Any, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
-    """Make each of `blocks` of `transformer` (a diffusers model) keep the activations that `recompute` selects.
+    """Make each of `blocks` of `transformer` (a diffusers model) keep the activations that
+    `recompute` selects.
 
     The state of random generators is not restored, because the policies run without dropout.
     """
@@ -54,7 +60,8 @@ def _run(modes: dict[nn.Module, str], offload: Offload, block: nn.Module, *args:
 
 
 def _keeps(least: float, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep the output of fused attention, by any backend, and of products with at least `least` inputs per output."""
+    """Keep the output of fused attention, by any backend, and of products with at least `least`
+    inputs per output."""
     first = _PRODUCTS.get(operator)
     if first is None:
         name = str(operator)

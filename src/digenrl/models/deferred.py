@@ -1,9 +1,12 @@
-"""A network that is built without memory, sharded, and only then given its values. No rank ever holds all of them.
+"""A network that is built without memory, sharded, and only then given its values. No rank ever
+holds all of them.
 
-    empty: parameters on the meta device  ->  strategy: shard  ->  fill: memory for this rank's part, its rows read
+    empty: parameters on the meta device  ->  strategy: shard  ->  fill: memory for this rank's
+    part, its rows read
 
-Every rank reads its own rows of each tensor from the checkpoint. The page cache serves all ranks of a node, so the file
-is read from disk once. Adapters are drawn again, from the same seed as when they were injected.
+Every rank reads its own rows of each tensor from the checkpoint. The page cache serves all ranks of
+a node, so the file is read from disk once. Adapters are drawn again, from the same seed as when
+they were injected.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ _FILE = "diffusion_pytorch_model.safetensors"
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """Make parameters on the meta device while the context is open. Buffers, and what modules compute when built, are
-    real."""
+    """Make parameters on the meta device while the context is open. Buffers, and what modules
+    compute when built, are real."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -69,9 +72,14 @@ def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -
 
 @torch.no_grad()
 def fill(
-    network: nn.Module, path: str, subfolders: Mapping[str, str], lora: LoraSpec | None, device: torch.device
+    network: nn.Module,
+    path: str,
+    subfolders: Mapping[str, str],
+    lora: LoraSpec | None,
+    device: torch.device,
 ) -> None:
-    """Allocate every parameter of `network` that has no memory on `device`, and read this rank's part of its values.
+    """Allocate every parameter of `network` that has no memory on `device`, and read this rank's
+    part of its values.
 
     Args:
         subfolders: subfolder of the checkpoint -> prefix of its tensors' names in `network`.
@@ -79,7 +87,9 @@ def fill(
     Raises:
         CheckpointError: the checkpoint is absent, lacks a tensor, or has a tensor of another shape.
     """
-    network._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    network._apply(
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
     stored = {prefix: _Stored(path, subfolder) for subfolder, prefix in subfolders.items()}
     factors = {} if lora is None else dict(_factors(network, lora))
     for name, parameter in [*network.named_parameters(), *_kept_buffers(network)]:
@@ -93,10 +103,17 @@ def fill(
 
 def _factors(network: nn.Module, lora: LoraSpec) -> Iterator[tuple[str, Tensor]]:
     layers: list[tuple[str, Any]]
-    layers = [(name, layer) for name, layer in network.named_modules() if isinstance(layer, BaseTunerLayer)]
+    layers = [
+        (name, layer)
+        for name, layer in network.named_modules()
+        if isinstance(layer, BaseTunerLayer)
+    ]
     sizes = [(layer.in_features, layer.out_features) for _, layer in layers]
     for (name, layer), (a, b) in zip(layers, initial_factors(lora, sizes), strict=True):
-        yield f"{name}.lora_A.default.weight", a.to(layer.get_base_layer().weight.dtype)  # as peft does after drawing
+        yield (
+            f"{name}.lora_A.default.weight",
+            a.to(layer.get_base_layer().weight.dtype),
+        )  # as peft does after drawing
         yield f"{name}.lora_B.default.weight", b
 
 
@@ -107,17 +124,21 @@ def _kept_buffers(network: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _copy_rows(target: Tensor, source: Any) -> None:
-    """Copy into `target`, or into its local rows if it is sharded; `source` is a tensor or a slice of a file."""
+    """Copy into `target`, or into its local rows if it is sharded; `source` is a tensor or a slice
+    of a file."""
     start, local = 0, target
     if isinstance(target, DTensor):
         local = target.to_local()
-        _, (start, *_) = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+        _, (start, *_) = compute_local_shape_and_global_offset(
+            target.shape, target.device_mesh, target.placements
+        )
     if local.numel():
         local.copy_(source[start : start + local.shape[0]] if local.dim() else source[...])
 
 
 class _Stored:
-    """Tensors of a diffusers component in safetensors, by name. Rows can be read without the rest."""
+    """Tensors of a diffusers component in safetensors, by name. Rows can be read without the
+    rest."""
 
     def __init__(self, path: str, subfolder: str) -> None:
         self._path, self._subfolder = path, subfolder
@@ -128,7 +149,9 @@ class _Stored:
             local_files_only=True,
             _raise_exceptions_for_missing_entries=False,
         )
-        self._files: Mapping[str, str] = {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+        self._files: Mapping[str, str] = (
+            {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+        )
         self._open: dict[str, Any] = {}
 
     def slice(self, name: str, shape: tuple[int, ...]) -> Any:
@@ -140,15 +163,21 @@ class _Stored:
         file = self._files.get(name, _FILE)
         try:
             if file not in self._open:
-                found = cached_file(self._path, file, subfolder=self._subfolder, local_files_only=True)
+                found = cached_file(
+                    self._path, file, subfolder=self._subfolder, local_files_only=True
+                )
                 self._open[file] = safe_open(found, framework="pt")
             rows = self._open[file].get_slice(name)
         except Exception as error:  # OSError without the file, SafetensorError without the tensor
-            message = pretrained.missing_message(self._path, f"{self._subfolder}/{file}", f"{name}: {error}"[:200])
-            raise pretrained.CheckpointError(message) from error
+            message = pretrained.missing_message(
+                self._path, f"{self._subfolder}/{file}", f"{name}: {error}"[:200]
+            )
+            raise pretrained.PretrainedError(message) from error
         if tuple(rows.get_shape()) != shape:
-            raise pretrained.CheckpointError(
-                f"{self._path}/{self._subfolder} has {name} in shape {tuple(rows.get_shape())}, the network takes "
-                f"{shape}: half a checkpoint, or another architecture; fetch it again with `hf download {self._path}`"
+            raise pretrained.PretrainedError(
+                f"{self._path}/{self._subfolder} has {name} in shape {tuple(rows.get_shape())}, "
+                "the network takes "
+                f"{shape}: half a checkpoint, or another architecture; fetch it again with `hf "
+                f"download {self._path}`"
             )
         return rows

@@ -1,7 +1,7 @@
 """Attention of a context group (Ulysses, arXiv:2309.14509).
 
-Each rank holds a part of the tokens and computes attention for a part of the heads. It gets all tokens of its heads
-from the other ranks.
+Each rank holds a part of the tokens and computes attention for a part of the heads. It gets all
+tokens of its heads from the other ranks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from torch import Tensor
 
 
 def attend_together(
-    parallel: Any, own: Sequence[Tensor], common: Sequence[Tensor] = (), mask: Tensor | None = None, backend: Any = None
+    parallel: Any,
+    own: Sequence[Tensor],
+    common: Sequence[Tensor] = (),
+    mask: Tensor | None = None,
+    backend: Any = None,
 ) -> list[Tensor]:
     """Compute attention among the tokens of all ranks, and the tokens that every rank holds whole.
 
     Args:
         parallel: diffusers' `ParallelConfig` of the group, as attention processors carry it.
         own: query, key and value of this rank's tokens, [B, tokens of the rank, heads, d].
-        common: query, key and value of the tokens that all ranks hold, as many as there are; () = there are none.
+        common: query, key and value of the tokens that all ranks hold, as many as there are; () =
+            there are none.
         mask: mask of the keys, with the keys of `common` last.
         backend: backend of diffusers' dispatcher.
 
@@ -34,7 +39,9 @@ def attend_together(
     parts = [SeqAllToAllDim.apply(group, part) for part in own]
     tokens = parts[0].shape[1]
     heads = [part.chunk(ranks, dim=2)[rank] for part in common]
-    query, key, value = (torch.cat(pair, dim=1) for pair in zip(parts, heads, strict=True)) if heads else parts
+    query, key, value = (
+        (torch.cat(pair, dim=1) for pair in zip(parts, heads, strict=True)) if heads else parts
+    )
     read = dispatch_attention_fn(query, key, value, attn_mask=mask, backend=backend)
     found = [read[:, :tokens]]
     if heads:  # every rank gets all heads of these tokens, for which they are sent once to each

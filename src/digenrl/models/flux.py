@@ -1,6 +1,8 @@
-"""FLUX.1 (black-forest-labs/flux): T5 and pooled CLIP, embedded guidance, latents packed into tokens [N, 64].
+"""FLUX.1 (black-forest-labs/flux): T5 and pooled CLIP, embedded guidance, latents packed into
+tokens [N, 64].
 
-Kontext (arXiv:2506.15742) edits an image: its tokens follow those of the noise, at rotary positions of their own.
+Kontext (arXiv:2506.15742) edits an image: its tokens follow those of the noise, at rotary positions
+of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from digenrl.models.prompt_store import Wording
 
 ATTENTION = tuple(
     f"attn.{name}"
-    for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    for name in (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+    )
 )
 SINGLE_ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
@@ -84,7 +95,10 @@ class FluxPolicy(DiffusersPolicy):
         self.report_long_prompt(pipeline.tokenizer_2, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
         embeddings, pooled, _ = pipeline.encode_prompt(
-            text, prompt_2=None, device=pipeline.device, max_sequence_length=self.max_sequence_length
+            text,
+            prompt_2=None,
+            device=pipeline.device,
+            max_sequence_length=self.max_sequence_length,
         )
         return {"text": embeddings, "pooled": pooled}
 
@@ -96,8 +110,8 @@ class FluxPolicy(DiffusersPolicy):
 class FluxKontextPolicy(FluxPolicy):
     """FLUX.1-Kontext-dev; arguments in `DiffusersPolicy`.
 
-    The image is fitted to the size of the samples. diffusers' pipeline takes one of the sizes of the model's training
-    instead.
+    The image is fitted to the size of the samples. diffusers' pipeline takes one of the sizes of
+    the model's training instead.
     """
 
     family = "flux_kontext"
@@ -114,8 +128,11 @@ class FluxKontextPolicy(FluxPolicy):
         return torch.cat([noise, pad(noise[:, 1:], (1, 0), value=1)])
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of the autoencoder's
-        distribution."""
+        """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
+        the autoencoder's distribution."""
         pixels = self.pixels(wording.images[0])
         latents = self._vae.encode(pixels.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
-        return {**super().encode_wording(pipeline, wording), "image": pack(rescale(latents, self._vae.config))}
+        return {
+            **super().encode_wording(pipeline, wording),
+            "image": pack(rescale(latents, self._vae.config)),
+        }

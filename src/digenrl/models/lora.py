@@ -16,25 +16,27 @@ from torch import Tensor, nn
 
 ADAPTER = "default"
 Names = Mapping[str, Mapping[tuple[str, ...], str]]
-"""Pattern of a block's name in diffusers -> its layers that a checkpoint holds as one -> the checkpoint's name for
-them.
+"""Pattern of a block's name in diffusers -> its layers that a checkpoint holds as one -> the
+checkpoint's name for them.
 
-The braces {} in a name stand for the block's number. An empty mapping means that the names are the same.
+The braces {} in a name stand for the block's number. An empty mapping means that the names are the
+same.
 """
 """diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of trained weights, noise levels and velocities: fp32, or fp64 if the policy computes in
-    fp64."""
+    """Return the dtype of trained weights, noise levels and velocities: fp32, or fp64 if the policy
+    computes in fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class CastLinear(nn.Linear):
     """A linear layer that computes in the dtype of its input, for an adapter's fp32 weights.
 
-    The weights are cast on use, as by autocast. The backward pass then keeps the input once, in 16 bit, for all layers
-    that read it. peft keeps an fp32 copy per adapted layer instead, and multiplies in fp32.
+    The weights are cast on use, as by autocast. The backward pass then keeps the input once, in 16
+    bit, for all layers that read it. peft keeps an fp32 copy per adapted layer instead, and
+    multiplies in fp32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -44,8 +46,8 @@ class CastLinear(nn.Linear):
 class AdaptedLinear(LoraLinear):
     """A linear layer with its adapter, whose output is written once.
 
-    peft scales the adapter's output and adds it, in two more passes over the activations, each way. Here the scale is
-    part of the second factor, and the sum part of its product.
+    peft scales the adapter's output and adds it, in two more passes over the activations, each way.
+    Here the scale is part of the second factor, and the sum part of its product.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,12 +62,14 @@ class AdaptedLinear(LoraLinear):
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The linear layers of the transformer that get a low-rank adapter, and its size; scale = alpha / rank."""
+    """The linear layers of the transformer that get a low-rank adapter, and its size; scale = alpha
+    / rank."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Regular expressions. A layer is adapted when one of them matches a dot-aligned suffix of its name."""
+    """Regular expressions. A layer is adapted when one of them matches a dot-aligned suffix of its
+    name."""
     expected: int | None = None
     """Number of layers that must match; None = only zero is an error."""
     seed: int = 0
@@ -83,10 +87,14 @@ class LoraSpec:
             if key not in allowed:
                 nearest = difflib.get_close_matches(str(key), allowed, n=1)
                 hint = f"; did you mean lora.{nearest[0]}?" if nearest else ""
-                raise ValueError(f"unknown key lora.{key}; allowed: {', '.join(sorted(allowed))}{hint}")
+                raise ValueError(
+                    f"unknown key lora.{key}; allowed: {', '.join(sorted(allowed))}{hint}"
+                )
         missing = sorted({"rank", "alpha", "targets"} - set(config))
         if missing:
-            raise ValueError(f"lora needs {', '.join(missing)}; set model.lora.{missing[0]} or model.lora=null")
+            raise ValueError(
+                f"lora needs {', '.join(missing)}; set model.lora.{missing[0]} or model.lora=null"
+            )
         targets = config["targets"]
         return cls(
             rank=int(config["rank"]),
@@ -98,7 +106,10 @@ class LoraSpec:
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.alpha <= 0:
-            raise ValueError(f"lora.rank must be >= 1 and lora.alpha > 0, got rank={self.rank}, alpha={self.alpha}")
+            raise ValueError(
+                f"lora.rank must be >= 1 and lora.alpha > 0, got rank={self.rank}, "
+                f"alpha={self.alpha}"
+            )
 
 
 def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -117,7 +128,8 @@ def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
             nearest = difflib.get_close_matches(target, suffixes, n=1)
             hint = f"; nearest: {nearest[0]}" if nearest else ""
             raise ValueError(
-                f"LoRA target '{target}' matches no linear layer of {type(transformer).__name__}{hint}. "
+                f"LoRA target '{target}' matches no linear layer of "
+                f"{type(transformer).__name__}{hint}. "
                 f"Layers end in: {', '.join(suffixes)}"
             )
         matched.update(hits)
@@ -125,18 +137,20 @@ def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
-    """Add the adapter to `transformer` (base frozen, adapter in fp32), and return the names of the adapted layers.
+    """Add the adapter to `transformer` (base frozen, adapter in fp32), and return the names of the
+    adapted layers.
 
     A is Gaussian and B zero, as Flow-GRPO initialises (yifan123/flow_grpo scripts/train_sd3.py).
 
     Raises:
-        ValueError: a target matches nothing, the number of layers is not `spec.expected`, or the scale is not alpha /
-            rank.
+        ValueError: a target matches nothing, the number of layers is not `spec.expected`, or the
+            scale is not alpha / rank.
     """
     names = lora_modules(transformer, spec.targets)
     if spec.expected is not None and len(names) != spec.expected:
         raise ValueError(
-            f"LoRA would adapt {len(names)} layers of {type(transformer).__name__}, expected {spec.expected}: "
+            f"LoRA would adapt {len(names)} layers of {type(transformer).__name__}, expected "
+            f"{spec.expected}: "
             f"the checkpoint's architecture or lora.targets={list(spec.targets)} changed; "
             f"if intended, set model.lora.expected={len(names)}"
         )
@@ -154,11 +168,15 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
     adapted = {name: m for name, m in transformer.named_modules() if isinstance(m, BaseTunerLayer)}
     if sorted(adapted) != sorted(names):
         differing = sorted(set(names) ^ set(adapted))
-        raise ValueError(f"peft adapted {len(adapted)} layers, {len(names)} were named: {differing}")
+        raise ValueError(
+            f"peft adapted {len(adapted)} layers, {len(names)} were named: {differing}"
+        )
     for name, module in adapted.items():
         scale = module.scaling[ADAPTER]  # type: ignore[attr-defined]
         if scale != spec.alpha / spec.rank:
-            raise ValueError(f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}")
+            raise ValueError(
+                f"LoRA scale of {name} is {scale}, not alpha / rank = {spec.alpha / spec.rank}"
+            )
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(wide(parameter.dtype))
@@ -170,11 +188,14 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
     return names
 
 
-def initial_factors(spec: LoraSpec, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield A [r, in] and B [out, r] of layers with these (in, out) features, in the order in which `inject_lora` draws
-    them.
+def initial_factors(
+    spec: LoraSpec, sizes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield A [r, in] and B [out, r] of layers with these (in, out) features, in the order in which
+    `inject_lora` draws them.
 
-    peft first makes two linear layers, which draw initial values of their own, and then replaces the values.
+    peft first makes two linear layers, which draw initial values of their own, and then replaces
+    the values.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)

@@ -1,10 +1,12 @@
-"""Offload of activations: the tensors that autograd keeps of a block wait in host memory for the backward pass.
+"""Offload of activations: the tensors that autograd keeps of a block wait in host memory for the
+backward pass.
 
     forward    block i computes | the tensors kept of block i-1 are copied out
     backward   block i computes | the tensors kept of block i-1 are copied back
 
-Copies run on a stream of their own, from and to pinned memory. The device holds the activations of two blocks: a
-forward waits for the copies of the block before the last. Without a GPU the same copies happen, one after the other.
+Copies run on a stream of their own, from and to pinned memory. The device holds the activations of
+two blocks: a forward waits for the copies of the block before the last. Without a GPU the same
+copies happen, one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 SMALL = 4096
-"""Bytes of a storage below which it stays on the device. Its copies would cost launches and free nothing."""
+"""Bytes of a storage below which it stays on the device. Its copies would cost launches and free
+nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Offload:
         self._given: set[StorageWeakRef] = set()
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
-        """Run `block(*args)`. Arguments that the block before was given too (modulations, rotary tables) stay on the
-        device."""
+        """Run `block(*args)`. Arguments that the block before was given too (modulations, rotary
+        tables) stay on the device."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         given = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
         kept = _Kept(block, given & self._given, self._last, tensors[0].device)
@@ -56,16 +59,25 @@ class Offload:
 
 
 class _Kept:
-    """Tensors that autograd keeps of one block. The object lives as long as the block's part of the graph."""
+    """Tensors that autograd keeps of one block. The object lives as long as the block's part of the
+    graph."""
 
     def __init__(
-        self, block: nn.Module, stays: set[StorageWeakRef], before: weakref.ref[_Kept] | None, device: torch.device
+        self,
+        block: nn.Module,
+        stays: set[StorageWeakRef],
+        before: weakref.ref[_Kept] | None,
+        device: torch.device,
     ) -> None:
         self._block, self._stays, self._before, self._device = block, stays, before, device
         self._host: dict[tuple[StorageWeakRef, int], Tensor] = {}
         self._back: dict[tuple[StorageWeakRef, int], UntypedStorage] = {}
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        if (one := self.before) is not None and (two := one.before) is not None and two._copied is not None:
+        if (
+            (one := self.before) is not None
+            and (two := one.before) is not None
+            and two._copied is not None
+        ):
             two._copied.synchronize()
 
     @property
@@ -74,10 +86,12 @@ class _Kept:
         return self._before() if self._before is not None else None
 
     def pack(self, tensor: Tensor) -> Tensor | _Part:
-        """Return, in the forward pass, the tensor itself if it stays, else a description of its place in host
-        memory."""
+        """Return, in the forward pass, the tensor itself if it stays, else a description of its
+        place in host memory."""
         if not self._host:  # sharded weights are whole only inside the forward
-            self._stays |= {StorageWeakRef(weight.untyped_storage()) for weight in self._block.parameters()}
+            self._stays |= {
+                StorageWeakRef(weight.untyped_storage()) for weight in self._block.parameters()
+            }
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage), tensor._version
         if storage.nbytes() < SMALL or key[0] in self._stays or tensor.device != self._device:
@@ -87,7 +101,8 @@ class _Kept:
         return _Part(key, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, packed: Tensor | _Part) -> Tensor:
-        """Return the tensor in the backward pass, and start the copies of the block before, which is next."""
+        """Return the tensor in the backward pass, and start the copies of the block before, which
+        is next."""
         if isinstance(packed, Tensor):
             return packed
         self._bring_back()
@@ -121,8 +136,12 @@ class _Kept:
             self._back = {key: host.untyped_storage() for key, host in self._host.items()}
             return
         side = _side(self._device)
-        buffers = {key: torch.empty_like(host, device=self._device) for key, host in self._host.items()}
-        side.wait_stream(torch.cuda.current_stream(self._device))  # the buffers' memory may be in use until here
+        buffers = {
+            key: torch.empty_like(host, device=self._device) for key, host in self._host.items()
+        }
+        side.wait_stream(
+            torch.cuda.current_stream(self._device)
+        )  # the buffers' memory may be in use until here
         with torch.cuda.stream(side):
             for key, buffer in buffers.items():
                 buffer.copy_(self._host[key], non_blocking=True)

@@ -1,8 +1,9 @@
-"""The common part of the diffusers families: loading, geometry, encoders, decoder, sigma grid and LoRA presets.
+"""The common part of the diffusers families: loading, geometry, encoders, decoder, sigma grid and
+LoRA presets.
 
-The transformer is loaded at construction, because every rank needs it. Text encoders and the VAE are loaded on first
-use, because a trainer rank never uses them. No sharding, optimizer or checkpoint sees encoders and VAE, because they
-are not submodules.
+The transformer is loaded at construction, because every rank needs it. Text encoders and the VAE
+are loaded on first use, because a trainer rank never uses them. No sharding, optimizer or
+checkpoint sees encoders and VAE, because they are not submodules.
 """
 
 from __future__ import annotations
@@ -35,36 +36,46 @@ from digenrl.types import Prompt
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
 COMPILED_CASES = 16
-"""Most versions that a block's code is compiled for: the first number of rows, one row, any number; each with
-gradients, without them, and without the adapter. PyTorch's own limit is 8, and it raises beyond that."""
+"""Most versions that a block's code is compiled for: the first number of rows, one row, any number;
+each with gradients, without them, and without the adapter. PyTorch's own limit is 8, and it raises
+beyond that."""
 
 
 class DiffusersPolicy(Policy):
     """A transformer of diffusers with the rest of its pipeline.
 
     Args:
-        path: directory in diffusers layout, or a hub id that `hf download` has put into the local cache.
-        build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on first use, whose
-            encoder takes no more than `tiny_builds.TEXT_LENGTH` tokens.
+        path: directory in diffusers layout, or a hub id that `hf download` has put into the local
+            cache.
+        build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on
+            first use, whose encoder takes no more than `tiny_builds.TEXT_LENGTH` tokens.
         height, width: pixels; frames: video frames (1 for images).
-        guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free guidance (1 = off).
+        guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free
+            guidance (1 = off).
         true_cfg_scale: classifier-free guidance on top, guidance-distilled families only (1 = off).
-        lora: {rank, alpha, targets}; targets is "attention", "attention_ff" or regular expressions. None = full.
-        dtype: compute dtype, and storage dtype of frozen weights and encoders. "auto" = bfloat16, and float32 for the
-            tiny build: most CPUs emulate bfloat16, three to four times slower than float32 on the one measured.
-        shift: overrides the checkpoint's sigma shift by this constant one; None = the checkpoint's own.
-        grid: "explicit" starts from linspace(1, 1/T, T), "scheduler" from the scheduler's default range, which ends
-            lower (what diffusers' SD3 pipeline does).
-        max_sequence_length: text tokens of the main encoder; every prompt is padded to it. A family whose attention
-            masks the padding does without it, see `trimmed`.
-        negative_prompt: the unconditional branch's text where a prompt brings none; None = there is no default.
-        attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike; None = its default.
-        compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast afterwards. Padding
-            stays, so that all prompts have one shape.
+        lora: {rank, alpha, targets}; targets is "attention", "attention_ff" or regular expressions.
+            None = full.
+        dtype: compute dtype, and storage dtype of frozen weights and encoders. "auto" = bfloat16,
+            and float32 for the tiny build: most CPUs emulate bfloat16, three to four times slower
+            than float32 on the one measured.
+        shift: overrides the checkpoint's sigma shift by this constant one; None = the checkpoint's
+            own.
+        grid: "explicit" starts from linspace(1, 1/T, T), "scheduler" from the scheduler's default
+            range, which ends lower (what diffusers' SD3 pipeline does).
+        max_sequence_length: text tokens of the main encoder; every prompt is padded to it. A family
+            whose attention masks the padding does without it, see `trimmed`.
+        negative_prompt: the unconditional branch's text where a prompt brings none; None = there is
+            no default.
+        attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike;
+            None = its default.
+        compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast
+            afterwards. Padding stays, so that all prompts have one shape.
         offload_encoders: move encoders and VAE back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
-        decode_pixels: pixels that are decoded together, over samples and frames; one sample at least.
-        empty: the transformer has no values until `fill`; a run sets it where weights are sharded before.
+        decode_pixels: pixels that are decoded together, over samples and frames; one sample at
+            least.
+        empty: the transformer has no values until `fill`; a run sets it where weights are sharded
+            before.
     """
 
     transformer_class: ClassVar[type[Any]]
@@ -94,14 +105,15 @@ class DiffusersPolicy(Policy):
     depths: ClassVar[tuple[str, ...]] = ("num_layers", "num_single_layers")
     """Names of the lists' lengths in the transformer's configuration."""
     unread: ClassVar[frozenset[str]] = frozenset()
-    """Modules of the last block (of the first list) that only its unread text output depends on, or that are absent.
-    They would get no gradient. LoRA leaves them out, and full fine-tuning keeps them frozen."""
+    """Modules of the last block (of the first list) that only its unread text output depends on, or
+    that are absent. They would get no gradient. LoRA leaves them out, and full fine-tuning keeps
+    them frozen."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Modules and parameters of the transformer on which the velocity does not depend. Full fine-tuning keeps them
-    frozen."""
+    """Modules and parameters of the transformer on which the velocity does not depend. Full
+    fine-tuning keeps them frozen."""
     skipped: ClassVar[frozenset[str]] = frozenset()
-    """Linear layers of `unread` that may be given no tokens at all, because the layers behind accept an empty
-    output."""
+    """Linear layers of `unread` that may be given no tokens at all, because the layers behind
+    accept an empty output."""
 
     def __init__(
         self,
@@ -135,24 +147,34 @@ class DiffusersPolicy(Policy):
             raise ValueError(f"model.grid={grid}: expected {EXPLICIT} or {SCHEDULER}")
         if true_cfg_scale != 1.0 and not self.embedded_guidance:
             raise ValueError(
-                f"model.true_cfg_scale={true_cfg_scale} is for guidance-distilled families; {self.family} takes "
+                f"model.true_cfg_scale={true_cfg_scale} is for guidance-distilled families; "
+                f"{self.family} takes "
                 "classifier-free guidance from sampling.guidance_scale"
             )
         kept = parse_recompute(gradient_checkpointing)
         if compile and kept.products + kept.attention + kept.offload > 0:
             raise ValueError(
-                f"model.gradient_checkpointing={gradient_checkpointing} needs to see the operators, which compiled "
-                "blocks do not show: set model.compile=false, or model.gradient_checkpointing to true, false or a share"
+                f"model.gradient_checkpointing={gradient_checkpointing} needs to see the "
+                "operators, which compiled "
+                "blocks do not show: set model.compile=false, or model.gradient_checkpointing to "
+                "true, false or a share"
             )
         self.path = str(tiny_builds.ensure(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
         load = deferred.empty if empty else pretrained.load_component
         stored = torch.float32 if lora is None else compute
-        transformer = self.joined([load(self.transformer_class, self.path, part, stored) for part in self.components])
-        if self.embedded_guidance and guidance_scale != 1.0 and not transformer.config.guidance_embeds:
+        transformer = self.joined(
+            [load(self.transformer_class, self.path, part, stored) for part in self.components]
+        )
+        if (
+            self.embedded_guidance
+            and guidance_scale != 1.0
+            and not transformer.config.guidance_embeds
+        ):
             raise ValueError(
-                f"sampling.guidance_scale={guidance_scale} would be dropped: {path} is not guidance-distilled; "
+                f"sampling.guidance_scale={guidance_scale} would be dropped: {path} is not "
+                "guidance-distilled; "
                 "set sampling.guidance_scale=1 and use model.true_cfg_scale"
             )
         if attention_backend is not None:
@@ -195,15 +217,19 @@ class DiffusersPolicy(Policy):
     def facts(cls) -> Facts:
         """Return the family's facts, from the file beside the module that brings the family."""
         found = (of_module(base.__module__).get(cls.family) for base in cls.__mro__)
-        return next(filter(None, found), Facts(cls.family, cls.__name__, Path(inspect.getfile(cls))))
+        return next(
+            filter(None, found), Facts(cls.family, cls.__name__, Path(inspect.getfile(cls)))
+        )
 
     @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
-        """Refuse a model config that cannot be built, from small files alone, before any rank starts.
+        """Refuse a model config that cannot be built, from small files alone, before any rank
+        starts.
 
         Raises:
-            ValueError: a size that the family's strides do not divide; a checkpoint that is absent or another family's;
-                a tiny build without a description; or latents with another number of channels than the network takes.
+            ValueError: a size that the family's strides do not divide; a checkpoint that is absent
+                or another family's; a tiny build without a description; or latents with another
+                number of channels than the network takes.
         """
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
@@ -214,26 +240,34 @@ class DiffusersPolicy(Policy):
         channels = cls.channels * (4 if cls.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
             raise ValueError(
-                f"{cls.__name__}: its latents have {channels} channels ({cls.channels} of the VAE, packed={cls.packed})"
-                f", {cls.transformer_class.__name__} takes {network.get('in_channels')}: set the class attribute "
-                "`channels`, or `packed` where the network takes tokens of 2x2 patches; for any other shape override "
+                f"{cls.__name__}: its latents have {channels} channels ({cls.channels} of the VAE, "
+                f"packed={cls.packed})"
+                f", {cls.transformer_class.__name__} takes {network.get('in_channels')}: set the "
+                "class attribute "
+                "`channels`, or `packed` where the network takes tokens of 2x2 patches; for any "
+                "other shape override "
                 "`_latent_shape`"
             )
 
     @classmethod
     def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the transformer's configuration, defaults included, for a model config (its YAML's keys)."""
+        """Return the transformer's configuration, defaults included, for a model config (its YAML's
+        keys)."""
         if settings.get("build", "real") == "tiny":
             given = tiny_builds.part(cls.facts(), "transformer")
         else:
-            given = pretrained.component_config(cls.transformer_class, str(settings["path"]), "transformer")
+            given = pretrained.component_config(
+                cls.transformer_class, str(settings["path"]), "transformer"
+            )
         parameters = inspect.signature(cls.transformer_class).parameters.values()
-        return {each.name: each.default for each in parameters if each.default is not each.empty} | dict(given)
+        return {
+            each.name: each.default for each in parameters if each.default is not each.empty
+        } | dict(given)
 
     @classmethod
     def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
-        """Refuse numbers of ranks that do not divide the attention heads and the tokens, and compiled blocks; raises
-        ValueError."""
+        """Refuse numbers of ranks that do not divide the attention heads and the tokens, and
+        compiled blocks; raises ValueError."""
         super().check_context(settings, ranks)
         if ranks == 1:
             return
@@ -243,12 +277,14 @@ class DiffusersPolicy(Policy):
         common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
         if ranks not in common:
             raise ValueError(
-                f"parallel.context = {ranks}: must divide the {heads} attention heads of {cls.family} and the {tokens} "
+                f"parallel.context = {ranks}: must divide the {heads} attention heads of "
+                f"{cls.family} and the {tokens} "
                 f"tokens of a sample of this size; allowed: {', '.join(map(str, common))}."
             )
         if settings.get("compile"):
             raise ValueError(
-                f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be divided; set one of "
+                f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be "
+                "divided; set one of "
                 "them back."
             )
 
@@ -259,7 +295,8 @@ class DiffusersPolicy(Policy):
         """Return the conditioning of one text, leading dimension 1, on the encoders' device."""
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Return the conditioning of a text and its images. A family that `reads` images adds their part."""
+        """Return the conditioning of a text and its images. A family that `reads` images adds their
+        part."""
         return self.encode_text(pipeline, wording.text)
 
     @abstractmethod
@@ -268,23 +305,27 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def check_checkpoint(cls, path: str) -> None:
-        """Check that the checkpoint at `path` is of this family. Its autoencoder must make the latents that the family
-        expects.
+        """Check that the checkpoint at `path` is of this family. Its autoencoder must make the
+        latents that the family expects.
 
         Only small files are read.
 
         Raises:
-            CheckpointError (a ValueError): the checkpoint is of another family, or its latents are others.
+            CheckpointError (a ValueError): the checkpoint is of another family, or its latents are
+            others.
         """
         pretrained.require_family(path, cls.pipelines, cls.family)
         vae = pretrained.component_config(cls.vae_class, path, "vae")
         found = vae.get("z_dim", vae.get("latent_channels", cls.channels))
         side = vae.get("scale_factor_spatial", vae.get("spatial_compression_ratio", cls.vae_stride))
         if (found, side) != (cls.channels, cls.vae_stride):
-            raise pretrained.CheckpointError(
-                f"the autoencoder of model.path={path} makes latents of {found} channels, one for {side} x {side} "
-                f"pixels; the {cls.family} adapter counts on {cls.channels} and {cls.vae_stride} x {cls.vae_stride}: "
-                "take a checkpoint of that model, or, in an adapter of your own, override `channels`, `vae_stride` and "
+            raise pretrained.PretrainedError(
+                f"the autoencoder of model.path={path} makes latents of {found} channels, one for "
+                f"{side} x {side} "
+                f"pixels; the {cls.family} adapter counts on {cls.channels} and {cls.vae_stride} x "
+                f"{cls.vae_stride}: "
+                "take a checkpoint of that model, or, in an adapter of your own, override "
+                "`channels`, `vae_stride` and "
                 "`spatial_stride`"
             )
 
@@ -294,13 +335,14 @@ class DiffusersPolicy(Policy):
         return network
 
     def check_encoders(self, pipeline: Any) -> None:
-        """Raise ValueError when a tokenizer does not treat the prompt template as the adapter expects."""
+        """Raise ValueError when a tokenizer does not treat the prompt template as the adapter
+        expects."""
 
     # ---- the protocol
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Encode one wording at a time, because values must not depend on which prompts happen to be encoded
-        together."""
+        """Encode one wording at a time, because values must not depend on which prompts happen to
+        be encoded together."""
         rows = list(self._encode_each(wordings, self.device))
         if self.offload_encoders:
             for encoder in self._encoders():
@@ -308,22 +350,33 @@ class DiffusersPolicy(Policy):
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
     def fill_store(
-        self, root: Path, prompts: Iterable[Prompt], device: torch.device, progress: Callable[[], None] = lambda: None
+        self,
+        root: Path,
+        prompts: Iterable[Prompt],
+        device: torch.device,
+        progress: Callable[[], None] = lambda: None,
     ) -> tuple[int, int] | None:
-        """See `Policy.fill_store`. Encoders with other weights, dtype, length, libraries or kind of device have another
-        store."""
+        """See `Policy.fill_store`. Encoders with other weights, dtype, length, libraries or kind of
+        device have another store."""
         files = pretrained.component_files(self.path, *self.encoders)
         facts: dict[str, Any] = {}
         if self.reads:
-            files += pretrained.component_files(self.path, "vae", "image_encoder*", "image_processor*", "processor*")
-            facts = {"size": [self.height, self.width, self.frames], "vae_dtype": str(self.vae_dtype)}
+            files += pretrained.component_files(
+                self.path, "vae", "image_encoder*", "image_processor*", "processor*"
+            )
+            facts = {
+                "size": [self.height, self.width, self.frames],
+                "vae_dtype": str(self.vae_dtype),
+            }
         facts |= {
             "family": self.family,
             "encoders": files_digest(files, root / "digests"),
             "dtype": str(self.dtype),
             "length": self.max_sequence_length,
             "device": device.type,
-            "libraries": {name: version(name) for name in ("diffusers", "transformers", "tokenizers", "torch")},
+            "libraries": {
+                name: version(name) for name in ("diffusers", "transformers", "tokenizers", "torch")
+            },
         }
         self.store = PromptStore(root, facts)
         positive, negative = self.wordings(prompts)
@@ -337,25 +390,33 @@ class DiffusersPolicy(Policy):
         return len(wordings), encoded
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see `decode_pixels`."""
+        """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see
+        `decode_pixels`."""
         vae = self._vae
-        if away := vae.device != latents.device:  # asking every module costs as much as a small picture
+        if (
+            away := vae.device != latents.device
+        ):  # asking every module costs as much as a small picture
             vae.to(latents.device)
         with torch.no_grad():
-            rows = [self.decode_latents(vae, part.to(self.vae_dtype)) for part in latents.split(self._decoded_together)]
+            rows = [
+                self.decode_latents(vae, part.to(self.vae_dtype))
+                for part in latents.split(self._decoded_together)
+            ]
         if away and self.offload_encoders:
             vae.to("cpu")
         media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)
         if media.shape[-2:] != (self.height, self.width):
             raise ValueError(
-                f"{self.family} decodes latents {[*latents.shape]} to {[*media.shape]}, not to {self.height} x "
-                f"{self.width} pixels: override `decode_latents`, or `vae_stride` where the VAE does not shrink by 8"
+                f"{self.family} decodes latents {[*latents.shape]} to {[*media.shape]}, not to "
+                f"{self.height} x "
+                f"{self.width} pixels: override `decode_latents`, or `vae_stride` where the VAE "
+                "does not shrink by 8"
             )
         return media if self.temporal_stride is None else media.transpose(1, 2)
 
     def sigma_grid(self, steps: int) -> Tensor:
-        """Return [steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or see `grid`), ending
-        in 0."""
+        """Return [steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or
+        see `grid`), ending in 0."""
         if steps < 1:
             raise ValueError(f"sampling.steps={steps}: at least one denoising step is needed")
         config = dict(pretrained.scheduler_config(self.path))
@@ -370,11 +431,14 @@ class DiffusersPolicy(Policy):
         scheduler.set_timesteps(steps if sigmas is None else None, sigmas=sigmas, mu=mu)
         grid: Tensor = scheduler.sigmas.float().cpu()
         if not grid.isfinite().all():
-            raise ValueError(f"sampling.steps={steps}: {self.family}'s sigma grid needs at least 2 steps")
+            raise ValueError(
+                f"sampling.steps={steps}: {self.family}'s sigma grid needs at least 2 steps"
+            )
         return grid
 
     def fill(self, device: torch.device) -> None:
-        """Read the values from the checkpoint, and draw an adapter from its seed; see `digenrl.models.deferred`."""
+        """Read the values from the checkpoint, and draw an adapter from its seed; see
+        `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
             deferred.fill(network, self.path, self.components, self.lora, device)
 
@@ -383,19 +447,24 @@ class DiffusersPolicy(Policy):
         self._trims = not on
 
     def trimmed(self, condition: Condition) -> Condition:
-        """Return the conditioning of one prompt without its padding; that of several prompts unchanged.
+        """Return the conditioning of one prompt without its padding; that of several prompts
+        unchanged.
 
-        The text is cut after the last token that either branch of guidance reads. If nothing is left to be masked, the
-        mask is left out, and attention can use kernels without masks. The network never reads masked tokens. Velocities
-        are therefore the same up to rounding, here and wherever the trajectory is replayed. With several prompts
-        nothing is cut, because a row must not depend on the others.
+        The text is cut after the last token that either branch of guidance reads. If nothing is
+        left to be masked, the mask is left out, and attention can use kernels without masks. The
+        network never reads masked tokens. Velocities are therefore the same up to rounding, here
+        and wherever the trajectory is replayed. With several prompts nothing is cut, because a row
+        must not depend on the others.
         """
         masks = {key: value for key, value in condition.items() if key.endswith("mask")}
         if not self._trims or not masks or any(len(mask) > 1 for mask in masks.values()):
             return condition
         read = torch.cat([*masks.values()]).any(dim=0).nonzero()
         length = int(read.max()) + 1 if len(read) else 0
-        cut = {key: value[:, :length] if key.endswith(("text", "mask")) else value for key, value in condition.items()}
+        cut = {
+            key: value[:, :length] if key.endswith(("text", "mask")) else value
+            for key, value in condition.items()
+        }
         all_read = all(bool(cut[key].all()) for key in masks)
         return {key: value for key, value in cut.items() if not (all_read and key in masks)}
 
@@ -407,8 +476,8 @@ class DiffusersPolicy(Policy):
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
-        """Return every layer that `preset` ("attention" or "attention_ff") adapts in a transformer of this
-        configuration."""
+        """Return every layer that `preset` ("attention" or "attention_ff") adapts in a transformer
+        of this configuration."""
         full = preset == "attention_ff"
         layers = (
             cls.attention + cls.feed_forward * full,
@@ -426,39 +495,49 @@ class DiffusersPolicy(Policy):
 
     @staticmethod
     def attend_with(attention: Any, processor: Any) -> None:
-        """Give an attention layer of diffusers another processor, with the backend of its present one."""
+        """Give an attention layer of diffusers another processor, with the backend of its present
+        one."""
         processor._attention_backend = attention.processor._attention_backend
         attention.set_processor(processor)
 
     def require_template(self, tokenizer: Any, template: str, expected: int) -> None:
-        """Raise ValueError unless the text before the prompt in `template` has the number of tokens that the pipeline
-        cuts."""
+        """Raise ValueError unless the text before the prompt in `template` has the number of tokens
+        that the pipeline cuts."""
         tokens = len(tokenizer(template.split("{}")[0]).input_ids)
         if tokens != expected:
             raise ValueError(
-                f"the tokenizer of {self.path} makes {tokens} tokens of {self.family}'s prompt template, the pipeline "
-                f"cuts {expected}: parts of the prompt would be lost; use the tokenizer that ships with the model"
+                f"the tokenizer of {self.path} makes {tokens} tokens of {self.family}'s prompt "
+                "template, the pipeline "
+                f"cuts {expected}: parts of the prompt would be lost; use the tokenizer that ships "
+                "with the model"
             )
 
     def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
-        """Warn once per encoder that a prompt is longer than the `limit` tokens that the encoder takes."""
+        """Warn once per encoder that a prompt is longer than the `limit` tokens that the encoder
+        takes."""
         tokens = len(tokenizer(text, truncation=False, verbose=False).input_ids)
         if tokens > limit:
             self.say_once(
                 f"{type(tokenizer).__name__} {limit}",
-                f"{self.family}: {type(tokenizer).__name__} takes {limit} tokens, prompts beyond that are cut "
+                f"{self.family}: {type(tokenizer).__name__} takes {limit} tokens, prompts beyond "
+                "that are cut "
                 f"(first such prompt: {tokens} tokens, '{text[:60]}...')",
             )
 
     def report_long_turn(self, tokenizer: Any, text: str, **template: Any) -> None:
-        """Warn the same of a prompt inside the tokenizer's chat template, which takes `template` and tokens of its
-        own."""
+        """Warn the same of a prompt inside the tokenizer's chat template, which takes `template`
+        and tokens of its own."""
         empty = [{"role": "user", "content": ""}]
-        around = tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True, **template)
-        self.report_long_prompt(tokenizer, text, self.max_sequence_length - len(tokenizer(around).input_ids))
+        around = tokenizer.apply_chat_template(
+            empty, tokenize=False, add_generation_prompt=True, **template
+        )
+        self.report_long_prompt(
+            tokenizer, text, self.max_sequence_length - len(tokenizer(around).input_ids)
+        )
 
     def pipeline_components(self) -> dict[str, Any]:
-        """Components that the encoder pipeline must not load by itself, by name; None = leave it out."""
+        """Components that the encoder pipeline must not load by itself, by name; None = leave it
+        out."""
         return dict.fromkeys((*self.components, "vae", "scheduler"))
 
     def pixels(self, image: PromptImage) -> Tensor:
@@ -471,13 +550,18 @@ class DiffusersPolicy(Policy):
         return self.height // self.vae_stride, self.width // self.vae_stride
 
     @torch.no_grad()
-    def _encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
+    def _encode_each(
+        self, wordings: Sequence[Wording], device: torch.device
+    ) -> Iterator[Condition]:
         """Encode one wording after the other, with encoders that stay on `device`."""
         for encoder in self._encoders():
             encoder.to(device)
         for wording in wordings:
             encoded = self.encode_wording(self._pipeline, wording)
-            yield {key: value.to(self.dtype) if value.is_floating_point() else value for key, value in encoded.items()}
+            yield {
+                key: value.to(self.dtype) if value.is_floating_point() else value
+                for key, value in encoded.items()
+            }
 
     def _skip_unread(self) -> None:
         for network in self.networks():
@@ -486,12 +570,15 @@ class DiffusersPolicy(Policy):
                 layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],))
 
     def _encoders(self) -> list[nn.Module]:
-        encoders = [module for module in self._pipeline.components.values() if isinstance(module, nn.Module)]
+        encoders = [
+            module for module in self._pipeline.components.values() if isinstance(module, nn.Module)
+        ]
         return [*encoders, self._vae] if self.reads else encoders
 
     @cached_property
     def _pipeline(self) -> Any:
-        """The family's pipeline with its text encoders alone. (A cached property is no submodule.)"""
+        """The family's pipeline with its text encoders alone. (A cached property is no
+        submodule.)"""
         import diffusers
 
         pretrained.hide_progress_bars()
@@ -501,11 +588,16 @@ class DiffusersPolicy(Policy):
                 pretrained.require_shards(self.path, name)
         try:
             pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
-                self.path, torch_dtype=self.dtype, local_files_only=True, **self.pipeline_components()
+                self.path,
+                torch_dtype=self.dtype,
+                local_files_only=True,
+                **self.pipeline_components(),
             )
         except (OSError, ValueError) as error:
-            message = pretrained.missing_message(self.path, "text encoders or tokenizers", str(error)[:200])
-            raise pretrained.CheckpointError(message) from error
+            message = pretrained.missing_message(
+                self.path, "text encoders or tokenizers", str(error)[:200]
+            )
+            raise pretrained.PretrainedError(message) from error
         # The pipeline says of every cut prompt what `report_long_prompt` says once.
         logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
         self.check_encoders(pipeline)
@@ -540,16 +632,21 @@ class DiffusersPolicy(Policy):
     def _text_tokens(cls, wanted: int, build: str) -> int:
         if cls.text_length not in (None, wanted):
             raise ValueError(
-                f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from image by their "
+                f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from "
+                "image by their "
                 f"number of tokens; set it to {cls.text_length}"
             )
-        return min(wanted, cls.text_length or tiny_builds.TEXT_LENGTH) if build == "tiny" else wanted
+        return (
+            min(wanted, cls.text_length or tiny_builds.TEXT_LENGTH) if build == "tiny" else wanted
+        )
 
     @staticmethod
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:
         if dtype == "auto":
             return torch.float32 if build == "tiny" else torch.bfloat16
-        known = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+        known = {
+            name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")
+        }
         if dtype not in known:
             raise ValueError(f"model.dtype={dtype}: expected auto, {', '.join(known)}")
         return known[dtype]
@@ -561,7 +658,9 @@ class DiffusersPolicy(Policy):
         if cls.temporal_stride is not None:
             latents.require_multiple("frames", frames, cls.temporal_stride, offset=1)
         elif frames != 1:
-            raise ValueError(f"sampling.frames={frames}: {cls.family} makes images; set sampling.frames=1")
+            raise ValueError(
+                f"sampling.frames={frames}: {cls.family} makes images; set sampling.frames=1"
+            )
 
     @classmethod
     def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:

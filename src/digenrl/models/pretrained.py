@@ -1,7 +1,9 @@
-"""Opening a diffusers checkpoint, tiny or real, from a directory or the local hub cache, and refusing a broken one.
+"""Opening a diffusers checkpoint, tiny or real, from a directory or the local hub cache, and
+refusing a broken one.
 
-Nothing is downloaded at run time: many ranks start at once, and a run must not depend on a server. Weights that are
-not here give a message with the file, the licence page and the command that fetches them.
+Nothing is downloaded at run time: many ranks start at once, and a run must not depend on a server.
+Weights that are not here give a message with the file, the licence page and the command that
+fetches them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import nn
 HUB = "https://huggingface.co"
 
 
-class CheckpointError(ValueError):
+class PretrainedError(ValueError):
     """A checkpoint is absent, incomplete, or of another family."""
 
 
@@ -35,16 +37,20 @@ def missing_message(path: str, file: str, reason: str) -> str:
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         return (
             f"model.path={path} has no {file} ({reason}). Expected a directory in diffusers layout "
-            "(model_index.json, transformer/, vae/, ...) or a hub id such as Wan-AI/Wan2.1-T2V-14B-Diffusers"
+            "(model_index.json, transformer/, vae/, ...) or a hub id such as "
+            "Wan-AI/Wan2.1-T2V-14B-Diffusers"
         )
     return (
-        f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} (gated models need "
-        f"it), run `hf auth login` once, then `hf download {path}`; or try the tiny build: hardware=cpu_tiny"
+        f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} "
+        "(gated models need "
+        f"it), run `hf auth login` once, then `hf download {path}`; or try the tiny build: "
+        "hardware=cpu_tiny"
     )
 
 
 def model_index(path: str) -> dict[str, Any]:
-    """Return the checkpoint's model_index.json. Raises CheckpointError with the remedy if it cannot be read."""
+    """Return the checkpoint's model_index.json. Raises CheckpointError with the remedy if it cannot
+    be read."""
     from diffusers import DiffusionPipeline
 
     return _load_config(DiffusionPipeline, path, "model_index.json")
@@ -54,25 +60,35 @@ def require_family(path: str, pipelines: tuple[str, ...], family: str) -> None:
     """Raise CheckpointError unless the checkpoint at `path` was saved by one of `pipelines`."""
     found = model_index(path).get("_class_name")
     if found not in pipelines:
-        raise CheckpointError(
-            f"model.path={path} holds a {found}, and the {family} adapter reads {' or '.join(pipelines)}: "
+        raise PretrainedError(
+            f"model.path={path} holds a {found}, and the {family} adapter reads "
+            f"{' or '.join(pipelines)}: "
             "choose the model config of that family (configs/model) or another path"
         )
 
 
-def load_component(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
-    """Return `component.from_pretrained` of one diffusers model, in eval mode. Raises CheckpointError if a tensor is
-    missing."""
+def load_component(
+    component: type[Any], path: str, subfolder: str, dtype: torch.dtype
+) -> nn.Module:
+    """Return `component.from_pretrained` of one diffusers model, in eval mode. Raises
+    CheckpointError if a tensor is missing."""
     try:
         model, info = component.from_pretrained(
-            path, subfolder=subfolder, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+            path,
+            subfolder=subfolder,
+            torch_dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(missing_message(path, f"{subfolder}/", _first_line(error))) from error
-    absent = sorted(info.get("missing_keys", [])) + [str(key) for key in info.get("mismatched_keys", [])]
+        raise PretrainedError(missing_message(path, f"{subfolder}/", _first_line(error))) from error
+    absent = sorted(info.get("missing_keys", [])) + [
+        str(key) for key in info.get("mismatched_keys", [])
+    ]
     if absent:
-        raise CheckpointError(
-            f"{path}/{subfolder} lacks {len(absent)} tensors or has them in another shape (first: {absent[0]}): "
+        raise PretrainedError(
+            f"{path}/{subfolder} lacks {len(absent)} tensors or has them in another shape (first: "
+            f"{absent[0]}): "
             f"half a checkpoint, or another architecture; fetch it again with `hf download {path}`"
         )
     return model.eval()
@@ -87,33 +103,44 @@ def scheduler_config(path: str) -> dict[str, Any]:
     """Return the checkpoint's scheduler/scheduler_config.json."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    return _load_config(FlowMatchEulerDiscreteScheduler, path, "scheduler/scheduler_config.json", subfolder="scheduler")
+    return _load_config(
+        FlowMatchEulerDiscreteScheduler,
+        path,
+        "scheduler/scheduler_config.json",
+        subfolder="scheduler",
+    )
 
 
 def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, Any]:
     try:
         return owner.load_config(path, local_files_only=True, **where)
     except (OSError, ValueError) as error:
-        raise CheckpointError(missing_message(path, file, _first_line(error))) from error
+        raise PretrainedError(missing_message(path, file, _first_line(error))) from error
 
 
 def component_files(path: str, *kinds: str) -> list[Path]:
-    """Return the files of a checkpoint's components whose names match `kinds`. Raises CheckpointError if there is
-    none."""
+    """Return the files of a checkpoint's components whose names match `kinds`. Raises
+    CheckpointError if there is none."""
     try:
-        folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path, local_files_only=True))
+        folder = (
+            Path(path)
+            if Path(path).is_dir()
+            else Path(snapshot_download(path, local_files_only=True))
+        )
     except (OSError, ValueError) as error:
-        raise CheckpointError(missing_message(path, kinds[0], _first_line(error))) from error
+        raise PretrainedError(missing_message(path, kinds[0], _first_line(error))) from error
     files = [file for kind in kinds for file in folder.glob(f"{kind}/**/*") if file.is_file()]
     if not files:
-        raise CheckpointError(missing_message(path, f"{kinds[0]}/", "no such directory"))
+        raise PretrainedError(missing_message(path, f"{kinds[0]}/", "no such directory"))
     return sorted(files)
 
 
 def require_shards(path: str, subfolder: str) -> None:
-    """Raise CheckpointError when an index in a local `path/subfolder` names a weight file that is not there.
+    """Raise CheckpointError when an index in a local `path/subfolder` names a weight file that is
+    not there.
 
-    transformers fills missing tensors with random numbers and only warns, so encoders are checked here.
+    transformers fills missing tensors with random numbers and only warns, so encoders are checked
+    here.
     """
     folder = Path(path) / subfolder
     if not folder.is_dir():
@@ -122,9 +149,13 @@ def require_shards(path: str, subfolder: str) -> None:
         files = set(json.loads(index.read_text())["weight_map"].values())
         absent = sorted(file for file in files if not (folder / file).exists())
         if absent:
-            raise CheckpointError(missing_message(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing"))
+            raise PretrainedError(
+                missing_message(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing")
+            )
     if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(missing_message(path, f"{subfolder}/*.safetensors", "no weights in safetensors format"))
+        raise PretrainedError(
+            missing_message(path, f"{subfolder}/*.safetensors", "no weights in safetensors format")
+        )
 
 
 def _first_line(error: BaseException) -> str:

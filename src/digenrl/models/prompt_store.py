@@ -1,8 +1,9 @@
-"""Conditionings of texts on disk: one safetensors file per wording, mapped into memory by every process that reads it.
+"""Conditionings of texts on disk: one safetensors file per wording, mapped into memory by every
+process that reads it.
 
-A file appears by one rename, when it is whole and on the disk. A writer holds the directory's lock, so that one process
-encodes the wordings that many miss, and the others find them. The lock ends with its owner. A killed owner leaves a
-temporary file, which the next owner removes.
+A file appears by one rename, when it is whole and on the disk. A writer holds the directory's lock,
+so that one process encodes the wordings that many miss, and the others find them. The lock ends
+with its owner. A killed owner leaves a temporary file, which the next owner removes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ class Wording(NamedTuple):
     @property
     def key(self) -> str | list[Any]:
         """JSON value that identifies the wording."""
-        return [self.text, *([image.role, image.digest] for image in self.images)] if self.images else self.text
+        return (
+            [self.text, *([image.role, image.digest] for image in self.images)]
+            if self.images
+            else self.text
+        )
 
 
 def digest_of(facts: object) -> str:
@@ -53,14 +58,16 @@ class PromptStore:
 
     Args:
         root: directory of all stores; need not exist.
-        facts: everything besides the wording that decides about a conditioning. Other facts mean another store.
+        facts: everything besides the wording that decides about a conditioning. Other facts mean
+            another store.
     """
 
     def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
         self.directory = root / digest_of(facts)
 
     def read(self, wording: Wording) -> Condition | None:
-        """Return views of the wording's file, on the CPU; None if there is no file, or a damaged one."""
+        """Return views of the wording's file, on the CPU; None if there is no file, or a damaged
+        one."""
         try:
             with safe_open(self._path(wording), framework="pt") as file:
                 return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
@@ -78,10 +85,12 @@ class PromptStore:
         Args:
             wordings: all wordings that may be asked for.
             encode: called once with the missing wordings, unless none is missing.
-            progress: called when an entry has appeared, made by this process or by the one that it waits for.
+            progress: called when an entry has appeared, made by this process or by the one that it
+                waits for.
 
         Raises:
-            OSError: an entry cannot be written. No part of that entry is left, and earlier entries stay.
+            OSError: an entry cannot be written. No part of that entry is left, and earlier entries
+                stay.
         """
         wanted = list(dict.fromkeys(wordings))
         if not self._missing(wanted):
@@ -106,7 +115,11 @@ class PromptStore:
         unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
         try:
             with unfinished.open("wb") as file:
-                file.write(save({key: value.detach().cpu().contiguous() for key, value in condition.items()}))
+                file.write(
+                    save(
+                        {key: value.detach().cpu().contiguous() for key, value in condition.items()}
+                    )
+                )
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
@@ -134,8 +147,8 @@ class PromptStore:
 def files_digest(files: Sequence[Path], notes: Path) -> str:
     """Return a digest of the files' names and bytes (xxh3).
 
-    The digest is kept in the directory `notes`. It is not computed again while path, size and time of change of every
-    file are the same.
+    The digest is kept in the directory `notes`. It is not computed again while path, size and time
+    of change of every file are the same.
 
     Raises:
         OSError: a file cannot be read.

@@ -24,34 +24,42 @@ def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:
     if array.dtype != np.uint8:
         if not np.isfinite(array).all():
             raise ValueError(
-                "media hold values that are not finite: the decoder overflowed; try model.vae_dtype=float32"
+                "media hold values that are not finite: the decoder overflowed; try "
+                "model.vae_dtype=float32"
             )
         array = (array.clip(0, 1) * 255).round().astype(np.uint8)
     array = np.moveaxis(array, -3, -1)
     return array if array.shape[-1] == 3 else np.repeat(array, 3, axis=-1)
 
 
-def image_grid(images: Tensor | np.ndarray, columns: int | None = None, gap: int = 2) -> Image.Image:
-    """Return images [N, C, H, W] as one picture with white gaps, row by row; columns = ceil(sqrt(N)) unless given."""
+def image_grid(
+    images: Tensor | np.ndarray, columns: int | None = None, gap: int = 2
+) -> Image.Image:
+    """Return images [N, C, H, W] as one picture with white gaps, row by row; columns =
+    ceil(sqrt(N)) unless given."""
     tiles = to_uint8(images)
     count, height, width, _ = tiles.shape
     columns = columns or math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
-    canvas = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=np.uint8)
+    canvas = np.full(
+        (rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, dtype=np.uint8
+    )
     for index, tile in enumerate(tiles):
         top, left = index // columns * (height + gap), index % columns * (width + gap)
         canvas[top : top + height, left : left + width] = tile
     return Image.fromarray(canvas)
 
 
-def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = gallery.FRAMES_PER_SECOND) -> None:
+def write_mp4(
+    path: Path | str, video: Tensor | np.ndarray, fps: int = gallery.FRAMES_PER_SECOND
+) -> None:
     """Write one video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
     Path(path).write_bytes(gallery.mp4(np.moveaxis(to_uint8(video), -1, -3), fps))
 
 
 def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:
-    """Write images [N, C, H, W] as samples.png, or videos [N, F, C, H, W] as video-00.mp4 ... and a grid of their first
-    frames.
+    """Write images [N, C, H, W] as samples.png, or videos [N, F, C, H, W] as video-00.mp4 ... and a
+    grid of their first frames.
 
     At most `limit` samples are written. Returns the files.
     """

@@ -1,4 +1,5 @@
-"""Stable Diffusion 3.5 (arXiv:2403.03206): two CLIPs and T5, classifier-free guidance, latents [16, h, w]."""
+"""Stable Diffusion 3.5 (arXiv:2403.03206): two CLIPs and T5, classifier-free guidance, latents [16,
+h, w]."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ CHECKPOINT_NAMES: Names = {
 class SD3Policy(DiffusersPolicy):
     """SD3.5 medium and large; arguments in `DiffusersPolicy`.
 
-    LoRA leaves the second attention of the dual blocks (attn2) frozen, as in Flow-GRPO's target list.
+    LoRA leaves the second attention of the dual blocks (attn2) frozen, as in Flow-GRPO's target
+    list.
     """
 
     family = "sd3"
@@ -42,10 +44,18 @@ class SD3Policy(DiffusersPolicy):
     feed_forward = FEED_FORWARD
     checkpoint_names = CHECKPOINT_NAMES
     unread = frozenset(
-        {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
+        {
+            "attn.add_q_proj",
+            "attn.norm_added_q",
+            "attn.to_add_out",
+            "ff_context.net.0.proj",
+            "ff_context.net.2",
+        }
     )
 
-    skipped = frozenset({"attn.add_q_proj"})  # the last block's text asks nothing: fewer queries of its attention
+    skipped = frozenset(
+        {"attn.add_q_proj"}
+    )  # the last block's text asks nothing: fewer queries of its attention
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(
@@ -57,7 +67,8 @@ class SD3Policy(DiffusersPolicy):
         )[0]
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors [1, d]."""
+        """Return CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors
+        [1, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
         self.report_long_prompt(pipeline.tokenizer_3, text, self.max_sequence_length)
         embeddings, _, pooled, _ = pipeline.encode_prompt(

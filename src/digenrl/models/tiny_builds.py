@@ -1,10 +1,13 @@
-"""Tiny builds: every family's real classes and latent geometry with small widths and depths, and random weights.
+"""Tiny builds: every family's real classes and latent geometry with small widths and depths, and
+random weights.
 
-Tokenizers are trained here on a few hundred captions and the models' prompt templates. Nothing is downloaded. `tiny` in
-a family's facts file describes its build. tiny_parts.yaml has the parts that families share.
+Tokenizers are trained here on a few hundred captions and the models' prompt templates. Nothing is
+downloaded. `tiny` in a family's facts file describes its build. tiny_parts.yaml has the parts that
+families share.
 
-A build is made on first use (`ensure`). Its name is a hash of everything that it is made from, so a changed recipe or
-library never reads an old build. Builds are byte-reproducible: same seed and libraries, same files.
+A build is made on first use (`ensure`). Its name is a hash of everything that it is made from, so a
+changed recipe or library never reads an old build. Builds are byte-reproducible: same seed and
+libraries, same files.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ _SHARED: dict[str, dict[str, Any]] = yaml.safe_load(_SHARED_FILE.read_text())
 def cache_root(kind: str = "tiny") -> Path:
     """Return the folder of builds, or of another `kind` of files that can be made again.
 
-    The folder is $DIGENRL_CACHE, else .cache/ of a source checkout, else the user's cache directory.
+    The folder is $DIGENRL_CACHE, else .cache/ of a source checkout, else the user's cache
+    directory.
     """
     if os.environ.get("DIGENRL_CACHE"):
         return Path(os.environ["DIGENRL_CACHE"]) / kind
@@ -71,24 +75,32 @@ def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
 
 
 def require(facts: Facts | str) -> Facts:
-    """Return the facts of a family, given themselves or by the family's name. Raise ValueError without a tiny build."""
+    """Return the facts of a family, given themselves or by the family's name. Raise ValueError
+    without a tiny build."""
     found = families().get(facts) if isinstance(facts, str) else facts
     if found is None or not found.tiny:
         known = [family for family, facts in families().items() if facts.tiny]
         raise ValueError(
-            f"no tiny build of family '{found.family if found else facts}'; known: {', '.join(known)}. Describe "
-            f"one under `tiny` in NAME{ENDING} beside the adapter NAME.py, or set hardware.build=real."
+            f"no tiny build of family '{found.family if found else facts}'; known: "
+            f"{', '.join(known)}. Describe "
+            f"one under `tiny` in NAME{ENDING} beside the adapter NAME.py, or set "
+            "hardware.build=real."
         )
     return found
 
 
 def part(facts: Facts, name: str) -> Any:
-    """Return the description of part `name` of the family's pipeline; what `like` names is filled in."""
+    """Return the description of part `name` of the family's pipeline; what `like` names is filled
+    in."""
     described = facts.tiny[name]
     if isinstance(described, str):
         return _SHARED[described]
     if isinstance(described, dict) and "like" in described:
-        return {key: value for key, value in (_SHARED[described["like"]] | described).items() if key != "like"}
+        return {
+            key: value
+            for key, value in (_SHARED[described["like"]] | described).items()
+            if key != "like"
+        }
     return described
 
 
@@ -99,15 +111,23 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = _pipeline(facts)
-        transformers = [part for name, part in pipeline.components.items() if name.startswith("transformer") and part]
-        for parameter in (parameter for network in transformers for parameter in network.parameters()):
-            # Some families initialise modulations and output layers to zero, which would hide every signal.
+        transformers = [
+            part
+            for name, part in pipeline.components.items()
+            if name.startswith("transformer") and part
+        ]
+        for parameter in (
+            parameter for network in transformers for parameter in network.parameters()
+        ):
+            # Some families initialise modulations and output layers to zero, which would hide every
+            # signal.
             if parameter.ndim > 1 and not parameter.detach().any():
                 nn.init.normal_(parameter, std=0.02)
     pipeline.save_pretrained(folder)
     if not list(folder.glob("transformer/*.safetensors")):
         raise RuntimeError(
-            f"the tiny build of {facts.family} has no weights: in a process group rank 0 alone writes them; "
+            f"the tiny build of {facts.family} has no weights: in a process group rank 0 alone "
+            "writes them; "
             "call tiny_builds.ensure before the group begins"
         )
 
@@ -115,7 +135,10 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
 def _digest(facts: Facts) -> str:
     files = (Path(__file__), Path(tokenizers.__file__), tokenizers.DATA, _SHARED_FILE)
     parts = [path.read_bytes() for path in files] + [json.dumps(facts.tiny).encode()]
-    parts += [f"{name}=={version(name)}".encode() for name in ("diffusers", "transformers", "tokenizers", "torch")]
+    parts += [
+        f"{name}=={version(name)}".encode()
+        for name in ("diffusers", "transformers", "tokenizers", "torch")
+    ]
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 
 
@@ -138,7 +161,9 @@ def _pipeline(facts: Facts) -> Any:
             parts[name] = _processor(spec, parts["tokenizer"])
         elif isinstance(spec, dict):
             kind = getattr(diffusers, spec["class"], None) or getattr(own, spec["class"])
-            parts[name] = kind(**{key: spec[key] for key in spec if key not in ("class", "published")})
+            parts[name] = kind(
+                **{key: spec[key] for key in spec if key not in ("class", "published")}
+            )
         else:
             parts[name] = spec
     return made(**parts)
@@ -166,7 +191,11 @@ def _encoder(spec: dict[str, Any]) -> tuple[Any, Any]:
         if isinstance(value, dict):
             return {key: resolved(item) for key, item in value.items()}
         if isinstance(value, str) and value.startswith("<"):
-            return len(tokenizer) if value == "<vocabulary>" else tokenizer.convert_tokens_to_ids(value)
+            return (
+                len(tokenizer)
+                if value == "<vocabulary>"
+                else tokenizer.convert_tokens_to_ids(value)
+            )
         return value
 
     model = getattr(transformers, spec["class"])

@@ -1,10 +1,13 @@
-"""Tokenizers of the tiny builds: the real classes over vocabularies learned here, in a second, from the corpus below.
+"""Tokenizers of the tiny builds: the real classes over vocabularies learned here, in a second, from
+the corpus below.
 
-Vocabularies are learned in plain Python. The trainers of the `tokenizers` library are multi-threaded and break ties in
-hash order, so two runs give two vocabularies. A build must be byte-reproducible.
+Vocabularies are learned in plain Python. The trainers of the `tokenizers` library are
+multi-threaded and break ties in hash order, so two runs give two vocabularies. A build must be
+byte-reproducible.
 
-The corpus repeats the models' prompt templates often enough that a template's words become single tokens, as in the
-real vocabularies. The templates then have the real lengths, which the adapters' `check_encoders` require.
+The corpus repeats the models' prompt templates often enough that a template's words become single
+tokens, as in the real vocabularies. The templates then have the real lengths, which the adapters'
+`check_encoders` require.
 """
 
 from __future__ import annotations
@@ -27,9 +30,12 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def corpus(templates: list[str] | None = None) -> list[str]:
-    """Return captions, and the templates (by default those of the data) `TEMPLATE_REPEATS` times."""
+    """Return captions, and the templates (by default those of the data) `TEMPLATE_REPEATS`
+    times."""
     colours, shapes = _DATA["colours"], _DATA["shapes"]
-    captions = [f"a {a} {s} on a {b} background" for a, s, b in itertools.product(colours, shapes, colours)]
+    captions = [
+        f"a {a} {s} on a {b} background" for a, s, b in itertools.product(colours, shapes, colours)
+    ]
     return captions + _DATA["sentences"] + (templates or _DATA["templates"]) * TEMPLATE_REPEATS
 
 
@@ -49,8 +55,8 @@ def clip() -> Any:
 
 
 def t5() -> Any:
-    """Return a T5TokenizerFast over a unigram vocabulary (the corpus's words, and letters for all others), 512
-    tokens."""
+    """Return a T5TokenizerFast over a unigram vocabulary (the corpus's words, and letters for all
+    others), 512 tokens."""
     from transformers import T5TokenizerFast
 
     pieces = Counter(f"▁{word}" for text in corpus() for word in text.split())
@@ -60,7 +66,9 @@ def t5() -> Any:
     letters = [(chr(code), -20.0) for code in range(33, 127)] + [("▁", -20.0)]
     known = {piece for piece, _ in words}
     vocabulary = special + words + [letter for letter in letters if letter[0] not in known]
-    return T5TokenizerFast(vocab=vocabulary, extra_ids=0, additional_special_tokens=[], model_max_length=512)
+    return T5TokenizerFast(
+        vocab=vocabulary, extra_ids=0, additional_special_tokens=[], model_max_length=512
+    )
 
 
 def qwen(templates: list[str] | None = None) -> Any:
@@ -70,16 +78,30 @@ def qwen(templates: list[str] | None = None) -> Any:
     special = _DATA["qwen_special"]
     vocabulary, merges = _train_byte_level(special, templates)
     vocabulary |= {token: len(vocabulary) + index for index, token in enumerate(special)}
-    return Qwen2Tokenizer(vocab=vocabulary, merges=merges, additional_special_tokens=special[1:], model_max_length=2048)
+    return Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        additional_special_tokens=special[1:],
+        model_max_length=2048,
+    )
 
 
 def gemma() -> Any:
-    """Return a GemmaTokenizer: words begin with ▁, unknown words become bytes, and texts are padded on the left."""
+    """Return a GemmaTokenizer: words begin with ▁, unknown words become bytes, and texts are padded
+    on the left."""
     from transformers import GemmaTokenizer
 
     texts = corpus()
     entries, merges = _train_bpe(pre_tokenizers.Metaspace(), texts)
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    special = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+    ]
     names = dict.fromkeys([*special, *sorted(set("".join(texts))), *entries])
     vocabulary = {entry: index for index, entry in enumerate(names)}
     return GemmaTokenizer(vocab=vocabulary, merges=merges, model_max_length=1024)
@@ -93,14 +115,16 @@ def byt5() -> Any:
 
 
 def qwen3(templates: list[str] | None = None) -> Any:
-    """Return `qwen`'s tokenizer with a chat template of Qwen's shape: each turn between <|im_start|> and <|im_end|>."""
+    """Return `qwen`'s tokenizer with a chat template of Qwen's shape: each turn between
+    <|im_start|> and <|im_end|>."""
     tokenizer = qwen(templates)
     tokenizer.chat_template = _DATA["qwen_chat"]
     return tokenizer
 
 
 def llama3() -> Any:
-    """Return a byte-level BPE tokenizer with LLaMA 3's special tokens. Every text starts with <|begin_of_text|>."""
+    """Return a byte-level BPE tokenizer with LLaMA 3's special tokens. Every text starts with
+    <|begin_of_text|>."""
     from transformers import PreTrainedTokenizerFast
 
     special = _DATA["llama_special"]
@@ -138,10 +162,14 @@ def _train_byte_level(
     return _train_bpe(_byte_level(), texts)
 
 
-def _train_bpe(pre_tokenizer: Any, texts: list[str], suffix: str = "") -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return vocabulary and merges of a byte-pair encoding of `texts` (arXiv:1508.07909), ties broken alphabetically.
+def _train_bpe(
+    pre_tokenizer: Any, texts: list[str], suffix: str = ""
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Return vocabulary and merges of a byte-pair encoding of `texts` (arXiv:1508.07909), ties
+    broken alphabetically.
 
-    The vocabulary starts with every byte (and every byte as a last letter), so no text has an unknown token.
+    The vocabulary starts with every byte (and every byte as a last letter), so no text has an
+    unknown token.
     """
     counts = Counter(word for text in texts for word, _ in pre_tokenizer.pre_tokenize_str(text))
     words = {word: [*word[:-1], word[-1] + suffix] for word in counts}
@@ -156,7 +184,11 @@ def _train_bpe(pre_tokenizer: Any, texts: list[str], suffix: str = "") -> tuple[
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         words = {word: _merge(symbols, best) for word, symbols in words.items()}
-    entries = BYTES + ([byte + suffix for byte in BYTES] if suffix else []) + ["".join(pair) for pair in merges]
+    entries = (
+        BYTES
+        + ([byte + suffix for byte in BYTES] if suffix else [])
+        + ["".join(pair) for pair in merges]
+    )
     return {entry: index for index, entry in enumerate(dict.fromkeys(entries))}, merges
 
 

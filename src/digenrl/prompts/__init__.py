@@ -1,9 +1,10 @@
 """Prompt files: their places and their format. Standard library only (no torch).
 
-`.txt` holds one prompt per line. `.jsonl` holds one object `{prompt, negative?, target?, id?, ...metadata}` per line,
-with images as paths relative to the file: `image` (or `images`, a list), `last_image`, `target_image`. Blank lines are
-skipped. A byte order mark and CRLF are accepted. Text is kept as written, without Unicode normalisation. A file is
-checked line by line and stays on disk; only the offsets of its lines are in memory.
+`.txt` holds one prompt per line. `.jsonl` holds one object `{prompt, negative?, target?, id?,
+...metadata}` per line, with images as paths relative to the file: `image` (or `images`, a list),
+`last_image`, `target_image`. Blank lines are skipped. A byte order mark and CRLF are accepted. Text
+is kept as written, without Unicode normalisation. A file is checked line by line and stays on disk;
+only the offsets of its lines are in memory.
  The files beside this module are the project's own sets;
 `python -m digenrl.extensions.tasks.generate_prompts` writes them again.
 """
@@ -27,20 +28,23 @@ from digenrl.images import ROLES, ImageLimits, PromptImage, open_regular, read_i
 DIRECTORY = Path(__file__).resolve().parent
 SUFFIXES = (".txt", ".jsonl")
 FIELDS = ("prompt", "negative", "target", "images", *ROLES)
-"""Fields of a .jsonl line that have a meaning here. All others are metadata, unless they look like a misspelt field."""
+"""Fields of a .jsonl line that have a meaning here. All others are metadata, unless they look like
+a misspelt field."""
 MAX_CHARACTERS = 10_000
-"""Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so a longer line means a damaged file."""
+"""Longest accepted prompt. Text encoders cut at 77 to 512 tokens, so a longer line means a damaged
+file."""
 _MAX_LINE_BYTES = 1 << 20
 _MAX_PROBLEMS = 20
 _BLANKS = b" \t\r\n\v\f"
 
 
 class PromptFileError(ValueError):
-    """A prompt file cannot be used. The message names file and line of each problem (the first twenty)."""
+    """A prompt file cannot be used. The message names file and line of each problem (the first
+    twenty)."""
 
 
 @dataclass(frozen=True)
-class Record:
+class PromptRecord:
     """A prompt as written in a line of a prompt file."""
 
     text: str
@@ -54,16 +58,18 @@ class Record:
     """Images in the order of `images.ROLES`."""
 
 
-class Records(Sequence[Record]):
-    """Prompts of a file that `read` has checked. Each is read again from its line when it is needed."""
+class Records(Sequence[PromptRecord]):
+    """Prompts of a file that `read` has checked. Each is read again from its line when it is
+    needed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines, self._offsets, self._digests = array("q"), array("q"), array("Q")
-        self._kept: dict[int, Record] = {}
-        """Records with images, by uid. They are kept because image files that change later must not change a record."""
+        self._kept: dict[int, PromptRecord] = {}
+        """Records with images, by uid. They are kept because image files that change later must not
+        change a record."""
 
-    def add(self, record: Record, offset: int, raw: bytes) -> None:
+    def add(self, record: PromptRecord, offset: int, raw: bytes) -> None:
         """Add the record of line `raw`, which begins at byte `offset`."""
         if record.images:
             self._kept[len(self)] = record
@@ -75,21 +81,22 @@ class Records(Sequence[Record]):
         return len(self._lines)
 
     @overload
-    def __getitem__(self, index: int) -> Record: ...
+    def __getitem__(self, index: int) -> PromptRecord: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[Record, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[PromptRecord, ...]: ...
 
-    def __getitem__(self, index: int | slice) -> Record | tuple[Record, ...]:
-        """Return a record. Raises PromptFileError if the file is gone or the line has changed since the check."""
+    def __getitem__(self, index: int | slice) -> PromptRecord | tuple[PromptRecord, ...]:
+        """Return a record. Raises PromptFileError if the file is gone or the line has changed since
+        the check."""
         if isinstance(index, slice):
             return tuple(self._at(range(*index.indices(len(self)))))
         return next(self._at([range(len(self))[index]]))
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[PromptRecord]:
         return self._at(range(len(self)))
 
-    def _at(self, rows: Iterable[int]) -> Iterator[Record]:
+    def _at(self, rows: Iterable[int]) -> Iterator[PromptRecord]:
         with ExitStack() as stack:
             file = None
             with suppress(OSError):
@@ -101,7 +108,8 @@ class Records(Sequence[Record]):
                     raw = file.readline(_MAX_LINE_BYTES)
                 if _digest(raw) != self._digests[row]:
                     raise PromptFileError(
-                        f"{self._path}:{self._lines[row]}: changed after the prompts were read; start again with the "
+                        f"{self._path}:{self._lines[row]}: changed after the prompts were read; "
+                        "start again with the "
                         "file as it is."
                     )
                 yield self._kept.get(row) or _parsed(self._path, raw, self._lines[row], None)
@@ -124,7 +132,8 @@ def builtin() -> list[str]:
 
 
 def locate(name: str | Path) -> Path:
-    """Return the file of `name`: a path (from the working directory), or else one of the project's own sets.
+    """Return the file of `name`: a path (from the working directory), or else one of the project's
+    own sets.
 
     Raises:
         PromptFileError: there is no such path or set, or it is no regular file.
@@ -135,9 +144,12 @@ def locate(name: str | Path) -> Path:
         if candidate.is_file():
             return candidate.resolve()
         if candidate.exists():
-            raise PromptFileError(f"{candidate}: not a regular file; name a {' or '.join(SUFFIXES)} file.")
+            raise PromptFileError(
+                f"{candidate}: not a regular file; name a {' or '.join(SUFFIXES)} file."
+            )
     raise PromptFileError(
-        f"{name}: no such prompt file (looked in {Path.cwd()} and among the project's own: {', '.join(builtin())})."
+        f"{name}: no such prompt file (looked in {Path.cwd()} and among the project's own: "
+        f"{', '.join(builtin())})."
     )
 
 
@@ -145,10 +157,12 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
     """Read and check the prompt file `name` (see `locate`).
 
     Args:
-        limits: bounds within which every image is decoded once; None = images are only read, for their digests.
+        limits: bounds within which every image is decoded once; None = images are only read, for
+            their digests.
 
     Raises:
-        PromptFileError: missing, unreadable, not UTF-8, empty, or with malformed lines or unusable images.
+        PromptFileError: missing, unreadable, not UTF-8, empty, or with malformed lines or unusable
+            images.
     """
     path = locate(name)
     if path.suffix not in SUFFIXES:
@@ -164,7 +178,10 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
                 problems += [f"{path}:{line}: {error}"] * (wrong <= _MAX_PROBLEMS)
                 continue
             images = [(image.role, image.digest) for image in record.images]
-            facts = json.dumps([record.text, record.negative, record.target, record.metadata, images], sort_keys=True)
+            facts = json.dumps(
+                [record.text, record.negative, record.target, record.metadata, images],
+                sort_keys=True,
+            )
             identity = hashlib.blake2b(facts.encode(), digest_size=16).digest()
             if (first := first_line.setdefault(identity, line)) != line:
                 duplicates.append((line, first))
@@ -180,7 +197,9 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
     return PromptFile(path, records, tuple(duplicates))
 
 
-def sources(setting: str | Path | Sequence[Mapping[str, Any]]) -> tuple[tuple[str | Path, float], ...]:
+def sources(
+    setting: str | Path | Sequence[Mapping[str, Any]],
+) -> tuple[tuple[str | Path, float], ...]:
     """Return (file, weight) of each prompt file that `data.prompts` or `data.heldout` names."""
     if isinstance(setting, (str, Path)):
         return ((setting, 1.0),)
@@ -193,8 +212,8 @@ def most_of_batch(weights: Sequence[float], prompts: int) -> list[int]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (1-based number, offset, bytes) of every line that is not blank. Only LF ends a line; the CR of CRLF is
-    blank.
+    """Yield (1-based number, offset, bytes) of every line that is not blank. Only LF ends a line;
+    the CR of CRLF is blank.
 
     Raises:
         PromptFileError: a line is too long to be read.
@@ -207,19 +226,21 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             number, offset = number + 1, file.tell() - len(raw)
             if len(raw) > _MAX_LINE_BYTES:
                 raise PromptFileError(
-                    f"{path}:{number}: the line has more than {_MAX_LINE_BYTES} bytes; end it earlier (a prompt has at "
+                    f"{path}:{number}: the line has more than {_MAX_LINE_BYTES} bytes; end it "
+                    "earlier (a prompt has at "
                     f"most {MAX_CHARACTERS} characters)."
                 )
             if raw.strip(_BLANKS):
                 yield number, offset, raw
 
 
-def _parsed(path: Path, raw: bytes, line: int, limits: ImageLimits | None) -> Record:
-    """Return the record of a line. Raises ValueError, whose text says what is wrong with the line."""
+def _parsed(path: Path, raw: bytes, line: int, limits: ImageLimits | None) -> PromptRecord:
+    """Return the record of a line. Raises ValueError, whose text says what is wrong with the
+    line."""
     text = _decoded(raw.strip(_BLANKS))
     if path.suffix == ".jsonl":
         return _json_record(text, line, path.parent, limits)
-    return Record(_checked(text, "prompt"), line)
+    return PromptRecord(_checked(text, "prompt"), line)
 
 
 def _digest(raw: bytes) -> int:
@@ -230,7 +251,9 @@ def _decoded(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8 ({error.reason}); save the file as UTF-8.") from error
+        raise ValueError(
+            f"byte {error.start + 1} is not UTF-8 ({error.reason}); save the file as UTF-8."
+        ) from error
 
 
 def _checked(text: Any, name: str) -> str:
@@ -254,7 +277,7 @@ def _finite(number: str) -> float:
     return value
 
 
-def _json_record(text: str, line: int, folder: Path, limits: ImageLimits | None) -> Record:
+def _json_record(text: str, line: int, folder: Path, limits: ImageLimits | None) -> PromptRecord:
     try:
         fields = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
@@ -262,27 +285,40 @@ def _json_record(text: str, line: int, folder: Path, limits: ImageLimits | None)
     except RecursionError as error:
         raise ValueError("nested too deeply.") from error
     if not isinstance(fields, dict):
-        raise ValueError(f'must be an object such as {{"prompt": ...}}, not {type(fields).__name__}.')
+        raise ValueError(
+            f'must be an object such as {{"prompt": ...}}, not {type(fields).__name__}.'
+        )
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("half of a surrogate pair (\\ud800 .. \\udfff) is no text.") from error
     if "prompt" not in fields:
-        raise ValueError(f'the field "prompt" is missing (it has {", ".join(sorted(fields)) or "no field"}).')
+        raise ValueError(
+            f'the field "prompt" is missing (it has {", ".join(sorted(fields)) or "no field"}).'
+        )
     for name in sorted(fields.keys() - set(FIELDS)):
         if close := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8):
             raise ValueError(
-                f'no such field: "{name[:60]}"; nearest: {close[0]} (a field for scorers needs another name).'
+                f'no such field: "{name[:60]}"; nearest: {close[0]} (a field for scorers needs '
+                "another name)."
             )
     prompt = _checked(fields.pop("prompt"), "prompt")
     if not prompt.strip():
         raise ValueError("prompt is empty.")
-    given = {name: text for name in ("negative", "target") if (text := fields.pop(name, None)) is not None}
+    given = {
+        name: text
+        for name in ("negative", "target")
+        if (text := fields.pop(name, None)) is not None
+    }
     words = {name: _checked(text, name) for name, text in given.items()}
-    return Record(prompt, line, **words, images=tuple(_images(fields, folder, limits)), metadata=fields)
+    return PromptRecord(
+        prompt, line, **words, images=tuple(_images(fields, folder, limits)), metadata=fields
+    )
 
 
-def _images(fields: dict[str, Any], folder: Path, limits: ImageLimits | None) -> Iterator[PromptImage]:
+def _images(
+    fields: dict[str, Any], folder: Path, limits: ImageLimits | None
+) -> Iterator[PromptImage]:
     """Yield the images that a line names, and remove them from `fields`."""
     several = fields.pop("images", None)
     if several is not None and fields.get("image") is not None:

@@ -1,1 +1,2 @@
-"""Files that a run writes: its directory, events and spans. All rooms write here; `digenrl.report` reads."""
+"""Files that a run writes: its directory, events and spans. All rooms write here; `digenrl.report`
+reads."""

@@ -1,4 +1,5 @@
-"""An attempt to resume a run. If it ends before its ranks have loaded the checkpoint, the run stays as it was."""
+"""An attempt to resume a run. If it ends before its ranks have loaded the checkpoint, the run stays
+as it was."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class ResumeAttempt:
         self._records = {path: path.stat() for path in _records(run_dir)}
 
     def undone(self) -> bool:
-        """Cut the records back to their old state, unless the checkpoint was loaded; return whether they were cut.
+        """Cut the records back to their old state, unless the checkpoint was loaded; return whether
+        they were cut.
 
         logs/ stays, and so does a record that was written anew.
         """

@@ -16,4 +16,7 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
-    return f"digenrl {digest.hexdigest()[:12]}, torch {version('torch')}, diffusers {version('diffusers')}"
+    return (
+        f"digenrl {digest.hexdigest()[:12]}, torch {version('torch')}, diffusers "
+        f"{version('diffusers')}"
+    )

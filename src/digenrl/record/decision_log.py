@@ -19,14 +19,16 @@ _BLOCK = 100
 
 
 class DecisionLog:
-    """Writer of the events and decisions of `digenrl.schedule.policy`, below its `header`, for `policy.replay`.
+    """Writer of the events and decisions of `digenrl.schedule.policy`, below its `header`, for
+    `policy.replay`.
 
-    A waiting rank asks the same question many times a second. While the answer stays "nothing to do", it is written
-    once. A rank's view of other ranks is written when a decision uses it. A decision depends on the newest view, and on
-    every speed that was seen.
+    A waiting rank asks the same question many times a second. While the answer stays "nothing to
+    do", it is written once. A rank's view of other ranks is written when a decision uses it. A
+    decision depends on the newest view, and on every speed that was seen.
 
-    Each decision follows from all before it, so a log with a gap cannot be replayed after the gap. Therefore the first
-    `limit` bytes are kept whole, and a log ends where the disk refused a part of it.
+    Each decision follows from all before it, so a log with a gap cannot be replayed after the gap.
+    Therefore the first `limit` bytes are kept whole, and a log ends where the disk refused a part
+    of it.
     """
 
     def __init__(self, path: Path, header: dict[str, Any], limit: float = math.inf) -> None:
@@ -48,7 +50,11 @@ class DecisionLog:
             return
         if "decision" in row:
             name, answer = row["decision"], row["answer"]
-            if answer in _NOTHING and name not in _COUNTED and self._answers.get(name, ...) == answer:
+            if (
+                answer in _NOTHING
+                and name not in _COUNTED
+                and self._answers.get(name, ...) == answer
+            ):
                 return
             self._answers[name] = answer
         for each in (*self._seen.values(), row):
@@ -74,6 +80,7 @@ class DecisionLog:
 
 
 def _speed(row: Mapping[str, Any]) -> Any:
-    """Return the seconds of a task on a rank that was seen (`Work.values`); None for a lost rank."""
+    """Return the seconds of a task on a rank that was seen (`Work.values`); None for a lost
+    rank."""
     work = row["args"][1]
     return None if work is None else work[1]

@@ -21,7 +21,8 @@ LEFT_OUT = "left_out"
 
 
 class LineFile:
-    """Writer that appends blocks of lines. A block that cannot be written leaves nothing behind and is counted.
+    """Writer that appends blocks of lines. A block that cannot be written leaves nothing behind and
+    is counted.
 
     Args:
         path: file, which is created with its directory.
@@ -54,7 +55,9 @@ class LineFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self.size = os.fstat(self._descriptor).st_size
-        if self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n":  # a crash tore the last line
+        if (
+            self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n"
+        ):  # a crash tore the last line
             write_whole(self._descriptor, b"\n")
             self.size += 1
 
@@ -68,9 +71,9 @@ class LineFile:
 def kept_steps(sizes: Mapping[int, int], limit: float) -> set[int]:
     """Return the steps that stay when a file is thinned to at most half of `limit`.
 
-    The first steps get an eighth of `limit`, the newest a quarter. Between them every second, fourth or eighth step ...
-    stays, in another eighth. Strides are powers of two, so that several ranks keep the same steps up to the coarser
-    stride.
+    The first steps get an eighth of `limit`, the newest a quarter. Between them every second,
+    fourth or eighth step ... stays, in another eighth. Strides are powers of two, so that several
+    ranks keep the same steps up to the coarser stride.
 
     Args:
         sizes: step -> bytes.
@@ -98,7 +101,8 @@ def _while_fits(steps: list[int], sizes: Mapping[int, int], room: float) -> set[
 
 
 def thin(path: Path, limit: float) -> None:
-    """Drop whole steps of a span file (see `kept_steps`), and keep the sums of their seconds in its first line.
+    """Drop whole steps of a span file (see `kept_steps`), and keep the sums of their seconds in its
+    first line.
 
     The file is read and written line by line, at about 100 MB/s.
 

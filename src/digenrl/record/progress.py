@@ -1,11 +1,11 @@
 """Progress of this process, thread by thread, for its heartbeats.
 
-The watcher of the heartbeats judges progress by its own clock (`digenrl.cluster.vitals`). Nothing in this module waits
-or reads a clock.
+The watcher of the heartbeats judges progress by its own clock (`digenrl.cluster.vitals`). Nothing
+in this module waits or reads a clock.
 
-A *stretch* is the time between two signs of progress of a thread: a stage begins, ends, or ticks. Stages are those of
-`digenrl.record.spans`, marked by `SpanLog.span`. In a stage `wait ...` a thread waits for others, so it is not to
-blame.
+A *stretch* is the time between two signs of progress of a thread: a stage begins, ends, or ticks.
+Stages are those of `digenrl.record.spans`, marked by `SpanLog.span`. In a stage `wait ...` a thread
+waits for others, so it is not to blame.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Stretch:
 
 
 class Progress:
-    """Stages in progress in one process. The thread that creates it is always listed, others only while in a stage."""
+    """Stages in progress in one process. The thread that creates it is always listed, others only
+    while in a stage."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()

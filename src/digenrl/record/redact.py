@@ -1,7 +1,7 @@
 """Keep secrets out of messages, config.yaml, logs and reports.
 
-A secret is recognised by the name of its key, by the shape of its value, or as the value of an environment variable
-with a secret's name. `num_tokens`, `tokenizer` or `token_env` are not secrets.
+A secret is recognised by the name of its key, by the shape of its value, or as the value of an
+environment variable with a secret's name. `num_tokens`, `tokenizer` or `token_env` are not secrets.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ def is_secret_name(key: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """Return `text` without known token shapes, user names in URLs, `key=value` secrets and secrets of the
-    environment."""
+    """Return `text` without known token shapes, user names in URLs, `key=value` secrets and secrets
+    of the environment."""
     text = _SECRET_SHAPE.sub(MASK, text)
     text = _URL_USER.sub(lambda match: f"{match['scheme']}{MASK}@", text)
     text = _ASSIGNMENT.sub(
-        lambda match: f"{match['name']}{match['sign']}{MASK}" if is_secret_name(match["name"]) else match[0], text
+        lambda match: (
+            f"{match['name']}{match['sign']}{MASK}" if is_secret_name(match["name"]) else match[0]
+        ),
+        text,
     )
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST_SECRET and is_secret_name(name) and value in text:
@@ -49,7 +52,8 @@ def redact_text(text: str) -> str:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """Return `value` (nested dicts and lists of plain values) with every secret replaced by a mask."""
+    """Return `value` (nested dicts and lists of plain values) with every secret replaced by a
+    mask."""
     if isinstance(value, Mapping):
         return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

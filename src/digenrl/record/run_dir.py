@@ -1,10 +1,12 @@
-"""Write the files of a run directory: names of files, events, JSON lines. `digenrl.report.read_run` reads them.
+"""Write the files of a run directory: names of files, events, JSON lines. `digenrl.report.read_run`
+reads them.
 
-Writers append one JSON object per line with a single `write`, so several processes may share a file and a reader sees
-whole lines.
+Writers append one JSON object per line with a single `write`, so several processes may share a file
+and a reader sees whole lines.
 
-A record never stops a run. Lines that a full or read-only disk refuses are counted. Events of kind "unwritten" report
-them, once at the first line and once at the end. A run reserves a little disk space for these events.
+A record never stops a run. Lines that a full or read-only disk refuses are counted. Events of kind
+"unwritten" report them, once at the first line and once at the end. A run reserves a little disk
+space for these events.
 """
 
 from __future__ import annotations
@@ -37,39 +39,49 @@ PLOTS = "plots"
 BEFORE_AFTER = "samples/before_after.png"
 
 LAUNCH = "launch"
-"""Kind of the event with which a launcher opens an attempt: the first, and each `make resume`; carries `world`."""
+"""Kind of the event with which a launcher opens an attempt: the first, and each `make resume`;
+carries `world`."""
 END = "end"
 """Kind of the event with which a launcher closes an attempt; carries `status` and `cause`."""
 LOST = "lost"
-"""Kind of the event with which a launcher notes a rank's death while the run continues; carries `rank` and `cause`."""
+"""Kind of the event with which a launcher notes a rank's death while the run continues; carries
+`rank` and `cause`."""
 RESTART = "restart"
-"""Kind of the event with which a launcher notes that it begins again; carries `cause`, `rl_step` and `checkpoint`."""
+"""Kind of the event with which a launcher notes that it begins again; carries `cause`, `rl_step`
+and `checkpoint`."""
 POISON = "poison"
-"""Kind of the event that tells of a step at which the run died twice; carries `rl_step`, `causes` and `prompts`."""
+"""Kind of the event that tells of a step at which the run died twice; carries `rl_step`, `causes`
+and `prompts`."""
 LEFT, JOINED = "left", "joined"
-"""Kinds of the events that note a rollout which left as it was asked to (`rank`, `cause`), or joined (`rank`)."""
+"""Kinds of the events that note a rollout which left as it was asked to (`rank`, `cause`), or
+joined (`rank`)."""
 CHECKPOINT_FAILED = "checkpoint_failed"
-"""Kind of the event that tells of a checkpoint that could not be written; carries `rl_step` and `cause`."""
+"""Kind of the event that tells of a checkpoint that could not be written; carries `rl_step` and
+`cause`."""
 LOGGER = "logger"
 """Kind of the event that tells of `failures` of a `logger`, with the first `cause`."""
 UNWRITTEN = "unwritten"
 """Kind of the event that tells of `lines` that `file` could not take, with the `cause`."""
 PROMPT_STORE = "prompt_store"
-"""Kind of the event with the number of `texts` that a run needs, and the number that this rank has `encoded`. Rank 0
-always writes this event. Other ranks write it if they have encoded texts."""
+"""Kind of the event with the number of `texts` that a run needs, and the number that this rank has
+`encoded`. Rank 0 always writes this event. Other ranks write it if they have encoded texts."""
 TRAJECTORIES = "trajectories"
-"""Directory of the messages on which trainers trained. Events of this kind give their size, or an early end, as
-`cause`."""
+"""Directory of the messages on which trainers trained. Events of this kind give their size, or an
+early end, as `cause`."""
 LEFT_OUT = "left_out"
-"""Kind of the event that tells how many routine events of a kind (`of`) were not written, and their `samples`."""
+"""Kind of the event that tells how many routine events of a kind (`of`) were not written, and their
+`samples`."""
 ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
-"""Kinds of events that a step may repeat; beyond the limit of `limit_events` they are only counted."""
+"""Kinds of events that a step may repeat; beyond the limit of `limit_events` they are only
+counted."""
 
 _RESERVE, _RESERVE_BYTES, _PAGE = ".reserve", 64 << 10, 4 << 10
 _unwritten: Counter[Path] = Counter()
-"""Lines that this process could not write and has not reported yet, by file. A file that failed once stays here."""
+"""Lines that this process could not write and has not reported yet, by file. A file that failed
+once stays here."""
 _left_out: Counter[tuple[Path, str, str, str]] = Counter()
-"""(events file, kind, counted thing, key) -> routine events, or their samples, that this process left out."""
+"""(events file, kind, counted thing, key) -> routine events, or their samples, that this process
+left out."""
 _events_limit: float = math.inf
 
 
@@ -92,7 +104,8 @@ def release_reserve(run_dir: str | os.PathLike[str]) -> None:
 
 
 def _release_page(run_dir: Path) -> bool:
-    """Release a page of the reserve, and return whether that was possible. Half of the reserve is for the run's end."""
+    """Release a page of the reserve, and return whether that was possible. Half of the reserve is
+    for the run's end."""
     try:
         size = (run_dir / _RESERVE).stat().st_size
         if size <= _RESERVE_BYTES // 2:
@@ -114,7 +127,8 @@ def free_space(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. It replaces `path` after the body, and is removed if the body fails."""
+    """Yield a temporary path beside `path`. It replaces `path` after the body, and is removed if
+    the body fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -126,7 +140,8 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def json_safe(value: Any) -> Any:
-    """Return `value` for JSON: NaN and infinities become null, 0-d tensors and numpy scalars become plain numbers."""
+    """Return `value` for JSON: NaN and infinities become null, 0-d tensors and numpy scalars become
+    plain numbers."""
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -141,7 +156,8 @@ def json_safe(value: Any) -> Any:
 
 
 def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
-    """Append `row` as one line, in one write; a line that cannot be written is counted (`unwritten`)."""
+    """Append `row` as one line, in one write; a line that cannot be written is counted
+    (`unwritten`)."""
     try:
         _append(Path(path), row)
     except OSError as error:
@@ -157,7 +173,12 @@ def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> bool
         OSError: the file cannot be opened or does not take the whole line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(json_safe(row), ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
+    line = (
+        json.dumps(json_safe(row), ensure_ascii=False, separators=(",", ":")).encode(
+            errors="replace"
+        )
+        + b"\n"
+    )
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
@@ -175,13 +196,16 @@ def write_whole(descriptor: int, data: bytes) -> None:
     """Write `data` in one call.
 
     Raises:
-        OSError: the file took nothing, or only a part of it, which is what a disk does that fills up.
+        OSError: the file took nothing, or only a part of it, which is what a disk does that fills
+            up.
     """
     if os.write(descriptor, data) < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any] | None = None) -> None:
+def append_event(
+    run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any] | None = None
+) -> None:
     """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl.
 
     Secrets are masked, because facts contain texts of errors.
@@ -197,7 +221,8 @@ def append_event(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str,
 
 
 def append_urgent(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any]) -> bool:
-    """Append an event as `append_event` does, with the reserve if the disk is full; return whether it was written."""
+    """Append an event as `append_event` does, with the reserve if the disk is full; return whether
+    it was written."""
     path, event = Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts)}
     for _ in range(2):
         try:
@@ -209,7 +234,8 @@ def append_urgent(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str
 
 
 def unwritten(path: Path, lines: int, error: OSError) -> None:
-    """Count lines that `path`, a file of a run directory, could not take. The first failure is reported at once."""
+    """Count lines that `path`, a file of a run directory, could not take. The first failure is
+    reported at once."""
     first = path not in _unwritten
     _unwritten[path] += lines
     if first:
@@ -217,16 +243,27 @@ def unwritten(path: Path, lines: int, error: OSError) -> None:
 
 
 def tell_unwritten(run_dir: str | os.PathLike[str]) -> None:
-    """Report the lines that this process could not write or left out. Called at the end of its part of the run."""
-    for path in [path for path, lines in _unwritten.items() if lines and Path(run_dir) in path.parents]:
+    """Report the lines that this process could not write or left out. Called at the end of its part
+    of the run."""
+    for path in [
+        path for path, lines in _unwritten.items() if lines and Path(run_dir) in path.parents
+    ]:
         _tell(path, None)
-    for path, kind, what, by in [key for key in _left_out if key[0].parent == Path(run_dir) and key[2] == "times"]:
+    for path, kind, what, by in [
+        key for key in _left_out if key[0].parent == Path(run_dir) and key[2] == "times"
+    ]:
         facts = {"of": kind, "by": by, "times": _left_out.pop((path, kind, what, by))}
-        append_urgent(run_dir, LEFT_OUT, facts | {"samples": _left_out.pop((path, kind, "samples", by))})
+        append_urgent(
+            run_dir, LEFT_OUT, facts | {"samples": _left_out.pop((path, kind, "samples", by))}
+        )
 
 
 def _tell(path: Path, cause: str | None) -> None:
-    run_dir = path.parent if path.suffix == ".jsonl" and path.parent.name not in (SPANS, DECISIONS) else path.parents[1]
+    run_dir = (
+        path.parent
+        if path.suffix == ".jsonl" and path.parent.name not in (SPANS, DECISIONS)
+        else path.parents[1]
+    )
     facts = {"file": str(path.relative_to(run_dir)), "lines": _unwritten[path], "cause": cause}
     if append_urgent(run_dir, UNWRITTEN, facts):
         _unwritten[path] = 0
@@ -244,13 +281,19 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2)
 
 
 def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, Any]]) -> None:
-    """Write Chrome trace events as one JSON object, one event a line, without holding them in memory.
+    """Write Chrome trace events as one JSON object, one event a line, without holding them in
+    memory.
 
     Raises:
         OSError: the file cannot be written; no part of the file stays.
     """
-    with replaced(Path(path)) as temporary, temporary.open("w", encoding="utf-8", errors="replace") as file:
+    with (
+        replaced(Path(path)) as temporary,
+        temporary.open("w", encoding="utf-8", errors="replace") as file,
+    ):
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         for number, event in enumerate(events):
-            file.write((",\n" if number else "\n") + json.dumps(json_safe(event), separators=(",", ":")))
+            file.write(
+                (",\n" if number else "\n") + json.dumps(json_safe(event), separators=(",", ":"))
+            )
         file.write("\n]}\n")

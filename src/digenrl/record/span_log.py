@@ -1,6 +1,7 @@
 """Log of one rank's spans: a JSON line per span. A crash loses no more than a second.
 
-A file that grows beyond its limit is thinned. Whole steps are dropped, and the first and the newest steps stay.
+A file that grows beyond its limit is thinned. Whole steps are dropped, and the first and the newest
+steps stay.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class SpanLog:
 
     Args:
         path: JSON-lines file, created with its directory; None keeps spans in memory only.
-        epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock only.
+        epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock
+            only.
         progress: object in which stages in progress are marked.
         limit: most bytes of the file.
     """
@@ -57,7 +59,8 @@ class SpanLog:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Mark the rank as being in stage `name` during the body, as `span` does, but without a record."""
+        """Mark the rank as being in stage `name` during the body, as `span` does, but without a
+        record."""
         self.progress.said = name
         with self.progress.stage(name):
             yield
@@ -81,7 +84,13 @@ class SpanLog:
 
     def add(self, stage: str, start: float, end: float, **args: Any) -> None:
         """Record a span that was measured elsewhere."""
-        row = {"rank": self.rank, "role": self.role, "stage": stage, "start": round(start, 6), "end": round(end, 6)}
+        row = {
+            "rank": self.rank,
+            "role": self.role,
+            "stage": stage,
+            "start": round(start, 6),
+            "end": round(end, 6),
+        }
         with self._lock:
             self.seconds[stage, str(args.get("cause", ""))] += end - start
             if self._file is None:
@@ -99,7 +108,11 @@ class SpanLog:
         try:
             thin(file.path, self._limit)
             self._thin_at = self._limit
-        except (OSError, ValueError, KeyError):  # no room for the thinner file beside it, or somebody wrote into it
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+        ):  # no room for the thinner file beside it, or somebody wrote into it
             self._thin_at = file.size + self._limit / 8
 
     def take_seconds(self) -> dict[tuple[str, str], float]:

@@ -1,7 +1,8 @@
-"""Spans: the time that every rank spent in each stage. Runtime and simulator write equal records, which reports read.
+"""Spans: the time that every rank spent in each stage. Runtime and simulator write equal records,
+which reports read.
 
-A span file has one JSON object per line: {"rank", "role", "stage", "start", "end", "step", ...args}, seconds since the
-start of the run. `trace.json` is the Chrome / Perfetto event format.
+A span file has one JSON object per line: {"rank", "role", "stage", "start", "end", "step",
+...args}, seconds since the start of the run. `trace.json` is the Chrome / Perfetto event format.
 Pure: standard library only, no clock, no I/O.
 """
 
@@ -59,12 +60,19 @@ class Span:
         if self.stage not in STAGES:
             raise ValueError(f"span stage = {self.stage!r}: use one of {', '.join(STAGES)}.")
         if self.end < self.start:
-            raise ValueError(f"span {self.stage} of rank {self.rank} ends at {self.end} before its start {self.start}.")
+            raise ValueError(
+                f"span {self.stage} of rank {self.rank} ends at {self.end} before its start "
+                f"{self.start}."
+            )
         if self.stage == "wait" and self.args.get("cause") not in WAIT_CAUSES:
-            raise ValueError(f"wait cause = {self.args.get('cause')!r}: use one of {', '.join(WAIT_CAUSES)}.")
+            raise ValueError(
+                f"wait cause = {self.args.get('cause')!r}: use one of {', '.join(WAIT_CAUSES)}."
+            )
         clash = sorted(set(self.args) & set(_FIELDS))
         if clash:
-            raise ValueError(f"span args {clash} would overwrite the span's own fields: rename them.")
+            raise ValueError(
+                f"span args {clash} would overwrite the span's own fields: rename them."
+            )
 
     @property
     def seconds(self) -> float:
@@ -87,20 +95,28 @@ class Span:
         if missing:
             raise ValueError(f"span record lacks {', '.join(missing)}: {dict(record)}.")
         args = {key: value for key, value in record.items() if key not in _FIELDS}
-        span = cls(**{name: kind(record.get(name, -1)) for name, kind in _FIELDS.items()}, args=args)
+        span = cls(
+            **{name: kind(record.get(name, -1)) for name, kind in _FIELDS.items()}, args=args
+        )
         if span.role not in ROLES:
             raise ValueError(f"span role = {span.role!r}: use one of {', '.join(ROLES)}.")
-        if not -_LATEST_S <= span.start <= span.end <= _LATEST_S or not -1 <= span.step <= _LARGEST >= span.rank >= 0:
+        if (
+            not -_LATEST_S <= span.start <= span.end <= _LATEST_S
+            or not -1 <= span.step <= _LARGEST >= span.rank >= 0
+        ):
             raise ValueError(
-                f"a span of rank {span.rank}, step {span.step} from {span.start} to {span.end} s is absurd."
+                f"a span of rank {span.rank}, step {span.step} from {span.start} to {span.end} s "
+                "is absurd."
             )
         return span
 
 
 def perfetto(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
-    """Yield Chrome trace events for ui.perfetto.dev: one process per role, one thread per rank, microseconds.
+    """Yield Chrome trace events for ui.perfetto.dev: one process per role, one thread per rank,
+    microseconds.
 
-    Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`), in any order.
+    Format: "Trace Event Format", complete events (`ph: X`) and metadata events (`ph: M`), in any
+    order.
     """
     known: set[tuple[str, int]] = set()
     for pid, role in enumerate(ROLES):
@@ -125,8 +141,11 @@ def perfetto(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
 
 
 def bubbles(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """Return role -> cause -> seconds waited, summed over ranks. Roles without a wait are absent."""
-    return _totals((span.role, span.args["cause"], span.seconds) for span in spans if span.stage == "wait")
+    """Return role -> cause -> seconds waited, summed over ranks. Roles without a wait are
+    absent."""
+    return _totals(
+        (span.role, span.args["cause"], span.seconds) for span in spans if span.stage == "wait"
+    )
 
 
 def busy(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
@@ -144,7 +163,8 @@ def _totals(parts: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, floa
 
 
 def clipped(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """Return the parts of `spans` inside [start, end], for the costs of an RL step or of another window."""
+    """Return the parts of `spans` inside [start, end], for the costs of an RL step or of another
+    window."""
     parts = []
     for span in spans:
         first, last = max(span.start, start), min(span.end, end)

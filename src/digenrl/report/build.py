@@ -1,6 +1,8 @@
-"""Make all files of a report from a run directory in one call: summary.json, trace.json, pictures, report.html.
+"""Make all files of a report from a run directory in one call: summary.json, trace.json, pictures,
+report.html.
 
-Each file is made by itself. A failure, for example on a full disk, becomes a warning and does not affect other files.
+Each file is made by itself. A failure, for example on a full disk, becomes a warning and does not
+affect other files.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 
 
-def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> dict[str, Any]:
+def finish(
+    run_dir: str | os.PathLike[str], status: str, cause: str | None = None
+) -> dict[str, Any]:
     """Call `close`, then `rebuild`. The launcher does this once, when all ranks are gone.
 
     Args:
@@ -48,8 +52,8 @@ def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = Non
 
 
 def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> dict[str, Any]:
-    """Record a run's end in events.jsonl, and write summary.json: the files that a run always leaves. Return
-    the summary, with a warning if writing failed.
+    """Record a run's end in events.jsonl, and write summary.json: the files that a run always
+    leaves. Return the summary, with a warning if writing failed.
 
     Args, Raises: see `finish`.
     """
@@ -59,7 +63,10 @@ def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None
     tell_unwritten(run_dir)
     warnings: list[str] = []
     if not append_urgent(run_dir, END, {"status": status, "cause": cause}):
-        warnings.append(f"{EVENTS} could not take the end of the run ({free_space(run_dir)}): its record has gaps")
+        warnings.append(
+            f"{EVENTS} could not take the end of the run ({free_space(run_dir)}): its record has "
+            "gaps"
+        )
     run = read_run(run_dir)
     summary = build_summary(run, warnings) | {"status": status, "cause": cause}
     attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), summary["warnings"])
@@ -67,7 +74,8 @@ def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None
 
 
 def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write summary.json, trace.json, the pictures and report.html from the run's files alone; return the summary.
+    """Write summary.json, trace.json, the pictures and report.html from the run's files alone;
+    return the summary.
 
     A file that cannot be made is named in the summary's `warnings`. The others are still written.
 
@@ -81,7 +89,9 @@ def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
     attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto(run.spans)), warnings)
     if installed("page"):  # pictures and report.html
-        extension("digenrl.extensions.page.draw.draw", "report.html", "read summary.json")(run, summary, warnings)
+        extension("digenrl.extensions.page.draw.draw", "report.html", "read summary.json")(
+            run, summary, warnings
+        )
     if len(warnings) > known:
         attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), [])
     return summary
@@ -93,7 +103,8 @@ def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:
         make()
     except OSError as error:
         warnings.append(f"{name} could not be made: {error.strerror or error}")
-    except Exception as error:  # the files of a run may hold anything, and a defect must cost one file; it is reported
+    # the files of a run may hold anything, and a defect must cost one file; it is reported
+    except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}:{place.lineno}"
         warnings.append(f"{name} could not be made: {type(error).__name__}: {error} ({where})")

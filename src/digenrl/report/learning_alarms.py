@@ -18,18 +18,31 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
         found.append(f"The run failed: {summary['cause']}.")
     oldest, allowed = summary["staleness_max"], summary["staleness_allowed"]
     if is_number(oldest) and oldest > allowed:
-        found.append(f"Weights {oldest} versions old were trained on; schedule.async_steps allows {allowed}.")
+        found.append(
+            f"Weights {oldest} versions old were trained on; schedule.async_steps allows {allowed}."
+        )
     found += _learning(summary)
     found += summary.get("alarms", [])
     dropped = summary["dropped"]
     if dropped:
-        found.append("Samples were dropped: " + ", ".join(f"{count} ({why})" for why, count in dropped.items()) + ".")
+        found.append(
+            "Samples were dropped: "
+            + ", ".join(f"{count} ({why})" for why, count in dropped.items())
+            + "."
+        )
     if missing := summary["missing"]:
-        found.append("Scores are missing: " + ", ".join(f"{count} of {name}" for name, count in missing.items()) + ".")
+        found.append(
+            "Scores are missing: "
+            + ", ".join(f"{count} of {name}" for name, count in missing.items())
+            + "."
+        )
     found += [f"The run went on without a rank: {cause}." for cause in summary["lost"]]
     measured, predicted = summary["step_s"], summary["predicted_step_s"]
     if is_number(measured) and is_number(predicted) and measured > 1.5 * predicted > 0:
-        found.append(f"An RL step took {measured:.2f} s, {measured / predicted:.1f} times what the schedule predicted.")
+        found.append(
+            f"An RL step took {measured:.2f} s, {measured / predicted:.1f} times what the schedule "
+            "predicted."
+        )
     return found
 
 
@@ -47,12 +60,16 @@ def _learning(summary: Mapping[str, Any]) -> list[str]:
     ratio = summary["diversity_ratio"]
     if is_number(ratio) and not low <= ratio <= high:
         word = "mode collapse" if ratio < low else "more spread than real data, probably noise"
-        found.append(f"Within-class diversity is {ratio:.2f} of real data's ({word}; usual: {low:.2f} to {high:.2f}).")
+        found.append(
+            f"Within-class diversity is {ratio:.2f} of real data's ({word}; usual: {low:.2f} to "
+            f"{high:.2f})."
+        )
     distance = _change(summary, "nn_distance")
     if distance is not None and distance > 0:
         found.append(
             "Samples moved away from real data: distance to the nearest real sample "
-            f"{summary['nn_distance_first']:.3f} at first, {summary['nn_distance_last']:.3f} at last."
+            f"{summary['nn_distance_first']:.3f} at first, {summary['nn_distance_last']:.3f} at "
+            "last."
         )
     return found
 

@@ -1,4 +1,5 @@
-"""Compare samples before and after: the same prompts and noise under the first and the last evaluated weights."""
+"""Compare samples before and after: the same prompts and noise under the first and the last
+evaluated weights."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
 NARROW, SHORT = 32, 24
-"""Pixels up to which pictures are drawn small (ten in a row), and most letters of a prompt for that."""
+"""Pixels up to which pictures are drawn small (ten in a row), and most letters of a prompt for
+that."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
     with np.load(path, allow_pickle=False) as arrays:
         missing = {"media", "prompts"} - set(arrays.files)
         if missing:
-            raise ValueError(f"{path.name}: lacks {', '.join(sorted(missing))}; it holds {', '.join(arrays.files)}")
+            raise ValueError(
+                f"{path.name}: lacks {', '.join(sorted(missing))}; it holds "
+                f"{', '.join(arrays.files)}"
+            )
         media = arrays["media"]
         prompts = tuple(str(text) for text in arrays["prompts"])
         scores = {
@@ -63,8 +68,12 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
             if arrays[name].shape == (len(prompts),) and arrays[name].dtype.kind == "f"
         }
         sources = arrays["sources"] if "sources" in arrays.files else None
-        if sources is not None and (sources.dtype != np.uint8 or sources.shape != (len(prompts), 3, *media.shape[-2:])):
-            raise ValueError(f"{path.name}: sources is {sources.dtype} {sources.shape}; use uint8 [N, 3, H, W]")
+        if sources is not None and (
+            sources.dtype != np.uint8 or sources.shape != (len(prompts), 3, *media.shape[-2:])
+        ):
+            raise ValueError(
+                f"{path.name}: sources is {sources.dtype} {sources.shape}; use uint8 [N, 3, H, W]"
+            )
     if media.dtype != np.uint8 or media.ndim not in (4, 5) or len(media) != len(prompts):
         raise ValueError(
             f"{path.name}: media is {media.dtype} {media.shape} for {len(prompts)} prompts; "
@@ -88,16 +97,21 @@ def before_after(run: Run) -> Figure | None:
 
 
 def comparison(before: Samples, after: Samples) -> Figure:
-    """Draw samples of `before` above those of `after`, matched by prompt and position. Videos are film strips.
+    """Draw samples of `before` above those of `after`, matched by prompt and position. Videos are
+    film strips.
 
     Raises:
         ValueError: the two share no prompt, or hold media of different shapes.
     """
     if before.media.shape[1:] != after.media.shape[1:]:
-        raise ValueError(f"before has samples of shape {before.media.shape[1:]}, after {after.media.shape[1:]}")
+        raise ValueError(
+            f"before has samples of shape {before.media.shape[1:]}, after {after.media.shape[1:]}"
+        )
     pairs = _matched(before.prompts, after.prompts)
     if not pairs:
-        raise ValueError(f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}")
+        raise ValueError(
+            f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}"
+        )
     if before.is_video:
         return _film_strips(before, after, pairs)
     return _image_grid(before, after, pairs)
@@ -131,7 +145,9 @@ def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int
     ]
     if before.sources is not None:
         sides.insert(0, (before.sources, 0, "source", INK))
-    figure = Figure(figsize=(0.75 + cell * len(texts), head + len(sides) * rows * cell * height / width + 0.15))
+    figure = Figure(
+        figsize=(0.75 + cell * len(texts), head + len(sides) * rows * cell * height / width + 0.15)
+    )
     blocks = figure.add_gridspec(
         len(sides), 1, hspace=0.1, left=0.75 / figure.get_figwidth(), right=0.995, bottom=0.01,
         top=1 - head / figure.get_figheight(),
@@ -145,15 +161,21 @@ def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int
                 if row < len(pairs[text]):
                     _show(axes, pictures[pairs[text][row][side]])
                 if block == 0 and row == 0:
-                    caption = "\n".join(textwrap.wrap(text, letters, max_lines=3, placeholder=" ..."))
-                    axes.set_title(caption, fontsize=8, fontweight="normal", loc="center", color=INK, pad=4)
+                    caption = "\n".join(
+                        textwrap.wrap(text, letters, max_lines=3, placeholder=" ...")
+                    )
+                    axes.set_title(
+                        caption, fontsize=8, fontweight="normal", loc="center", color=INK, pad=4
+                    )
         box = blocks[block].get_position(figure)
-        figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",
+        figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",  # noqa: E501
                     fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
     return figure
 
 
-def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
+def _film_strips(
+    before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]
+) -> Figure:
     texts = list(pairs)[:5]
     frames = before.media.shape[1]
     height, width = before.media.shape[-2:]
@@ -175,16 +197,18 @@ def _film_strips(before: Samples, after: Samples, pairs: dict[str, list[tuple[in
     )  # fmt: skip
     for place, (media, side, title, colour) in enumerate(strips):
         box = columns[place].get_position(figure)
-        figure.text((box.x0 + box.x1) / 2, 1 - 0.15 / figure.get_figheight(), title.replace("\n", ", "), ha="center",
+        figure.text((box.x0 + box.x1) / 2, 1 - 0.15 / figure.get_figheight(), title.replace("\n", ", "), ha="center",  # noqa: E501
                     va="center", fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
-        grid = columns[place].subgridspec(len(texts), widths[place], hspace=0.32 / (row_height - 0.3), wspace=0.02)
+        grid = columns[place].subgridspec(
+            len(texts), widths[place], hspace=0.32 / (row_height - 0.3), wspace=0.02
+        )
         for row, text in enumerate(texts):
             for column, frame in enumerate(media[pairs[text][0][side]]):
                 axes = figure.add_subplot(grid[row, column])
                 axes.set_axis_off()
                 _show(axes, frame)
                 if place == 0 and column == 0:
-                    axes.set_title(textwrap.shorten(text, 110, placeholder=" ..."), fontsize=8, fontweight="normal",
+                    axes.set_title(textwrap.shorten(text, 110, placeholder=" ..."), fontsize=8, fontweight="normal",  # noqa: E501
                                    loc="left", color=FAINT, pad=3)  # fmt: skip
     return figure
 

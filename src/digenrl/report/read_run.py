@@ -1,7 +1,9 @@
-"""Read a run directory, also after a crash: with a torn last line, missing files, or lines written twice.
+"""Read a run directory, also after a crash: with a torn last line, missing files, or lines written
+twice.
 
-Nothing in the directory is trusted. A line is left out, counted, and named with its file and number if it is no JSON
-object, or if a known field has another type or an absurd value. Spans are read line by line each time they are needed.
+Nothing in the directory is trusted. A line is left out, counted, and named with its file and number
+if it is no JSON object, or if a known field has another type or an absurd value. Spans are read
+line by line each time they are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Row(BaseModel):
-    """Fields of a line that are read by name; other keys are free. `time` is null if no clock was read."""
+    """Fields of a line that are read by name; other keys are free. `time` is null if no clock was
+    read."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     kind: str = ""
@@ -81,7 +84,9 @@ class Refused:
     def warn(self, path: Path, warnings: list[str]) -> None:
         """Add a warning if lines were left out."""
         if self.count:
-            warnings.append(f"{path.name}: {self.count} damaged line(s) left out; the first is {self.first}")
+            warnings.append(
+                f"{path.name}: {self.count} damaged line(s) left out; the first is {self.first}"
+            )
 
 
 def parse(line: bytes) -> Row:
@@ -100,7 +105,8 @@ def parse(line: bytes) -> Row:
 
 
 def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
-    """Yield (number, object) of every line that holds an object; nothing for a file that cannot be read."""
+    """Yield (number, object) of every line that holds an object; nothing for a file that cannot be
+    read."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -122,12 +128,15 @@ def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
                 continue
             try:
                 yield number, parse(line)
-            except ValueError as error:  # includes UnicodeDecodeError: a multi-byte character cut in two
+            except (
+                ValueError
+            ) as error:  # includes UnicodeDecodeError: a multi-byte character cut in two
                 refused.add(number, str(error))
 
 
 class JsonlTail:
-    """Reader of a growing JSONL file. Each call of `read` returns the lines completed since the last call."""
+    """Reader of a growing JSONL file. Each call of `read` returns the lines completed since the
+    last call."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -137,8 +146,8 @@ class JsonlTail:
         self._rest = b""
 
     def read(self) -> list[Row]:
-        """Return new whole lines, oldest first; none for an absent file. A file that shrank is read from its
-        beginning."""
+        """Return new whole lines, oldest first; none for an absent file. A file that shrank is read
+        from its beginning."""
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
@@ -153,7 +162,8 @@ class JsonlTail:
         return self._parse(lines)
 
     def finish(self) -> list[Row]:
-        """Return the lines of `read`, and also a whole last line without its newline, as at the end of the file."""
+        """Return the lines of `read`, and also a whole last line without its newline, as at the end
+        of the file."""
         rows = self.read()
         rest, self._rest = self._rest, b""
         return rows + self._parse([rest])
@@ -174,7 +184,8 @@ class JsonlTail:
 class SpanFiles:
     """Spans of all ranks, rank by rank in the order of their ends.
 
-    They are read from their files at each iteration. Seconds count from the run's first start, also after a resume.
+    They are read from their files at each iteration. Seconds count from the run's first start, also
+    after a resume.
     """
 
     files: tuple[Path, ...]
@@ -194,13 +205,15 @@ class Run:
     config: Row
     """config.yaml as plain data; {} if the run died before writing it."""
     steps: tuple[Row, ...]
-    """Metric lines of kind "step" by rising rl_step. Lines that a resume repeated are replaced by the later ones."""
+    """Metric lines of kind "step" by rising rl_step. Lines that a resume repeated are replaced by
+    the later ones."""
     evals: tuple[Row, ...]
     """Metric lines of kind "eval" by rising rl_step, replaced likewise."""
     events: tuple[Row, ...]
     """Events in the order of the file."""
     spans: Iterable[Span]
-    """Spans of all ranks, in no order, for any number of iterations. The record of a long run lacks steps."""
+    """Spans of all ranks, in no order, for any number of iterations. The record of a long run lacks
+    steps."""
     seconds: Mapping[tuple[str, int], Mapping[str, float]]
     """(role, rank) -> stage or "wait <cause>" -> seconds, also of steps that the record lacks."""
     step_ends: Mapping[int, float]
@@ -210,7 +223,8 @@ class Run:
 
     @property
     def staleness_allowed(self) -> int:
-        """Versions by which `schedule.async_steps` lets the weights of a trained sample lag: 0 or 1."""
+        """Versions by which `schedule.async_steps` lets the weights of a trained sample lag: 0 or
+        1."""
         schedule = self.config.get("schedule")
         return int(isinstance(schedule, Mapping) and schedule.get("async_steps", 0) != 0)
 
@@ -225,7 +239,8 @@ class Run:
         return sorted({key for row in self.steps for key in row if key.startswith(prefix)})
 
     def attempts(self) -> list[list[Row]]:
-        """Return the events of each attempt. A trainer's start or resume opens an attempt if no launcher did."""
+        """Return the events of each attempt. A trainer's start or resume opens an attempt if no
+        launcher did."""
         return split_attempts(self.events)
 
     def events_of(self, *kinds: str) -> list[Row]:
@@ -234,9 +249,12 @@ class Run:
 
 
 def split_attempts(events: Sequence[Row]) -> list[list[Row]]:
-    """Cut events where an attempt begins: at each launch, or at each start or resume if no launcher wrote."""
+    """Cut events where an attempt begins: at each launch, or at each start or resume if no launcher
+    wrote."""
     timed = [event for event in events if is_number(event.get("time"))]
-    openers = (LAUNCH,) if any(event.get("kind") == LAUNCH for event in timed) else ("start", "resume")
+    openers = (
+        (LAUNCH,) if any(event.get("kind") == LAUNCH for event in timed) else ("start", "resume")
+    )
     attempts: list[list[Row]] = []
     for event in timed:
         if event.get("kind") in openers or not attempts:
@@ -247,34 +265,46 @@ def split_attempts(events: Sequence[Row]) -> list[list[Row]]:
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether `value` is a finite number. A boolean is no number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and -_LARGEST < value < _LARGEST
+    )
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read everything that a run directory holds.
 
     Raises:
-        FileNotFoundError: `path` is no directory, is the directory of a plan, or holds none of config.yaml,
-            metrics.jsonl and events.jsonl.
+        FileNotFoundError: `path` is no directory, is the directory of a plan, or holds none of
+            config.yaml, metrics.jsonl and events.jsonl.
     """
     path = Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"run={path}: no such directory. Give one like run=outputs/<experiment>/<time>-<job>")
+        raise FileNotFoundError(
+            f"run={path}: no such directory. Give one like run=outputs/<experiment>/<time>-<job>"
+        )
     if not any((path / name).exists() for name in ("config.yaml", METRICS, EVENTS)):
         inside = sorted(str(found.parent) for found in path.glob("**/config.yaml"))[-3:]
         nearest = f" Runs inside it: {', '.join(inside)}" if inside else ""
-        raise FileNotFoundError(f"run={path}: not a run directory (no config.yaml, {METRICS} or {EVENTS}).{nearest}")
+        raise FileNotFoundError(
+            f"run={path}: not a run directory (no config.yaml, {METRICS} or {EVENTS}).{nearest}"
+        )
     warnings: list[str] = []
     config = _read_config(path / "config.yaml", warnings)
     if "plan" in config:
-        raise FileNotFoundError(f"run={path}: is the directory of a plan; name that of a run (with make: RUN=...).")
+        raise FileNotFoundError(
+            f"run={path}: is the directory of a plan; name that of a run (with make: RUN=...)."
+        )
     steps, evals = _latest(_checked(path / METRICS, _Metric, warnings))
     events = tuple(_checked(path / EVENTS, _Event, warnings))
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
     offsets = tuple(start - starts[0] for start in starts) or (0.0,)
     spans = SpanFiles(tuple(sorted((path / SPANS).glob("rank-*.jsonl"))), offsets)
     survey = _survey(spans, warnings)
-    return Run(path, config, steps, evals, events, spans, survey.seconds, survey.step_ends, tuple(warnings))
+    return Run(
+        path, config, steps, evals, events, spans, survey.seconds, survey.step_ends, tuple(warnings)
+    )
 
 
 def _read_config(path: Path, warnings: list[str]) -> Row:
@@ -309,8 +339,9 @@ def _checked(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Ro
 def _latest(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Return (step lines, eval lines), each by rising rl_step.
 
-    A resumed run goes back to its checkpoint and writes some rl_steps again. Such a line replaces the lines of its kind
-    from its rl_step on. It also replaces later evaluations, which belonged to the abandoned attempt.
+    A resumed run goes back to its checkpoint and writes some rl_steps again. Such a line replaces
+    the lines of its kind from its rl_step on. It also replaces later evaluations, which belonged to
+    the abandoned attempt.
     """
     steps: list[Row] = []
     evals: list[Row] = []
@@ -324,7 +355,8 @@ def _latest(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 
 
 def append_step(rows: list[Row], row: Row) -> None:
-    """Append a metric line after removing lines of its rl_step and later ones, which a resumed run repeats."""
+    """Append a metric line after removing lines of its rl_step and later ones, which a resumed run
+    repeats."""
     while rows and rows[-1]["rl_step"] >= row["rl_step"]:
         rows.pop()
     rows.append(row)
@@ -334,7 +366,9 @@ def append_step(rows: list[Row], row: Row) -> None:
 class _Survey:
     """Sums over all spans. Grows while they are read."""
 
-    seconds: dict[tuple[str, int], dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
+    seconds: dict[tuple[str, int], dict[str, float]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     step_ends: dict[int, float] = field(default_factory=dict)
 
     def add(self, role: str, rank: int, label: str, seconds: float) -> None:
@@ -365,7 +399,11 @@ def label_of(span: Span) -> str:
 
 def finishes(span: Span) -> bool:
     """Return whether a trainer's part of an RL step lasts at least until this span's end."""
-    return span.role == "trainer" and span.step >= 0 and span.stage not in ("generate", "lend", "send", "eval")
+    return (
+        span.role == "trainer"
+        and span.step >= 0
+        and span.stage not in ("generate", "lend", "send", "eval")
+    )
 
 
 _LABELS = {*STAGES, *(f"wait {cause}" for cause in WAIT_CAUSES)} - {"wait"}
@@ -376,15 +414,18 @@ def _spans(
 ) -> Iterator[Span]:
     """Yield the spans of one rank, attempt by attempt, with seconds from the run's first start.
 
-    The clock of each attempt begins at zero. Lines are written as spans end, so an `end` that falls back by more than a
-    second marks the next attempt. `left_out` takes the seconds of steps that the record lacks.
+    The clock of each attempt begins at zero. Lines are written as spans end, so an `end` that falls
+    back by more than a second marks the next attempt. `left_out` takes the seconds of steps that
+    the record lacks.
     """
     attempt, previous = 0, 0.0
     for number, row in lines_of(path, refused):
         try:
             if LEFT_OUT in row:
                 seconds = row[LEFT_OUT]
-                if not seconds.keys() <= _LABELS or not all(is_number(spent) for spent in seconds.values()):
+                if not seconds.keys() <= _LABELS or not all(
+                    is_number(spent) for spent in seconds.values()
+                ):
                     raise ValueError(f"{LEFT_OUT} = {seconds}: use seconds by stage")
                 if seconds:
                     left_out[str(row["role"]), int(row["rank"])] = seconds
@@ -398,5 +439,13 @@ def _spans(
         previous = span.end
         offset = offsets[attempt]
         if offset:
-            span = Span(span.rank, span.role, span.stage, span.start + offset, span.end + offset, span.step, span.args)
+            span = Span(
+                span.rank,
+                span.role,
+                span.stage,
+                span.start + offset,
+                span.end + offset,
+                span.step,
+                span.args,
+            )
         yield span

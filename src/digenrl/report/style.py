@@ -1,4 +1,5 @@
-"""Style of all pictures of a run: Okabe and Ito's palette (safe for colour-blind readers), sizes, light axes."""
+"""Style of all pictures of a run: Okabe and Ito's palette (safe for colour-blind readers), sizes,
+light axes."""
 
 from __future__ import annotations
 
@@ -39,5 +40,6 @@ CAUSE_COLOURS = {
 
 
 def paper_style() -> AbstractContextManager[None]:
-    """Set matplotlib's settings for the body of a `with`, and restore the caller's settings afterwards."""
+    """Set matplotlib's settings for the body of a `with`, and restore the caller's settings
+    afterwards."""
     return mpl_style.context(Path(__file__).with_name("paper.mplstyle"))

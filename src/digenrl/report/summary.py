@@ -33,14 +33,15 @@ GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Return the content of summary.json.
 
-    It has every key of design section 5, and `experiment`, `attempts`, `missing`, `alarms`, `lost`, `restarted`,
-    `unwritten` (file -> lines), `loggers` (name -> failures) and `warnings`. A figure that the files do not hold is
-    null.
+    It has every key of design section 5, and `experiment`, `attempts`, `missing`, `alarms`, `lost`,
+    `restarted`, `unwritten` (file -> lines), `loggers` (name -> failures) and `warnings`. A figure
+    that the files do not hold is null.
 
-    `restarts` counts the attempts after the first, and the ranks that were lost while the run continued. `lost` has the
-    causes of lost ranks. `restarted` has the causes of attempts that the run began by itself. `reward_first` and
-    `reward_last` are the batch means of the first and the last RL step. `heldout_*` are means of the first and the last
-    evaluation. Seconds in `bubble` are summed over ranks.
+    `restarts` counts the attempts after the first, and the ranks that were lost while the run
+    continued. `lost` has the causes of lost ranks. `restarted` has the causes of attempts that the
+    run began by itself. `reward_first` and `reward_last` are the batch means of the first and the
+    last RL step. `heldout_*` are means of the first and the last evaluation. Seconds in `bubble`
+    are summed over ranks.
     """
     status, cause = outcome(run)
     samples, seconds = (sum(run.column(key)[1]) for key in ("samples", "step_s"))
@@ -66,12 +67,16 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "nn_distance_first": edge("nn_distance", 0, "eval"),
         "nn_distance_last": edge("nn_distance", -1, "eval"),
         "first_ratio_max_dev": edge("first_ratio_max_dev", 0),
-        "staleness_max": max((int(value) for value in run.column("staleness_max")[1]), default=None),
+        "staleness_max": max(
+            (int(value) for value in run.column("staleness_max")[1]), default=None
+        ),
         "staleness_allowed": run.staleness_allowed,
         "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
         "planned": planned(run),
-        "cells": {name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")},
+        "cells": {
+            name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")
+        },
         "groups": {name: int(sum(run.column(f"groups_{name}")[1])) for name in GROUPS},
         "prompt_store": prompt_store(run),
         "dropped": samples_by(run, "dropped", "reason"),
@@ -99,14 +104,17 @@ def bubble(run: Run) -> dict[str, dict[str, float]]:
 
 
 def planned(run: Run) -> dict[str, Any] | None:
-    """Return the planner's prediction of the run that it chose: `schedule`, `step_s`, and `sync_step_s` of
-    schedule=sync."""
-    return next((dict(event["planned"]) for event in reversed(run.events_of(LAUNCH)) if "planned" in event), None)
+    """Return the planner's prediction of the run that it chose: `schedule`, `step_s`, and
+    `sync_step_s` of schedule=sync."""
+    return next(
+        (dict(event["planned"]) for event in reversed(run.events_of(LAUNCH)) if "planned" in event),
+        None,
+    )
 
 
 def prompt_store(run: Run) -> dict[str, int] | None:
-    """Return how many texts the ranks encoded and how many the store had before, summed over attempts; None = no
-    store."""
+    """Return how many texts the ranks encoded and how many the store had before, summed over
+    attempts; None = no store."""
     events = run.events_of(PROMPT_STORE)
     encoded = sum(event.get("encoded", 0) for event in events)
     texts = sum(event.get("texts", 0) for event in events if event.get("rank") == 0)
@@ -122,7 +130,8 @@ def counted(run: Run, kind: str, name: str, amount: str) -> dict[str, int]:
 
 
 def troubles(run: Run) -> list[str]:
-    """Return each trouble that the run survived once: warnings, failed checkpoints, gaps in records, failed loggers."""
+    """Return each trouble that the run survived once: warnings, failed checkpoints, gaps in
+    records, failed loggers."""
     told = [str(event.get("message")) for event in run.events_of("warning")]
     told += [str(event.get("cause")) for event in run.events_of(CHECKPOINT_FAILED)][-1:]
     causes: dict[tuple[str, str], str] = {}
@@ -130,28 +139,41 @@ def troubles(run: Run) -> list[str]:
         for event in run.events_of(kind):
             causes.setdefault((kind, str(event.get(name))), str(event.get("cause")))
     for file, lines in counted(run, UNWRITTEN, "file", "lines").items():
-        told.append(f"{file} lacks {lines} line(s) that could not be written: {causes[UNWRITTEN, file]}")
+        told.append(
+            f"{file} lacks {lines} line(s) that could not be written: {causes[UNWRITTEN, file]}"
+        )
     for name, failures in counted(run, LOGGER, "logger", "failures").items():
-        told.append(f"logger {name} failed {failures} time(s), first: {causes[LOGGER, name]}; {METRICS} has everything")
+        told.append(
+            f"logger {name} failed {failures} time(s), first: {causes[LOGGER, name]}; {METRICS} "
+            "has everything"
+        )
     left_out = counted(run, LEFT_OUT, "of", "times")
-    told += [f"{EVENTS} reached its limit: {times} events of kind {kind} left out" for kind, times in left_out.items()]
+    told += [
+        f"{EVENTS} reached its limit: {times} events of kind {kind} left out"
+        for kind, times in left_out.items()
+    ]
     return list(dict.fromkeys(told))
 
 
 def suspicions(run: Run) -> list[str]:
-    """Return the messages of alarms that the last evaluation raised (reward hacking, collapsed rewards)."""
+    """Return the messages of alarms that the last evaluation raised (reward hacking, collapsed
+    rewards)."""
     last = run.evals[-1]["rl_step"] if run.evals else None
-    return [str(event["message"]) for event in run.events_of("alarm") if event.get("rl_step") == last]
+    return [
+        str(event["message"]) for event in run.events_of("alarm") if event.get("rl_step") == last
+    ]
 
 
 def experiment(run: Run) -> str:
-    """Return the name of the run's experiment: from the config, or else from the directory's parent."""
+    """Return the name of the run's experiment: from the config, or else from the directory's
+    parent."""
     name = run.config.get("experiment_name") or run.config.get("experiment")
     return name if isinstance(name, str) else run.path.resolve().parent.name
 
 
 def outcome(run: Run) -> tuple[str, str | None]:
-    """Return (status, cause) of the last attempt, from its end event or else from the trainers' events."""
+    """Return (status, cause) of the last attempt, from its end event or else from the trainers'
+    events."""
     attempts = run.attempts()
     last = attempts[-1] if attempts else []
     by_kind = {event["kind"]: event for event in last if "kind" in event}
@@ -168,8 +190,8 @@ def outcome(run: Run) -> tuple[str, str | None]:
 
 
 def wall_seconds(run: Run) -> float | None:
-    """Return the seconds from the first to the last sign of life, summed over attempts without the pauses between
-    them."""
+    """Return the seconds from the first to the last sign of life, summed over attempts without the
+    pauses between them."""
     starts = [attempt[0]["time"] for attempt in run.attempts()]
     times = sorted(_times(run))
     if not times:
@@ -183,7 +205,8 @@ def wall_seconds(run: Run) -> float | None:
 
 
 def samples_by(run: Run, kind: str, key: str) -> dict[str, int]:
-    """Return the samples counted in events of `kind`, by their `key`. An event without a count is one sample."""
+    """Return the samples counted in events of `kind`, by their `key`. An event without a count is
+    one sample."""
     counts: Counter[str] = Counter()
     for event in run.events_of(kind):
         counts[str(event.get(key))] += event.get("samples", 1)

@@ -41,9 +41,10 @@ def change(summary: Mapping[str, Any], key: str) -> str:
 
 
 def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, figure) for the first page. Figures that the run did not record are left out."""
+    """Return (name, figure) for the first page. Figures that the run did not record are left
+    out."""
     waits = sorted(
-        ((seconds, f"{role}: {cause.replace('_', ' ')}") for role, causes in summary["bubble"].items()
+        ((seconds, f"{role}: {cause.replace('_', ' ')}") for role, causes in summary["bubble"].items()  # noqa: E501
          for cause, seconds in causes.items() if cause != "startup"), reverse=True,
     )  # fmt: skip
     largest = f"{waits[0][1]}, {duration(waits[0][0])}" if waits else DASH

@@ -1,1 +1,2 @@
-"""Rewards: the scorer protocol, mixtures, asynchronous scoring, the HTTP client and server, hacking alarms."""
+"""Rewards: the scorer protocol, mixtures, asynchronous scoring, the HTTP client and server, hacking
+alarms."""

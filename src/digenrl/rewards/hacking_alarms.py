@@ -1,9 +1,11 @@
-"""Alarms for rewards that are plausible but wrong, and for policies that exploit them: pure functions.
+"""Alarms for rewards that are plausible but wrong, and for policies that exploit them: pure
+functions.
 
-Each function takes data that a report has read from a run and returns `Alarm`s. No alarm means that nothing was found,
-not that all is well. `of_evaluations` calls the functions that need only samples and scores of two evaluations
-(samples/eval-*.npz). Two further alarms come from the eval lines (`digenrl.report.learning_alarms`): a reward that
-rises while a held-out one falls, and shrinking variety.
+Each function takes data that a report has read from a run and returns `Alarm`s. No alarm means that
+nothing was found, not that all is well. `of_evaluations` calls the functions that need only samples
+and scores of two evaluations (samples/eval-*.npz). Two further alarms come from the eval lines
+(`digenrl.report.learning_alarms`): a reward that rises while a held-out one falls, and shrinking
+variety.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ COLLAPSED_SHARE = 0.9
 BLUR_SHARE = 0.5
 GRID_RATIO = 4.0
 CANARY_TOLERANCE = 1e-3
-"""Tolerated difference, relative to the score or to 1.0 if the score is smaller. Kernels may round differently."""
+"""Tolerated difference, relative to the score or to 1.0 if the score is smaller. Kernels may round
+differently."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ def of_evaluations(
     scores: Mapping[str, NDArray[np.float32]],
     prompts: Sequence[str],
 ) -> list[Alarm]:
-    """Return the alarms of two evaluations of a run: blur, grid, and rewards that are constant within the prompts.
+    """Return the alarms of two evaluations of a run: blur, grid, and rewards that are constant
+    within the prompts.
 
     Args:
         before, after: media of the first and of the last evaluation, [N, (F,) C, H, W].
@@ -61,17 +65,23 @@ def of_evaluations(
         rows.setdefault(prompt, []).append(row)
     for name, values in scores.items():
         groups = [torch.from_numpy(values[members]) for members in rows.values()]
-        found.append(variance_collapse(name, pad_sequence(groups, batch_first=True, padding_value=math.nan)))
+        found.append(
+            variance_collapse(name, pad_sequence(groups, batch_first=True, padding_value=math.nan))
+        )
     return [alarm for alarm in found if alarm is not None]
 
 
 def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm | None:
-    """Return an alarm if nearly every group of `rewards` [P, G] has a single value and so gives no gradient.
+    """Return an alarm if nearly every group of `rewards` [P, G] has a single value and so gives no
+    gradient.
 
-    `floor` is the standard deviation below which a group counts as constant. Its unit is the reward's overall spread or
-    1.0, whichever is larger. NaN members are left out. Groups with fewer than two members do not count.
+    `floor` is the standard deviation below which a group counts as constant. Its unit is the
+    reward's overall spread or 1.0, whichever is larger. NaN members are left out. Groups with fewer
+    than two members do not count.
     """
-    spreads = [row[~row.isnan()].std().item() for row in rewards.float() if (~row.isnan()).sum() >= 2]
+    spreads = [
+        row[~row.isnan()].std().item() for row in rewards.float() if (~row.isnan()).sum() >= 2
+    ]
     if not spreads:
         return None
     known = rewards[~rewards.isnan()]
@@ -89,7 +99,8 @@ def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm 
 
 
 def blur(before: Tensor, after: Tensor) -> Alarm | None:
-    """Return an alarm if the samples `after` have less detail than `before` (both [N, (F,) C, H, W] in [0, 1])."""
+    """Return an alarm if the samples `after` have less detail than `before` (both [N, (F,) C, H, W]
+    in [0, 1])."""
     old, new = sharpness(before).median().item(), sharpness(after).median().item()
     if old <= 0 or new / old >= BLUR_SHARE:
         return None
@@ -102,17 +113,22 @@ def blur(before: Tensor, after: Tensor) -> Alarm | None:
 
 
 def grid(before: Tensor, after: Tensor) -> Alarm | None:
-    """Return an alarm if a regular pattern grew, such as checkerboards and grids that please a scorer."""
+    """Return an alarm if a regular pattern grew, such as checkerboards and grids that please a
+    scorer."""
     old, new = grid_strength(before).median().item(), grid_strength(after).median().item()
     if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
         return None
     return Alarm(
-        "grid", new, GRID_RATIO * old, f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid."
+        "grid",
+        new,
+        GRID_RATIO * old,
+        f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid.",
     )
 
 
 def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
-    """Return an alarm if pictures no longer get the scores of the run's beginning; both [N], NaN = not scored."""
+    """Return an alarm if pictures no longer get the scores of the run's beginning; both [N], NaN =
+    not scored."""
     gaps = (scores - expected).abs().double() / expected.abs().clamp_min(1.0)
     if gaps.isnan().all() or (worst := float(gaps[~gaps.isnan()].max())) <= CANARY_TOLERANCE:
         return None
@@ -121,7 +137,8 @@ def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
         "canary",
         worst,
         CANARY_TOLERANCE,
-        f"Reward `{name}` scores a picture {scores[row]:.6g} that it scored {expected[row]:.6g} when the run began: "
+        f"Reward `{name}` scores a picture {scores[row]:.6g} that it scored {expected[row]:.6g} "
+        "when the run began: "
         "the reward model changed.",
     )
 
@@ -132,12 +149,12 @@ def sharpness(media: Tensor) -> Tensor:
 
 
 def grid_strength(media: Tensor) -> Tensor:
-    """Return [N], the sharpest peak of the spectrum above a quarter of Nyquist over its neighbourhood; about 1.5 = no
-    peak.
+    """Return [N], the sharpest peak of the spectrum above a quarter of Nyquist over its
+    neighbourhood; about 1.5 = no peak.
 
-    The power of every frequency along rows (and along columns) is averaged over the other axis. The result is the
-    largest ratio of a frequency to the mean of the eight around it. Photographs and noise have smooth spectra, a grid
-    has a line.
+    The power of every frequency along rows (and along columns) is averaged over the other axis. The
+    result is the largest ratio of a frequency to the mean of the eight around it. Photographs and
+    noise have smooth spectra, a grid has a line.
     """
     frames = luma(media)
     frames = frames - frames.mean((-2, -1), keepdim=True)

@@ -1,4 +1,5 @@
-"""Check the needs of a configuration's rewards and statistics before any is built: weights on disk, usable prompts."""
+"""Check the needs of a configuration's rewards and statistics before any is built: weights on disk,
+usable prompts."""
 
 from __future__ import annotations
 
@@ -19,25 +20,33 @@ _MOST = 20
 
 
 def _built_here(reward: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield (dotted key, name, YAML node) of every scorer of the group `reward` that is not behind a service."""
+    """Yield (dotted key, name, YAML node) of every scorer of the group `reward` that is not behind
+    a service."""
     for group in ("rewards", "heldout"):
         for name, entry in (reward.get(group) or {}).items():
             if (entry.get("placement") or reward.get("placement")) != "http":
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
 
 
-def _measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic of the
-    evaluation."""
+def _measuring(
+    reward: Mapping[str, Any], callbacks: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic
+    of the evaluation."""
     for key, name, node in _built_here(reward):
         yield key, f"reward {name}", node
     evaluation = callbacks.get("evaluation") or {}
     for index, node in enumerate(evaluation.get("statistics") or ()):
-        yield f"callbacks.evaluation.statistics.{index}", f"statistic {node['_target_'].rpartition('.')[2]}", node
+        yield (
+            f"callbacks.evaluation.statistics.{index}",
+            f"statistic {node['_target_'].rpartition('.')[2]}",
+            node,
+        )
 
 
 def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | None = None) -> None:
-    """Check that the weights of scorers and statistics are on this machine, without importing torch or a scorer.
+    """Check that the weights of scorers and statistics are on this machine, without importing torch
+    or a scorer.
 
     Args:
         reward: group `reward` of a checked configuration.
@@ -53,7 +62,8 @@ def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | No
             value = node.get(argument)
             if (remedy := _absent(value, f"{key}.{argument}", source)) is not None:
                 problems.append(
-                    f"{key}.{argument} = {value or 'null'}: the weights of {what} are not here; {remedy}. "
+                    f"{key}.{argument} = {value or 'null'}: the weights of {what} are not here; "
+                    f"{remedy}. "
                     "hardware.build=tiny tries everything else with small random weights."
                 )
     if problems:
@@ -61,7 +71,8 @@ def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | No
 
 
 def _absent(value: str | None, key: str, source: str) -> str | None:
-    """Return how to get the weights at `value` (a path, a hub id, or None); None if they are here."""
+    """Return how to get the weights at `value` (a path, a hub id, or None); None if they are
+    here."""
     if value is None:
         return f"download them (`{source}`) and set {key}=FILE"
     if Path(value).expanduser().exists():
@@ -80,7 +91,8 @@ def _absent(value: str | None, key: str, source: str) -> str | None:
 
 
 def unscorable(reward: Mapping[str, Any], prompts: Iterable[tuple[str, Prompt]]) -> list[str]:
-    """Return a message for each prompt that a scorer could never score (the first twenty). Imports scorers' modules.
+    """Return a message for each prompt that a scorer could never score (the first twenty). Imports
+    scorers' modules.
 
     Args:
         reward: group `reward` of a checked configuration.
@@ -97,7 +109,8 @@ def unscorable(reward: Mapping[str, Any], prompts: Iterable[tuple[str, Prompt]])
             check = inspect.getattr_static(get_object(node["_target_"]), "check_prompts", None)
         except Exception as error:  # whatever its module raises while it is imported
             raise ValueError(
-                f"reward {name}: {' '.join(str(error).split())} If the module is yours: PYTHONPATH=ITS_DIRECTORY."
+                f"reward {name}: {' '.join(str(error).split())} If the module is yours: "
+                "PYTHONPATH=ITS_DIRECTORY."
             ) from error
         for where, prompt in asked if isinstance(check, staticmethod) else ():
             try:

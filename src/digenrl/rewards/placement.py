@@ -13,30 +13,45 @@ PLACEMENTS = ("inline", "thread", "process", "http")
 
 
 def place_scorer(
-    name: str, scorer: Any, placement: str, urls: Sequence[str] | None, start_s: float, call_s: float
+    name: str,
+    scorer: Any,
+    placement: str,
+    urls: Sequence[str] | None,
+    start_s: float,
+    call_s: float,
 ) -> Callable[[], Scorer]:
-    """Return a function that makes the scorer of a reward in its place. Nothing is loaded before its call.
+    """Return a function that makes the scorer of a reward in its place. Nothing is loaded before
+    its call.
 
     Args:
         name: the reward's name, for messages.
         scorer: a scorer, or the YAML node that describes one (`_target_` and its arguments).
-        placement, start_s, call_s: see `RewardSuite`. `process` and `http` need the YAML node resp. `urls`.
+        placement, start_s, call_s: see `RewardSuite`. `process` and `http` need the YAML node resp.
+            `urls`.
 
     Raises:
         ValueError: the placement is unknown, or impossible for this scorer.
     """
     if placement not in PLACEMENTS:
-        raise ValueError(f"Placement `{placement}` of reward `{name}` is unknown; known: {', '.join(PLACEMENTS)}.")
+        raise ValueError(
+            f"Placement `{placement}` of reward `{name}` is unknown; known: "
+            f"{', '.join(PLACEMENTS)}."
+        )
     described = isinstance(scorer, Mapping)
     if described and "_target_" not in scorer:
-        raise ValueError(f"The scorer of reward `{name}` has no `_target_`; got keys {sorted(map(str, scorer))}.")
+        raise ValueError(
+            f"The scorer of reward `{name}` has no `_target_`; got keys {sorted(map(str, scorer))}."
+        )
     if not described and not callable(scorer):
         raise ValueError(
-            f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with `_target_`."
+            f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with "
+            "`_target_`."
         )
     if placement == "http":
         if not urls:
-            raise ValueError(f"Reward `{name}` is placed http: list its services under reward.urls.{name}.")
+            raise ValueError(
+                f"Reward `{name}` is placed http: list its services under reward.urls.{name}."
+            )
         remote = extension(
             "digenrl.extensions.rewards.remote.RemoteScorer",
             f"placement = http of reward `{name}`",

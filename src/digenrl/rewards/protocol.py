@@ -2,18 +2,21 @@
 
 A *scorer* is any callable `scorer(media, prompts) -> scores`:
 
-- `media`: fp32 in [0, 1]; images [B, C, H, W], videos [B, F, C, H, W]; C is 3 (RGB) or 1 (grey). Any device.
-- `prompts`: B `Prompt`s. Row i of `media` was made from prompt i. `target` and `metadata` are passed on unchanged.
-- `scores`: [B] floating point on any device. Each is finite, or NaN for a sample without a score; larger is better.
-  Infinity counts as NaN, because no advantage can be made of it.
+- `media`: fp32 in [0, 1]; images [B, C, H, W], videos [B, F, C, H, W]; C is 3 (RGB) or 1 (grey).
+Any device.
+- `prompts`: B `Prompt`s. Row i of `media` was made from prompt i. `target` and `metadata` are
+passed on unchanged.
+- `scores`: [B] floating point on any device. Each is finite, or NaN for a sample without a score;
+  larger is better. Infinity counts as NaN, because no advantage can be made of it.
 
-A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name it (see
-`identity_of`): `model_id` names the model, and `weights_digest` is the hex digest of its weights ("none" without
-weights).
+A scorer owns its device and dtype, and never returns 0 in place of a failure. Two attributes name
+it (see `identity_of`): `model_id` names the model, and `weights_digest` is the hex digest of its
+weights ("none" without weights).
 
-Two methods are optional. The static `check_prompts(prompts)` raises ValueError for a prompt that it could never score.
-`close()` ends processes and connections. A scorer that looks at the images of prompts sets `reads_images = True`. Then
-a service gets the images, and `source_images` returns them in the size of the media.
+Two methods are optional. The static `check_prompts(prompts)` raises ValueError for a prompt that it
+could never score. `close()` ends processes and connections. A scorer that looks at the images of
+prompts sets `reads_images = True`. Then a service gets the images, and `source_images` returns them
+in the size of the media.
 """
 
 from __future__ import annotations
@@ -39,14 +42,17 @@ MISSING_IMAGE = "name a file in the field {role} of its line, in a .jsonl prompt
 
 
 class RewardError(RuntimeError):
-    """A reward cannot be trusted (wrong shape, changed identity, repeated malformed answers), so the run must stop."""
+    """A reward cannot be trusted (wrong shape, changed identity, repeated malformed answers), so
+    the run must stop."""
 
 
 class RewardUnavailable(RewardError):
-    """A scorer could not answer this time (down, slow, refused). Its samples are missing (NaN) and counted."""
+    """A scorer could not answer this time (down, slow, refused). Its samples are missing (NaN) and
+    counted."""
 
     def __init__(self, cause: str, scores: Tensor | None = None) -> None:
-        """Store `scores` [B], which holds the scores that exist and NaN elsewhere; None = no scores."""
+        """Store `scores` [B], which holds the scores that exist and NaN elsewhere; None = no
+        scores."""
         super().__init__(cause)
         self.scores = scores
 
@@ -62,7 +68,8 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a scorer, which a run pins to notice a swapped reward model. The bounds hold on the wire."""
+    """Identity of a scorer, which a run pins to notice a swapped reward model. The bounds hold on
+    the wire."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
     model_id: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -78,20 +85,26 @@ def identity_of(scorer: Scorer) -> Identity:
 
 
 def check_media(media: Tensor, prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating in [0, 1] with B = len(prompts)."""
+    """Raise ValueError unless `media` is [B, C, H, W] or [B, F, C, H, W] floating in [0, 1] with B
+    = len(prompts)."""
     if media.dim() not in (4, 5) or media.shape[-3] not in (1, 3) or 0 in media.shape:
         raise ValueError(
             f"media has shape {list(media.shape)}: "
             "a scorer takes images [B, C, H, W] or videos [B, F, C, H, W] with C of 1 or 3."
         )
     if media.shape[0] != len(prompts):
-        raise ValueError(f"{media.shape[0]} samples but {len(prompts)} prompts: pass one prompt per sample.")
+        raise ValueError(
+            f"{media.shape[0]} samples but {len(prompts)} prompts: pass one prompt per sample."
+        )
     if not media.is_floating_point():
-        raise ValueError(f"media has dtype {media.dtype}: pass floating point in [0, 1] (divide uint8 by 255).")
+        raise ValueError(
+            f"media has dtype {media.dtype}: pass floating point in [0, 1] (divide uint8 by 255)."
+        )
     low, high = media.aminmax()
     if not (low >= -1e-3 and high <= 1 + 1e-3):
         raise ValueError(
-            f"media spans [{low:.4g}, {high:.4g}]: a scorer takes [0, 1]; decode() must clamp, NaN is a fault."
+            f"media spans [{low:.4g}, {high:.4g}]: a scorer takes [0, 1]; decode() must clamp, NaN "
+            "is a fault."
         )
 
 
@@ -100,10 +113,19 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
 
     Raises RewardError if they are not a floating tensor of exactly that shape.
     """
-    if not isinstance(scores, Tensor) or not scores.is_floating_point() or tuple(scores.shape) != (samples,):
-        got = f"{scores.dtype} {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+    if (
+        not isinstance(scores, Tensor)
+        or not scores.is_floating_point()
+        or tuple(scores.shape) != (samples,)
+    ):
+        got = (
+            f"{scores.dtype} {list(scores.shape)}"
+            if isinstance(scores, Tensor)
+            else type(scores).__name__
+        )
         raise RewardError(
-            f"Reward `{name}` returned {got}: a scorer returns a floating tensor [{samples}], one score a sample."
+            f"Reward `{name}` returned {got}: a scorer returns a floating tensor [{samples}], one "
+            "score a sample."
         )
     scores = scores.detach().to("cpu", torch.float32)
     return scores.masked_fill(scores.isinf(), torch.nan)
@@ -111,7 +133,8 @@ def check_scores(name: str, scores: object, samples: int) -> Tensor:
 
 @contextmanager
 def contained(name: str) -> Iterator[None]:
-    """Turn an exception that ends a thread or process (SystemExit, KeyboardInterrupt, CancelledError) into RewardError.
+    """Turn an exception that ends a thread or process (SystemExit, KeyboardInterrupt,
+    CancelledError) into RewardError.
 
     Otherwise the end of a scorer's thread would go unnoticed. A user's Ctrl-C passes.
 
@@ -132,7 +155,8 @@ def contained(name: str) -> Iterator[None]:
             raise
         said = f": {error}" if str(error) else ""
         raise RewardError(
-            f"Scorer `{name}` raised {type(error).__name__}{said}, which would end its process: a scorer reports a "
+            f"Scorer `{name}` raised {type(error).__name__}{said}, which would end its process: a "
+            "scorer reports a "
             "failure by an Exception, and a missing score by RewardUnavailable."
         ) from error
 
@@ -150,8 +174,8 @@ def as_rgb(media: Tensor) -> Tensor:
 
 
 def source_images(media: Tensor, prompts: Sequence[Prompt], role: str = "image") -> Tensor:
-    """Return each prompt's first image of `role`, fitted to the size of `media`: [B, 3, H, W] fp32 in [0, 1] on the
-    CPU.
+    """Return each prompt's first image of `role`, fitted to the size of `media`: [B, 3, H, W] fp32
+    in [0, 1] on the CPU.
 
     Raises RewardError for a prompt without one, or whose file has changed.
     """
@@ -159,13 +183,16 @@ def source_images(media: Tensor, prompts: Sequence[Prompt], role: str = "image")
     for prompt in prompts:
         found = [image for image in prompt.images if image.role == role]
         if not found:
-            raise RewardError(f"'{prompt.text[:60]}' has no {role}: {MISSING_IMAGE.format(role=role)}")
+            raise RewardError(
+                f"'{prompt.text[:60]}' has no {role}: {MISSING_IMAGE.format(role=role)}"
+            )
         pictures.append(_fitted(found[0], media.shape[-2], media.shape[-1]))
     return torch.stack(pictures)
 
 
 def require_images(prompts: Sequence[Prompt], *roles: str) -> None:
-    """Raise ValueError for a prompt that lacks an image of one of `roles`. For use in `check_prompts`."""
+    """Raise ValueError for a prompt that lacks an image of one of `roles`. For use in
+    `check_prompts`."""
     for prompt in prompts:
         for role in roles:
             if all(image.role != role for image in prompt.images):
@@ -189,13 +216,16 @@ def luma(media: Tensor) -> Tensor:
 
 def laplacian(frames: Tensor) -> Tensor:
     """Return the 3x3 Laplacian with replicated borders, [B, F, H, W]."""
-    kernel = frames.new_tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]).view(1, 1, 3, 3)
+    kernel = frames.new_tensor([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]]).view(
+        1, 1, 3, 3
+    )
     padded = functional.pad(frames.flatten(0, 1).unsqueeze(1), (1, 1, 1, 1), mode="replicate")
     return functional.conv2d(padded, kernel).squeeze(1).unflatten(0, frames.shape[:2])
 
 
 def sample_frames(media: Tensor, count: int) -> Tensor:
-    """Return evenly spaced frames [B, min(F, count), C, H, W], each the middle of its share of the video."""
+    """Return evenly spaced frames [B, min(F, count), C, H, W], each the middle of its share of the
+    video."""
     frames = as_frames(media)
     total = frames.shape[1]
     if total <= count:
@@ -205,15 +235,17 @@ def sample_frames(media: Tensor, count: int) -> Tensor:
 
 
 def rgb_bytes(media: Tensor, count: int) -> Tensor:
-    """Return `sample_frames` of `media` as pictures [B, min(F, count), 3, H, W], uint8 on the CPU."""
+    """Return `sample_frames` of `media` as pictures [B, min(F, count), 3, H, W], uint8 on the
+    CPU."""
     return as_rgb(sample_frames(media, count)).clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device: for `auto` the current CUDA device, or the CPU without one; anything else as torch reads it.
+    """Return the device: for `auto` the current CUDA device, or the CPU without one; anything else
+    as torch reads it.
 
-    A CUDA device has its index, because a scorer is called in another thread than the one that built it. Device 0 is
-    current there.
+    A CUDA device has its index, because a scorer is called in another thread than the one that
+    built it. Device 0 is current there.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -224,20 +256,22 @@ def resolve_device(device: str) -> torch.device:
 
 
 def build_scorer(node: Mapping[str, Any]) -> Scorer:
-    """Build the scorer that a YAML node describes. Raises Hydra's errors, and ValueError if the result is not
-    callable."""
+    """Build the scorer that a YAML node describes. Raises Hydra's errors, and ValueError if the
+    result is not callable."""
     from hydra.utils import instantiate
 
     scorer = instantiate(plain(node), _convert_="all")
     if not callable(scorer):
         raise ValueError(
-            f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a scorer is callable."
+            f"`{node['_target_']}` builds {type(scorer).__name__}, which cannot be called: a "
+            "scorer is callable."
         )
     return scorer
 
 
 def plain(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `node` as plain containers with interpolations resolved (an OmegaConf node, or a dict as it is)."""
+    """Return `node` as plain containers with interpolations resolved (an OmegaConf node, or a dict
+    as it is)."""
     from omegaconf import DictConfig, OmegaConf
 
     if isinstance(node, DictConfig):

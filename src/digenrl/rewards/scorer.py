@@ -1,10 +1,11 @@
-"""Score off the critical path: a rollout rank submits a task's media and goes on generating the next task.
+"""Score off the critical path: a rollout rank submits a task's media and goes on generating the
+next task.
 
-One thread takes waiting tasks, joins tasks of equal shape into one batch (if `max_batch` allows), skips samples that it
-has scored before, and fulfils a future per task.
+One thread takes waiting tasks, joins tasks of equal shape into one batch (if `max_batch` allows),
+skips samples that it has scored before, and fulfils a future per task.
 
-The number of waiting tasks is bounded, and `submit` blocks at the bound. So a scorer that is slower than generation
-visibly slows generation down, and memory does not grow.
+The number of waiting tasks is bounded, and `submit` blocks at the bound. So a scorer that is slower
+than generation visibly slows generation down, and memory does not grow.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from digenrl.types import Prompt
 
 Scores = dict[str, Tensor]
 _Key = tuple[bytes, int, bool] | None
-"""(hash of a sample, prompt's uid, whether held-out rewards are included); None = scores are not kept."""
+"""(hash of a sample, prompt's uid, whether held-out rewards are included); None = scores are not
+kept."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class AsyncScorer:
     """`RewardSuite.score` behind a bounded queue and one thread.
 
     Args:
-        suite: suite that scores. Its `placement`, `pending`, `max_batch` and `cache_size` apply. With placement
-            `inline`, `submit` scores at once in the caller's thread.
+        suite: suite that scores. Its `placement`, `pending`, `max_batch` and `cache_size` apply.
+            With placement `inline`, `submit` scores at once in the caller's thread.
     """
 
     def __init__(self, suite: RewardSuite) -> None:
@@ -61,10 +63,13 @@ class AsyncScorer:
             self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
             self._thread.start()
 
-    def submit(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> Future[Scores]:
+    def submit(
+        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False
+    ) -> Future[Scores]:
         """Return a future of the result or exception of `RewardSuite.score`.
 
-        The call waits without limit for a free place in the queue. The rank's watchdog deals with a scorer that hangs.
+        The call waits without limit for a free place in the queue. The rank's watchdog deals with a
+        scorer that hangs.
 
         Args:
             media: [B, ...] in [0, 1]; copied to the CPU, so the caller may reuse its memory.
@@ -78,7 +83,9 @@ class AsyncScorer:
         if self._closed:
             raise RuntimeError("The scorer is closed: it takes no more tasks.")
         if len(media) != len(prompts):
-            raise ValueError(f"{len(media)} samples but {len(prompts)} prompts: pass one prompt per sample.")
+            raise ValueError(
+                f"{len(media)} samples but {len(prompts)} prompts: pass one prompt per sample."
+            )
         copy = media.detach().to("cpu", torch.float32, copy=True)
         task = _Task(copy, tuple(prompts), heldout)
         if self._thread is None:
@@ -88,7 +95,8 @@ class AsyncScorer:
         return task.future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancel waiting tasks, let the running batch finish (up to `timeout_s`) and close the suite. Idempotent."""
+        """Cancel waiting tasks, let the running batch finish (up to `timeout_s`) and close the
+        suite. Idempotent."""
         self._closed = True
         if self._thread is not None and self._thread.is_alive():
             self._drain()
@@ -109,7 +117,8 @@ class AsyncScorer:
     def _work(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread begins on device 0
-            # A stream of its own: on the default one, scoring would queue behind the generation that it is to overlap.
+            # A stream of its own: on the default one, scoring would queue behind the generation
+            # that it is to overlap.
             torch.cuda.set_stream(torch.cuda.Stream())
         carried: _Task | None = None
         while True:
@@ -122,7 +131,8 @@ class AsyncScorer:
                 return
 
     def _gather(self, first: _Task) -> tuple[list[_Task], _Task | None, bool]:
-        """Return (tasks to score together, next task of another kind or None, whether the end came). Never waits."""
+        """Return (tasks to score together, next task of another kind or None, whether the end
+        came). Never waits."""
         batch, samples = [first], len(first.prompts)
         while samples < self.suite.max_batch:
             try:
@@ -144,7 +154,8 @@ class AsyncScorer:
         try:
             results = self._score_cached(batch)
         except BaseException as error:
-            # The caller of `result()` is who can act on it; this thread must live on for the other tasks.
+            # The caller of `result()` is who can act on it; this thread must live on for the other
+            # tasks.
             for task in batch:
                 task.future.set_exception(error)
             return
@@ -172,7 +183,11 @@ class AsyncScorer:
             return [None] * len(prompts)
         shape = str(tuple(media.shape[1:])).encode()
         return [
-            (hashlib.blake2b(sample.numpy().tobytes(), digest_size=16, key=shape[:64]).digest(), prompt.uid, heldout)
+            (
+                hashlib.blake2b(sample.numpy().tobytes(), digest_size=16, key=shape[:64]).digest(),
+                prompt.uid,
+                heldout,
+            )
             for sample, prompt in zip(media, prompts, strict=True)
         ]
 
@@ -186,4 +201,6 @@ class AsyncScorer:
 
 
 def _columns(rows: list[dict[str, float]]) -> Scores:
-    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in rows[0]}
+    return {
+        name: torch.tensor([row[name] for row in rows], dtype=torch.float32) for name in rows[0]
+    }

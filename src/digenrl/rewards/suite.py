@@ -1,7 +1,8 @@
 """`RewardSuite`: the scorers of a run, their weights, and the counts of missing scores.
 
-The suite returns *raw* scores per reward. The algorithm normalises and sums them (`digenrl.algorithms.advantages`).
-`weights` says which rewards are optimised, and how much each counts.
+The suite returns *raw* scores per reward. The algorithm normalises and sums them
+(`digenrl.algorithms.advantages`). `weights` says which rewards are optimised, and how much each
+counts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ CAUSES_KEPT = 8
 
 @dataclass
 class FailureCount:
-    """Counts of how often a reward was asked and gave no score. They grow during a run, hence not frozen."""
+    """Counts of how often a reward was asked and gave no score. They grow during a run, hence not
+    frozen."""
 
     scored: int = 0
     missing: int = 0
@@ -59,20 +61,25 @@ class RewardSuite:
     The defaults are those of configs/reward/_suite.yaml.
 
     Args:
-        rewards: name -> {scorer, weight = 1.0, placement}. A reward of weight 0 is scored and logged in every step, and
-            never optimised.
-        heldout: name -> {scorer, placement}. These are scored only in evaluations, and never optimised.
-        placement: placement of scorers whose entry has none: `inline` (in the caller's thread), `thread` (in the
-            asynchronous scorer's thread), `process` (a process per scorer), `http` (a reward service, see `urls`).
+        rewards: name -> {scorer, weight = 1.0, placement}. A reward of weight 0 is scored and
+            logged in every step, and never optimised.
+        heldout: name -> {scorer, placement}. These are scored only in evaluations, and never
+            optimised.
+        placement: placement of scorers whose entry has none: `inline` (in the caller's thread),
+            `thread` (in the asynchronous scorer's thread), `process` (a process per scorer), `http`
+            (a reward service, see `urls`).
         urls: reward services that answer for the scorers placed `http`, name -> list of URLs.
-        max_missing_share: `check_missing` raises once more than this share of a reward's samples is missing ...
+        max_missing_share: `check_missing` raises once more than this share of a reward's samples is
+            missing ...
         min_missing_samples: ... among at least this many samples.
         pending: bound on tasks that wait for scores (see `digenrl.rewards.scorer.AsyncScorer`).
-        max_batch: most samples that scoring joins from several waiting tasks. With 0 each task is scored alone, so that
-            no score depends, in its last bits, on the tasks that happened to wait together.
+        max_batch: most samples that scoring joins from several waiting tasks. With 0 each task is
+            scored alone, so that no score depends, in its last bits, on the tasks that happened to
+            wait together.
         cache_size: scores kept by content hash; 0 = off.
         start_s: placement `process`: seconds until a scorer must be built.
-        call_s: placements `process` and `http`: seconds after which a batch without scores is missing.
+        call_s: placements `process` and `http`: seconds after which a batch without scores is
+            missing.
     """
 
     def __init__(
@@ -90,15 +97,21 @@ class RewardSuite:
         call_s: float = 240.0,
     ) -> None:
         if not rewards:
-            raise ValueError("The reward mixture is empty: name at least one reward under `reward.rewards`.")
+            raise ValueError(
+                "The reward mixture is empty: name at least one reward under `reward.rewards`."
+            )
         heldout = heldout or {}
         if both := sorted(set(rewards) & set(heldout)):
             raise ValueError(
-                f"{both} are optimised and held out at once: a held-out reward must not be optimised; drop one."
+                f"{both} are optimised and held out at once: a held-out reward must not be "
+                "optimised; drop one."
             )
         urls = urls or {}
         if unknown := sorted(set(urls) - set(rewards) - set(heldout)):
-            raise ValueError(f"reward.urls names unknown rewards {unknown}; known: {sorted([*rewards, *heldout])}.")
+            raise ValueError(
+                f"reward.urls names unknown rewards {unknown}; known: "
+                f"{sorted([*rewards, *heldout])}."
+            )
         self.placement = placement
         self.pending, self.max_batch, self.cache_size = pending, max_batch, cache_size
         self.max_missing_share, self.min_missing_samples = max_missing_share, min_missing_samples
@@ -108,22 +121,30 @@ class RewardSuite:
             self.weights[name] = _checked_weight(name, entry.get("weight", 1.0))
         if not any(self.weights.values()):
             raise ValueError(
-                f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; give one a weight."
+                f"Every reward weight of {sorted(self.weights)} is 0: nothing would be optimised; "
+                "give one a weight."
             )
         for name, entry in heldout.items():
             _check_entry(name, entry, _HELDOUT_KEYS)
         self._makers = {
             name: place_scorer(
-                name, entry["scorer"], entry.get("placement") or placement, urls.get(name), start_s, call_s
+                name,
+                entry["scorer"],
+                entry.get("placement") or placement,
+                urls.get(name),
+                start_s,
+                call_s,
             )
             for name, entry in {**rewards, **heldout}.items()
         }
         self.names: tuple[str, ...] = tuple(rewards)
         self.heldout: tuple[str, ...] = tuple(heldout)
         self.on_missing: Callable[[str, int, str], None] = lambda name, samples, cause: None
-        """Callback (reward, samples, cause) for samples that stay without a score, with which a run records them."""
+        """Callback (reward, samples, cause) for samples that stay without a score, with which a run
+        records them."""
         self.stage: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Context entered with "score NAME" around every call of a scorer, with which a run marks its stage."""
+        """Context entered with "score NAME" around every call of a scorer, with which a run marks
+        its stage."""
         self._failures = {name: FailureCount() for name in self._makers}
         self._lock = threading.Lock()
 
@@ -140,7 +161,9 @@ class RewardSuite:
         """Build the scorers now."""
         self._scorers  # noqa: B018
 
-    def score(self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False) -> dict[str, Tensor]:
+    def score(
+        self, media: Tensor, prompts: Sequence[Prompt], heldout: bool = False
+    ) -> dict[str, Tensor]:
         """Return raw scores: name -> [B] fp32 on the CPU, NaN = missing.
 
         A sample without a score is asked for once more before it counts as missing.
@@ -152,7 +175,8 @@ class RewardSuite:
 
         Raises:
             ValueError: media or prompts do not fit the protocol.
-            RewardError: a scorer broke the protocol. An unavailable scorer only gives NaN, which is counted.
+            RewardError: a scorer broke the protocol. An unavailable scorer only gives NaN, which is
+                counted.
         """
         check_media(media, prompts)
         wanted = self.names + self.heldout if heldout else self.names
@@ -179,18 +203,23 @@ class RewardSuite:
         """Return (scores [B], cause of missing ones)."""
         try:
             with self.stage(f"score {name}"), torch.no_grad(), contained(name):
-                # A scorer may write into what it is given: the next one, and the caller, keep what was generated.
-                scores = check_scores(name, self._scorers[name](media.clone(), prompts), len(prompts))
+                # A scorer may write into what it is given: the next one, and the caller, keep what
+                # was generated.
+                scores = check_scores(
+                    name, self._scorers[name](media.clone(), prompts), len(prompts)
+                )
             return scores.clone(), "the scorer gave no finite score"
         except RewardUnavailable as error:
             kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores
             return check_scores(name, kept, len(prompts)).clone(), str(error)
 
     def scorer(self, name: str) -> Scorer:
-        """Return the scorer of a reward, optimised or held-out. Raise KeyError with the known names."""
+        """Return the scorer of a reward, optimised or held-out. Raise KeyError with the known
+        names."""
         if name not in self._scorers:
             raise KeyError(
-                f"Unknown reward `{name}`; known: {', '.join(self._scorers)}.{_nearest(name, self._scorers)}"
+                f"Unknown reward `{name}`; known: "
+                f"{', '.join(self._scorers)}.{_nearest(name, self._scorers)}"
             )
         return self._scorers[name]
 
@@ -201,21 +230,31 @@ class RewardSuite:
     def failures(self) -> dict[str, FailureCount]:
         """Return name -> a copy of the counts so far."""
         with self._lock:
-            return {n: FailureCount(c.scored, c.missing, Counter(c.causes)) for n, c in self._failures.items()}
+            return {
+                n: FailureCount(c.scored, c.missing, Counter(c.causes))
+                for n, c in self._failures.items()
+            }
 
     def check_missing(self) -> None:
-        """Raise RewardError with reward, share and commonest cause if too many samples are missing."""
+        """Raise RewardError with reward, share and commonest cause if too many samples are
+        missing."""
         for name, count in self.failures().items():
-            if count.scored + count.missing >= self.min_missing_samples and count.share > self.max_missing_share:
+            if (
+                count.scored + count.missing >= self.min_missing_samples
+                and count.share > self.max_missing_share
+            ):
                 cause = count.causes.most_common(1)[0][0]
                 raise RewardError(
-                    f"Reward `{name}` is missing for {count.missing} of {count.scored + count.missing} samples "
-                    f"({count.share:.0%}, reward.max_missing_share allows {self.max_missing_share:.0%}). "
+                    f"Reward `{name}` is missing for {count.missing} of "
+                    f"{count.scored + count.missing} samples "
+                    f"({count.share:.0%}, reward.max_missing_share allows "
+                    f"{self.max_missing_share:.0%}). "
                     f"Commonest cause: {cause}"
                 )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for the first prompt that a scorer could never score. Call this before a run begins."""
+        """Raise ValueError for the first prompt that a scorer could never score. Call this before a
+        run begins."""
         for scorer in self._scorers.values():
             if check := getattr(scorer, "check_prompts", None):
                 check(prompts)
@@ -228,7 +267,8 @@ class RewardSuite:
 
 
 def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Return the weighted sum [B] of the optimised rewards, NaN where one of them is missing. For logs and tables.
+    """Return the weighted sum [B] of the optimised rewards, NaN where one of them is missing. For
+    logs and tables.
 
     Raises KeyError if a reward with a weight has no scores.
     """
@@ -239,9 +279,14 @@ def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tenso
 
 
 def _checked_weight(name: str, weight: object) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not math.isfinite(weight)
+    ):
         raise ValueError(
-            f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, negative = minimised)."
+            f"Weight of reward `{name}` is {weight!r}: give a finite number (0 = only logged, "
+            "negative = minimised)."
         )
     return float(weight)
 
@@ -249,12 +294,14 @@ def _checked_weight(name: str, weight: object) -> float:
 def _check_entry(name: str, entry: object, keys: Sequence[str]) -> None:
     if not isinstance(entry, Mapping) or "scorer" not in entry:
         raise ValueError(
-            f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: reward_models.<file>.<Class>}}}}."
+            f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: "
+            f"reward_models.<file>.<Class>}}}}."
         )
     for key in entry:
         if key not in keys:
             raise ValueError(
-                f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(keys)}.{_nearest(str(key), keys)}"
+                f"Reward `{name}` has the unknown key `{key}`; known: "
+                f"{', '.join(keys)}.{_nearest(str(key), keys)}"
             )
 
 

@@ -1,7 +1,7 @@
 """The rollout engine: encode -> sample -> decode -> score -> `Trajectory`.
 
-It runs unchanged on rollout ranks, colocated ranks, lending trainers and in evaluation, and knows none of them: what a
-task gives depends on the task, the seed and the weights alone.
+It runs unchanged on rollout ranks, colocated ranks, lending trainers and in evaluation, and knows
+none of them: what a task gives depends on the task, the seed and the weights alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluatedSamples:
     """Samples made by the ODE with fixed noise, and their scores."""
 
     media: Tensor
@@ -69,7 +69,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Generation:
-    """A task on its way: it can be suspended between two denoising steps and finished on another rank (I12)."""
+    """A task on its way: it can be suspended between two denoising steps and finished on another
+    rank (I12)."""
 
     task: Task
     prompt: Prompt
@@ -86,12 +87,14 @@ def ode_samples(
     steps: int | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Tensor]:
-    """(media, clean latents) as in `Evaluation`; arguments as in `RolloutEngine.evaluate`."""
+    """(media, clean latents) as in `EvaluatedSamples`; arguments as in `RolloutEngine.evaluate`."""
     grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
     media, finals = [], []
     for prompt in prompts:
         shape = policy.latent_shape
-        noise = keys.noise(seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM)
+        noise = keys.noise(
+            seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM
+        )
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
         latents = noise.to(policy.device, wide(sampling.storage_dtype))
         with policy.guided(sampling.eval_guidance_scale):
@@ -110,8 +113,8 @@ class RolloutEngine:
     """Everything needed to turn a task into a trajectory.
 
     Args:
-        policy: the model; its weights are whatever version its owner has adopted. It is put into evaluation mode, where
-            it must stay: dropout would make replay differ from the rollout.
+        policy: the model; its weights are whatever version its owner has adopted. It is put into
+            evaluation mode, where it must stay: dropout would make replay differ from the rollout.
         rewards: the scorers.
         kernel: SDE transition, shared with replay.
         selection: which steps get noise and which are trained.
@@ -154,7 +157,11 @@ class RolloutEngine:
         rows = tuple(range(task.first_sample, task.first_sample + task.samples))
         key = denoise.SampleKey(self.seed, task.step, prompt.uid, rows)
         shape, dtype = self.policy.latent_shape, self.sampling.storage_dtype
-        return Generation(task, prompt, denoise.start(key, shape, dtype, self.policy.device, self.sampling.same_noise))
+        return Generation(
+            task,
+            prompt,
+            denoise.start(key, shape, dtype, self.policy.device, self.sampling.same_noise),
+        )
 
     def steps_left(self, generation: Generation) -> int:
         """Denoising steps that the task still needs."""
@@ -165,16 +172,20 @@ class RolloutEngine:
         before = generation.state
         condition = self.policy.encode([generation.prompt])
         plan = self._plan(generation.task, generation.prompt)
-        state = denoise.advance(self.policy, condition, before, self._grid, self._kernel, plan, self._keep_means)
+        state = denoise.advance(
+            self.policy, condition, before, self._grid, self._kernel, plan, self._keep_means
+        )
         return replace(generation, state=state)
 
     @torch.no_grad()
     def decode(self, generation: Generation) -> Tensor:
-        """Media of a task that has made all its steps: [b, C, H, W] or [b, F, C, H, W] in [0, 1]."""
+        """Media of a task that has made all its steps: [b, C, H, W] or [b, F, C, H, W] in [0,
+        1]."""
         return self.policy.decode(generation.state.latents)
 
     def score(self, generation: Generation, media: Tensor) -> Future[Trajectory]:
-        """The finished trajectory, as soon as its scores are there; scoring runs beside the next task's generation."""
+        """The finished trajectory, as soon as its scores are there; scoring runs beside the next
+        task's generation."""
         task, prompt = generation.task, generation.prompt
         plan = self._plan(task, prompt)
         samples = denoise.finish(generation.state, plan)
@@ -182,7 +193,8 @@ class RolloutEngine:
         unscored = Trajectory(
             rewards={},
             **self._identity(task, prompt),
-            **vars(samples) | {"final": samples.final if self._keep_final or plan.forward_process else None},
+            **vars(samples)
+            | {"final": samples.final if self._keep_final or plan.forward_process else None},
         )
         finished: Future[Trajectory] = Future()
 
@@ -235,8 +247,9 @@ class RolloutEngine:
         steps: int | None = None,
         before_step: Callable[[], None] = lambda: None,
         kl_samples: int = 0,
-    ) -> Evaluation:
-        """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every reward.
+    ) -> EvaluatedSamples:
+        """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every
+        reward.
 
         Args:
             prompts: distinct prompts.
@@ -246,32 +259,47 @@ class RolloutEngine:
             before_step: called before each of them; an exception ends the evaluation.
             kl_samples: of each prompt, whose divergence from the base model is measured too.
         """
-        media, final = ode_samples(self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step)
+        media, final = ode_samples(
+            self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step
+        )
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
         kl = torch.full((len(prompts), samples_per_prompt), torch.nan)
         for row, prompt in enumerate(prompts):
             if kl_samples:
                 kl[row, :kl_samples] = self.divergence(prompt, kl_samples, seed, before_step).cpu()
-        return Evaluation(media, rows, self._rewards.score(media, rows, heldout=True), final, kl.flatten())
+        return EvaluatedSamples(
+            media, rows, self._rewards.score(media, rows, heldout=True), final, kl.flatten()
+        )
 
     def divergence(
-        self, prompt: Prompt, samples: int, seed: int, before_step: Callable[[], None] = lambda: None
+        self,
+        prompt: Prompt,
+        samples: int,
+        seed: int,
+        before_step: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """KL(policy || base model) [samples] in nats per sample, of trajectories on the grid and with the guidance of
-        rollouts (`diffusion.divergence`); arguments as of `evaluate`."""
+        """KL(policy || base model) [samples] in nats per sample, of trajectories on the grid and
+        with the guidance of rollouts (`diffusion.divergence`); arguments as of `evaluate`."""
         shape, device = self.policy.latent_shape, self.policy.device
         condition, dtype = self.policy.encode([prompt]), wide(self.sampling.storage_dtype)
         found = []
         for rows in torch.arange(samples).split(self.sampling.eval_batch or samples):
 
             def draw(step: int, rows: Tensor = rows) -> Tensor:
-                return keys.noise(seed, 0, prompt.uid, rows.tolist(), step, shape, DIVERGENCE).to(device, dtype)
+                return keys.noise(seed, 0, prompt.uid, rows.tolist(), step, shape, DIVERGENCE).to(
+                    device, dtype
+                )
 
-            found.append(trajectories(self.policy, condition, self._grid, draw, before_forward=before_step)[1])
+            found.append(
+                trajectories(self.policy, condition, self._grid, draw, before_forward=before_step)[
+                    1
+                ]
+            )
         return torch.cat(found)
 
     def rescore(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Scores of media [N, ...] in [0, 1] that somebody kept: name -> [N], held-out rewards included."""
+        """Scores of media [N, ...] in [0, 1] that somebody kept: name -> [N], held-out rewards
+        included."""
         return self._rewards.score(media, prompts, heldout=True)
 
     def _plan(self, task: Task, prompt: Prompt) -> StepPlan:
@@ -282,7 +310,8 @@ class RolloutEngine:
         self._scorer.close(timeout_s)
 
     def reward_trouble(self) -> str | None:
-        """Why the run should stop: more samples than `reward.max_missing_share` allows have no score; else None."""
+        """Why the run should stop: more samples than `reward.max_missing_share` allows have no
+        score; else None."""
         try:
             self._rewards.check_missing()
         except RewardError as error:

@@ -1,7 +1,8 @@
-"""What an evaluation draws: the same prompts with the same noise every time, in pieces that any rank makes alike.
+"""What an evaluation draws: the same prompts with the same noise every time, in pieces that any
+rank makes alike.
 
-A piece is one prompt with all its samples. A rank draws, decodes and scores a piece as one batch. The numbers of an
-evaluation therefore do not depend on which rank made which piece.
+A piece is one prompt with all its samples. A rank draws, decodes and scores a piece as one batch.
+The numbers of an evaluation therefore do not depend on which rank made which piece.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
 
 REFERENCE_SAMPLES = 4
-"""Pictures of the first evaluation that every later one scores again, to notice a reward model that changed."""
+"""Pictures of the first evaluation that every later one scores again, to notice a reward model that
+changed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ def joined(parts: Sequence[Pictures]) -> Pictures:
     return Pictures(
         media=torch.cat([part.media for part in parts]),
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
-        rewards={name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards},
+        rewards={
+            name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards
+        },
         kl=torch.cat([part.kl for part in parts]),
     )
 
@@ -49,7 +53,9 @@ def split(pictures: Pictures, rows: int) -> list[Pictures]:
         Pictures(
             media=pictures.media[start : start + rows],
             prompts=pictures.prompts[start : start + rows],
-            rewards={name: scores[start : start + rows] for name, scores in pictures.rewards.items()},
+            rewards={
+                name: scores[start : start + rows] for name, scores in pictures.rewards.items()
+            },
             kl=pictures.kl[start : start + rows],
         )
         for start in range(0, len(pictures.prompts), rows)
@@ -63,13 +69,18 @@ class ReferenceSamples:
         self._first: tuple[Tensor, tuple[Prompt, ...], Mapping[str, Tensor]] | None = None
 
     def look(self, pictures: Pictures, engine: RolloutEngine) -> dict[str, Tensor]:
-        """Score the reference pictures again. The first call keeps the first `pictures`, as stored with 8 bits.
+        """Score the reference pictures again. The first call keeps the first `pictures`, as stored
+        with 8 bits.
 
         Returns:
-            name -> [2, REFERENCE_SAMPLES at most]: scores of the first call, and of this one. Empty at the first call.
+            name -> [2, REFERENCE_SAMPLES at most]: scores of the first call, and of this one. Empty
+            at the first call.
         """
         if self._first is None:
-            media, prompts = pictures.media[:REFERENCE_SAMPLES].clone(), pictures.prompts[:REFERENCE_SAMPLES]
+            media, prompts = (
+                pictures.media[:REFERENCE_SAMPLES].clone(),
+                pictures.prompts[:REFERENCE_SAMPLES],
+            )
             self._first = media, prompts, engine.rescore(media.float() / 255.0, prompts)
             return {}
         media, prompts, once = self._first
@@ -88,16 +99,23 @@ class FixedSamples:
     steps: int | None
     """Steps of the ODE. None: `sampling.eval.steps`."""
     kl_samples: int
-    """Samples of each prompt whose divergence from the base model is measured, if there is a base model."""
+    """Samples of each prompt whose divergence from the base model is measured, if there is a base
+    model."""
 
     def draw(
-        self, engine: RolloutEngine, numbers: Sequence[int], before_step: Callable[[], None] = lambda: None
+        self,
+        engine: RolloutEngine,
+        numbers: Sequence[int],
+        before_step: Callable[[], None] = lambda: None,
     ) -> Pictures:
-        """The pieces `numbers`, by the weights that `engine` has. `before_step`: as in `RolloutEngine.evaluate`."""
+        """The pieces `numbers`, by the weights that `engine` has. `before_step`: as in
+        `RolloutEngine.evaluate`."""
         parts, compared = [], self.kl_samples if engine.policy.has_reference else 0
         for number in numbers:
             asked = [self.prompts[number]]
-            made = engine.evaluate(asked, self.per_prompt, self.seed, self.steps, before_step, compared)
+            made = engine.evaluate(
+                asked, self.per_prompt, self.seed, self.steps, before_step, compared
+            )
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(Pictures(media, made.prompts, scores, made.kl))
@@ -110,7 +128,8 @@ class Piece:
 
     pictures: Pictures
     reference_scores: Mapping[str, Tensor] = field(default_factory=dict)
-    """What `ReferenceSamples.look` returned on the rank that made the piece. Empty if that rank looked just before."""
+    """What `ReferenceSamples.look` returned on the rank that made the piece. Empty if that rank
+    looked just before."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The piece without its prompt."""
@@ -118,7 +137,9 @@ class Piece:
             "media": self.pictures.media,
             "kl": self.pictures.kl,
             **{f"rewards/{name}": scores for name, scores in self.pictures.rewards.items()},
-            **{f"reference_scores/{name}": scores for name, scores in self.reference_scores.items()},
+            **{
+                f"reference_scores/{name}": scores for name, scores in self.reference_scores.items()
+            },
         }
 
     @classmethod
@@ -126,9 +147,14 @@ class Piece:
         """Inverse of `tensors`."""
 
         def named(kind: str) -> dict[str, Tensor]:
-            return {key.removeprefix(kind): value for key, value in tensors.items() if key.startswith(kind)}
+            return {
+                key.removeprefix(kind): value
+                for key, value in tensors.items()
+                if key.startswith(kind)
+            }
 
         media = tensors["media"]
         return cls(
-            Pictures(media, (prompt,) * len(media), named("rewards/"), tensors["kl"]), named("reference_scores/")
+            Pictures(media, (prompt,) * len(media), named("rewards/"), tensors["kl"]),
+            named("reference_scores/"),
         )

@@ -1,5 +1,5 @@
-"""The schedule of one RL step, as pure functions and state machines that runtime and simulator share. Standard library
-only."""
+"""The schedule of one RL step, as pure functions and state machines that runtime and simulator
+share. Standard library only."""
 
 from digenrl.schedule.order import (
     fragments,
@@ -11,7 +11,13 @@ from digenrl.schedule.order import (
     stale_groups,
     update_of,
 )
-from digenrl.schedule.spec import ScheduleSpec, Task, groups_of_step, slices_of_group, steps_per_forward
+from digenrl.schedule.spec import (
+    ScheduleSpec,
+    Task,
+    groups_of_step,
+    slices_of_group,
+    steps_per_forward,
+)
 from digenrl.schedule.timesteps import Block, Placement, micro_batches_per_update, place
 
 __all__ = [

@@ -1,16 +1,19 @@
-"""Claims: a state machine that assigns tasks to ranks, for the runtime, emulated ranks and the simulator.
+"""Claims: a state machine that assigns tasks to ranks, for the runtime, emulated ranks and the
+simulator.
 
     unclaimed -> owned -> received                  the usual life of a task
     owned -> owned by another rank                  a suspended task moves; the attempt id stays
     owned -> returned -> owned, attempt + 1         its owner was lost
 
 Invariants:
-1. One rank at a time runs a task, and a task is finished once. A late result of a lost owner is refused.
-2. When an owner is lost, its task goes back exactly once, with a new attempt id. A task that an owner released before
-   it left goes back with the same attempt id.
+1. One rank at a time runs a task, and a task is finished once. A late result of a lost owner is
+refused.
+2. When an owner is lost, its task goes back exactly once, with a new attempt id. A task that an
+   owner released before it left goes back with the same attempt id.
 
-A `ClaimStore` keeps the claims: in the run's control store (`digenrl.cluster.claims`), or in memory. Every transition
-is one atomic operation of the store, so no rank needs another's permission. Pure: standard library only.
+A `ClaimStore` keeps the claims: in the run's control store (`digenrl.cluster.claims`), or in
+memory. Every transition is one atomic operation of the store, so no rank needs another's
+permission. Pure: standard library only.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from typing import Protocol
 from digenrl.schedule.spec import Task
 
 MAX_ATTEMPTS = 2
-"""Owners that a task may lose. Then the task counts as the cause of their deaths (a poisoned prompt, a broken
-reward)."""
+"""Owners that a task may lose. Then the task counts as the cause of their deaths (a poisoned
+prompt, a broken reward)."""
 NOBODY = -1
 _FORGET_AFTER = 2
 """Age, in published versions, at which a queue has no task left that a rank waits for."""
 _FORGET_QUEUE_AFTER = 1000
-"""Age, in published versions, at which the rest of a queue is deleted. A rank that slept so long is lost, so no rank
-can start the queue's counter again from 0."""
+"""Age, in published versions, at which the rest of a queue is deleted. A rank that slept so long is
+lost, so no rank can start the queue's counter again from 0."""
 
 
 class ClaimError(RuntimeError):
@@ -38,13 +41,15 @@ class ClaimError(RuntimeError):
 
 @dataclass(frozen=True)
 class Claim:
-    """Right of a rank to run a task. A claim lasts as long as the rank lives, as the launcher sees it."""
+    """Right of a rank to run a task. A claim lasts as long as the rank lives, as the launcher sees
+    it."""
 
     position: int
     """Position in the queue (not the task's index within its RL step)."""
     rank: int
     attempt: int
-    """Attempt id: 0 for the first owner, one more after each loss. A suspended task that moves keeps its id."""
+    """Attempt id: 0 for the first owner, one more after each loss. A suspended task that moves
+    keeps its id."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Owner:
 
 
 class ClaimStore(Protocol):
-    """Keeps the claims of all queues. Each queue belongs to the weight version that generates its tasks."""
+    """Keeps the claims of all queues. Each queue belongs to the weight version that generates its
+    tasks."""
 
     def count(self, name: str, amount: int = 0) -> int:
         """Add `amount` to counter `name` (0 at first) and return the sum: atomic."""
@@ -76,8 +82,8 @@ class ClaimStore(Protocol):
         """Return the owner of a task; None before any rank owned it."""
 
     def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
-        """Replace the owner of a task if it still is `old`, and return whether it was: atomic. `new` differs from
-        `old`."""
+        """Replace the owner of a task if it still is `old`, and return whether it was: atomic.
+        `new` differs from `old`."""
 
     def forget(self, version: int, position: int) -> None:
         """Delete everything about one task."""
@@ -86,7 +92,8 @@ class ClaimStore(Protocol):
         """Delete everything about a queue except its tasks."""
 
     def returned(self, version: int) -> Sequence[int]:
-        """Return the positions that have come back so far, in rising order; some may have a new owner."""
+        """Return the positions that have come back so far, in rising order; some may have a new
+        owner."""
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
         """Add positions that came back. All calls must come from one process."""
@@ -153,25 +160,31 @@ class Claims:
     # ---- generating ranks
 
     def take(self, version: int, tasks: Sequence[Task], part: range) -> Claim | None:
-        """Claim the next task of a queue: one that came back, else the counter's next. Return None when no task is
-        left.
+        """Claim the next task of a queue: one that came back, else the counter's next. Return None
+        when no task is left.
 
         Args:
             tasks: the version's whole queue.
-            part: positions that the counter runs over: all of them, or this rank's own part of a divided queue.
+            part: positions that the counter runs over: all of them, or this rank's own part of a
+                divided queue.
         """
         for position, owner in self._waiting(version, len(tasks)):
-            if self._store.change(version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])):
+            if self._store.change(
+                version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])
+            ):
                 return Claim(position, self._rank, owner.attempt)
         name = queue_name(version, part, len(tasks))
-        # Read before the add: ranks that poll an empty queue must not raise its counter without bound.
+        # Read before the add: ranks that poll an empty queue must not raise its counter without
+        # bound.
         while self._store.count(name) < len(part):
             number = self._store.count(name, 1) - 1
             if number >= len(part):
                 return None
             position = part[number]
             # Fails when `lose` gave the position back first, in the moment after the add.
-            if self._store.change(version, position, None, Owner.of(self._rank, 0, tasks[position])):
+            if self._store.change(
+                version, position, None, Owner.of(self._rank, 0, tasks[position])
+            ):
                 return Claim(position, self._rank, 0)
         return None
 
@@ -183,8 +196,8 @@ class Claims:
     def give(self, version: int, claim: Claim, receiver: int) -> bool:
         """Make `receiver` the owner of this rank's task, and return whether that worked.
 
-        False has two reasons: the receiver is lost, and this rank keeps the task; or this rank is no longer the owner,
-        and its work would be refused.
+        False has two reasons: the receiver is lost, and this rank keeps the task; or this rank is
+        no longer the owner, and its work would be refused.
         """
         owner = self._store.owner(version, claim.position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, claim.attempt):
@@ -192,13 +205,14 @@ class Claims:
         given = replace(owner, rank=receiver, giver=self._rank)
         if not self._store.change(version, claim.position, owner, given):
             return False
-        # The receiver may die meanwhile. It is marked as lost before its tasks are gathered. So either the gathering
-        # sees the new owner, or the mark is visible here.
+        # The receiver may die meanwhile. It is marked as lost before its tasks are gathered. So
+        # either the gathering sees the new owner, or the mark is visible here.
         lost = receiver in self._store.lost_ranks()
         return not lost or not self._store.change(version, claim.position, given, owner)
 
     def confirm(self, version: int, position: int, attempt: int) -> Claim | None:
-        """Return the claim of a task that was given to this rank; None when another rank has it by now."""
+        """Return the claim of a task that was given to this rank; None when another rank has it by
+        now."""
         owner = self._store.owner(version, position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, attempt):
             return None
@@ -207,20 +221,25 @@ class Claims:
         return Claim(position, self._rank, attempt)
 
     def release(self, version: int, claim: Claim) -> None:
-        """Give up this rank's task unfinished. `collect` offers the task again once the rank has left."""
+        """Give up this rank's task unfinished. `collect` offers the task again once the rank has
+        left."""
         owner = self._store.owner(version, claim.position)
         if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
-            self._store.change(version, claim.position, owner, replace(owner, rank=NOBODY, giver=NOBODY))
+            self._store.change(
+                version, claim.position, owner, replace(owner, rank=NOBODY, giver=NOBODY)
+            )
 
     # ---- trainers
 
     def accepts(self, version: int, claim: Claim) -> bool:
-        """Return whether a result made under `claim` counts: the task's present owner must have made it."""
+        """Return whether a result made under `claim` counts: the task's present owner must have
+        made it."""
         owner = self._store.owner(version, claim.position)
         return owner is not None and (owner.rank, owner.attempt) == (claim.rank, claim.attempt)
 
     def received(self, version: int, position: int) -> None:
-        """Count one more trainer that holds a task's result. Each trainer calls this once per task."""
+        """Count one more trainer that holds a task's result. Each trainer calls this once per
+        task."""
         self._store.count(_received(version, position), 1)
 
     def held_by(self, version: int, position: int, trainers: int) -> bool:
@@ -232,8 +251,8 @@ class Claims:
         return sum(1 for _ in self._waiting(version, tasks))
 
     def forget(self, version: int) -> None:
-        """Delete what no rank needs once `version` is published: the tasks of an old queue, and the rest of a very old
-        one."""
+        """Delete what no rank needs once `version` is published: the tasks of an old queue, and the
+        rest of a very old one."""
         old = version - _FORGET_AFTER
         for position in range(self._known(old)):
             self._store.forget(old, position)
@@ -242,19 +261,21 @@ class Claims:
     # ---- whoever notices a loss: who hosts the store
 
     def collect(self, rank: int) -> list[str]:
-        """Offer again the tasks that `rank` released, and those that were given to it since. Return their names for the
-        log.
+        """Offer again the tasks that `rank` released, and those that were given to it since. Return
+        their names for the log.
 
         The rank has left and is marked as lost. The tasks that it finished count.
         """
-        # Two queues can have open tasks: with one-step asynchrony the version before the newest still generates.
+        # Two queues can have open tasks: with one-step asynchrony the version before the newest
+        # still generates.
         names: list[str] = []
         newest = self._store.newest_version()
         for version in (newest - 1, newest):
             returned, back = self._store.returned(version), []
             for position in range(self._known(version)):
                 owner = self._store.owner(version, position)
-                # A task given to this rank that it never confirmed: the giver has stopped, so no rank runs it.
+                # A task given to this rank that it never confirmed: the giver has stopped, so no
+                # rank runs it.
                 if owner is not None and owner.rank == rank and owner.giver != NOBODY:
                     free = replace(owner, rank=NOBODY, giver=NOBODY)
                     owner = free if self._store.change(version, position, owner, free) else None
@@ -266,7 +287,8 @@ class Claims:
         return names
 
     def lose(self, rank: int, cause: str, trainers: int) -> list[str]:
-        """Give back every task that `rank` owned and that not all trainers hold. Return their names for the log.
+        """Give back every task that `rank` owned and that not all trainers hold. Return their names
+        for the log.
 
         The rank must be dead and marked as lost.
 
@@ -285,14 +307,19 @@ class Claims:
                 self._store.add_returned(version, back)
         return names
 
-    def _take_back(self, version: int, position: int, rank: int, cause: str, trainers: int, names: list[str]) -> bool:
+    def _take_back(
+        self, version: int, position: int, rank: int, cause: str, trainers: int, names: list[str]
+    ) -> bool:
         """Give back the task at `position` if `rank` owned it, and return whether it goes back."""
         while True:
             owner = self._store.owner(version, position)
-            # The counter has passed this position, but the claimant has not entered its name: perhaps it was the rank
-            # that died in between. A live claimant's own compare-and-set then fails, and it claims another task.
+            # The counter has passed this position, but the claimant has not entered its name:
+            # perhaps it was the rank that died in between. A live claimant's own compare-and-set
+            # then fails, and it claims another task.
             if owner is None:
-                if self._store.change(version, position, None, Owner(NOBODY, 0, NOBODY, -1, -1, -1)):
+                if self._store.change(
+                    version, position, None, Owner(NOBODY, 0, NOBODY, -1, -1, -1)
+                ):
                     return True
                 continue
             if rank not in (owner.rank, owner.giver):
@@ -302,18 +329,21 @@ class Claims:
             name = _name(owner)
             if owner.attempt + 1 >= MAX_ATTEMPTS:
                 raise ClaimError(
-                    f"{name} lost {owner.attempt + 1} owners, the last being rank {rank}, which {cause}: "
+                    f"{name} lost {owner.attempt + 1} owners, the last being rank {rank}, which "
+                    f"{cause}: "
                     "the task itself is the likely cause. Look at its prompt and its reward."
                 )
-            if self._store.change(version, position, owner, Owner(NOBODY, owner.attempt + 1, NOBODY, *_named(owner))):
+            if self._store.change(
+                version, position, owner, Owner(NOBODY, owner.attempt + 1, NOBODY, *_named(owner))
+            ):
                 names.append(name)
                 return True
 
     def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
         """Yield (position, owner entry) of the tasks that came back and have no owner.
 
-        Positions beyond the queue's end are skipped: ranks that ask for the last task at one moment take the counter
-        past it.
+        Positions beyond the queue's end are skipped: ranks that ask for the last task at one moment
+        take the counter past it.
         """
         for position in self._store.returned(version):
             owner = self._store.owner(version, position) if position < tasks else None

@@ -1,9 +1,10 @@
 """The policy: which rank claims, declines, lends, and continues a suspended task (I13).
 
-No rank commands the others. Each rank has a policy of its own. The rank reports what it sees (events), asks the policy
-(decisions), and acts. A decision depends only on its arguments and on the events before it. The simulator reports what
-all ranks see to one policy, and has no rule of its own. With `record` set, every event and every decision is recorded,
-and `replay` makes each decision again.
+No rank commands the others. Each rank has a policy of its own. The rank reports what it sees
+(events), asks the policy (decisions), and acts. A decision depends only on its arguments and on the
+events before it. The simulator reports what all ranks see to one policy, and has no rule of its
+own. With `record` set, every event and every decision is recorded, and `replay` makes each decision
+again.
 
     events      saw_rank   a rank is free, busy, waiting, lost, or has joined
                 expected   a duration of a task, a cell or a switch, from the hardware profile
@@ -18,15 +19,17 @@ and `replay` makes each decision again.
                 step_ended     whether TAG switches itself off
 
 Invariants:
-1. Progress: some free rank accepts the next task, or some busy rank will. Declining never stops the queue.
-2. Makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total work / total speed.
-   Proof: the accepted finishing times are the n smallest of the union of {free_i + j s_i}. At t = (n+m-1)/sum(1/s_i)
-   the union holds sum floor(t/s_i) > n-1 of them, so n fit.
+1. Progress: some free rank accepts the next task, or some busy rank will. Declining never stops the
+queue.
+2. Makespan: n equal tasks on m ranks of constant speed, all free at 0, end by (1 + (m-1)/n) x total
+   work / total speed. Proof: the accepted finishing times are the n smallest of the union of
+   {free_i + j s_i}. At t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n
+   fit.
 3. I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones.
 4. A loan moves only to a rank that ends it strictly earlier.
 
 Pure: standard library only.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ from digenrl.schedule.timesteps import cells_of
 
 Fragment = tuple[int, ...]
 Record = Callable[[dict[str, Any]], None]
-"""Receives rows {"event" or "decision": name, "args": [...], "answer": ...} with JSON values only."""
+"""Receives rows {"event" or "decision": name, "args": [...], "answer": ...} with JSON values
+only."""
 
 TRAIN, LEND, WAIT, ASK = "train", "lend", "wait", "ask"
 """Moves of a trainer. ASK means: ask the search first."""
@@ -60,10 +64,11 @@ class _Trainer:
     loan: int = 0
     """Rounds of the present loan that are still to be generated."""
     asked: tuple[int, int] | None = None
-    """(complete groups, tasks left) at the last search. The search gives the same answer until one of the two
-    changes."""
+    """(complete groups, tasks left) at the last search. The search gives the same answer until one
+    of the two changes."""
     prediction: tuple[Decision, float] | None = None
-    """First loan of the step, and when it was granted. The prediction for this loan spans the whole step."""
+    """First loan of the step, and when it was granted. The prediction for this loan spans the whole
+    step."""
     monitor: LendingMonitor = field(default_factory=LendingMonitor)
 
 
@@ -78,7 +83,10 @@ def _noted(kind: str) -> Callable[[_Method], _Method]:
         def noted(self: SchedulePolicy, *args: Any) -> Any:
             answer = method(self, *args)
             if self.record is not None:
-                row: dict[str, Any] = {kind: method.__name__, "args": [_plain(value) for value in args]}
+                row: dict[str, Any] = {
+                    kind: method.__name__,
+                    "args": [_plain(value) for value in args],
+                }
                 self.record(row | ({"answer": answer} if kind == "decision" else {}))
             return answer
 
@@ -93,13 +101,17 @@ class SchedulePolicy:
     Args:
         spec: the schedule.
         roles: which ranks train and which generate.
-        plan: version -> the tasks that ranks with this version generate, in claim order (`order.queue`, or an override
-            of it).
+        plan: version -> the tasks that ranks with this version generate, in claim order
+            (`order.queue`, or an override of it).
         record: called with every event and decision.
     """
 
     def __init__(
-        self, spec: ScheduleSpec, roles: Roles, plan: Callable[[int], Sequence[Task]], record: Record | None = None
+        self,
+        spec: ScheduleSpec,
+        roles: Roles,
+        plan: Callable[[int], Sequence[Task]],
+        record: Record | None = None,
     ) -> None:
         self.spec, self.roles, self.record = spec, roles, record
         self._plan = plan
@@ -110,9 +122,11 @@ class SchedulePolicy:
         """Costs that no rank has measured yet."""
         self._trainers: dict[int, _Trainer] = {rank: _Trainer() for rank in range(roles.trainers)}
         self._same_moment: tuple[tuple[Any, ...], Decision, bool] | None = None
-        """(moment, the search's answer, whether the answer is about tasks of the step in progress)."""
+        """(moment, the search's answer, whether the answer is about tasks of the step in
+        progress)."""
         self._generators = set(roles.generators)
-        """Ranks whose role is to generate: the first ones, and the joined ranks that are still there."""
+        """Ranks whose role is to generate: the first ones, and the joined ranks that are still
+        there."""
         self._timed: set[int] = set()
         """Ranks of `_generators` whose speed is known."""
         self._fastest = math.inf
@@ -126,7 +140,9 @@ class SchedulePolicy:
         if self._ranks.get(rank) == work:
             return
         if self.record is not None:
-            self.record({"event": "saw_rank", "args": [rank, None if work is None else _plain(work.values)]})
+            self.record(
+                {"event": "saw_rank", "args": [rank, None if work is None else _plain(work.values)]}
+            )
         joined = rank >= self.roles.trainers + self.roles.rollouts
         if work is None:
             self._ranks.pop(rank, None)
@@ -138,7 +154,9 @@ class SchedulePolicy:
             self._ranks[rank] = work
             if joined:
                 self._generators.add(rank)
-                if work.task_seconds and ("generate", rank) not in self._costs:  # what its pool lets expect
+                if (
+                    work.task_seconds and ("generate", rank) not in self._costs
+                ):  # what its pool lets expect
                     self._costs["generate", rank] = work.task_seconds
                     self._guessed.add(("generate", rank))
             if work.task_seconds and rank in self._generators:
@@ -147,8 +165,8 @@ class SchedulePolicy:
 
     @_noted("event")
     def expected(self, stage: str, rank: int, seconds: float) -> None:
-        """Take in a duration from the hardware profile. The first measurement replaces it. `measured` lists the
-        stages."""
+        """Take in a duration from the hardware profile. The first measurement replaces it.
+        `measured` lists the stages."""
         self._costs[stage, rank] = seconds
         self._guessed.add((stage, rank))
 
@@ -157,8 +175,8 @@ class SchedulePolicy:
         """Take in a measured duration.
 
         Args:
-            stage: "generate" (one task), "train" (one forward and backward of one task's cell) or "switch" (between
-                training and generation, one way).
+            stage: "generate" (one task), "train" (one forward and backward of one task's cell) or
+                "switch" (between training and generation, one way).
         """
         if not seconds >= 0.0:
             raise ValueError(f"measured duration = {seconds}: give seconds >= 0.")
@@ -176,7 +194,8 @@ class SchedulePolicy:
 
     @_noted("decision")
     def step_ended(self, rank: int, now: float) -> str | None:
-        """Compare the step's first loan with what happened, now that the step's weights are published.
+        """Compare the step's first loan with what happened, now that the step's weights are
+        published.
 
         Return a message when that switches lending off.
         """
@@ -190,12 +209,12 @@ class SchedulePolicy:
 
     @_noted("decision")
     def takes(self, rank: int, version: int, left: int, now: float) -> bool:
-        """Return whether free `rank` claims the next task of the version's queue. If not, ranks that hold `version`, or
-        will hold it, end all `left` tasks before this rank would end one.
+        """Return whether free `rank` claims the next task of the version's queue. If not, ranks
+        that hold `version`, or will hold it, end all `left` tasks before this rank would end one.
 
-        A rank whose speed is unknown counts as one that never ends, so no rank waits for it. Colocated ranks leave
-        tasks to others only where all is generated before anything is trained. In any other schedule it is unknown when
-        the others are free.
+        A rank whose speed is unknown counts as one that never ends, so no rank waits for it.
+        Colocated ranks leave tasks to others only where all is generated before anything is
+        trained. In any other schedule it is unknown when the others are free.
         """
         if left == 0 or self.roles.split:
             return left > 0
@@ -213,16 +232,20 @@ class SchedulePolicy:
         return not declines(rank, now, seconds, busy, left)
 
     def many_left(self, rank: int, left: int) -> bool:
-        """Return whether so many tasks are left that free `rank` takes one, whatever the other ranks do now.
+        """Return whether so many tasks are left that free `rank` takes one, whatever the other
+        ranks do now.
 
-        Each other rank ends at most 1 + own / fastest tasks before this rank ends one. The speed of every other rank
-        has to be known.
+        Each other rank ends at most 1 + own / fastest tasks before this rank ends one. The speed of
+        every other rank has to be known.
         """
         own = self._task_seconds(rank)
         if own == math.inf:
             return True
-        # The bound needs everybody's speed: an unmeasured rank may be faster than the fastest known.
-        return self._generators <= self._timed and left > len(self._generators) * (1 + own / self._fastest)
+        # The bound needs everybody's speed: an unmeasured rank may be faster than the fastest
+        # known.
+        return self._generators <= self._timed and left > len(self._generators) * (
+            1 + own / self._fastest
+        )
 
     def _task_seconds(self, rank: int) -> float:
         """Return the measured seconds of a task on `rank`; inf if none was measured."""
@@ -230,22 +253,31 @@ class SchedulePolicy:
         return (work.task_seconds if work is not None else 0.0) or math.inf
 
     @_noted("decision")
-    def loan_receiver(self, rank: int, task_step: int, step: int, ready: bool, now: float) -> int | None:
-        """Return the rank that finishes trainer `rank`'s task once a fragment is `ready`; None: the trainer itself.
+    def loan_receiver(
+        self, rank: int, task_step: int, step: int, ready: bool, now: float
+    ) -> int | None:
+        """Return the rank that finishes trainer `rank`'s task once a fragment is `ready`; None: the
+        trainer itself.
 
-        The receiver is the rollout rank that is free first, if it ends the task sooner than the trainer would. All
-        lending trainers see the fragment at the same moment, so each asks another rollout rank, in turn. A loan of the
-        next step's tasks runs to its end, because only the version of the step in progress is sure to be held until its
-        tasks are trained.
+        The receiver is the rollout rank that is free first, if it ends the task sooner than the
+        trainer would. All lending trainers see the fragment at the same moment, so each asks
+        another rollout rank, in turn. A loan of the next step's tasks runs to its end, because only
+        the version of the step in progress is sure to be held until its tasks are trained.
         """
         own = self._ranks[rank]
         if not ready or task_step != step or not own.task_seconds:
             return None
-        receiver = self._first_free(now, sum(work.busy for other, work in self._ranks.items() if other < rank))
+        receiver = self._first_free(
+            now, sum(work.busy for other, work in self._ranks.items() if other < rank)
+        )
         if receiver is None:
             return None
         left, other = own.free_in(now), self._ranks[receiver]
-        there = other.free_in(now) + other.waiting + left / own.task_seconds * self._costs["generate", receiver]
+        there = (
+            other.free_in(now)
+            + other.waiting
+            + left / own.task_seconds * self._costs["generate", receiver]
+        )
         return receiver if there < left else None
 
     @_noted("decision")
@@ -255,38 +287,50 @@ class SchedulePolicy:
 
     @_noted("decision")
     def successor(self, rank: int, version: int, task_step: int, now: float) -> int | None:
-        """Return the rank that continues the task of `rank`, which is leaving: the first free rollout rank with
-        `version`.
+        """Return the rank that continues the task of `rank`, which is leaving: the first free
+        rollout rank with `version`.
 
         None if there is no such rank, and for a task of a later step (see `loan_receiver`).
         """
         others = [
             (work.free_in(now) + work.waiting, other)
             for other, work in self._ranks.items()
-            if other >= self.roles.trainers and other != rank and work.version == version == task_step
+            if other >= self.roles.trainers
+            and other != rank
+            and work.version == version == task_step
         ]
         return min(others, default=(0.0, None))[1]
 
     def _first_free(self, now: float, place: int = 0) -> int | None:
-        """Return the rollout rank at `place` in the order in which the ranks become free, counting round and round."""
+        """Return the rollout rank at `place` in the order in which the ranks become free, counting
+        round and round."""
         working = self._known_speed(self._generators)
-        order = sorted(working, key=lambda rank: (working[rank].free_in(now) + working[rank].waiting, rank))
+        order = sorted(
+            working, key=lambda rank: (working[rank].free_in(now) + working[rank].waiting, rank)
+        )
         return order[place % len(order)] if order else None
 
     # ---- trainers
 
     def may_lend(self, updates_done: int) -> bool:
-        """Return whether a trainer may generate: it must hold the published version, or a copy of it (I6)."""
+        """Return whether a trainer may generate: it must hold the published version, or a copy of
+        it (I6)."""
         if self.roles.colocated:
             return updates_done == 0
         return self.spec.tag and (updates_done == 0 or self.roles.keeps_copy)
 
     def must_generate(self, updates_done: int, pending: int, left: int) -> bool:
-        """Return whether colocated ranks generate the rest of a batch before they train the last fragment of an update.
+        """Return whether colocated ranks generate the rest of a batch before they train the last
+        fragment of an update.
 
         The optimizer step after that fragment changes the weights that the `left` tasks need.
         """
-        return self.roles.colocated and updates_done < self.spec.updates_per_batch - 1 and pending == 1 and left > 0
+        return (
+            self.roles.colocated
+            and updates_done < self.spec.updates_per_batch - 1
+            and pending == 1
+            and left > 0
+        )
 
     @_noted("decision")
     def next_move(
@@ -299,12 +343,12 @@ class SchedulePolicy:
         left: int,
         granted: int | None = None,
     ) -> str:
-        """Return a free trainer's next move: TRAIN the `ready` fragment, LEND itself for one round, WAIT, or ASK the
-        search.
+        """Return a free trainer's next move: TRAIN the `ready` fragment, LEND itself for one round,
+        WAIT, or ASK the search.
 
-        After ASK the caller asks the search (`lend`, or an override of it), and calls again with its answer as
-        `granted`. The search is asked once per finished or claimed task, and after a loss. In between its answer cannot
-        change.
+        After ASK the caller asks the search (`lend`, or an override of it), and calls again with
+        its answer as `granted`. The search is asked once per finished or claimed task, and after a
+        loss. In between its answer cannot change.
 
         Args:
             updates_done: optimizer updates done within the step in progress.
@@ -333,12 +377,14 @@ class SchedulePolicy:
         return LEND
 
     @_noted("decision")
-    def lend(self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float) -> int:
+    def lend(
+        self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float
+    ) -> int:
         """Return how many rounds of tasks idle trainer `rank` generates now; 0 = wait.
 
-        Colocated ranks wait for nobody: they take one task at a time, unless another rank ends it earlier. Trainers
-        beside rollout ranks ask the search, once all costs that the search needs have been measured. Trainers that are
-        idle at the same moment get the same answer.
+        Colocated ranks wait for nobody: they take one task at a time, unless another rank ends it
+        earlier. Trainers beside rollout ranks ask the search, once all costs that the search needs
+        have been measured. Trainers that are idle at the same moment get the same answer.
 
         Args:
             step: RL step in progress, and the version that the trainer generates with.
@@ -349,20 +395,35 @@ class SchedulePolicy:
         if self.roles.colocated:
             return int(self.roles.lockstep or self.takes(rank, step, left[1], now))
         trainer = self._trainers[rank]
-        if self._timed and self._ranks.keys().isdisjoint(self._generators):  # all who generate by trade are gone
+        if self._timed and self._ranks.keys().isdisjoint(
+            self._generators
+        ):  # all who generate by trade are gone
             return 1
         rollouts = self._known_speed(sorted(self._generators))
         if trainer.monitor.off or not rollouts or ("train", rank) not in self._costs:
             return 0
         moment = (step, now, len(pending))
         if self._same_moment is None or self._same_moment[0] != moment:
-            others = self._known_speed(other for other in range(self.roles.trainers) if other != rank)
+            others = self._known_speed(
+                other for other in range(self.roles.trainers) if other != rank
+            )
             lending = {other: work for other, work in others.items() if work.busy}
-            # Trainers train the same fragments, so those that do not lend already are idle together with this one.
-            state = self._state(rank, rollouts, lending, step, pending, left, now, self.roles.trainers - len(lending))
+            # Trainers train the same fragments, so those that do not lend already are idle together
+            # with this one.
+            state = self._state(
+                rank,
+                rollouts,
+                lending,
+                step,
+                pending,
+                left,
+                now,
+                self.roles.trainers - len(lending),
+            )
             self._same_moment = moment, search(state), state.tasks_left > 0
         _, decision, this_step = self._same_moment
-        # Later loans of a step have little left to gain, and would hide the first. One for the next step gains nothing.
+        # Later loans of a step have little left to gain, and would hide the first. One for the next
+        # step gains nothing.
         if decision.lend and this_step and trainer.prediction is None:
             trainer.prediction = decision, now
         return decision.lend
@@ -370,9 +431,11 @@ class SchedulePolicy:
     def predicted_end(
         self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float
     ) -> float | None:
-        """Return when the step that begins should end on trainer `rank`, in seconds of the run's clock.
+        """Return when the step that begins should end on trainer `rank`, in seconds of the run's
+        clock.
 
-        None before this trainer and every generating rank have been measured. Arguments as for `lend`.
+        None before this trainer and every generating rank have been measured. Arguments as for
+        `lend`.
         """
         working = self._known_speed(sorted(self._generators))
         known = {other for other in self._generators if other in self._ranks}
@@ -384,7 +447,8 @@ class SchedulePolicy:
         return now + search(replace(state, may_lend=may_lend)).predicted_step_s
 
     def loan_facts(self, rank: int, now: float) -> dict[str, float] | None:
-        """Return what the step's first loan promised and what happened, for the log; None if nothing was lent."""
+        """Return what the step's first loan promised and what happened, for the log; None if
+        nothing was lent."""
         prediction = self._trainers[rank].prediction
         if prediction is None:
             return None
@@ -407,8 +471,8 @@ class SchedulePolicy:
         now: float,
         lenders: int,
     ) -> LendingState:
-        """Return the search's input, for generating ranks of known speed and `lenders` trainers that may begin to
-        lend."""
+        """Return the search's input, for generating ranks of known speed and `lenders` trainers
+        that may begin to lend."""
         plans = [self._plan(version) for version in (step - 1, step)]
         older, own = (_tail(plan, count) for plan, count in zip(plans, left, strict=True))
         working = {**rollouts, **lending}
@@ -424,7 +488,9 @@ class SchedulePolicy:
         ready = [max((in_flight.get(group, 0.0) for group in own), default=0.0) for own in groups]
         seconds = tuple(self._costs["generate", other] for other in working)
         count, times = len(rollouts), tuple(free.values())
-        behind, ready_at = after_older(times[:count], seconds[:count], ready, _by_fragment(older, groups, step))
+        behind, ready_at = after_older(
+            times[:count], seconds[:count], ready, _by_fragment(older, groups, step)
+        )
         tasks = _by_fragment(own, groups, step)
         lend = self._costs.get(("generate", rank), max(seconds))
         cell = self._costs["train", rank]
@@ -447,17 +513,24 @@ class SchedulePolicy:
         )
 
     def _known_speed(self, ranks: Iterable[int]) -> dict[int, Work]:
-        """Return what each rank of `ranks` does, of the ranks that are there and whose seconds per task are known."""
-        return {rank: self._ranks[rank] for rank in ranks if rank in self._ranks and ("generate", rank) in self._costs}
+        """Return what each rank of `ranks` does, of the ranks that are there and whose seconds per
+        task are known."""
+        return {
+            rank: self._ranks[rank]
+            for rank in ranks
+            if rank in self._ranks and ("generate", rank) in self._costs
+        }
 
 
 def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
-    """Return the first row of a record, from which `replay` builds a policy. `last_step` is the run's final RL step."""
+    """Return the first row of a record, from which `replay` builds a policy. `last_step` is the
+    run's final RL step."""
     return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
 
 
 def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
-    """Feed a record to a fresh policy, and return the decisions that came out differently, as (row, answer now).
+    """Feed a record to a fresh policy, and return the decisions that came out differently, as (row,
+    answer now).
 
     A resumed run has several headers. Each begins a new policy.
     """
@@ -466,10 +539,15 @@ def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], A
     for row in rows:
         if "spec" in row:
             spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
-            policy = SchedulePolicy(spec, Roles(**row["roles"]), functools.partial(_queue, spec, row["last_step"]))
+            policy = SchedulePolicy(
+                spec, Roles(**row["roles"]), functools.partial(_queue, spec, row["last_step"])
+            )
             continue
         assert policy is not None, "a record begins with its header"
-        name, args = row.get("event") or row["decision"], [_hashable(value) for value in row["args"]]
+        name, args = (
+            row.get("event") or row["decision"],
+            [_hashable(value) for value in row["args"]],
+        )
         if name == "saw_rank":
             policy.saw_rank(args[0], None if args[1] is None else Work(*args[1]))
             continue
@@ -488,8 +566,11 @@ def _tail(tasks: Sequence[Task], count: int) -> Sequence[Task]:
     return tasks[len(tasks) - count :]
 
 
-def _by_fragment(tasks: Sequence[Task], pending: Sequence[Sequence[int]], step: int) -> tuple[int, ...]:
-    """Count per fragment (given by its groups) the tasks of RL step `step` that no earlier fragment waits for."""
+def _by_fragment(
+    tasks: Sequence[Task], pending: Sequence[Sequence[int]], step: int
+) -> tuple[int, ...]:
+    """Count per fragment (given by its groups) the tasks of RL step `step` that no earlier fragment
+    waits for."""
     counts = Counter(task.group for task in tasks if task.step == step)
     return tuple(sum(counts.pop(group, 0) for group in groups) for groups in pending)
 

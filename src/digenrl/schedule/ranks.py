@@ -13,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Work:
-    """Present activity of a generating rank. Other ranks use it to decide whether to leave a task to this rank."""
+    """Present activity of a generating rank. Other ranks use it to decide whether to leave a task
+    to this rank."""
 
     version: int = -1
     """Weight version that the rank holds; -1 = none yet."""
@@ -50,13 +51,13 @@ class Roles:
     trainers: int
     rollouts: int
     lockstep: bool = False
-    """Whether trainers are sharded. Every forward is then a collective of all trainers, so they decide and move
-    together."""
+    """Whether trainers are sharded. Every forward is then a collective of all trainers, so they
+    decide and move together."""
     split: bool = False
     """Whether every queue is divided equally beforehand instead of claimed."""
     keeps_copy: bool = False
-    """Whether trainers keep a copy of the published weights, and may therefore lend after the first update of a
-    batch."""
+    """Whether trainers keep a copy of the published weights, and may therefore lend after the first
+    update of a batch."""
 
     @property
     def colocated(self) -> bool:
@@ -66,15 +67,20 @@ class Roles:
     @property
     def generators(self) -> range:
         """Ranks whose role is to claim tasks."""
-        return range(self.trainers) if self.colocated else range(self.trainers, self.trainers + self.rollouts)
+        return (
+            range(self.trainers)
+            if self.colocated
+            else range(self.trainers, self.trainers + self.rollouts)
+        )
 
 
 def finished_before(free: float, seconds: float, rank: int, time: float, other: int) -> int:
-    """Count the tasks that `rank`, free at `free`, finishes before (time, other) in the order of (finishing time,
-    rank)."""
+    """Count the tasks that `rank`, free at `free`, finishes before (time, other) in the order of
+    (finishing time, rank)."""
     if seconds <= 0 or not math.isfinite(seconds):
         return 0
-    # The division may be off by one in floating point; the two loops correct it, so that all ranks agree on ties.
+    # The division may be off by one in floating point; the two loops correct it, so that all ranks
+    # agree on ties.
     count = max(0, math.floor((time - free) / seconds))
     while (free + (count + 1) * seconds, rank) < (time, other):
         count += 1
@@ -84,10 +90,14 @@ def finished_before(free: float, seconds: float, rank: int, time: float, other: 
 
 
 def declines(
-    rank: int, now: float, seconds: Mapping[int, float], free_at: Mapping[int, float], tasks_left: int
+    rank: int,
+    now: float,
+    seconds: Mapping[int, float],
+    free_at: Mapping[int, float],
+    tasks_left: int,
 ) -> bool:
-    """Return whether free `rank` leaves the next task to others: they would finish all `tasks_left` before it finished
-    one.
+    """Return whether free `rank` leaves the next task to others: they would finish all `tasks_left`
+    before it finished one.
 
     Args:
         rank: the free rank.

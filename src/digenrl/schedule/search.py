@@ -1,18 +1,21 @@
 """TAG: should idle trainers generate? The bubble-triggered search (BTS).
 
-The state at an idle point of the trainers: when each rollout rank is free, when the trainers are, the tasks left, and
-the fragments to train. A branch waits for the next fragment, or first lends k rounds of tasks. The lower bound is the
-work that remains. The incumbent is never to lend. Results are memoised on quantised time. The search branches at
-`DEPTH` idle points and follows fixed rules behind them, so it takes milliseconds.
+The state at an idle point of the trainers: when each rollout rank is free, when the trainers are,
+the tasks left, and the fragments to train. A branch waits for the next fragment, or first lends k
+rounds of tasks. The lower bound is the work that remains. The incumbent is never to lend. Results
+are memoised on quantised time. The search branches at `DEPTH` idle points and follows fixed rules
+behind them, so it takes milliseconds.
 
-The model: rollout ranks accept tasks by the decline rule (`ranks.declines`). Their finishing times are then the sorted
-union of {free_i + j seconds_i}. A loan does not change these times, but the claims behind it get later numbers. A
-fragment is ready when its last task is. Fragments train one after another.
+The model: rollout ranks accept tasks by the decline rule (`ranks.declines`). Their finishing times
+are then the sorted union of {free_i + j seconds_i}. A loan does not change these times, but the
+claims behind it get later numbers. A fragment is ready when its last task is. Fragments train one
+after another.
 
 Invariants:
 1. Under this model the chosen plan is never worse than never lending.
 2. No plan lends while a fragment is ready (I6).
-3. After the first optimizer step of a batch, no plan lends unless the trainer keeps a copy of the published weights.
+3. After the first optimizer step of a batch, no plan lends unless the trainer keeps a copy of the
+published weights.
 
 Pure: standard library only.
 """
@@ -56,17 +59,20 @@ class LendingState:
     switch_seconds: float = 0.0
     """Cost of one switch between training and generation; a loan pays two."""
     tasks_later: int = 0
-    """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony). They shorten the next
-    step and not this one, so they are worth a loan only where the loan costs nothing. Such a loan runs to its end."""
+    """Unclaimed tasks of the next step that the version at hand generates (one-step asynchrony).
+    They shorten the next step and not this one, so they are worth a loan only where the loan costs
+    nothing. Such a loan runs to its end."""
     later_taken: int = 0
     """Claimed tasks of the next step."""
     may_lend: bool = True
-    """False after the first optimizer step of a batch when no copy of the published weights is kept (I6)."""
+    """False after the first optimizer step of a batch when no copy of the published weights is kept
+    (I6)."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Answer of the search: lend `lend` rounds now (0 = wait), and the predictions for both courses."""
+    """Answer of the search: lend `lend` rounds now (0 = wait), and the predictions for both
+    courses."""
 
     lend: int
     predicted_step_s: float
@@ -82,10 +88,14 @@ class Decision:
         return self.predicted_without - self.predicted_step_s
 
 
-def accepted(free: tuple[float, ...], seconds: tuple[float, ...], tasks: int) -> tuple[list[float], list[float]]:
-    """Return claiming and finishing times of the `tasks` claims that ranks accept, in order of claim.
+def accepted(
+    free: tuple[float, ...], seconds: tuple[float, ...], tasks: int
+) -> tuple[list[float], list[float]]:
+    """Return claiming and finishing times of the `tasks` claims that ranks accept, in order of
+    claim.
 
-    The accepted finishing times are the `tasks` smallest of the union of {free_i + j seconds_i} (see `claims`).
+    The accepted finishing times are the `tasks` smallest of the union of {free_i + j seconds_i}
+    (see `claims`).
     """
     begin = [max(0.0, start) for start in free]
     heap = [(begin[rank] + cost, rank, begin[rank]) for rank, cost in enumerate(seconds)]
@@ -102,10 +112,11 @@ def accepted(free: tuple[float, ...], seconds: tuple[float, ...], tasks: int) ->
 def after_older(
     free: Sequence[float], seconds: Sequence[float], ready: Sequence[float], older: Sequence[int]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return when rollout ranks are free, and when fragments are ready, after the tasks of the previous version.
+    """Return when rollout ranks are free, and when fragments are ready, after the tasks of the
+    previous version.
 
-    With one-step asynchrony the previous version generates some of the step's tasks. Rollout ranks claim these first,
-    and no other rank can.
+    With one-step asynchrony the previous version generates some of the step's tasks. Rollout ranks
+    claim these first, and no other rank can.
 
     Args:
         free: end of the present task of each rollout rank.
@@ -113,7 +124,10 @@ def after_older(
         ready: per fragment: when its tasks in flight will be done.
         older: per fragment: its unclaimed tasks of the previous version.
     """
-    heap = [(max(0.0, start) + cost, rank) for rank, (start, cost) in enumerate(zip(free, seconds, strict=True))]
+    heap = [
+        (max(0.0, start) + cost, rank)
+        for rank, (start, cost) in enumerate(zip(free, seconds, strict=True))
+    ]
     heapq.heapify(heap)
     behind, last, times = list(free), 0.0, []
     for own, tasks in zip(ready, older, strict=True):
@@ -126,17 +140,20 @@ def after_older(
 
 
 def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decision:
-    """Choose between waiting and lending k rounds by branch and bound over the idle points that the model foresees.
+    """Choose between waiting and lending k rounds by branch and bound over the idle points that the
+    model foresees.
 
     Args:
         state: the idle point.
         k_max: largest number of rounds lent at one idle point.
-        depth: idle points at which every choice is branched on. Behind them the best of three fixed policies follows:
+        depth: idle points at which every choice is branched on. Behind them the best of three fixed
+            policies follows:
             never lend, lend what fits into the wait, lend what covers it.
 
     Returns:
-        The best plan's first move. Of equally good moves: the largest loan that fits into the wait, else the smallest.
-            A loan that fits costs nothing and relieves the rollout ranks, even if it does not shorten this step.
+        The best plan's first move. Of equally good moves: the largest loan that fits into the wait,
+            else the smallest. A loan that fits costs nothing and relieves the rollout ranks, even
+            if it does not shorten this step.
     """
     tree = _Search(state, k_max)
     start = _Point(0, 0.0, 0, 0, ())
@@ -145,7 +162,11 @@ def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decis
         return Decision(0, without, without, tree.nodes)
     # Only tasks of the next step are left: a loan may fill the wait, but must not delay this step.
     if state.tasks_left == 0:
-        rounds = [k for k in range(1, k_max + 1) if (k - 1) * state.lenders < tree.spare(without) and tree.fits(k)]
+        rounds = [
+            k
+            for k in range(1, k_max + 1)
+            if (k - 1) * state.lenders < tree.spare(without) and tree.fits(k)
+        ]
         return Decision(max(rounds, default=0), without, without, tree.nodes)
     # A first bound, so that branches worse than never lending are cut early.
     tree.best = without
@@ -181,19 +202,25 @@ class _Search:
         self.nodes = 0
         self.best = float("inf")
         self._memo: dict[tuple[int, int, int, tuple[tuple[int, int], ...], int], float] = {}
-        self._starts, finishes = accepted(state.rollout_free, state.rollout_seconds, state.tasks_left)
+        self._starts, finishes = accepted(
+            state.rollout_free, state.rollout_seconds, state.tasks_left
+        )
         self._done_by = list(itertools.accumulate(finishes, max))
         """_done_by[j]: when the first j+1 claims of the rollout ranks are all finished."""
         self._needs = list(itertools.accumulate(state.fragment_tasks))
-        self._train_after = list(itertools.accumulate(reversed(state.train_seconds), initial=0.0))[::-1]
+        self._train_after = list(itertools.accumulate(reversed(state.train_seconds), initial=0.0))[
+            ::-1
+        ]
         self._later = state.lenders_later or state.lenders
         lenders = max(state.lenders, self._later)
         self._rate = sum(1.0 / s for s in state.rollout_seconds) + lenders / state.lend_seconds
-        # Points closer than an eighth of a fragment's training differ too little to be explored twice.
+        # Points closer than an eighth of a fragment's training differ too little to be explored
+        # twice.
         self._quantum = max(1e-9, min(state.train_seconds, default=1.0) / 8)
 
     def ready(self, point: _Point) -> float:
-        """Return when the next fragment is complete, given the loans so far (all finished by the trainers' present)."""
+        """Return when the next fragment is complete, given the loans so far (all finished by the
+        trainers' present)."""
         need = self._needs[point.fragment]
         own = need - point.inside
         for first, count in point.loans:
@@ -213,9 +240,9 @@ class _Search:
     def spare(self, end: float) -> float:
         """Return how many tasks of the next step to lend now, if this step ends at `end`.
 
-        The tasks that rollout ranks leave undone by then are shared by speed. If the trainers did all of them, the
-        trainers would have no time to lend in the next step. The rollout ranks would have no work before its weights
-        come.
+        The tasks that rollout ranks leave undone by then are shared by speed. If the trainers did
+        all of them, the trainers would have no time to lend in the next step. The rollout ranks
+        would have no work before its weights come.
         """
         state = self.state
         times = zip(state.rollout_free, state.rollout_seconds, strict=True)
@@ -238,10 +265,13 @@ class _Search:
         count, end = rounds * lenders, begin + rounds * state.lend_seconds
         count = min(count, available)
         loans = (*point.loans, (first, count)) if count else point.loans
-        return _Point(point.fragment, end + state.switch_seconds, point.lent + count, point.inside, loans)
+        return _Point(
+            point.fragment, end + state.switch_seconds, point.lent + count, point.inside, loans
+        )
 
     def train(self, point: _Point) -> _Point | None:
-        """Return the point after waiting for the next fragment and training it; None when it never becomes ready."""
+        """Return the point after waiting for the next fragment and training it; None when it never
+        becomes ready."""
         ready = self.ready(point)
         if ready == float("inf"):
             return None
@@ -253,23 +283,29 @@ class _Search:
         return _Point(point.fragment + 1, now, point.lent, inside, loans)
 
     def follow(self, point: _Point, cover: bool | None) -> float:
-        """Return the step's end under a fixed policy: never lend (None), lend what fits into waits, or what covers
-        them."""
+        """Return the step's end under a fixed policy: never lend (None), lend what fits into waits,
+        or what covers them."""
         here: _Point | None = point
         while here is not None and here.fragment < len(self._needs):
             if cover is not None:
                 wait = self.ready(here) - here.now - 2 * self.state.switch_seconds
                 if wait > 0:
-                    rounds = self.k_max if wait == float("inf") else int(wait / self.state.lend_seconds) + cover
+                    rounds = (
+                        self.k_max
+                        if wait == float("inf")
+                        else int(wait / self.state.lend_seconds) + cover
+                    )
                     here = self.lend(here, min(self.k_max, rounds)) or here
             here = self.train(here)
         return here.now if here is not None else float("inf")
 
     def explore(self, point: _Point, depth: int) -> float:
-        """Return the best end of the step after deciding at `point`: train its fragment, then branch at the next idle
-        point."""
+        """Return the best end of the step after deciding at `point`: train its fragment, then
+        branch at the next idle point."""
         here = self.train(point)
-        while here is not None and here.fragment < len(self._needs) and self.ready(here) <= here.now:
+        while (
+            here is not None and here.fragment < len(self._needs) and self.ready(here) <= here.now
+        ):
             here = self.train(here)  # I6: a ready fragment is trained before anything is lent
         if here is None:
             return float("inf")
@@ -292,8 +328,8 @@ class _Search:
         return end
 
     def _least(self, point: _Point) -> float:
-        """Return a lower bound for the step's end: the trainers' remaining work, and the last task if all ranks
-        generate."""
+        """Return a lower bound for the step's end: the trainers' remaining work, and the last task
+        if all ranks generate."""
         unclaimed = self.state.tasks_left - bisect_right(self._starts, point.now) - point.lent
         generated = point.now + max(0, unclaimed) / self._rate + self.state.train_seconds[-1]
         return max(point.now + self._train_after[point.fragment], generated)
@@ -301,22 +337,27 @@ class _Search:
 
 @dataclass
 class LendingMonitor:
-    """Compares predictions with what happened, and switches TAG off when its error exceeds its gain (I6).
+    """Compares predictions with what happened, and switches TAG off when its error exceeds its gain
+    (I6).
 
-    Call `record` with the first loan of each RL step: the prediction of that loan spans the whole step.
+    Call `record` with the first loan of each RL step: the prediction of that loan spans the whole
+    step.
     """
 
     patience: int = 3
-    """Loans before the first verdict, and loans that the verdict averages over (EWMA weight 1/patience)."""
+    """Loans before the first verdict, and loans that the verdict averages over (EWMA weight
+    1/patience)."""
     loans: int = 0
     gain: float = 0.0
     """EWMA of the predicted gain, seconds."""
     error: float = 0.0
-    """EWMA of max(0, measured - predicted), seconds. A step faster than predicted is no reason to stop."""
+    """EWMA of max(0, measured - predicted), seconds. A step faster than predicted is no reason to
+    stop."""
     off: bool = False
 
     def record(self, decision: Decision, measured_step_s: float) -> str | None:
-        """Take in how long the step took from the decision on. Return a message when that switches lending off."""
+        """Take in how long the step took from the decision on. Return a message when that switches
+        lending off."""
         if self.off or decision.lend == 0:
             return None
         self.loans += 1
@@ -327,7 +368,9 @@ class LendingMonitor:
             return None
         self.off = True
         return (
-            f"schedule.tag switched itself off after {self.loans} loans: steps took {self.error:.3f} s longer than "
-            f"predicted on average, more than the {self.gain:.3f} s that lending was to save. Run `make profile` for "
+            f"schedule.tag switched itself off after {self.loans} loans: steps took "
+            f"{self.error:.3f} s longer than "
+            f"predicted on average, more than the {self.gain:.3f} s that lending was to save. Run "
+            "`make profile` for "
             "this machine's costs, or set schedule.tag=false."
         )

@@ -1,9 +1,11 @@
-"""The choice of the generated groups that are trained (`data.oversample`, `data.zero_variance_groups`).
+"""The choice of the generated groups that are trained (`data.oversample`,
+`data.zero_variance_groups`).
 
-Samples that all score alike teach nothing. An update has places for `spec.places` groups. In canonical order each group
-that teaches something takes one place. Groups after the last place are surplus: the step is as if they had never been
-generated. With neither option every group is trained. Updates that share the samples of every group train the same
-groups. Pure: standard library only.
+Samples that all score alike teach nothing. An update has places for `spec.places` groups. In
+canonical order each group that teaches something takes one place. Groups after the last place are
+surplus: the step is as if they had never been generated. With neither option every group is
+trained. Updates that share the samples of every group train the same groups. Pure: standard library
+only.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ def update_groups(spec: ScheduleSpec, update: int) -> range:
 def decided(spec: ScheduleSpec, complete: Collection[int]) -> list[int]:
     """Return the groups of `complete` that are known to be trained, or known to be left out.
 
-    A group is decided in two cases: it has a place whatever the others score, or all groups of the update before it are
-    complete.
+    A group is decided in two cases: it has a place whatever the others score, or all groups of the
+    update before it are complete.
     """
     known = []
     for group in complete:
         groups = update_groups(spec, update_of(spec, group))
-        if group - groups.start < spec.places or all(earlier in complete for earlier in range(groups.start, group)):
+        if group - groups.start < spec.places or all(
+            earlier in complete for earlier in range(groups.start, group)
+        ):
             known.append(group)
     return known
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 FINEST = 100
-"""Resolution of shares: whole hundredths of the fastest rank's share, 1 at least. A log prints exactly what was
-used."""
+"""Resolution of shares: whole hundredths of the fastest rank's share, 1 at least. A log prints
+exactly what was used."""
 WORTHWHILE = 0.05
 """Part of the slowest rank's time that new shares must save to replace the present ones."""
 
 
 def relative(speeds: Sequence[float]) -> tuple[float, ...]:
-    """Return speeds as shares: the fastest rank has 1.0, each share is a whole number of hundredths.
+    """Return speeds as shares: the fastest rank has 1.0, each share is a whole number of
+    hundredths.
 
     Raises:
         ValueError: a speed is not above zero.
@@ -32,7 +33,8 @@ def relative(speeds: Sequence[float]) -> tuple[float, ...]:
 
 
 def adjusted(current: tuple[float, ...], seconds_per_cell: Sequence[float]) -> tuple[float, ...]:
-    """Return the shares for the next steps: those of the measured speeds if they save enough, else `current`."""
+    """Return the shares for the next steps: those of the measured speeds if they save enough, else
+    `current`."""
     wanted = relative([1.0 / seconds for seconds in seconds_per_cell])
     before, after = _slowest(current, seconds_per_cell), _slowest(wanted, seconds_per_cell)
     return wanted if after < (1.0 - WORTHWHILE) * before else current
@@ -40,4 +42,6 @@ def adjusted(current: tuple[float, ...], seconds_per_cell: Sequence[float]) -> t
 
 def _slowest(shares: tuple[float, ...], seconds_per_cell: Sequence[float]) -> float:
     """Return the time of the rank that finishes last, in seconds per cell of the whole."""
-    return max(share * seconds for share, seconds in zip(shares, seconds_per_cell, strict=True)) / sum(shares)
+    return max(
+        share * seconds for share, seconds in zip(shares, seconds_per_cell, strict=True)
+    ) / sum(shares)

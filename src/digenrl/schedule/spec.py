@@ -1,8 +1,9 @@
-"""The shape of one RL step in numbers: the grid of design §1, cut into tasks, updates and micro-batches.
+"""The shape of one RL step in numbers: the grid of design §1, cut into tasks, updates and
+micro-batches.
 
-A *portion* is what one optimizer update trains of one group: the whole group, or the update's share of its samples.
-Portions are numbered update by update, so the first portion of a group has the group's number. Fragments consist of
-portions.
+A *portion* is what one optimizer update trains of one group: the whole group, or the update's share
+of its samples. Portions are numbered update by update, so the first portion of a group has the
+group's number. Fragments consist of portions.
 
 Invariants, which tests state by name:
 1. I2: every (sample, trained step) is trained exactly once.
@@ -22,12 +23,14 @@ from typing import Any, Literal
 
 
 def steps_per_forward(asked: int | str, trained: int) -> int:
-    """Return K of `schedule.tsp.batch`: at most the `trained` steps, and all of them for "auto" and "all"."""
+    """Return K of `schedule.tsp.batch`: at most the `trained` steps, and all of them for "auto" and
+    "all"."""
     return trained if isinstance(asked, str) else min(asked, trained)
 
 
 def groups_of_step(data: Mapping[str, Any]) -> int:
-    """Return how many groups an RL step generates at most, from the `data` group of a configuration.
+    """Return how many groups an RL step generates at most, from the `data` group of a
+    configuration.
 
     The configuration of an old run may lack `oversample`.
     """
@@ -35,13 +38,15 @@ def groups_of_step(data: Mapping[str, Any]) -> int:
 
 
 def slices_of_group(updates_split: str, updates: int) -> int:
-    """Return the number of portions of a group, from `data.updates_split` and `algorithm.updates_per_batch`."""
+    """Return the number of portions of a group, from `data.updates_split` and
+    `algorithm.updates_per_batch`."""
     return updates if updates_split == "samples" else 1
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False, tag=False, ...
+    """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False,
+    tag=False, ...
 
     A new key needs a field here, a row of `_KEYS`, a field of `digenrl.config.schema` and a line of
     configs/schedule/sync.yaml.
@@ -60,7 +65,8 @@ class ScheduleSpec:
     updates_per_batch: int = 1
     """Optimizer updates per logical batch."""
     updates_split: Literal["groups", "samples"] = "groups"
-    """What the updates of a batch divide among them, in canonical order: its groups, or the samples of every group."""
+    """What the updates of a batch divide among them, in canonical order: its groups, or the samples
+    of every group."""
     gap: int = 0
     """Groups of a fragment; 0 = the whole logical batch is one fragment."""
     tsp_batch: int = 1
@@ -72,25 +78,30 @@ class ScheduleSpec:
     shares: tuple[float, ...] = ()
     """Relative speed of each trainer rank; () = equal."""
     measured_shares: bool = False
-    """Whether `shares` are only the first ones, and then follow the trainers' measured speed from step to step."""
+    """Whether `shares` are only the first ones, and then follow the trainers' measured speed from
+    step to step."""
     oversample: int = 0
-    """Groups of `prompts` that are generated beyond what is trained. The first groups that teach something are
-    trained."""
+    """Groups of `prompts` that are generated beyond what is trained. The first groups that teach
+    something are trained."""
     zero_variance_groups: Literal["keep", "drop"] = "keep"
-    """Treatment of groups whose samples all score alike: they count in the loss's denominator ("keep"), or not
-    ("drop")."""
+    """Treatment of groups whose samples all score alike: they count in the loss's denominator
+    ("keep"), or not ("drop")."""
     context: int = 1
-    """Neighbouring trainers that share the tokens of each trained forward, and so train the same cells together."""
+    """Neighbouring trainers that share the tokens of each trained forward, and so train the same
+    cells together."""
     skip_zero: bool = True
     """Whether cells whose gradient is known to be zero are left out of training."""
     async_steps: int = 0
-    """Steps of asynchrony: 0 = on-policy, 1 = the first groups of the next batch may be one version old."""
+    """Steps of asynchrony: 0 = on-policy, 1 = the first groups of the next batch may be one version
+    old."""
     stale_fraction: float = 0.5
-    """Part of each batch, at its head, that uses the previous version when async_steps=1: ceil(stale_fraction * P)
-    groups."""
+    """Part of each batch, at its head, that uses the previous version when async_steps=1:
+    ceil(stale_fraction * P) groups."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], trained_steps: int, speeds: Sequence[float] = ()) -> ScheduleSpec:
+    def from_config(
+        cls, config: Mapping[str, Any], trained_steps: int, speeds: Sequence[float] = ()
+    ) -> ScheduleSpec:
         """Return the schedule of a configuration that `digenrl.config` has checked.
 
         Args:
@@ -107,9 +118,11 @@ class ScheduleSpec:
         return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
 
     def overrides(self) -> list[str]:
-        """Return the command-line words that set `schedule.*` to this schedule. Shares are in units of the smallest
-        above 0."""
-        words = {key: getattr(self, name) for name, key in _KEYS.items() if key.startswith("schedule.")}
+        """Return the command-line words that set `schedule.*` to this schedule. Shares are in units
+        of the smallest above 0."""
+        words = {
+            key: getattr(self, name) for name, key in _KEYS.items() if key.startswith("schedule.")
+        }
         slowest = min((share for share in self.shares if share), default=1.0)
         relative = ",".join(f"{share / slowest:.3g}" for share in self.shares)
         words["schedule.shares"] = f"[{relative}]" if self.shares else "equal"
@@ -118,18 +131,23 @@ class ScheduleSpec:
 
     def __post_init__(self) -> None:
         trained, updates = self.prompts - self.oversample, self.updates_per_batch
-        # Updates that divide the samples share all groups. Only updates that divide the groups need whole groups each.
+        # Updates that divide the samples share all groups. Only updates that divide the groups need
+        # whole groups each.
         whole = updates // self.slices
         if self.group_size % self.task_size or trained % whole or self.oversample % whole:
             raise ValueError(
-                f"sampling.task_size = {self.task_size} must divide data.group_size = {self.group_size}, and "
-                f"algorithm.updates_per_batch = {updates} both data.prompts_per_batch = {trained} and data.oversample "
+                f"sampling.task_size = {self.task_size} must divide data.group_size = "
+                f"{self.group_size}, and "
+                f"algorithm.updates_per_batch = {updates} both data.prompts_per_batch = {trained} "
+                "and data.oversample "
                 f"= {self.oversample}."
             )
         if self.tasks_per_group % self.slices:
             raise ValueError(
-                f"data.updates_split = samples: algorithm.updates_per_batch = {updates} must divide the "
-                f"{self.tasks_per_group} tasks of a group, data.group_size = {self.group_size} over sampling.task_size "
+                f"data.updates_split = samples: algorithm.updates_per_batch = {updates} must "
+                "divide the "
+                f"{self.tasks_per_group} tasks of a group, data.group_size = {self.group_size} "
+                "over sampling.task_size "
                 f"= {self.task_size}."
             )
 
@@ -190,7 +208,8 @@ class ScheduleSpec:
 
     @property
     def cells_per_update(self) -> int:
-        """The loss denominator: (sample, trained step) cells of one optimizer update over all ranks."""
+        """The loss denominator: (sample, trained step) cells of one optimizer update over all
+        ranks."""
         return self.places * self.group_size // self.slices * self.trained_steps
 
 

@@ -1,14 +1,16 @@
 """TSP: the placement of cells on trainer ranks and in micro-batches.
 
-A *block* is (task of the fragment, K of its trained steps). Without `tsp_shard` all blocks of a task are on one rank,
-with it they are spread over the ranks. Shares give a rank blocks in proportion to its speed. The *number* of
-micro-batches is the same on every rank, because of collectives; their size is not. Trainers that share the tokens of a
-forward (`context`) are placed as one, and all of them get its blocks.
+A *block* is (task of the fragment, K of its trained steps). Without `tsp_shard` all blocks of a
+task are on one rank, with it they are spread over the ranks. Shares give a rank blocks in
+proportion to its speed. The *number* of micro-batches is the same on every rank, because of
+collectives; their size is not. Trainers that share the tokens of a forward (`context`) are placed
+as one, and all of them get its blocks.
 
 Invariants:
 1. I2: every block is placed exactly once (on all ranks of one context group).
 2. All ranks have equally many micro-batches.
-3. The placement is a pure function of (spec, trainers, fragment), so producers and consumers agree without talking.
+3. The placement is a pure function of (spec, trainers, fragment), so producers and consumers agree
+without talking.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from digenrl.schedule.spec import ScheduleSpec
 
 @dataclass(frozen=True)
 class Block:
-    """Cells of one task at `steps` (positions 0..S-1 among the trained steps, not denoising-step indices)."""
+    """Cells of one task at `steps` (positions 0..S-1 among the trained steps, not denoising-step
+    indices)."""
 
     group: int
     part: int
@@ -46,7 +49,8 @@ def fragment_blocks(spec: ScheduleSpec, fragment: tuple[int, ...]) -> tuple[Bloc
 
 
 def apportion(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Split `units` in proportion to `shares` (largest remainder; ties to the lower rank). The parts sum to `units`."""
+    """Split `units` in proportion to `shares` (largest remainder; ties to the lower rank). The
+    parts sum to `units`."""
     total = sum(shares)
     exact = [units * share / total for share in shares]
     # The small term keeps an exact quotient such as 2.9999999996 from losing a unit.
@@ -63,7 +67,8 @@ Placement = tuple[tuple[tuple[Block, ...], ...], ...]
 
 @lru_cache(maxsize=4096)
 def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Placement:
-    """Return placement[rank][micro_batch] = blocks. An empty tuple is a micro-batch that only joins collectives."""
+    """Return placement[rank][micro_batch] = blocks. An empty tuple is a micro-batch that only joins
+    collectives."""
     if trainers % spec.context:
         raise ValueError(f"parallel.context = {spec.context} must divide the {trainers} trainers.")
     if spec.context > 1:
@@ -71,18 +76,25 @@ def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Place
         return tuple(own for own in seats for _ in range(spec.context))
     shares = spec.shares or (1.0,) * trainers
     if len(shares) != trainers:
-        raise ValueError(f"schedule.shares has {len(shares)} entries for {trainers} trainers: give one per rank.")
+        raise ValueError(
+            f"schedule.shares has {len(shares)} entries for {trainers} trainers: give one per rank."
+        )
     blocks = fragment_blocks(spec, fragment)
     unit = 1 if spec.tsp_shard else spec.blocks_per_task
     units = [blocks[i : i + unit] for i in range(0, len(blocks), unit)]
     equal = not spec.measured_shares and all(share == shares[0] for share in shares)
     counts = apportion(len(units), shares)
-    turn = fragment[0] // max(1, spec.fragment_groups) % trainers  # odd units go round the ranks, not always to rank 0
+    turn = (
+        fragment[0] // max(1, spec.fragment_groups) % trainers
+    )  # odd units go round the ranks, not always to rank 0
     owned: list[list[Block]] = []
     start = 0
     for rank, count in enumerate(counts):
-        # Equal ranks take the steps of a task in turn, so that each has its part of whatever tasks turn out useful.
-        mine = units[(rank - turn) % trainers :: trainers] if equal else units[start : start + count]
+        # Equal ranks take the steps of a task in turn, so that each has its part of whatever tasks
+        # turn out useful.
+        mine = (
+            units[(rank - turn) % trainers :: trainers] if equal else units[start : start + count]
+        )
         owned.append([block for part in mine for block in part])
         start += count
     # With unequal shares an average size bounds the count, and fast ranks get larger micro-batches.
@@ -98,7 +110,9 @@ def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placem
     """
     if not useless:
         return placement
-    rests = [[b for micro in own for b in micro if (b.group, b.part) not in useless] for own in placement]
+    rests = [
+        [b for micro in own for b in micro if (b.group, b.part) not in useless] for own in placement
+    ]
     widths = [max(1, *(len(micro) for micro in own)) for own in placement]
     # No micro-batch may grow (memory), and all ranks need equally many (collectives).
     needed = max(math.ceil(len(rest) / width) for rest, width in zip(rests, widths, strict=True))
@@ -107,7 +121,8 @@ def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placem
 
 
 def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
-    """Split `blocks` into `micro` consecutive runs whose lengths differ by at most one, longer runs first."""
+    """Split `blocks` into `micro` consecutive runs whose lengths differ by at most one, longer runs
+    first."""
     base, extra = divmod(len(blocks), micro)
     runs, start = [], 0
     for i in range(micro):
@@ -118,12 +133,16 @@ def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
 
 
 def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
-    """Count the micro-batches of one optimizer update on every trainer rank: Lightning's accumulate_grad_batches."""
+    """Count the micro-batches of one optimizer update on every trainer rank: Lightning's
+    accumulate_grad_batches."""
     return sum(len(place(spec, trainers, fragment)[0]) for fragment in fragments(spec, 0))
 
 
-def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]) -> int:
-    """Count the cells (one task at one trained step) of `fragment` that occupy trainer `rank`, if all are useful.
+def cells_of(
+    spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]
+) -> int:
+    """Count the cells (one task at one trained step) of `fragment` that occupy trainer `rank`, if
+    all are useful.
 
     Sharded trainers wait for the largest micro-batch of all.
     """
@@ -131,7 +150,9 @@ def cells_of(spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragm
 
 
 @lru_cache(maxsize=4096)
-def cells_by_rank(spec: ScheduleSpec, trainers: int, lockstep: bool, fragment: tuple[int, ...]) -> tuple[int, ...]:
+def cells_by_rank(
+    spec: ScheduleSpec, trainers: int, lockstep: bool, fragment: tuple[int, ...]
+) -> tuple[int, ...]:
     """Return `cells_of` for every trainer."""
     placement = place(spec, trainers, fragment)
     cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]

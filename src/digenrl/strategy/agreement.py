@@ -10,8 +10,8 @@ from digenrl.record.progress import Progress
 class Agreement:
     """One trainer's view of the decisions, which are numbered alike on every trainer.
 
-    Decisions travel over the control store. A collective would not do: trainer 0 may need longer for a decision than a
-    collective may last. A replica may be several decisions behind.
+    Decisions travel over the control store. A collective would not do: trainer 0 may need longer
+    for a decision than a collective may last. A replica may be several decisions behind.
     """
 
     def __init__(self, control: Control, world: World, progress: Progress) -> None:
@@ -32,7 +32,8 @@ class Agreement:
         return choice
 
     def forget(self) -> None:
-        """Delete the keys of all decisions so far. Call this after a collective: all have read the keys then."""
+        """Delete the keys of all decisions so far. Call this after a collective: all have read the
+        keys then."""
         for number in range(self._forgotten, self._taken) if self._world.rank == 0 else ():
             self._control.delete(f"agreed/{number + 1}")
         self._forgotten = self._taken

@@ -7,10 +7,11 @@
                             manifest.json            size and xxh3 of every file, and its own digest; written last
     checkpoints/last -> step-000010
 
-What grows with the model is copied to the host, by each trainer its own rows, and written beside training (see
-`checkpoint_storage`). Files are written under a temporary name, flushed to disk, read back and compared, then renamed;
-`last` moves afterwards, in one rename. Neither safetensors nor torch.save notices a flipped bit: the manifest does.
-"""
+What grows with the model is copied to the host, by each trainer its own rows, and written beside
+training (see `checkpoint_storage`). Files are written under a temporary name, flushed to disk, read
+back and compared, then renamed; `last` moves afterwards, in one rename. Neither safetensors nor
+torch.save notices a flipped bit: the manifest does.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,10 +38,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from digenrl.strategy.checkpoint_storage import POLICY, Description, PartReader, PartWriter, describe, described
+from digenrl.strategy.checkpoint_storage import (
+    POLICY,
+    Description,
+    PartReader,
+    PartWriter,
+    describe,
+    described,
+)
 
 log = logging.getLogger(__name__)
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # so it is, where nothing is trained
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled"
+)  # so it is, where nothing is trained
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 UNFINISHED = ".tmp-"
@@ -50,7 +60,8 @@ GROWING = ("state_dict", "optimizer_states", "algorithm")
 """Entries of a checkpoint whose tensors grow with the model."""
 
 Room = Callable[[str, torch.Size, torch.dtype], Tensor]
-"""(place in the checkpoint, size, dtype) -> where that tensor is read to; its local rows alone, if it is sharded."""
+"""(place in the checkpoint, size, dtype) -> where that tensor is read to; its local rows alone, if
+it is sharded."""
 
 
 class CheckpointError(RuntimeError):
@@ -69,7 +80,8 @@ class Writing:
         """Wait until it is complete; every trainer is told alike.
 
         Raises:
-            OSError: no space, no permission, or other bytes were read back than were written; nothing of it is left.
+            OSError: no space, no permission, or other bytes were read back than were written;
+                nothing of it is left.
         """
         try:
             self.future.result()
@@ -90,7 +102,9 @@ class DirectoryCheckpointIO(CheckpointIO):
             raise ValueError(f"callbacks.checkpoint.keep = {keep}: keep at least 1 checkpoint.")
         self._keep = keep
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Write one checkpoint, alone. Raises: see `Writing.result`."""
         self.begin(checkpoint, Path(path)).result()
 
@@ -102,9 +116,9 @@ class DirectoryCheckpointIO(CheckpointIO):
         stage: Callable[[], AbstractContextManager[Any]] = nullcontext,
         fixed: Iterable[Tensor] = (),
     ) -> Writing:
-        """Copy `checkpoint` and begin to write it as `target`; nothing of an older one is touched before this one is
-        complete. With a `group`, which nothing else may use meanwhile, all its ranks call this: each writes what it
-        holds of sharded tensors, the first the rest.
+        """Copy `checkpoint` and begin to write it as `target`; nothing of an older one is touched
+        before this one is complete. With a `group`, which nothing else may use meanwhile, all its
+        ranks call this: each writes what it holds of sharded tensors, the first the rest.
 
         Args:
             stage: entered by the writing thread while it writes.
@@ -117,40 +131,57 @@ class DirectoryCheckpointIO(CheckpointIO):
             for name, entry in checkpoint.items()
         }
         rest = deepcopy(rest, {id(tensor): tensor for tensor in fixed}) if first else {}
-        own = {place: tensor for place, tensor in tensors.items() if first or isinstance(tensor, DTensor)}
+        own = {
+            place: tensor
+            for place, tensor in tensors.items()
+            if first or isinstance(tensor, DTensor)
+        }
         temporary = target.with_name(f"{UNFINISHED}{target.name}")
 
         def complete(files: dict[str, Description]) -> None:
             _save_state(rest, temporary / STATE)
             files[STATE] = described(temporary / STATE)
-            (temporary / MANIFEST).write_text(_manifest({"epoch": rest.get("epoch"), "files": files}))
+            (temporary / MANIFEST).write_text(
+                _manifest({"epoch": rest.get("epoch"), "files": files})
+            )
             described(temporary / MANIFEST)
             try:
                 verify(temporary)
             except CheckpointError as error:
-                raise OSError(errno.EIO, f"other bytes were read back than were written ({error})") from error
+                raise OSError(
+                    errno.EIO, f"other bytes were read back than were written ({error})"
+                ) from error
             self._adopt(temporary, target)
 
         writer = PartWriter(temporary, stage, complete)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        future = dcp.async_save(own, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+        future = dcp.async_save(
+            own, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
+        )
         return Writing(cast("concurrent.futures.Future[Any]", future), temporary)
 
     def _adopt(self, temporary: Path, target: Path) -> None:
         """What is written becomes the newest checkpoint; outdated ones go."""
-        if target.exists():  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
+        if (
+            target.exists()
+        ):  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
             target.rename(target.with_name(f"{_ASIDE}{target.name}"))
         temporary.rename(target)
         _point(target.with_name("last"), target.name)
-        outdated = [old for old in sorted(target.parent.glob("step-*"))[: -self._keep] if old != target]
+        outdated = [
+            old for old in sorted(target.parent.glob("step-*"))[: -self._keep] if old != target
+        ]
         for old in [*outdated, *target.parent.glob(f"{_ASIDE}*")]:
             if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
             else:  # not made by a save; what a link points to is not ours to remove
                 old.unlink()
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Verify and read one checkpoint, whole. Tensors and plain values only: nothing in it can execute.
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Verify and read one checkpoint, whole. Tensors and plain values only: nothing in it can
+        execute.
 
         Raises:
             CheckpointError: see `verify`.
@@ -168,7 +199,8 @@ def read(
     group: dist.ProcessGroup | None = None,
     room: Room = lambda place, size, dtype: torch.empty(size, dtype=dtype),
 ) -> dict[str, Any]:
-    """Read a checkpoint that was verified, its growing entries only if they are among `entries`. What does not grow is
+    """Read a checkpoint that was verified, its growing entries only if they are among `entries`.
+    What does not grow is
     mapped: it takes memory when it is used.
 
     Args:
@@ -178,17 +210,28 @@ def read(
     Raises:
         CheckpointError: it does not fit.
     """
-    checkpoint: dict[str, Any] = torch.load(source / STATE, map_location="cpu", mmap=True, weights_only=True)
+    checkpoint: dict[str, Any] = torch.load(
+        source / STATE, map_location="cpu", mmap=True, weights_only=True
+    )
     reader = PartReader(source, json.loads((source / MANIFEST).read_text())["files"])
     stored = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
     wanted = {place: facts for place, facts in stored.items() if place.split("/")[0] in entries}
-    tensors = {place: room(place, facts.size, facts.properties.dtype) for place, facts in wanted.items()}
+    tensors = {
+        place: room(place, facts.size, facts.properties.dtype) for place, facts in wanted.items()
+    }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
+        dcp.load(
+            tensors,
+            storage_reader=reader,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
     except CheckpointException as error:
         raise CheckpointError(
-            f"{source} does not fit this run: {_cause(error)}. Resume it with its own model and lora settings."
+            f"{source} does not fit this run: {_cause(error)}. Resume it with its own model and "
+            "lora settings."
         ) from error
     for place, tensor in tensors.items():
         *path, name = place.split("/")
@@ -203,8 +246,8 @@ def verify(directory: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
-        CheckpointError: no manifest (the write never finished) or one that does not list the checkpoint's files, a
-            missing file, a file elsewhere, or other bytes than were written.
+        CheckpointError: no manifest (the write never finished) or one that does not list the
+            checkpoint's files, a missing file, a file elsewhere, or other bytes than were written.
     """
     if (directory / MANIFEST).exists():
         _check_inside(directory, MANIFEST)
@@ -224,7 +267,8 @@ def verify(directory: Path) -> None:
         )
     if not isinstance(files, dict) or not {POLICY, STATE} <= files.keys():
         raise CheckpointError(
-            f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a complete checkpoint. "
+            f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a "
+            "complete checkpoint. "
             "Resume from an older checkpoint of the run."
         )
     for name, written in files.items():
@@ -238,22 +282,27 @@ def verify(directory: Path) -> None:
 
 
 def _check_inside(directory: Path, name: str) -> None:
-    """Raise CheckpointError unless `name` is a regular file directly in `directory`, wherever links lead."""
+    """Raise CheckpointError unless `name` is a regular file directly in `directory`, wherever links
+    lead."""
     path = directory / name
     if not (path.is_file() and path.resolve().parent == directory.resolve()):
         raise CheckpointError(
-            f"{path} is no file of the checkpoint: missing, no regular file, or outside of {directory}; not read. "
+            f"{path} is no file of the checkpoint: missing, no regular file, or outside of "
+            f"{directory}; not read. "
             "Resume from an older checkpoint of the run, or restore the file."
         )
 
 
 def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) -> Path:
-    """The newest checkpoint of a run that verifies; `say` is told which damaged ones were passed over, and why.
+    """The newest checkpoint of a run that verifies; `say` is told which damaged ones were passed
+    over, and why.
 
     Raises:
         CheckpointError: there is none; the message tells what is wrong with each.
     """
-    aside = sorted(checkpoints.glob(f"{_ASIDE}*"), reverse=True)  # there only after a crash between two renames
+    aside = sorted(
+        checkpoints.glob(f"{_ASIDE}*"), reverse=True
+    )  # there only after a crash between two renames
     named = [*sorted(checkpoints.glob("step-*"), reverse=True), *aside]
     found = [path for path in named if path.name.rpartition("-")[2].isdecimal()]
     problems: list[str] = []
@@ -266,7 +315,9 @@ def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) 
         for problem in problems:
             say(f"passed over for {directory.name}: {problem}")
         return directory
-    raise CheckpointError("\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems]))
+    raise CheckpointError(
+        "\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems])
+    )
 
 
 def _save_state(state: dict[str, Any], path: Path) -> None:
@@ -283,10 +334,14 @@ def _save_state(state: dict[str, Any], path: Path) -> None:
 def _without_tensors(node: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """`node` without the tensors in its dictionaries, which go to `tensors`."""
     if isinstance(node, list):
-        return [_without_tensors(value, f"{place}/{index}", tensors) for index, value in enumerate(node)]
+        return [
+            _without_tensors(value, f"{place}/{index}", tensors) for index, value in enumerate(node)
+        ]
     if not isinstance(node, dict):
         return node
-    tensors |= {f"{place}/{key}": value.detach() for key, value in node.items() if isinstance(value, Tensor)}
+    tensors |= {
+        f"{place}/{key}": value.detach() for key, value in node.items() if isinstance(value, Tensor)
+    }
     return {
         key: _without_tensors(value, f"{place}/{key}", tensors)
         for key, value in node.items()

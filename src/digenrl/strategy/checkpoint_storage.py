@@ -1,14 +1,16 @@
-"""The tensors of a checkpoint on disk, for torch.distributed.checkpoint: each trainer writes and reads its own part.
+"""The tensors of a checkpoint on disk, for torch.distributed.checkpoint: each trainer writes and
+reads its own part.
 
-Files are safetensors, so nothing has to be trusted: torch's own storage describes its files in a pickle.
+Files are safetensors, so nothing has to be trusted: torch's own storage describes its files in a
+pickle.
 
     part of trainer 0 --+- state-00000.safetensors          what only a resume needs; stays as it is
                         `- policy-00000.part --+
-    part of trainer 1 --+- policy-00001.part --+-> policy.safetensors: whole rows, as who trained alone would write it
-                        `- state-00001.safetensors
+    part of trainer 1 --+- policy-00001.part --+-> policy.safetensors: whole rows, as who trained
+                        alone would write it `- state-00001.safetensors
 
-A part says in its header at which row of the whole tensor each of its tensors begins. torch plans from that who reads
-which rows, so another number of trainers may read what one wrote.
+A part says in its header at which row of the whole tensor each of its tensors begins. torch plans
+from that who reads which rows, so another number of trainers may read what one wrote.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class PartWriter(StorageWriter):
 
     Args:
         stage: entered by the writing thread while it writes.
-        complete: called by trainer 0 with every file's description when all trainers have written theirs.
+        complete: called by trainer 0 with every file's description when all trainers have written
+            theirs.
     """
 
     def __init__(
@@ -112,15 +115,24 @@ class PartWriter(StorageWriter):
             assert chunk.sizes[1:] == size[1:], f"{name}: only rows can be shared out"
             if not tensor.numel() and size.numel():
                 continue  # a tensor with fewer rows than there are trainers
-            (policy if name.startswith(_WHERE) else state)[name.removeprefix(_WHERE)] = tensor.contiguous()
+            (policy if name.startswith(_WHERE) else state)[name.removeprefix(_WHERE)] = (
+                tensor.contiguous()
+            )
             rows[name.removeprefix(_WHERE)] = (*chunk.offsets, 0)[0]
         number = f"{plan.storage_data:05d}"
         results = []
-        for file, tensors in ((f"policy-{number}{_PART}", policy), (f"state-{number}{_SAFETENSORS}", state)):
+        for file, tensors in (
+            (f"policy-{number}{_PART}", policy),
+            (f"state-{number}{_SAFETENSORS}", state),
+        ):
             if tensors:
                 with self._stage():
                     first_rows = {name: rows[name] for name in tensors}
-                    save_weights(tensors, self._directory / file, first_rows if any(first_rows.values()) else None)
+                    save_weights(
+                        tensors,
+                        self._directory / file,
+                        first_rows if any(first_rows.values()) else None,
+                    )
                     facts = described(self._directory / file)
                 results.append(WriteResult(MetadataIndex(file), facts["bytes"], facts))
         return _now(results)
@@ -134,7 +146,9 @@ class PartWriter(StorageWriter):
                 (self._directory / parts[0]).rename(self._directory / POLICY)
                 files[POLICY] = files.pop(parts[0])
             else:
-                _assemble([self._directory / name for name in parts], self._directory / POLICY, metadata)
+                _assemble(
+                    [self._directory / name for name in parts], self._directory / POLICY, metadata
+                )
                 for name in parts:
                     (self._directory / name).unlink()
                     del files[name]
@@ -167,14 +181,20 @@ class PartReader(StorageReader):
                     dtype = _read(file, name, tuple(slice(0, 0) for _ in sizes)).dtype
                     place = _WHERE + name if path.name == POLICY else name
                     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    facts = found.setdefault(place, TensorStorageMetadata(TensorProperties(dtype), chunk.sizes, []))
+                    facts = found.setdefault(
+                        place, TensorStorageMetadata(TensorProperties(dtype), chunk.sizes, [])
+                    )
                     ends = (offset + size for offset, size in zip(offsets, sizes, strict=True))
-                    facts.size = torch.Size(max(pair) for pair in zip(facts.size, ends, strict=True))
+                    facts.size = torch.Size(
+                        max(pair) for pair in zip(facts.size, ends, strict=True)
+                    )
                     facts.chunks.append(chunk)
                     self._where[MetadataIndex(place, chunk.offsets)] = path
         return Metadata(dict(found))
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """`read_metadata` has said it all."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -203,10 +223,14 @@ class PartReader(StorageReader):
         return True
 
 
-def save_weights(tensors: Mapping[str, Tensor], path: Path, first_rows: Mapping[str, int] | None = None) -> None:
+def save_weights(
+    tensors: Mapping[str, Tensor], path: Path, first_rows: Mapping[str, int] | None = None
+) -> None:
     """safetensors' own error says what the disk said; raised as the OSError that it is."""
     try:
-        save_file(dict(tensors), path, None if first_rows is None else {_ROWS: json.dumps(first_rows)})
+        save_file(
+            dict(tensors), path, None if first_rows is None else {_ROWS: json.dumps(first_rows)}
+        )
     except SafetensorError as error:
         told = re.search(r"os error (\d+)", str(error))
         if told is None:
@@ -238,7 +262,9 @@ def _assemble(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
             rows = _first_rows(file)
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 pieces[name].append((rows.get(name, 0), file))
-        facts: Mapping[str, Any] = {name: metadata.state_dict_metadata[_WHERE + name] for name in pieces}
+        facts: Mapping[str, Any] = {
+            name: metadata.state_dict_metadata[_WHERE + name] for name in pieces
+        }
         # The order in which safetensors writes: each tensor is aligned to its dtype.
         order = sorted(facts, key=lambda name: (-facts[name].properties.dtype.itemsize, name))
         header: dict[str, Any] = {}
@@ -246,7 +272,11 @@ def _assemble(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
         for name in order:
             start, end = end, end + facts[name].size.numel() * facts[name].properties.dtype.itemsize
             dtype = pieces[name][0][1].get_slice(name).get_dtype()
-            header[name] = {"dtype": dtype, "shape": list(facts[name].size), "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": dtype,
+                "shape": list(facts[name].size),
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as target:

@@ -1,10 +1,13 @@
-"""`DisaggregatedStrategy`: rollout ranks generate while trainer ranks learn. This page is wiring and hooks.
+"""`DisaggregatedStrategy`: rollout ranks generate while trainer ranks learn. This page is wiring
+and hooks.
 
-Lightning sees the trainers only (see `cluster/world.py`). On a trainer its fit loop is stock: the Strategy replaces the
-train dataloader, scales the loss, reduces gradients once per update, and publishes weights after the last update of a
-logical batch. On a rollout a `RolloutWorker` replaces the fit loop. A Lightning epoch is an RL step.
+Lightning sees the trainers only (see `cluster/world.py`). On a trainer its fit loop is stock: the
+Strategy replaces the train dataloader, scales the loss, reduces gradients once per update, and
+publishes weights after the last update of a logical batch. On a rollout a `RolloutWorker` replaces
+the fit loop. A Lightning epoch is an RL step.
 
-Who waits for what, and what unblocks the wait (every wait is bounded, and ends when the run is aborted):
+Who waits for what, and what unblocks the wait (every wait is bounded, and ends when the run is
+aborted):
 
     role      waits for                      in                         unblocked by
     -------   ----------------------------   ------------------------   ----------------------------------------------
@@ -26,9 +29,9 @@ Who waits for what, and what unblocks the wait (every wait is bounded, and ends 
                 ^                                                                                  |
                 +------- adopt <---------- weights of version v+1 <---------- publish <-------- update
 
-Researchers override four hooks: `plan_tasks`, `cut_fragment`, `place_timesteps`, `on_bubble`. Each is a thin call into
-the pure `digenrl.schedule`. The parts are built in `wiring.py`.
-"""
+Researchers override four hooks: `plan_tasks`, `cut_fragment`, `place_timesteps`, `on_bubble`. Each
+is a thin call into the pure `digenrl.schedule`. The parts are built in `wiring.py`.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -87,7 +90,11 @@ class DisaggregatedStrategy(DDPStrategy):
         self.world, self.session = rank_setup.world, rank_setup.session
         self.spec, self.engine = rank_setup.spec, rank_setup.engine
         timeout = timedelta(seconds=self.session.limits.collective_s)
-        super().__init__(cluster_environment=RoleEnvironment(self.world), checkpoint_io=checkpoint_io, timeout=timeout)
+        super().__init__(
+            cluster_environment=RoleEnvironment(self.world),
+            checkpoint_io=checkpoint_io,
+            timeout=timeout,
+        )
 
     # ---- hooks for researchers: thin calls into schedule/
 
@@ -102,13 +109,16 @@ class DisaggregatedStrategy(DDPStrategy):
         return next_fragment(self.spec, pending, board.completed)
 
     def place_timesteps(self, fragment: Fragment, step: int) -> Placement:
-        """TSP: return the trainer and the micro-batch of each cell of a fragment of RL step `step`."""
+        """TSP: return the trainer and the micro-batch of each cell of a fragment of RL step
+        `step`."""
         return place(self.parts.shares.spec_at(step), self.world.trainers, fragment)
 
     def on_bubble(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
-        """TAG: return how many rollout tasks this idle trainer takes now; the bubble-triggered search decides.
+        """TAG: return how many rollout tasks this idle trainer takes now; the bubble-triggered
+        search decides.
 
-        Colocated ranks have nobody to wait for. They take one task at a time, unless another rank ends it earlier.
+        Colocated ranks have nobody to wait for. They take one task at a time, unless another rank
+        ends it earlier.
         """
         return self.parts.lending.rounds(board, pending)
 
@@ -131,15 +141,20 @@ class DisaggregatedStrategy(DDPStrategy):
         return cast(Learner, self.lightning_module)
 
     def setup_distributed(self) -> None:
-        """Join the store, open the link, make the role's group the default process group, and build the parts."""
+        """Join the store, open the link, make the role's group the default process group, and build
+        the parts."""
         reset_seed()
         self.set_world_ranks()
         setup, session, world = self.rank_setup, self.session, self.world
         store = StoreClient(*session.store)
-        self.control = Control(store, world.rank, session.limits.start_s)  # first: it reports what fails below
+        self.control = Control(
+            store, world.rank, session.limits.start_s
+        )  # first: it reports what fails below
         self.link = setup.link(self.control, world, session, self.root_device)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
-        self.spans = SpanLog(path, world.rank, world.role, session.epoch, session.progress, setup.record_bytes)
+        self.spans = SpanLog(
+            path, world.rank, world.role, session.epoch, session.progress, setup.record_bytes
+        )
         self._process_group_backend = self._get_process_group_backend()
         name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
         dist.init_process_group(
@@ -149,10 +164,13 @@ class DisaggregatedStrategy(DDPStrategy):
             world_size=world.role_size,
             timeout=self._timeout,
         )
-        # A group of its own: a thread writes checkpoints from the host while the default group's collectives go on.
+        # A group of its own: a thread writes checkpoints from the host while the default group's
+        # collectives go on.
         savers = cast(dist.ProcessGroup, dist.new_group(timeout=self._timeout, backend="gloo"))
         io = cast(DirectoryCheckpointIO, self.checkpoint_io)
-        self.parts = wire(setup, self, self.learner, self.state, self.control, self.link, self.spans, io, savers)
+        self.parts = wire(
+            setup, self, self.learner, self.state, self.control, self.link, self.spans, io, savers
+        )
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -160,7 +178,9 @@ class DisaggregatedStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if self.world.is_trainer:  # before every other callback, so that rollouts work while the first evaluation runs
+        if (
+            self.world.is_trainer
+        ):  # before every other callback, so that rollouts work while the first evaluation runs
             trainer.callbacks.insert(0, Begin(self.begin))  # type: ignore[attr-defined]
             run_free(trainer)
             self.learner.keep_base_means = self.parts.recording.keep_base_means
@@ -169,18 +189,24 @@ class DisaggregatedStrategy(DDPStrategy):
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
     def model_to_device(self) -> None:
-        """Shard the weights if they are to be sharded, before they are read or moved: no rank ever holds all."""
+        """Shard the weights if they are to be sharded, before they are read or moved: no rank ever
+        holds all."""
         setup, policy, device = self.rank_setup, self.engine.policy, self.root_device
         if setup.sharding != "ddp" and self.world.is_trainer:
-            mesh = shard.mesh_of(setup.sharding, self.world.trainers, setup.shard_group, device.type)
+            mesh = shard.mesh_of(
+                setup.sharding, self.world.trainers, setup.shard_group, device.type
+            )
             shard.shard(policy, shard.bounded(mesh, self._timeout))
             policy.fill(device)
         super().model_to_device()
         if self.spec.context > 1 and self.world.is_trainer:
-            self.parts.steps.context = Context(policy, self.spec.context, device.type, self._timeout)
+            self.parts.steps.context = Context(
+                policy, self.spec.context, device.type, self._timeout
+            )
 
     def configure_ddp(self) -> None:
-        """Wrap nothing: `gradients.average` reduces once per update for replicas, and FSDP2 has sharded in place."""
+        """Wrap nothing: `gradients.average` reduces once per update for replicas, and FSDP2 has
+        sharded in place."""
 
     # ---- life of a rank
 
@@ -199,9 +225,12 @@ class DisaggregatedStrategy(DDPStrategy):
         leave, evaluated = self.session.leave, self.rank_setup.evaluated
         evaluation_worker = EvaluationWorker(evaluated, self.engine, control, self.world.rank)
         policy = self.engine.policy
-        RolloutWorker(self.world, runner, policy, control, link, spans, leave, evaluation_worker).run()
+        RolloutWorker(
+            self.world, runner, policy, control, link, spans, leave, evaluation_worker
+        ).run()
         if leave.is_set():
-            link.drain()  # what this rank has given away is on its way when it says that it has left
+            # what this rank has given away is on its way when it says that it has left
+            link.drain()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         with self.session.progress.stage("wait straggler"):
@@ -211,7 +240,9 @@ class DisaggregatedStrategy(DDPStrategy):
         self.saved()
         if self.is_global_zero:
             self.control.set("done", "1")
-        self.barrier()  # no trainer closes its link before rollouts, which still send, can know that the run is over
+        # no trainer closes its link before rollouts, which still send, can know that the run is
+        # over
+        self.barrier()
 
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, StepGivenUp):
@@ -254,13 +285,16 @@ class DisaggregatedStrategy(DDPStrategy):
         steps.backward_done()
         return loss
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.parts.steps.update_done():
             assert self.lightning_module is not None
             if self.reduce_boolean_decision(self.control.stopping, all=False):
                 self.lightning_module.trainer.should_stop = True
-            self.parts.agreement.forget()  # all trainers are here, by the reduction, and have read what was agreed
+            # all trainers are here, by the reduction, and have read what was agreed
+            self.parts.agreement.forget()
         return output
 
     def step_facts(self) -> dict[str, float]:
@@ -274,15 +308,21 @@ class DisaggregatedStrategy(DDPStrategy):
         """True: a sharded network has no values before, and takes them from the base model then."""
         return True
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Begin to write; `saved` reports the result. Raises: see `saved`, of the checkpoint before."""
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Begin to write; `saved` reports the result. Raises: see `saved`, of the checkpoint
+        before."""
         self.parts.checkpoints.begin(checkpoint, Path(filepath))
 
     def saved(self) -> None:
-        """Wait for the checkpoint in writing. Raises OSError on every trainer if it could not be written."""
+        """Wait for the checkpoint in writing. Raises OSError on every trainer if it could not be
+        written."""
         self.parts.checkpoints.wait()
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         return self.parts.checkpoints.load(Path(checkpoint_path))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -4,18 +4,20 @@
     rollouts   run V's tasks; then they take V's pieces, one at a time, and send each to trainer 0
     trainers   wait for the pieces before their next update: no rollout can leave V before V's evaluation is complete
 
-A piece depends on the weights and its number alone (`digenrl.rollout.evaluation`), so any rank may make a piece, even
-two ranks. Another rollout takes the piece of a rank that is lost. The trainers make a piece that two rollouts were lost
-with, and all pieces when no rollout is left. Trainers meet before the update, so all of them still hold V.
+A piece depends on the weights and its number alone (`digenrl.rollout.evaluation`), so any rank may
+make a piece, even two ranks. Another rollout takes the piece of a rank that is lost. The trainers
+make a piece that two rollouts were lost with, and all pieces when no rollout is left. Trainers meet
+before the update, so all of them still hold V.
 
-An evaluation may be of other weights than V's: a moving average, or weights that an algorithm trains but does not
-sample with. Trainers publish these as version -1 - V, and a rollout exchanges them with V's while it makes a piece.
+An evaluation may be of other weights than V's: a moving average, or weights that an algorithm
+trains but does not sample with. Trainers publish these as version -1 - V, and a rollout exchanges
+them with V's while it makes a piece.
 
 On the control store:
     evaluation               "version pieces digest" of the open evaluation; no digest: of V's own weights
     evaluation/v{V}          the counter: one atomic add takes the next piece
     evaluation/v{V}/{piece}  "rank attempt" of the piece's owner, changed by compare-and-set; "": received
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ _POLL_S = 0.2
 
 
 def evaluation_version(version: int) -> int:
-    """Return the version number under which the weights for evaluating `version` are published, if they differ from
-    the policy's (for example a moving average). A negative number never collides with a training version."""
+    """Return the version number under which the weights for evaluating `version` are published, if
+    they differ from the policy's (for example a moving average). A negative number never collides
+    with a training version."""
     return -1 - version
 
 
@@ -59,7 +62,9 @@ class EvaluationWorker:
         drawn: samples of every evaluation. None: rollouts evaluate nothing.
     """
 
-    def __init__(self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, rank: int) -> None:
+    def __init__(
+        self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, rank: int
+    ) -> None:
         self._drawn, self._engine, self._control, self._rank = drawn, engine, control, rank
         self._reference_samples = ReferenceSamples()
         self._looked = -1
@@ -72,7 +77,8 @@ class EvaluationWorker:
         """Whether the engine holds an evaluation's weights instead of the version's own."""
 
     def hold(self, weights: Version) -> None:
-        """Keep weights that were published for an evaluation, and drop those of the evaluation before."""
+        """Keep weights that were published for an evaluation, and drop those of the evaluation
+        before."""
         self._weights = weights
 
     def adopted(self, version: int) -> None:
@@ -81,7 +87,8 @@ class EvaluationWorker:
             self._weights = None
 
     def take(self, version: int) -> int | None:
-        """Return the number of a piece of the evaluation of `version` for this rank, or None if there is none."""
+        """Return the number of a piece of the evaluation of `version` for this rank, or None if
+        there is none."""
         if self._drawn is None or not (opened := self._control.get(_OPEN)):
             return None
         number, pieces, *wanted = opened.split()
@@ -100,7 +107,8 @@ class EvaluationWorker:
             if not owner:
                 continue
             rank, attempt = (int(word) for word in owner.split())
-            # Attempt 0: counted but never owned. The rank that counted it died in between, or loses the exchange below.
+            # Attempt 0: counted but never owned. The rank that counted it died in between, or loses
+            # the exchange below.
             free = attempt == 0 or (rank in lost and attempt < MAX_ATTEMPTS)
             if free and self._own(version, piece, owner, attempt + 1):
                 return piece
@@ -115,9 +123,15 @@ class EvaluationWorker:
         assert self._drawn is not None, "a piece was taken"
         with self._in_use():
             pictures = self._drawn.draw(self._engine, [number], before_step)
-        looked = {} if self._looked == version else self._reference_samples.look(pictures, self._engine)
+        looked = (
+            {} if self._looked == version else self._reference_samples.look(pictures, self._engine)
+        )
         self._looked = version
-        return Message(MessageKind.EVALUATION, {"version": version, "piece": number}, Piece(pictures, looked).tensors())
+        return Message(
+            MessageKind.EVALUATION,
+            {"version": version, "piece": number},
+            Piece(pictures, looked).tensors(),
+        )
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -161,7 +175,8 @@ class Evaluations:
         self._publish = publish
         self._version = -1
         self._makers: list[int] | None = None
-        """Rollouts that were sent the weights of the open evaluation. None: every rollout holds them."""
+        """Rollouts that were sent the weights of the open evaluation. None: every rollout holds
+        them."""
         self._arrived: dict[int, Piece] = {}
         """Pieces that trainer 0 has received."""
 
@@ -191,23 +206,27 @@ class Evaluations:
             self._control.set(self._keys()[number], "")
 
     def finish(self, then: Callable[[Mapping[int, Piece], Sequence[int]], None]) -> None:
-        """Wait for the open evaluation. Every trainer calls this at the same place, before the weights change. The wait
-        counts neither as training nor as the step's time.
+        """Wait for the open evaluation. Every trainer calls this at the same place, before the
+        weights change. The wait counts neither as training nor as the step's time.
 
         Args:
-            then: called with the pieces that arrived (on trainer 0) and the numbers of those that trainers must make.
+            then: called with the pieces that arrived (on trainer 0) and the numbers of those that
+                trainers must make.
 
         Raises:
             StepGivenUp: the step in progress ends instead.
         """
         with self._ledger.paused():
             with self._spans.span("wait", cause="evaluation", step=self._version):
-                # Trainer 0 alone waits for messages. The others poll for its grant, outside any collective: a long wait
-                # in a collective would run into its limit.
+                # Trainer 0 alone waits for messages. The others poll for its grant, outside any
+                # collective: a long wait in a collective would run into its limit.
                 missing = self._missing() if self._world.rank == 0 else []
                 self._stop_vote.begin()
                 together = self._agree(sum(1 << number for number in missing))
-            then(self._arrived, [number for number in range(together.bit_length()) if together >> number & 1])
+            then(
+                self._arrived,
+                [number for number in range(together.bit_length()) if together >> number & 1],
+            )
         if self._world.rank == 0:
             for key in (_OPEN, _counter(self._version), *self._keys()):
                 self._control.delete(key)
@@ -230,7 +249,8 @@ class Evaluations:
         return left
 
     def _without_maker(self, pieces: Sequence[int]) -> list[int]:
-        """Return the `pieces` that no rollout will make: none is there, or `MAX_ATTEMPTS` owners were lost."""
+        """Return the `pieces` that no rollout will make: none is there, or `MAX_ATTEMPTS` owners
+        were lost."""
         there = self._control.survivors(self._world.rollout_ranks)
         if not (there if self._makers is None else set(there).intersection(self._makers)):
             return list(pieces)

@@ -1,4 +1,5 @@
-"""Collectives among replicated trainers: one gradient average per optimizer update, and proof of equal weights."""
+"""Collectives among replicated trainers: one gradient average per optimizer update, and proof of
+equal weights."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from digenrl.transport.weights import WeightsError
 def average(parameters: Iterable[Tensor], trainers: int) -> None:
     """Average `.grad` over the trainers, in one flat all-reduce per dtype.
 
-    A gradient that is None on every rank stays None (a text branch that the output does not use); one that is None on
-    some ranks counts as zero there. Sharded parameters are skipped: FSDP has reduced them in the backward pass.
+    A gradient that is None on every rank stays None (a text branch that the output does not use);
+    one that is None on some ranks counts as zero there. Sharded parameters are skipped: FSDP has
+    reduced them in the backward pass.
     """
     if trainers == 1:
         return
@@ -26,8 +28,13 @@ def average(parameters: Iterable[Tensor], trainers: int) -> None:
         if not isinstance(parameter, DTensor):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for dtype, members in by_dtype.items():
-        present = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=members[0].device)
-        grads = [p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten() for p in members]
+        present = torch.tensor(
+            [p.grad is not None for p in members], dtype=dtype, device=members[0].device
+        )
+        grads = [
+            p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten()
+            for p in members
+        ]
         flat = torch.cat([present, *grads])
         dist.all_reduce(flat)
         flat /= trainers
@@ -52,7 +59,8 @@ def scale(parameters: Iterable[Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def follow_first(parameters: Iterable[Tensor], trainers: int) -> None:
-    """Every replica takes trainer 0's weights: the same update differs in a last bit on another kind of GPU."""
+    """Every replica takes trainer 0's weights: the same update differs in a last bit on another
+    kind of GPU."""
     for parameter in parameters if trainers > 1 else ():
         dist.broadcast(parameter.data, 0)
 
@@ -72,5 +80,6 @@ def assert_equal_digests(own: str, trainers: int, version: int) -> None:
     dist.all_gather(everyone, mine)
     if any(not torch.equal(other, everyone[0]) for other in everyone):
         raise WeightsError(
-            f"trainers hold different weights at version {version}: an update was not the same on all ranks."
+            f"trainers hold different weights at version {version}: an update was not the same on "
+            "all ranks."
         )

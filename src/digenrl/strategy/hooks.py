@@ -13,7 +13,8 @@ Fragment = tuple[int, ...]
 
 
 class Hooks(Protocol):
-    """The hooks of `DisaggregatedStrategy`, as its parts call them. A hook changes time, never gradients."""
+    """The hooks of `DisaggregatedStrategy`, as its parts call them. A hook changes time, never
+    gradients."""
 
     def plan_tasks(self, version: int) -> tuple[Task, ...]:
         """Return the tasks that holders of `version` generate, in claim order (GAP)."""
@@ -22,7 +23,8 @@ class Hooks(Protocol):
         """Return the fragment of `pending` to train now, or None to wait (GAP)."""
 
     def place_timesteps(self, fragment: Fragment, step: int) -> Placement:
-        """Return the trainer and the micro-batch of each cell of a fragment of RL step `step` (TSP)."""
+        """Return the trainer and the micro-batch of each cell of a fragment of RL step `step`
+        (TSP)."""
 
     def on_bubble(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
         """Return how many rollout tasks this idle trainer takes now (TAG)."""

@@ -36,10 +36,11 @@ class Learner(Protocol):
 
 
 class PublishedCopy:
-    """Copy of the published adapter beside the one in training, for trainers that lend between updates (I6).
+    """Copy of the published adapter beside the one in training, for trainers that lend between
+    updates (I6).
 
-    Only replicas with an adapter keep one: a copy of a whole model would not fit, and a sharded one would have to be
-    gathered. The others lend before the first update alone.
+    Only replicas with an adapter keep one: a copy of a whole model would not fit, and a sharded one
+    would have to be gathered. The others lend before the first update alone.
     """
 
     def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, sharding: str) -> None:
@@ -57,7 +58,8 @@ class PublishedCopy:
 
     @contextmanager
     def in_use(self, updates_done: int) -> Iterator[None]:
-        """Inside, the policy holds the published version; afterwards its own weights, bit by bit (I6)."""
+        """Inside, the policy holds the published version; afterwards its own weights, bit by bit
+        (I6)."""
         if updates_done == 0:
             with self._learner.rollout_weights():
                 yield

@@ -60,20 +60,32 @@ class Lending:
         stop_vote: StopVote,
     ) -> None:
         self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
-        self._inbox, self._published, self._agreement, self._state = inbox, published, agreement, state
-        self._hooks, self._control, self._link, self._spans, self._stop_vote = hooks, control, link, spans, stop_vote
+        self._inbox, self._published, self._agreement, self._state = (
+            inbox,
+            published,
+            agreement,
+            state,
+        )
+        self._hooks, self._control, self._link, self._spans, self._stop_vote = (
+            hooks,
+            control,
+            link,
+            spans,
+            stop_vote,
+        )
         self._stage = "lend" if world.rollouts else "generate"
         chooses = spec.tag or not world.rollouts
         self._together = runner.policy.roles.lockstep and chooses
-        """Forwards are collectives, and trainers may generate, or choose a fragment: all of them must do so at once."""
+        """Forwards are collectives, and trainers may generate, or choose a fragment: all of them
+        must do so at once."""
         self._recalled = 0
         self._lost: frozenset[int] = frozenset()
 
     def next_fragment(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment:
         """Wait for a fragment of `pending` that can be trained now, and return it.
 
-        Sharded trainers that may generate move together, since their every forward is a collective: rank 0 decides
-        (train this fragment, or lend one round), and the others follow.
+        Sharded trainers that may generate move together, since their every forward is a collective:
+        rank 0 decides (train this fragment, or lend one round), and the others follow.
         """
         if not self._together:
             while (fragment := self._wait(board, update, pending)) is None:
@@ -91,9 +103,12 @@ class Lending:
     # ---- waiting
 
     def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
-        """Wait. Return the fragment to train, or None as soon as this trainer should generate a task."""
+        """Wait. Return the fragment to train, or None as soon as this trainer should generate a
+        task."""
         first = update == 0 and len(pending) == len(fragments(self._spec, 0))
-        wait = self._spans.span("wait", cause="first_fragment" if first else "tail", step=board.step)
+        wait = self._spans.span(
+            "wait", cause="first_fragment" if first else "tail", step=board.step
+        )
         waited = False
         with ExitStack() as span:
             while True:
@@ -111,17 +126,30 @@ class Lending:
                 self._pause()
 
     def _cut(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
-        """Return the fragment that could be trained now. Trainers that move together need one that all of them hold: a
-        rollout may have died when it had sent its results to some of them."""
+        """Return the fragment that could be trained now. Trainers that move together need one that
+        all of them hold: a rollout may have died when it had sent its results to some of them."""
         fragment = self._hooks.cut_fragment(pending, board)
         if fragment is None or not (self._together and self._world.rollouts):
             return fragment
         held = partial(self._runner.claims.held_by, trainers=self._world.trainers)
-        return fragment if all(held(version, claim.position) for version, claim in board.made_under(fragment)) else None
+        return (
+            fragment
+            if all(held(version, claim.position) for version, claim in board.made_under(fragment))
+            else None
+        )
 
-    def _move(self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None) -> str:
+    def _move(
+        self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None
+    ) -> str:
         """Return the policy's move. Ask the search first if the policy wants that."""
-        facts = self._world.rank, update, pending, fragment, len(board.completed), self._runner.left(board.step)
+        facts = (
+            self._world.rank,
+            update,
+            pending,
+            fragment,
+            len(board.completed),
+            self._runner.left(board.step),
+        )
         move = self._policy.next_move(*facts)
         if move != ASK:
             return move
@@ -152,7 +180,8 @@ class Lending:
     # ---- generating
 
     def _lend(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> None:
-        """Generate one task here; as soon as a fragment is ready, a rollout rank goes on with it."""
+        """Generate one task here; as soon as a fragment is ready, a rollout rank goes on with
+        it."""
         task = self._runner.claim(board.step)
         if task is None:
             return
@@ -166,12 +195,15 @@ class Lending:
             ready = self._hooks.cut_fragment(pending, board) is not None
             if ready:
                 self._runner.see()
-            return self._policy.loan_receiver(self._world.rank, task.step, board.step, ready, self._spans.now())
+            return self._policy.loan_receiver(
+                self._world.rank, task.step, board.step, ready, self._spans.now()
+            )
 
         self._generate(task, update, interrupt)
 
     def _lend_together(self, step: int, update: int) -> None:
-        """One task on every trainer rank; where none is left, one that is thrown away keeps the collectives in step."""
+        """One task on every trainer rank; where none is left, one that is thrown away keeps the
+        collectives in step."""
 
         def interrupt(task: Task, steps_left: int) -> None:
             self._stop_vote.begin()
@@ -183,7 +215,8 @@ class Lending:
             self._generate(task, update, interrupt)
 
     def _generate(self, task: Task, update: int, interrupt: Interrupt) -> None:
-        """Run one task with the published weights; what taking them up and putting them away costs is measured."""
+        """Run one task with the published weights; what taking them up and putting them away costs
+        is measured."""
         began = self._spans.now()
         with self._published.in_use(update):
             loaned = self._spans.now()
@@ -194,14 +227,18 @@ class Lending:
             self._policy.measured("switch", self._world.rank, switch)
 
     def predicted_end(self, step: int) -> float | None:
-        """Return the second of the run's clock at which RL step `step` should end. None before costs are known."""
+        """Return the second of the run's clock at which RL step `step` should end. None before
+        costs are known."""
         self._runner.see()
         left = (self._runner.left(step - 1), self._runner.left(step))
         everything = (*fragments(self._spec, 0), *later_fragments(self._spec, 0))
-        return self._policy.predicted_end(self._world.rank, step, everything, left, self._spans.now())
+        return self._policy.predicted_end(
+            self._world.rank, step, everything, left, self._spans.now()
+        )
 
     def rounds(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
-        """How many tasks this idle trainer should generate now: the policy's search, with what is seen at present."""
+        """How many tasks this idle trainer should generate now: the policy's search, with what is
+        seen at present."""
         self._runner.see()
         left = (self._runner.left(board.step - 1), self._runner.left(board.step))
         return self._policy.lend(self._world.rank, board.step, pending, left, self._spans.now())
@@ -209,17 +246,22 @@ class Lending:
     # ---- deaths
 
     def _recall(self, version: int) -> None:
-        """Publish the version before again if a task of it came back (one-step asynchrony). Perhaps no rank holds those
-        weights any more. One rollout gets that version, and then the present one."""
+        """Publish the version before again if a task of it came back (one-step asynchrony). Perhaps
+        no rank holds those weights any more. One rollout gets that version, and then the present
+        one."""
         before, present = self._state.previous, self._state.current
         if self._world.rank != 0 or before is None:
             return
-        waiting = self._runner.claims.returned(version - 1, len(self._hooks.plan_tasks(version - 1)))
+        waiting = self._runner.claims.returned(
+            version - 1, len(self._hooks.plan_tasks(version - 1))
+        )
         if waiting > self._recalled:
             self._runner.see()
             receiver = self._policy.first_free(self._spans.now())
             rollouts = self._control.survivors(self._world.rollout_ranks)
-            if not rollouts:  # a rank that joins later asks for the present version, and this is called again
+            if (
+                not rollouts
+            ):  # a rank that joins later asks for the present version, and this is called again
                 return
             if receiver is None:
                 receiver = rollouts[0]

@@ -1,4 +1,5 @@
-"""Where the Strategy meets Lightning's loops: the first publication on trainers, another loop on rollout ranks."""
+"""Where the Strategy meets Lightning's loops: the first publication on trainers, another loop on
+rollout ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 
 
 def run_free(trainer: pl.Trainer) -> None:
-    """Replicas must not wait for each other inside an update, as they do where Lightning broadcasts before every
-    micro-batch whether rank 0 got SIGTERM; its handler would start a collective that nobody joins. Stops are agreed at
-    the end of a step (`Control.stopping`), or at a piece of it (`StopVote`)."""
+    """Replicas must not wait for each other inside an update, as they do where Lightning broadcasts
+    before every micro-batch whether rank 0 got SIGTERM; its handler would start a collective that
+    nobody joins. Stops are agreed at the end of a step (`Control.stopping`), or at a piece of it
+    (`StopVote`)."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
@@ -28,7 +30,8 @@ class Begin(Callback):
 
 
 class RolloutLoop(_FitLoop):
-    """Takes the fit loop's place on rollout ranks; shares its epoch loop, so that a checkpoint restores counters."""
+    """Takes the fit loop's place on rollout ranks; shares its epoch loop, so that a checkpoint
+    restores counters."""
 
     _life: Callable[[], None]
 

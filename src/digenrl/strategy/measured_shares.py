@@ -1,8 +1,8 @@
-"""`schedule.shares=measured` at run time: each trainer times its cells, trainer 0 fixes the shares of a step before any
-of its cells is shipped, and every rank reads them from the control store.
+"""`schedule.shares=measured` at run time: each trainer times its cells, trainer 0 fixes the shares
+of a step before any of its cells is shipped, and every rank reads them from the control store.
 
-The first shares come from the hardware profile. Sharded trainers keep those: their forwards are collectives, in which
-every rank looks as slow as the slowest.
+The first shares come from the hardware profile. Sharded trainers keep those: their forwards are
+collectives, in which every rank looks as slow as the slowest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Shares:
         timed: whether a trainer's own speed can be told (replicas).
     """
 
-    def __init__(self, spec: ScheduleSpec, world: World, control: Control, run_dir: Path, timed: bool) -> None:
+    def __init__(
+        self, spec: ScheduleSpec, world: World, control: Control, run_dir: Path, timed: bool
+    ) -> None:
         self._spec, self._world, self._control, self._run_dir = spec, world, control, run_dir
         self._timed = timed and spec.measured_shares
         self._fixed: dict[int, tuple[float, ...]] = {}
@@ -48,7 +50,9 @@ class Shares:
         if not self._spec.measured_shares:
             return self._spec
         if step not in self._fixed:
-            text = self._control.wait_for(f"shares/{step}", f"trainer 0 to fix the shares of RL step {step}")
+            text = self._control.wait_for(
+                f"shares/{step}", f"trainer 0 to fix the shares of RL step {step}"
+            )
             self._fixed[step] = tuple(float(share) for share in text.split(","))
             self._fixed.pop(step - _FORGET_AFTER, None)
         return replace(self._spec, shares=self._fixed[step])
@@ -74,8 +78,9 @@ class Shares:
             self._control.set(f"cell_seconds/{self._world.rank}", repr(self._seconds))
 
     def fix(self, version: int) -> None:
-        """Trainer 0, before it sends `version`: fix the shares of every step that this version generates for. All
-        trainers must have told their speed, for which they meet in a collective."""
+        """Trainer 0, before it sends `version`: fix the shares of every step that this version
+        generates for. All trainers must have told their speed, for which they meet in a collective.
+        """
         if not self._spec.measured_shares or self._world.rank != 0:
             return
         for step in range(version, version + self._spec.async_steps + 1):
@@ -91,7 +96,9 @@ class Shares:
         shares = adjusted(current, seconds) if len(seconds) == len(texts) else current
         if shares != current or step == 0:
             append_event(
-                self._run_dir, "shares", {"rl_step": step, "shares": list(shares), "seconds_per_cell": seconds}
+                self._run_dir,
+                "shares",
+                {"rl_step": step, "shares": list(shares), "seconds_per_cell": seconds},
             )
         return shares
 
@@ -100,6 +107,9 @@ class Shares:
         return {str(step): list(shares) for step, shares in self._fixed.items() if step >= version}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse: a resumed run with as many trainers places these steps as the interrupted one would have."""
-        fitting = {step: shares for step, shares in state.items() if len(shares) == self._world.trainers}
+        """The inverse: a resumed run with as many trainers places these steps as the interrupted
+        one would have."""
+        fitting = {
+            step: shares for step, shares in state.items() if len(shares) == self._world.trainers
+        }
         self._fixed = {int(step): tuple(shares) for step, shares in fitting.items()}

@@ -1,4 +1,5 @@
-"""What a rank is given before it reaches the others: its place, the schedule, the engine and the choices of the run."""
+"""What a rank is given before it reaches the others: its place, the schedule, the engine and the
+choices of the run."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class RankSetup:
     unequal_gpus: bool = False
     """Whether trainers stand on GPUs of several kinds, whose updates may differ in a last bit."""
     split_claims: bool = False
-    """Divide every queue equally beforehand instead of claiming, as published colocated loops do."""
+    """Divide every queue equally beforehand instead of claiming, as published colocated loops
+    do."""
     expected: Mapping[tuple[str, int], float] = field(default_factory=dict)
     """(stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them."""
     record_bytes: float = math.inf
@@ -73,5 +75,6 @@ class RankSetup:
 
     @property
     def lockstep(self) -> bool:
-        """Whether every forward is a collective of trainers, which share its weights or its tokens."""
+        """Whether every forward is a collective of trainers, which share its weights or its
+        tokens."""
         return (self.sharding != "ddp" and self.world.trainers > 1) or self.spec.context > 1

@@ -21,7 +21,8 @@ _PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_f
 
 
 def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> DeviceMesh:
-    """The mesh of a sharding mode over the trainers' world; under hsdp `group` neighbours share one copy.
+    """The mesh of a sharding mode over the trainers' world; under hsdp `group` neighbours share one
+    copy.
 
     Raises:
         ValueError: hsdp with a number of trainers that is no multiple of the group.
@@ -33,11 +34,14 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
             f"parallel.shard_group = {group} must divide allocation.trainers = {trainers}; "
             f"set it to {math.gcd(group, trainers)}, or parallel.sharding=fsdp."
         )
-    return init_device_mesh(device_type, (trainers // group, group), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device_type, (trainers // group, group), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """`mesh`, whose collectives may take `timeout`: the groups that torch makes for it have a limit of torch's own."""
+    """`mesh`, whose collectives may take `timeout`: the groups that torch makes for it have a limit
+    of torch's own."""
     for group in mesh.get_all_groups():
         group._get_backend(torch.device(mesh.device_type))._set_default_timeout(timeout)
     return mesh
@@ -46,9 +50,10 @@ def bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 def shard(policy: Policy, mesh: DeviceMesh) -> None:
     """Shard the transformer and its frozen copy in place, block by block, then the rest of each.
 
-    The rest is resharded after each forward as well: otherwise it would stay whole between a forward under
-    `policy.reference()` or `no_grad` and the next one, and `trained_parameters()` would name other tensors meanwhile.
-    A copy whose blocks had no common root would stay whole altogether.
+    The rest is resharded after each forward as well: otherwise it would stay whole between a
+    forward under `policy.reference()` or `no_grad` and the next one, and `trained_parameters()`
+    would name other tensors meanwhile. A copy whose blocks had no common root would stay whole
+    altogether.
     """
     precision = mixed_precision(policy)
     for unit in policy.wrap_units():
@@ -60,10 +65,11 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
 def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
     """Return the dtypes in which parameters are gathered and gradients reduced.
 
-    All weights trained, with a 16-bit forward: the fp32 masters of matrix products and convolutions are gathered in the
-    dtype to which autocast would cast them anyway, which halves the gather and leaves every activation the rollout's.
-    Norms and the like stay fp32, as autocast computes them; that takes PyTorch 2.15, whose policies can tell parameters
-    apart. Before it, and wherever nothing would be cast, everything keeps its own dtype.
+    All weights trained, with a 16-bit forward: the fp32 masters of matrix products and convolutions
+    are gathered in the dtype to which autocast would cast them anyway, which halves the gather and
+    leaves every activation the rollout's. Norms and the like stay fp32, as autocast computes them;
+    that takes PyTorch 2.15, whose policies can tell parameters apart. Before it, and wherever
+    nothing would be cast, everything keeps its own dtype.
     """
     if policy.lora is not None or policy.dtype == wide(policy.dtype) or not _PER_PARAMETER:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -72,15 +78,18 @@ def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
         param_dtype=policy.dtype,
         reduce_dtype=wide(policy.dtype),
         cast_forward_inputs=False,
-        param_dtype_override_fn=lambda parameter: None if id(parameter) in cast else parameter.dtype,
+        param_dtype_override_fn=lambda parameter: (
+            None if id(parameter) in cast else parameter.dtype
+        ),
     )
 
 
 def synchronise_gradients(policy: Policy, on: bool) -> None:
-    """Switch the reduction of gradients in the next backward pass. Only an update's last micro-batch reduces.
+    """Switch the reduction of gradients in the next backward pass. Only an update's last
+    micro-batch reduces.
 
-    The gradients of all weights are too large to wait unsharded: they are scattered after every micro-batch, and only
-    their sum over the nodes waits.
+    The gradients of all weights are too large to wait unsharded: they are scattered after every
+    micro-batch, and only their sum over the nodes waits.
     """
     transformer = policy.transformer
     if isinstance(transformer, FSDPModule):

@@ -1,4 +1,5 @@
-"""One RL step on one trainer rank, in numbers: what was trained, what was dropped, how long what took."""
+"""One RL step on one trainer rank, in numbers: what was trained, what was dropped, how long what
+took."""
 
 from __future__ import annotations
 
@@ -21,8 +22,21 @@ from digenrl.transport.cells import Part, StepBoard
 class StepLedger:
     """Opened when a step's first fragment is awaited, closed when its weights are published."""
 
-    def __init__(self, spec: ScheduleSpec, world: World, spans: SpanLog, policy: SchedulePolicy, run_dir: Path) -> None:
-        self._spec, self._world, self._spans, self._policy, self._run_dir = spec, world, spans, policy, run_dir
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        world: World,
+        spans: SpanLog,
+        policy: SchedulePolicy,
+        run_dir: Path,
+    ) -> None:
+        self._spec, self._world, self._spans, self._policy, self._run_dir = (
+            spec,
+            world,
+            spans,
+            policy,
+            run_dir,
+        )
         self._began = self._paused = 0.0
         self._predicted_end: float | None = None
         self._staleness = 0
@@ -58,17 +72,22 @@ class StepLedger:
         """
         self.end_fragment()
         for version in board.versions(fragment):
-            self._staleness = max(self._staleness, check_staleness(version, board.step, self._spec.async_steps))
+            self._staleness = max(
+                self._staleness, check_staleness(version, board.step, self._spec.async_steps)
+            )
         groups = self._spec.groups_of(fragment)
         for name, scores in board.rewards.items():
             self._missing[name] += int(board.of_fragment(scores, fragment).isnan().sum())
         self._useful += int(board.useful(fragment).sum())
         span = ExitStack()
-        span.enter_context(self._spans.span("train", step=board.step, group=groups[0], groups=len(groups)))
+        span.enter_context(
+            self._spans.span("train", step=board.step, group=groups[0], groups=len(groups))
+        )
         self._training = (self._spans.now(), board, fragment, span)
 
     def end_fragment(self) -> None:
-        """The fragment in training is done: its portions leave the ledger, its duration goes to the policy's costs."""
+        """The fragment in training is done: its portions leave the ledger, its duration goes to the
+        policy's costs."""
         if self._training is None:
             return
         began, board, fragment, span = self._training
@@ -83,7 +102,10 @@ class StepLedger:
             self._left_out[reason] += portion == group  # once for all its portions
             samples = self.ledger.drop(board.step, group, reason, parts)
             if reason == MISSING_REWARD:
-                self._event("dropped", {"reason": reason, "step": board.step, "group": group, "samples": samples})
+                self._event(
+                    "dropped",
+                    {"reason": reason, "step": board.step, "group": group, "samples": samples},
+                )
         rank, roles = self._world.rank, self._policy.roles
         cells = cells_of(self._spec, roles.trainers, roles.lockstep, rank, fragment)
         if cells:
@@ -97,7 +119,8 @@ class StepLedger:
         self._paused += self._spans.now() - began
 
     def close(self, version: int) -> None:
-        """The step's weights are published: balance the ledger, settle the loans, and take down the step's numbers.
+        """The step's weights are published: balance the ledger, settle the loans, and take down the
+        step's numbers.
 
         Raises:
             AccountingError: a sample of the step was lost or counted twice (I10).
@@ -119,7 +142,10 @@ class StepLedger:
             "cells_trained": self._useful * self._spec.trained_steps,
             "cells_skipped": (samples - self._useful) * self._spec.trained_steps,
             "groups_trained": self._spec.prompts - self._left_out.total(),
-            **{f"groups_{reason}": self._left_out[reason] for reason in (MISSING_REWARD, ZERO_VARIANCE, SURPLUS)},
+            **{
+                f"groups_{reason}": self._left_out[reason]
+                for reason in (MISSING_REWARD, ZERO_VARIANCE, SURPLUS)
+            },
             **{f"missing/{name}": count for name, count in self._missing.items()},
         }
         for (stage, cause), spent in self._spans.take_seconds().items():

@@ -4,7 +4,7 @@ micro-batch   forward and backward of some cells; Lightning accumulates
 update        after its last micro-batch: every trainer arrives, gradients are averaged once, the optimizer steps
 RL step       after its last update: publication, the step's numbers, stops
 checkpoint    a copy to the host, then a thread writes it while training goes on
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from digenrl.types import TrainBatch
 
 
 class Steps:
-    """Micro-batches, updates and the end of an RL step. The one place that scales gradients (design, "Scaling of
-    gradients").
+    """Micro-batches, updates and the end of an RL step. The one place that scales gradients
+    (design, "Scaling of gradients").
 
     Args:
         setup: place and choices of this rank.
@@ -61,10 +61,11 @@ class Steps:
         self._stop_vote, self._publisher, self._recording = stop_vote, publisher, recording
         self._accumulating = False
         self.context: Context | None = None
-        """Context group of this trainer, if trained forwards share their tokens. Made after the model moved."""
+        """Context group of this trainer, if trained forwards share their tokens. Made after the
+        model moved."""
         self.loss_scale = setup.micro_batches_per_update * setup.world.trainers
-        """Factor of a loss, which is a sum over its cells already. It undoes Lightning's division by the accumulation
-        count, and the mean over trainers."""
+        """Factor of a loss, which is a sum over its cells already. It undoes Lightning's division
+        by the accumulation count, and the mean over trainers."""
 
     @contextmanager
     def accumulation(self) -> Iterator[None]:
@@ -83,7 +84,8 @@ class Steps:
         return self.tokens_shared()
 
     def tokens_shared(self) -> AbstractContextManager[None]:
-        """Inside, a context group computes together what is trained. Each rank generates and evaluates alone."""
+        """Inside, a context group computes together what is trained. Each rank generates and
+        evaluates alone."""
         return nullcontext() if self.context is None else self.context.shared()
 
     def backward_done(self) -> None:
@@ -96,18 +98,23 @@ class Steps:
         self._progress.tick()
         if self._accumulating:
             return
-        self._ledger.end_fragment()  # what follows belongs to the update, not to a fragment's duration
+        # what follows belongs to the update, not to a fragment's duration
+        self._ledger.end_fragment()
         step, trained = self._state.version, self._policy.trained_parameters().values()
         if self._world.trainers > 1:
             with self._spans.span("wait", cause="straggler", step=step):
                 self._stop_vote.begin_update()
-                dist.barrier()  # so that the span below measures the reduction, not the slowest trainer
+                # so that the span below measures the reduction, not the slowest trainer
+                dist.barrier()
         with self._spans.span("optimizer", step=step, what="reduce"):
             gradients.average(trained, self._world.trainers)
-            gradients.scale(trained, self._inbox.open(step).gradient_scale(self._state.updates_done))
+            gradients.scale(
+                trained, self._inbox.open(step).gradient_scale(self._state.updates_done)
+            )
 
     def update_done(self) -> bool:
-        """Count an optimizer step. After the last one of a logical batch, publish its weights and close the RL step.
+        """Count an optimizer step. After the last one of a logical batch, publish its weights and
+        close the RL step.
 
         Returns:
             Whether an RL step has ended.
@@ -124,19 +131,31 @@ class Steps:
 
 
 class Checkpoints:
-    """The checkpoint that is being written, and where a stored one is read to. Each trainer handles what it holds.
+    """The checkpoint that is being written, and where a stored one is read to. Each trainer handles
+    what it holds.
 
     Args:
         io: Lightning's plugin, which knows the files.
-        group: the trainers, apart from the default group: a checkpoint is written from the host by a thread, while the
-            default group's collectives go on.
+        group: the trainers, apart from the default group: a checkpoint is written from the host by
+            a thread, while the default group's collectives go on.
         previous: weights of the version before, which never change and so need no copy.
     """
 
     def __init__(
-        self, policy: Policy, spans: SpanLog, io: DirectoryCheckpointIO, group: dist.ProcessGroup, state: TrainerState
+        self,
+        policy: Policy,
+        spans: SpanLog,
+        io: DirectoryCheckpointIO,
+        group: dist.ProcessGroup,
+        state: TrainerState,
     ) -> None:
-        self._policy, self._spans, self._io, self._group, self._state = policy, spans, io, group, state
+        self._policy, self._spans, self._io, self._group, self._state = (
+            policy,
+            spans,
+            io,
+            group,
+            state,
+        )
         self.writing: Writing | None = None
         """The checkpoint that is being written, or None."""
 
@@ -164,12 +183,13 @@ class Checkpoints:
                 writing.result()
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Return the checkpoint at `path`: the rows that this trainer holds. Parameters are read in place."""
+        """Return the checkpoint at `path`: the rows that this trainer holds. Parameters are read in
+        place."""
         return read(path, group=self._group, room=self._room)
 
     def _room(self, place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return the tensor that an entry of a checkpoint is read into. A parameter is its own. A moment or an average
-        gets memory with its parameter's device and sharding."""
+        """Return the tensor that an entry of a checkpoint is read into. A parameter is its own. A
+        moment or an average gets memory with its parameter's device and sharding."""
         parameters = self._policy.trained_parameters()
         if place.startswith("state_dict/"):
             return parameters[place.removeprefix(f"state_dict/{PREFIX}")].detach()
@@ -179,10 +199,17 @@ class Checkpoints:
         return torch.empty_like(parameters[name], dtype=dtype).detach()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's state by the names of the parameters: numbers would depend on their order."""
+        """Return the optimizer's state by the names of the parameters: numbers would depend on
+        their order."""
         names, state = list(self._policy.trained_parameters()), optimizer.state_dict()
-        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
-        return {"state": {names[i]: kept for i, kept in state["state"].items()}, "param_groups": groups}
+        groups = [
+            {**group, "params": [names[i] for i in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        return {
+            "state": {names[i]: kept for i, kept in state["state"].items()},
+            "param_groups": groups,
+        }
 
     @staticmethod
     def load_optimizers(optimizers: list[Any], checkpoint: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
 """Giving a step up: every trainer drops the step in progress at the same place, or none does.
 
-A trainer that left alone would leave the others in a collective for ever. So the work is counted in pieces that need
-all trainers: an update (replicas), a micro-batch (sharded weights), a denoising step (all of them sample). Trainer 0
-grants each piece, or gives the step up in its place. The others wait for that word on the store.
+A trainer that left alone would leave the others in a collective for ever. So the work is counted in
+pieces that need all trainers: an update (replicas), a micro-batch (sharded weights), a denoising
+step (all of them sample). Trainer 0 grants each piece, or gives the step up in its place. The
+others wait for that word on the store.
 
-Nothing of a dropped step stays. Before the first update only gradients were summed up. Between updates an adapter's
-state before the first one is kept (`callbacks.checkpoint`). Whole weights would not fit twice, so their remaining
-updates are finished.
+Nothing of a dropped step stays. Before the first update only gradients were summed up. Between
+updates an adapter's state before the first one is kept (`callbacks.checkpoint`). Whole weights
+would not fit twice, so their remaining updates are finished.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from digenrl.types import StepGivenUp
 
 _POLL_S = 0.001
 _SELDOM_S = 0.05
-"""Seconds between two looks at the store from within a task, however short its denoising steps are."""
+"""Seconds between two looks at the store from within a task, however short its denoising steps
+are."""
 
 
 class StopVote:
@@ -28,12 +30,19 @@ class StopVote:
 
     Args:
         sharded: whether every forward is a collective of the trainers.
-        droppable: returns whether the step in progress could be dropped now: nothing of it has been applied, or the
-            state before it is kept. Asked on trainer 0.
+        droppable: returns whether the step in progress could be dropped now: nothing of it has been
+            applied, or the state before it is kept. Asked on trainer 0.
     """
 
-    def __init__(self, control: Control, world: World, sharded: bool, droppable: Callable[[], bool]) -> None:
-        self._control, self._world, self._sharded, self._droppable = control, world, sharded, droppable
+    def __init__(
+        self, control: Control, world: World, sharded: bool, droppable: Callable[[], bool]
+    ) -> None:
+        self._control, self._world, self._sharded, self._droppable = (
+            control,
+            world,
+            sharded,
+            droppable,
+        )
         self._piece = 0
         """Number of the next piece."""
         self._looked = 0.0
@@ -49,12 +58,14 @@ class StopVote:
             if self._control.get("give_up") is not None and self._droppable():
                 self._control.set("given_up", str(self._piece))
                 raise StepGivenUp
-        # A trainer behind the others still finishes the pieces that were granted: its peers are inside them.
+        # A trainer behind the others still finishes the pieces that were granted: its peers are
+        # inside them.
         elif (first := self._control.get("given_up")) is not None and self._piece >= int(first):
             raise StepGivenUp
 
     def between_steps(self) -> None:
-        """Look between two denoising steps of a task, but seldom: each look is a request. Raises: see `check`."""
+        """Look between two denoising steps of a task, but seldom: each look is a request. Raises:
+        see `check`."""
         if time.monotonic() - self._looked > _SELDOM_S:
             self._looked = time.monotonic()
             self.check()

@@ -1,15 +1,16 @@
-"""The fragment stream of a trainer rank: what the Strategy gives Lightning in place of the train dataloader.
+"""The fragment stream of a trainer rank: what the Strategy gives Lightning in place of the train
+dataloader.
 
     rollout ranks, lending trainers --cells, rewards--> Inbox: one StepBoard per RL step
     FragmentStream: waits for the next complete fragment    (`FragmentSource`: a lending trainer generates meanwhile)
                     -> yields its micro-batches -> Lightning: training_step, backward
-    after the last micro-batch of an update: reduction, optimizer step; after the last update: publication,
-    which lets rollout ranks begin what waits for the new version
+    after the last micro-batch of an update: reduction, optimizer step; after the last update:
+    publication, which lets rollout ranks begin what waits for the new version
 
-The stream is *sized*: an unsized loader makes Lightning fetch the next batch's first fragment before the optimizer
-step, which on-policy never comes. One Lightning epoch is one RL step, so `len` is the number of micro-batches of one
-logical batch.
-"""
+The stream is *sized*: an unsized loader makes Lightning fetch the next batch's first fragment
+before the optimizer step, which on-policy never comes. One Lightning epoch is one RL step, so `len`
+is the number of micro-batches of one logical batch.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,12 +32,16 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 class FragmentSource(Protocol):
-    """Supplier of fragments: ranks that generate (`lending`), or an extension such as a recorded run."""
+    """Supplier of fragments: ranks that generate (`lending`), or an extension such as a recorded
+    run."""
 
     def predicted_end(self, step: int) -> float | None:
-        """Return the second of the run's clock at which RL step `step`, which begins, should end. None: unknown."""
+        """Return the second of the run's clock at which RL step `step`, which begins, should end.
+        None: unknown."""
 
-    def next_fragment(self, board: StepBoard, update: int, pending: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    def next_fragment(
+        self, board: StepBoard, update: int, pending: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...]:
         """Wait for a fragment of `pending` that can be trained now, and return it."""
 
 
@@ -100,7 +105,8 @@ class Inbox:
         self._handlers[kind] = handler
 
     def open(self, step: int) -> StepBoard:
-        """Return the board of RL step `step`, which is in progress, and forget those of earlier steps."""
+        """Return the board of RL step `step`, which is in progress, and forget those of earlier
+        steps."""
         self._step = step
         self._boards = {number: board for number, board in self._boards.items() if number >= step}
         return self._board(step)
@@ -115,8 +121,8 @@ class Inbox:
         if message.kind is MessageKind.CELLS:
             part = Part(message)
             step, version = part.meta["step"], part.meta["version"]
-            # Refused: a late result of a task that went back when its owner was lost. Its new owner sends the same
-            # cells, and counting both would train them twice (I2).
+            # Refused: a late result of a task that went back when its owner was lost. Its new owner
+            # sends the same cells, and counting both would train them twice (I2).
             if step >= self._step and self._claims.accepts(version, part.claim):
                 self._policy.measured("generate", part.claim.rank, part.seconds)
                 if self.add(part):
@@ -167,7 +173,9 @@ class FragmentStream:
         self._ledger.open(self._source.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
             # A replica does not wait for what others train while something of its own is ready.
-            pending = sorted(fragments(self._spec, update), key=lambda fragment: not board.concerns(fragment))
+            pending = sorted(
+                fragments(self._spec, update), key=lambda fragment: not board.concerns(fragment)
+            )
             while pending:
                 fragment = self._source.next_fragment(board, update, pending)
                 pending.remove(fragment)

@@ -27,7 +27,13 @@ from digenrl.strategy.setup import RankSetup
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.steps import Checkpoints, Steps
 from digenrl.strategy.stop_vote import StopVote
-from digenrl.strategy.stream import FragmentSource, FragmentStream, Inbox, NoTrajectoryRecord, TrajectoryRecord
+from digenrl.strategy.stream import (
+    FragmentSource,
+    FragmentStream,
+    Inbox,
+    NoTrajectoryRecord,
+    TrajectoryRecord,
+)
 from digenrl.strategy.trainer_state import TrainerState
 from digenrl.strategy.worker import TaskRunner
 from digenrl.transport.cells import StepBoard
@@ -87,9 +93,11 @@ def wire(
     checkpoint_io: DirectoryCheckpointIO,
     savers: dist.ProcessGroup,
 ) -> Wiring:
-    """Build the parts of a rank. Each part is given those above it, so that no part waits for one that comes later.
+    """Build the parts of a rank. Each part is given those above it, so that no part waits for one
+    that comes later.
 
-    Hooks are bound here: a hook that a test or a callback replaces on the Strategy counts if it does so before `fit`.
+    Hooks are bound here: a hook that a test or a callback replaces on the Strategy counts if it
+    does so before `fit`.
 
     Args:
         savers: process group of the trainers, for checkpoints.
@@ -98,7 +106,9 @@ def wire(
     recording = setup.recording or NoTrajectoryRecord()
     # What is known of the run, and what is decided.
     published = PublishedCopy(engine.policy, learner, spec, setup.sharding)
-    roles = Roles(world.trainers, world.rollouts, setup.lockstep, setup.split_claims, published.kept)
+    roles = Roles(
+        world.trainers, world.rollouts, setup.lockstep, setup.split_claims, published.kept
+    )
     path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
     decisions = DecisionLog(path, header(spec, roles, setup.last_step), setup.record_bytes)
     policy = SchedulePolicy(spec, roles, hooks.plan_tasks, decisions)
@@ -106,15 +116,20 @@ def wire(
         policy.expected(stage, rank, seconds)
     ledger = StepLedger(spec, world, spans, policy, session.run_dir)
     shares = Shares(spec, world, control, session.run_dir, timed=setup.sharding == "ddp")
-    # What is generated here. A rank that joins has no measurement of its own yet: the profile's figure stands in.
+    # What is generated here. A rank that joins has no measurement of its own yet: the profile's
+    # figure stands in.
     known_s = setup.expected.get(("generate", world.size - 1), 0.0) if world.joined else 0.0
     plan, place = hooks.plan_tasks, hooks.place_timesteps
-    runner = TaskRunner(spec, world, policy, plan, place, engine, setup.sampler, control, link, spans, known_s)
+    runner = TaskRunner(
+        spec, world, policy, plan, place, engine, setup.sampler, control, link, spans, known_s
+    )
     # What trainers do together.
     agreement = Agreement(control, world, session.progress)
     adapter = engine.policy.lora is not None
     stop_vote = StopVote(control, world, setup.lockstep, lambda: state.updates_done == 0 or adapter)
-    publisher = Publisher(setup, learner, control, link, spans, runner.claims, shares, published, state)
+    publisher = Publisher(
+        setup, learner, control, link, spans, runner.claims, shares, published, state
+    )
     # What arrives, and what is trained of it.
     inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner), recording)
     evaluations = Evaluations(
@@ -130,9 +145,24 @@ def wire(
     )
     inbox.handle(MessageKind.ASK, lambda message: publisher.serve(int(message.meta["rank"])))
     inbox.handle(MessageKind.EVALUATION, evaluations.add)
-    lending = Lending(spec, world, runner, hooks, inbox, published, agreement, state, control, link, spans, stop_vote)
+    lending = Lending(
+        spec,
+        world,
+        runner,
+        hooks,
+        inbox,
+        published,
+        agreement,
+        state,
+        control,
+        link,
+        spans,
+        stop_vote,
+    )
     source = lending if setup.source is None else setup.source(inbox, hooks, setup.sampler, spans)
-    stream = FragmentStream(spec, setup.micro_batches_per_update, state, inbox, source, ledger, stop_vote)
+    stream = FragmentStream(
+        spec, setup.micro_batches_per_update, state, inbox, source, ledger, stop_vote
+    )
     steps = Steps(setup, state, spans, ledger, shares, inbox, stop_vote, publisher, recording)
     checkpoints = Checkpoints(engine.policy, spans, checkpoint_io, savers, state)
     return Wiring(

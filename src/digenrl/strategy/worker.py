@@ -1,13 +1,14 @@
-"""A rank that generates: claim a task, run it through the engine, ship the result to the trainers that own its cells.
+"""A rank that generates: claim a task, run it through the engine, ship the result to the trainers
+that own its cells.
 
     control store --claims, notes of the others--> SchedulePolicy --take, lend, who goes on--> TaskRunner
     TaskRunner: denoise -> decode -> score (in the scorer's thread) --cells, rewards--> trainers
     trainers --weights--> RolloutWorker: adopted between two tasks      (it waits for them when its queue is empty)
     a rank that leaves, a trainer whose loan ends --suspended task--> RolloutWorker   (before its own next claim)
 
-The same `TaskRunner` serves rollout ranks, colocated ranks and trainers that lend a hand (TAG): a sample does not
-depend on who made it.
-"""
+The same `TaskRunner` serves rollout ranks, colocated ranks and trainers that lend a hand (TAG): a
+sample does not depend on who made it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt, Trajectory
 
 Interrupt = Callable[[Task, int], int | None]
-"""Asked after every denoising step with (task, steps left): the rank that should finish the task, NOBODY to give it up,
-or None to go on."""
+"""Asked after every denoising step with (task, steps left): the rank that should finish the task,
+NOBODY to give it up, or None to go on."""
 
 
 _NOTICED_S = 0.001
@@ -54,8 +55,10 @@ class TaskRunner:
         world: this rank's place.
         policy: decides which tasks this rank takes.
         plan: the Strategy's `plan_tasks`: version -> its queue of tasks, in claim order.
-        place: the Strategy's `place_timesteps`: (fragment, step) -> which trainer rank trains which cells.
-        task_seconds: that a task is expected to take, where the others do not know it; 0 = nobody knows.
+        place: the Strategy's `place_timesteps`: (fragment, step) -> which trainer rank trains which
+            cells.
+        task_seconds: that a task is expected to take, where the others do not know it; 0 = nobody
+            knows.
     """
 
     def __init__(
@@ -72,10 +75,24 @@ class TaskRunner:
         spans: SpanLog,
         task_seconds: float = 0.0,
     ) -> None:
-        self._spec, self._world, self.policy, self._plan, self._place = spec, world, policy, plan, place
-        self._engine, self._sampler, self._control, self._link, self._spans = engine, sampler, control, link, spans
+        self._spec, self._world, self.policy, self._plan, self._place = (
+            spec,
+            world,
+            policy,
+            plan,
+            place,
+        )
+        self._engine, self._sampler, self._control, self._link, self._spans = (
+            engine,
+            sampler,
+            control,
+            link,
+            spans,
+        )
         self.claims = Claims(StoredClaims(control), world.rank)
-        self._held: dict[tuple[int, int], Claim] = {}  # touched by this thread alone, so it needs no lock
+        self._held: dict[
+            tuple[int, int], Claim
+        ] = {}  # touched by this thread alone, so it needs no lock
         """(step, index) -> claim of each task that this rank has begun and not shipped."""
         self._step_seconds = 0.0
         """Measured seconds of one denoising step on this rank; 0 before the first."""
@@ -83,13 +100,15 @@ class TaskRunner:
         self._unshipped: deque[Future[None]] = deque()
         self._withdrawn = False
         self.waiting_steps: Callable[[], int] = lambda: 0
-        """Denoising steps of the suspended tasks that were given to this rank and that it has not begun."""
+        """Denoising steps of the suspended tasks that were given to this rank and that it has not
+        begun."""
         self._tell(Work())
 
     # ---- claims
 
     def see(self) -> None:
-        """Show the policy what every other rank does now. While some are still starting, nothing is known of any."""
+        """Show the policy what every other rank does now. While some are still starting, nothing is
+        known of any."""
         for rank, work in work_of(self._control, range(self._world.size)).items():
             if rank != self._world.rank:
                 self.policy.saw_rank(rank, work)
@@ -100,17 +119,21 @@ class TaskRunner:
         announce(self._control, self._world.rank, None)
 
     def successor(self, task: Task, version: int) -> int | None:
-        """Return the rollout that goes on with a task of this rank, which leaves; None: the task begins anew."""
+        """Return the rollout that goes on with a task of this rank, which leaves; None: the task
+        begins anew."""
         self.see()
         return self.policy.successor(self._world.rank, version, task.step, self._spans.now())
 
     def left(self, version: int) -> int:
-        """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody has finished. Sharded
-        trainers generate together until all their parts are empty."""
+        """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody
+        has finished. Sharded trainers generate together until all their parts are empty."""
         tasks, roles = len(self._plan(version)), self.policy.roles
         if not (roles.split and roles.lockstep):
             return self.claims.left(version, tasks, self._part(tasks))
-        parts = (queue_part(tasks, number, len(roles.generators)) for number in range(len(roles.generators)))
+        parts = (
+            queue_part(tasks, number, len(roles.generators))
+            for number in range(len(roles.generators))
+        )
         return sum(self.claims.left(version, tasks, part) for part in parts)
 
     def takes(self, version: int) -> bool:
@@ -156,7 +179,8 @@ class TaskRunner:
         self._finish(self._engine.begin(task, self._prompt(task)), stage, interrupt)
 
     def resume(self, suspended: Suspended, interrupt: Interrupt | None = None) -> None:
-        """Finish a task that another rank began, unless it has been given to somebody else since."""
+        """Finish a task that another rank began, unless it has been given to somebody else
+        since."""
         task, claim = suspended.task, suspended.claim
         confirmed = self.claims.confirm(task.version, claim.position, claim.attempt)
         if confirmed is not None:
@@ -165,8 +189,8 @@ class TaskRunner:
             self._finish(Generation(task, self._prompt(task), state), "generate", interrupt)
 
     def forward(self, suspended: Suspended) -> None:
-        """Give a task that waits for this rank, which leaves, to its successor. Without one, and where the successor is
-        lost, the task goes back when this rank has left."""
+        """Give a task that waits for this rank, which leaves, to its successor. Without one, and
+        where the successor is lost, the task goes back when this rank has left."""
         version = suspended.task.version
         receiver = self.successor(suspended.task, version)
         if receiver is not None and self.claims.give(version, suspended.claim, receiver):
@@ -175,10 +199,13 @@ class TaskRunner:
     def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
         with self._spans.span("lend", step=task.step, discarded=True):
-            self._denoise(self._engine.begin(task, self._prompt(task)), self._spans.now(), interrupt)
+            self._denoise(
+                self._engine.begin(task, self._prompt(task)), self._spans.now(), interrupt
+            )
 
     def settle(self, wait: bool = False) -> None:
-        """Raise what went wrong in scoring or shipping of earlier tasks; with `wait`, also wait for those under way."""
+        """Raise what went wrong in scoring or shipping of earlier tasks; with `wait`, also wait for
+        those under way."""
         while self._unshipped and (wait or self._unshipped[0].done()):
             self._unshipped.popleft().result()
 
@@ -191,7 +218,9 @@ class TaskRunner:
         began = spans.now()
         share = self._engine.steps_left(generation) / self._spec.denoise_steps
         self.announce(task.version, task, share)
-        with spans.span(stage, step=task.step, group=task.group, version=task.version, samples=task.samples) as facts:
+        with spans.span(
+            stage, step=task.step, group=task.group, version=task.version, samples=task.samples
+        ) as facts:
             generation, receiver = self._denoise(generation, began, interrupt)
             if receiver is not None and receiver != NOBODY:
                 facts["handed_to"] = receiver
@@ -214,7 +243,9 @@ class TaskRunner:
             scored = self._engine.score(generation, media)
         if self._engine.scores_inline:
             spans.add("score", handed, spans.now(), step=task.step, group=task.group)
-        elif (waited := spans.now()) - handed > _NOTICED_S:  # as many tasks wait for scores as `reward.pending` allows
+        elif (
+            waited := spans.now()
+        ) - handed > _NOTICED_S:  # as many tasks wait for scores as `reward.pending` allows
             spans.add("wait", handed, waited, cause="reward", step=task.step)
         scored.add_done_callback(lambda done: self._ship(task, claim, done, shipped, seconds))
         self.announce(task.version)
@@ -223,11 +254,13 @@ class TaskRunner:
     def _denoise(
         self, generation: Generation, began: float, interrupt: Interrupt | None
     ) -> tuple[Generation, int | None]:
-        """Make the remaining steps, or those until the task is suspended; return also the rank that goes on then."""
+        """Make the remaining steps, or those until the task is suspended; return also the rank that
+        goes on then."""
         task, first = generation.task, generation.state.next_step
         while left := self._engine.steps_left(generation):
             done = generation.state.next_step - first
-            # The first step is never given up: a task that moved on without progress could move for ever.
+            # The first step is never given up: a task that moved on without progress could move for
+            # ever.
             receiver = interrupt(task, left) if interrupt is not None and done else None
             if receiver == NOBODY or (receiver is not None and self._give(task, receiver)):
                 return generation, receiver
@@ -240,7 +273,12 @@ class TaskRunner:
         return self.claims.give(task.version, self._held[task.step, task.index], receiver)
 
     def _ship(
-        self, task: Task, claim: Claim, scored: Future[Trajectory], shipped: Future[None], seconds: float
+        self,
+        task: Task,
+        claim: Claim,
+        scored: Future[Trajectory],
+        shipped: Future[None],
+        seconds: float,
     ) -> None:
         """Send a scored trajectory to every trainer rank. Runs in the scorer's thread."""
         try:
@@ -256,7 +294,9 @@ class TaskRunner:
                     positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
                     self._link.send(rank, pack(trajectory, positions, claim, seconds))
             if (trouble := self._engine.reward_trouble()) is not None:
-                self._control.request_stop(trouble)  # the step in progress is finished and saved before the run stops
+                self._control.request_stop(
+                    trouble
+                )  # the step in progress is finished and saved before the run stops
             shipped.set_result(None)
         except BaseException as error:  # raised again by `settle`, in the thread that can act on it
             shipped.set_exception(error)
@@ -267,10 +307,11 @@ class _Leaving(Exception):
 
 
 class RolloutWorker:
-    """The life of a rollout rank: adopt a version, empty its queue, take part in its evaluation, wait for the next one.
+    """The life of a rollout rank: adopt a version, empty its queue, take part in its evaluation,
+    wait for the next one.
 
-    Suspended tasks come from trainers that end a loan, and from rollouts that leave. A rank that shall leave gives all
-    of its tasks away, at the next denoising step.
+    Suspended tasks come from trainers that end a loan, and from rollouts that leave. A rank that
+    shall leave gives all of its tasks away, at the next denoising step.
 
     Args:
         leave: set when this rank shall leave.
@@ -330,12 +371,14 @@ class RolloutWorker:
         self._runner.settle(wait=True)
 
     def _recalled(self) -> bool:
-        """Whether an older version came back: a task of its queue lost its owner when nobody held it any more."""
+        """Whether an older version came back: a task of its queue lost its owner when nobody held
+        it any more."""
         return bool(self._weights) and self._weights[0].number < self._version
 
     def _work_once(self) -> bool:
-        """Run a suspended task, else the next of the queue; False when there is neither for this rank. A task of the
-        next version waits until this rank has adopted that: its weights were published before it was begun."""
+        """Run a suspended task, else the next of the queue; False when there is neither for this
+        rank. A task of the next version waits until this rank has adopted that: its weights were
+        published before it was begun."""
         if self._suspended and self._suspended[0].task.version <= self._version:
             self._end_wait("tail")
             self._runner.resume(self._suspended.popleft(), self._between_steps)
@@ -350,7 +393,8 @@ class RolloutWorker:
         return True
 
     def _evaluate_once(self) -> bool:
-        """Make a piece of the evaluation of the version in use; False when there is none for this rank."""
+        """Make a piece of the evaluation of the version in use; False when there is none for this
+        rank."""
         number = self._evaluation_worker.take(self._version)
         if number is None:
             return False
@@ -360,7 +404,10 @@ class RolloutWorker:
         try:
             with self._spans.span("eval", step=self._version, piece=number):
                 self._link.send(
-                    0, self._evaluation_worker.make(self._version, number, self._between_steps_of_evaluation)
+                    0,
+                    self._evaluation_worker.make(
+                        self._version, number, self._between_steps_of_evaluation
+                    ),
                 )
         except _Leaving:
             pass
@@ -389,7 +436,9 @@ class RolloutWorker:
         """Spend a moment without work."""
         if self._idle_since is None:
             self._idle_since = self._spans.now()
-            self._idle.enter_context(self._spans.stage("wait startup" if self._version < 0 else "wait weights"))
+            self._idle.enter_context(
+                self._spans.stage("wait startup" if self._version < 0 else "wait weights")
+            )
         if self._version < 0 and self._world.joined:
             self._ask()
         self._runner.settle()
@@ -422,29 +471,44 @@ class RolloutWorker:
     # ---- who joins has asked who is there
 
     def _ask(self) -> None:
-        """Ask the nearest rank that holds weights for them: a rollout of this machine, else any, else trainer 0. Once;
-        again where who was asked is lost. Versions that are published from now on come by themselves."""
+        """Ask the nearest rank that holds weights for them: a rollout of this machine, else any,
+        else trainer 0. Once; again where who was asked is lost. Versions that are published from
+        now on come by themselves."""
         newest = self._control.get("version")
-        if newest is None or (self._source is not None and self._source not in self._control.lost_ranks()):
+        if newest is None or (
+            self._source is not None and self._source not in self._control.lost_ranks()
+        ):
             return
         works = work_of(self._control, self._world.rollout_ranks)
         holders = [rank for rank, work in works.items() if work is not None and work.version >= 0]
         own, *hosts = (
             (address or "").rpartition(":")[0]
-            for address in self._control.get_all([f"address/{rank}" for rank in (self._rank, *holders)])
+            for address in self._control.get_all(
+                [f"address/{rank}" for rank in (self._rank, *holders)]
+            )
         )
         near = [rank for rank, host in zip(holders, hosts, strict=True) if host == own]
         self._source = next(iter((*near, *holders)), 0)
-        self._link.send(self._source, Message(MessageKind.ASK, {"rank": self._rank, "version": int(newest)}, {}))
+        self._link.send(
+            self._source, Message(MessageKind.ASK, {"rank": self._rank, "version": int(newest)}, {})
+        )
 
     def _serve(self) -> None:
-        """Send the version in use to those that wait for it; not while a piece of an evaluation has others in use."""
+        """Send the version in use to those that wait for it; not while a piece of an evaluation has
+        others in use."""
         if self._evaluation_worker.away:
             return
         served = [(rank, version) for rank, version in self._asked if version <= self._version]
         for rank, _ in served:
             with self._spans.span("send", quiet=True, version=self._version):
-                publish(self._version, self._parameters, self._link, {rank: ()}, lambda digest: None, sender=self._rank)
+                publish(
+                    self._version,
+                    self._parameters,
+                    self._link,
+                    {rank: ()},
+                    lambda digest: None,
+                    sender=self._rank,
+                )
         self._asked = [asked for asked in self._asked if asked not in served]
 
     def _wanted(self, version: Version) -> bool:
@@ -455,7 +519,8 @@ class RolloutWorker:
         """
         if (published := digest_of(self._control, version.number)) not in (None, version.digest):
             raise WeightsError(
-                f"weights of version {version.number} came with digest {version.digest} from a rollout; "
+                f"weights of version {version.number} came with digest {version.digest} from a "
+                "rollout; "
                 f"the trainers published {published}."
             )
         return version.number > max([self._version, *(weights.number for weights in self._weights)])

@@ -1,13 +1,14 @@
-"""Trajectories as messages, and their assembly into complete groups and micro-batches on a trainer rank.
+"""Trajectories as messages, and their assembly into complete groups and micro-batches on a trainer
+rank.
 
     rollout rank                          each trainer rank r
     Trajectory -- pack(positions of r) -- CELLS message --> Part -- StepBoard.add --> complete groups
                                                                                            |
                                                             StepBoard.batches(fragment) --> TrainBatch, ...
 
-Every trainer gets the rewards of every task, and the cells that it owns. A fragment waits until all tasks of its groups
-have arrived. The last `add` completes it.
-"""
+Every trainer gets the rewards of every task, and the cells that it owns. A fragment waits until all
+tasks of its groups have arrived. The last `add` completes it.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from torch import Tensor
 
 from digenrl.schedule import Block, Placement, ScheduleSpec, fragments, group_version, update_of
 from digenrl.schedule.claims import Claim
-from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE, decided, left_out, update_groups
+from digenrl.schedule.selection import (
+    MISSING_REWARD,
+    SURPLUS,
+    ZERO_VARIANCE,
+    decided,
+    left_out,
+    update_groups,
+)
 from digenrl.schedule.staleness import StalenessError
 from digenrl.schedule.timesteps import without
 from digenrl.transport.wire import Message, MessageKind, WireError
@@ -30,7 +38,8 @@ _FIELDS = ("step", "index", "group", "uid", "first_sample", "version")
 Place = Callable[[tuple[int, ...]], Placement]
 """The Strategy's `place_timesteps`: fragment -> placement."""
 Useful = Callable[[Mapping[str, Tensor]], Tensor]
-"""Rewards of the logical batch, [P, G] each -> [P, G] bool: samples whose cells can have a gradient."""
+"""Rewards of the logical batch, [P, G] each -> [P, G] bool: samples whose cells can have a
+gradient."""
 Teaches = Callable[[Mapping[str, Tensor]], Tensor]
 """The same -> [P] bool: groups whose samples do not all score alike."""
 
@@ -38,10 +47,11 @@ Teaches = Callable[[Mapping[str, Tensor]], Tensor]
 def owned_positions(
     spec: ScheduleSpec, place: Place, rank: int, group: int, part: int, lockstep: bool = False
 ) -> tuple[int, ...]:
-    """Return the positions (0..S-1) among a task's trained steps that trainer `rank` needs, because it trains them.
+    """Return the positions (0..S-1) among a task's trained steps that trainer `rank` needs, because
+    it trains them.
 
-    A sharded rank without cells of a fragment still needs the fragment's first cell, for the forwards that it must
-    join.
+    A sharded rank without cells of a fragment still needs the fragment's first cell, for the
+    forwards that it must join.
     """
     portion = spec.portion_of(group, part)
     fragment = next(f for f in fragments(spec, update_of(spec, portion)) if portion in f)
@@ -53,10 +63,11 @@ def owned_positions(
 
 
 def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds: float) -> Message:
-    """Return the message with one trainer rank's part of a trajectory: all rewards, and the cells at `positions`.
+    """Return the message with one trainer rank's part of a trajectory: all rewards, and the cells
+    at `positions`.
 
-    The message also carries the claim under which the trajectory was generated, and the seconds that took. The
-    trainers' cost estimates use the seconds.
+    The message also carries the claim under which the trajectory was generated, and the seconds
+    that took. The trainers' cost estimates use the seconds.
     """
     meta = {name: getattr(trajectory, name) for name in _FIELDS} | {
         "positions": list(positions),
@@ -68,11 +79,14 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
     }
 
     def at_positions(tensor: Tensor) -> Tensor:
-        """Return [b, S, ...] -> [b, len(positions), ...], without a copy if `positions` are all of S."""
+        """Return [b, S, ...] -> [b, len(positions), ...], without a copy if `positions` are all of
+        S."""
         every = list(positions) == list(range(tensor.shape[1]))
         return tensor if every else tensor[:, list(positions)]
 
-    tensors: dict[str, Tensor] = {f"rewards/{name}": value for name, value in trajectory.rewards.items()}
+    tensors: dict[str, Tensor] = {
+        f"rewards/{name}": value for name, value in trajectory.rewards.items()
+    }
     if positions:
         tensors |= {
             "steps": trajectory.steps[list(positions)],
@@ -90,13 +104,19 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
 
 
 def joined(messages: Sequence[Message]) -> Message:
-    """Return one message with the cells of one task that several trainers got, and the first one's claim and
-    seconds."""
+    """Return one message with the cells of one task that several trainers got, and the first one's
+    claim and seconds."""
     holding = [message for message in messages if message.meta["positions"]]
     if len(holding) < 2:
         return (holding or messages)[0]
     first, whole = holding[0], dict(holding[0].tensors)
-    for name, axis in (("steps", 0), ("latents", 1), ("next_latents", 1), ("log_probs", 1), ("means", 1)):
+    for name, axis in (
+        ("steps", 0),
+        ("latents", 1),
+        ("next_latents", 1),
+        ("log_probs", 1),
+        ("means", 1),
+    ):
         if name in whole:
             whole[name] = torch.cat([message.tensors[name] for message in holding], dim=axis)
     positions = [position for message in holding for position in message.meta["positions"]]
@@ -109,16 +129,24 @@ class Part:
     def __init__(self, message: Message) -> None:
         try:
             self.meta = {name: int(message.meta[name]) for name in _FIELDS}
-            self.claim = Claim(int(message.meta["queued"]), int(message.meta["maker"]), int(message.meta["attempt"]))
+            self.claim = Claim(
+                int(message.meta["queued"]),
+                int(message.meta["maker"]),
+                int(message.meta["attempt"]),
+            )
             self.seconds = float(message.meta["seconds"])
             self.positions = [int(p) for p in message.meta["positions"]]
-            self.rewards = {str(name): message.tensors[f"rewards/{name}"] for name in message.meta["reward_names"]}
+            self.rewards = {
+                str(name): message.tensors[f"rewards/{name}"]
+                for name in message.meta["reward_names"]
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a CELLS message lacks or garbles {error}.") from error
         self._tensors = message.tensors
 
     def block(self, steps: Sequence[int]) -> CellBlock:
-        """Return the cells at `steps` (positions among the trained steps), which must have been sent to this rank."""
+        """Return the cells at `steps` (positions among the trained steps), which must have been
+        sent to this rank."""
         index = torch.tensor([self.positions.index(position) for position in steps])
         t = self._tensors
         return CellBlock(
@@ -132,7 +160,11 @@ class Part:
             latents=t["latents"][:, index],
             next_latents=t["next_latents"][:, index],
             log_probs=t["log_probs"][:, index],
-            condition={name.removeprefix("condition/"): t[name] for name in t if name.startswith("condition/")},
+            condition={
+                name.removeprefix("condition/"): t[name]
+                for name in t
+                if name.startswith("condition/")
+            },
             final=t.get("final"),
             means=t["means"][:, index] if "means" in t else None,
             base_means=t["base_means"][:, index] if "base_means" in t else None,
@@ -142,19 +174,20 @@ class Part:
 class StepBoard:
     """One RL step on one trainer rank: complete groups, their rewards, their cells.
 
-    I4: a group is released only after every task of it has arrived with rewards. With `data.oversample` it must also be
-    known whether the group is trained. A group without an optimised reward is dropped. All ranks see all rewards, so
-    all leave out the same groups, and the same cells that cannot have a gradient.
+    I4: a group is released only after every task of it has arrived with rewards. With
+    `data.oversample` it must also be known whether the group is trained. A group without an
+    optimised reward is dropped. All ranks see all rewards, so all leave out the same groups, and
+    the same cells that cannot have a gradient.
 
     Args:
         teaches: tells which complete groups teach something, if the others are left out; None: all
             (`schedule.selection`).
         useful: tells which samples of complete groups can have a gradient; None: all.
-        lockstep: weights or tokens are shared. Every forward is then a collective, and all ranks must run equally many.
-            A rank with fewer blocks in a micro-batch is padded with a cell of weight zero. Other ranks compute what
-            they own.
-        neighbours: number of ranks that share them; 0: all. When gradients are reduced, all ranks run equally many
-            forwards.
+        lockstep: weights or tokens are shared. Every forward is then a collective, and all ranks
+            must run equally many. A rank with fewer blocks in a micro-batch is padded with a cell
+            of weight zero. Other ranks compute what they own.
+        neighbours: number of ranks that share them; 0: all. When gradients are reduced, all ranks
+            run equally many forwards.
     """
 
     def __init__(
@@ -169,7 +202,13 @@ class StepBoard:
         teaches: Teaches | None = None,
         neighbours: int = 0,
     ) -> None:
-        self._spec, self._place, self._rank, self.step, self._lockstep = spec, place, rank, step, lockstep
+        self._spec, self._place, self._rank, self.step, self._lockstep = (
+            spec,
+            place,
+            rank,
+            step,
+            lockstep,
+        )
         self._neighbours = neighbours
         self._useful, self._teaches = useful, teaches
         self._weights = dict(reward_weights)
@@ -185,7 +224,8 @@ class StepBoard:
     def add(self, part: Part) -> bool:
         """Take in the part of a task, and return whether the part was new.
 
-        A second delivery of a task is ignored, because a task that was issued again gives the same samples.
+        A second delivery of a task is ignored, because a task that was issued again gives the same
+        samples.
 
         Raises:
             StalenessError: the part was generated by another version than its group's.
@@ -193,7 +233,8 @@ class StepBoard:
         expected = group_version(self._spec, self.step, part.meta["group"])
         if part.meta["version"] != expected:
             raise StalenessError(
-                f"group {part.meta['group']} of step {self.step} was generated by version {part.meta['version']}, "
+                f"group {part.meta['group']} of step {self.step} was generated by version "
+                f"{part.meta['version']}, "
                 f"the schedule fixed version {expected}."
             )
         group, index = part.meta["group"], part.meta["first_sample"] // self._spec.task_size
@@ -203,7 +244,9 @@ class StepBoard:
         rows = slice(part.meta["first_sample"], part.meta["first_sample"] + self._spec.task_size)
         for name, values in part.rewards.items():
             # NaN marks a reward that has not arrived.
-            table = self.rewards.setdefault(name, torch.full((self._spec.prompts, self._spec.group_size), torch.nan))
+            table = self.rewards.setdefault(
+                name, torch.full((self._spec.prompts, self._spec.group_size), torch.nan)
+            )
             table[group, rows] = values
         if all((group, i) in self._parts for i in range(self._spec.tasks_per_group)):
             self._faults[group] = self._fault(group)
@@ -217,10 +260,15 @@ class StepBoard:
     def _fault(self, group: int) -> str | None:
         if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
             return MISSING_REWARD
-        return ZERO_VARIANCE if self._teaches is not None and not self._teaches(self.rewards)[group] else None
+        return (
+            ZERO_VARIANCE
+            if self._teaches is not None and not self._teaches(self.rewards)[group]
+            else None
+        )
 
     def is_complete(self, fragment: tuple[int, ...]) -> bool:
-        """Return whether every group of the fragment has arrived, is scored, and is known to be trained or not."""
+        """Return whether every group of the fragment has arrived, is scored, and is known to be
+        trained or not."""
         return self.completed.issuperset(self._spec.groups_of(fragment))
 
     def concerns(self, fragment: tuple[int, ...]) -> bool:
@@ -228,7 +276,8 @@ class StepBoard:
         return self._lockstep or any(self._place(fragment)[self._rank])
 
     def useful(self, fragment: tuple[int, ...]) -> Tensor:
-        """Return which samples are trained: [portions of the complete fragment, samples of a portion] bool."""
+        """Return which samples are trained: [portions of the complete fragment, samples of a
+        portion] bool."""
         useful = torch.ones(self._spec.prompts, self._spec.group_size, dtype=torch.bool)
         if self._useful is not None:
             useful &= self._useful(self._counted())
@@ -236,30 +285,39 @@ class StepBoard:
         return self.of_fragment(useful, fragment)
 
     def of_fragment(self, table: Tensor, fragment: tuple[int, ...]) -> Tensor:
-        """Return a fragment's rows of a table: [P, G] -> [portions of the fragment, samples of a portion]."""
+        """Return a fragment's rows of a table: [P, G] -> [portions of the fragment, samples of a
+        portion]."""
         portions = table[self._spec.groups_of(fragment)].unflatten(1, (self._spec.slices, -1))
         return portions[:, fragment[0] // self._spec.prompts]
 
     def batches(self, fragment: tuple[int, ...], last: bool = False) -> list[TrainBatch]:
         """Return this rank's micro-batches of a complete fragment.
 
-        After the `last` fragment of an update sharded trainers reduce their gradients, so each of them must run a
-        forward.
+        After the `last` fragment of an update sharded trainers reduce their gradients, so each of
+        them must run a forward.
         """
         spec = self._spec
         keep: dict[tuple[int, int], Tensor] = {}
-        for portion, group, useful in zip(fragment, spec.groups_of(fragment), self.useful(fragment), strict=True):
+        for portion, group, useful in zip(
+            fragment, spec.groups_of(fragment), self.useful(fragment), strict=True
+        ):
             tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in tasks}
-        placement = without(self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any()))
+        placement = without(
+            self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any())
+        )
         widths = [0] * len(placement[0])
         if self._lockstep:
             count = self._neighbours or len(placement)
             begin = self._rank - self._rank % count
             # As many forwards as the neighbour with the most blocks: each forward is a collective.
-            widths = [max(map(len, ranks)) for ranks in zip(*placement[begin : begin + count], strict=True)]
+            widths = [
+                max(map(len, ranks))
+                for ranks in zip(*placement[begin : begin + count], strict=True)
+            ]
             if last:
-                # Gradients are reduced in the last micro-batch, so ranks without cells run a padded forward.
+                # Gradients are reduced in the last micro-batch, so ranks without cells run a padded
+                # forward.
                 widths[-1] = max(1, *(len(own[-1]) for own in placement))
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):
@@ -271,17 +329,25 @@ class StepBoard:
     def gradient_scale(self, update: int) -> float:
         """Return the factor for the gradient of a complete update.
 
-        With `data.zero_variance_groups=drop` some groups leave the loss's denominator. They are known only when all
-        groups of the update have been trained.
+        With `data.zero_variance_groups=drop` some groups leave the loss's denominator. They are
+        known only when all groups of the update have been trained.
         """
         trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
-        return self._spec.places / trained if trained and self._spec.zero_variance_groups == "drop" else 1.0
+        return (
+            self._spec.places / trained
+            if trained and self._spec.zero_variance_groups == "drop"
+            else 1.0
+        )
 
     def made_under(self, fragment: tuple[int, ...]) -> list[tuple[int, Claim]]:
         """Return (version, claim) of every task that makes the fragment complete here."""
         alone = self._spec.gap > 0 and not self._spec.selects
         groups = set(self._spec.groups_of(fragment)) if alone else range(self._spec.prompts)
-        return [(part.meta["version"], part.claim) for (group, _), part in self._parts.items() if group in groups]
+        return [
+            (part.meta["version"], part.claim)
+            for (group, _), part in self._parts.items()
+            if group in groups
+        ]
 
     def versions(self, fragment: tuple[int, ...]) -> set[int]:
         """Return the weight versions that generated the fragment."""

@@ -1,20 +1,22 @@
-"""The data plane: one TCP connection per (sender, receiver), opened on first use; a dead peer affects no other one.
+"""The data plane: one TCP connection per (sender, receiver), opened on first use; a dead peer
+affects no other one.
 
     caller's thread             thread link-to-PEER          thread link-reader          caller's thread
     send -> encode -> outbox -> (waits for the address,  ->  decode -> inbox         ->  receive
                     (bounded)   connects, writes)
 
-`send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted. `receive` waits at most its
-timeout. A reader waits for bytes, and ends when the peer closes the connection. An extension can change what travels
-between two ranks: each end of a connection passes its messages through a `Line`.
+`send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted.
+`receive` waits at most its timeout. A reader waits for bytes, and ends when the peer closes the
+connection. An extension can change what travels between two ranks: each end of a connection passes
+its messages through a `PeerLine`.
 
-Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled, and building a pair
-can deadlock two ranks that send to each other. A socket reports a dead peer at once. Collectives stay with
-torch.distributed.
+Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled,
+and building a pair can deadlock two ranks that send to each other. A socket reports a dead peer at
+once. Collectives stay with torch.distributed.
 
-Every rank listens, and publishes its address on the control store. A connection begins with a handshake in which both
-ends prove that they hold the run's token (`digenrl.cluster.handshake`).
-"""
+Every rank listens, and publishes its address on the control store. A connection begins with a
+handshake in which both ends prove that they hold the run's token (`digenrl.cluster.handshake`).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from digenrl.cluster.world import Session, World
 from digenrl.transport.wire import Buffers, Message, WireError, decode, encode, on_host
 
 RELAY = "relay"
-"""Key in a message's meta: ranks to which the receiver's link passes the message on, whatever the receiver is doing."""
+"""Key in a message's meta: ranks to which the receiver's link passes the message on, whatever the
+receiver is doing."""
 _BUFFER = 4 << 20
 _VECTOR = 1024
 """Most buffers that one system call takes (IOV_MAX of Linux)."""
@@ -54,7 +57,8 @@ Routes = Mapping[int, Sequence[int]]
 
 
 class Link(Protocol):
-    """Messages between ranks, as the strategy needs them. RDMA or NCCL transports fit behind these five calls."""
+    """Messages between ranks, as the strategy needs them. RDMA or NCCL transports fit behind these
+    five calls."""
 
     def send(self, peer: int, message: Message) -> None:
         """Queue `message` for `peer`. Blocks only while the peer's bounded queue is full.
@@ -72,32 +76,36 @@ class Link(Protocol):
         """
 
     def drain(self) -> None:
-        """Wait until every queued message has been written to each peer that is alive. Nothing can be sent
-        afterwards."""
+        """Wait until every queued message has been written to each peer that is alive. Nothing can
+        be sent afterwards."""
 
     def close(self) -> None:
         """Flush queued messages (for a limited time; not at all in an aborted run), then close."""
 
 
-class Line(Protocol):
-    """One direction of the connection with one peer, where messages can be changed. Called in the link's threads."""
+class PeerLine(Protocol):
+    """One direction of the connection with one peer, where messages can be changed. Called in the
+    link's threads."""
 
     def outgoing(self, message: Message) -> Message:
-        """Return the message to write in place of `message`, whose tensors are contiguous and in CPU memory."""
+        """Return the message to write in place of `message`, whose tensors are contiguous and in
+        CPU memory."""
 
     def written(self, size: int, room: int, more: bool) -> None:
-        """Note that a message of `size` bytes has been written to a socket whose buffer holds `room` bytes.
+        """Note that a message of `size` bytes has been written to a socket whose buffer holds
+        `room` bytes.
 
         Args:
             more: whether the next message is already waiting.
         """
 
     def incoming(self, message: Message) -> Message:
-        """Return the message that the peer passed to `outgoing`, from the message that `outgoing` returned."""
+        """Return the message that the peer passed to `outgoing`, from the message that `outgoing`
+        returned."""
 
 
 class PlainLine:
-    """A `Line` that changes nothing."""
+    """A `PeerLine` that changes nothing."""
 
     def outgoing(self, message: Message) -> Message:
         return message
@@ -109,14 +117,16 @@ class PlainLine:
         return message
 
 
-Lines = Callable[[int], Line]
+Lines = Callable[[int], PeerLine]
 """Makes the line of one direction of a connection, given the peer."""
 
 
 class LinkMaker(Protocol):
     """Makes the link of a rank: `socket_link`, or a function of an extension."""
 
-    def __call__(self, control: Control, world: World, session: Session, device: torch.device) -> Link: ...
+    def __call__(
+        self, control: Control, world: World, session: Session, device: torch.device
+    ) -> Link: ...
 
 
 class SocketLink:
@@ -124,9 +134,10 @@ class SocketLink:
 
     Args:
         network: the range of ports in which the link listens, on `host`.
-        watched: whether a launcher judges every death. Otherwise a connection that ends before the run does is an
-            error.
-        limits: how long `close` waits for what is still queued, and how long the launcher may take to judge a death.
+        watched: whether a launcher judges every death. Otherwise a connection that ends before the
+            run does is an error.
+        limits: how long `close` waits for what is still queued, and how long the launcher may take
+            to judge a death.
         stage: entered with "send" while a message is written.
         lines: peer -> the line that may change messages with this peer.
     """
@@ -144,7 +155,12 @@ class SocketLink:
         stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
         lines: Lines = lambda peer: PlainLine(),
     ) -> None:
-        self._control, self._rank, self._handshake, self._depth = control, rank, handshake, queue_depth
+        self._control, self._rank, self._handshake, self._depth = (
+            control,
+            rank,
+            handshake,
+            queue_depth,
+        )
         self._watched, self._limits, self._stage = watched, limits, stage
         self._inbox: queue.Queue[Message | BaseException] = queue.Queue()
         self._outboxes: dict[int, tuple[queue.Queue[_Queued | None], threading.Thread]] = {}
@@ -172,7 +188,9 @@ class SocketLink:
                 if not thread.is_alive():
                     if self._finished() or peer in self._control.lost_ranks():
                         return None
-                    raise ConnectionError(f"rank {self._rank} can no longer send to rank {peer}.") from None
+                    raise ConnectionError(
+                        f"rank {self._rank} can no longer send to rank {peer}."
+                    ) from None
 
     def multicast(self, routes: Routes, message: Message) -> None:
         for rank, further in routes.items():
@@ -180,12 +198,14 @@ class SocketLink:
             self.send(rank, replace(message, meta={**message.meta, **relay}))
 
     def open(self, peer: int) -> tuple[queue.Queue[_Queued | None], threading.Thread]:
-        """Connect to `peer`, which can then see this rank's end. Return the peer's queue and the thread that empties
-        it."""
+        """Connect to `peer`, which can then see this rank's end. Return the peer's queue and the
+        thread that empties it."""
         with self._opening:  # the scorer's thread sends too
             if peer not in self._outboxes:
                 box: queue.Queue[_Queued | None] = queue.Queue(self._depth)
-                thread = threading.Thread(target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True)
+                thread = threading.Thread(
+                    target=self._sender, args=(peer, box), name=f"link-to-{peer}", daemon=True
+                )
                 thread.start()
                 self._outboxes[peer] = (box, thread)
             return self._outboxes[peer]
@@ -204,7 +224,8 @@ class SocketLink:
         for outbox, thread in self._outboxes.values():
             ended = False
             while thread.is_alive() and time.monotonic() < deadline and not self._aborted():
-                # None ends the sender. A blocking put could wait for ever on a peer that has stopped reading.
+                # None ends the sender. A blocking put could wait for ever on a peer that has
+                # stopped reading.
                 if not ended and not outbox.full():
                     outbox.put(None)
                     ended = True
@@ -248,8 +269,14 @@ class SocketLink:
         except PeerLost:
             return
         except (OSError, Aborted) as error:
-            if not self._closing.is_set() and not self._finished() and not self._goes_on_without(peer):
-                self._inbox.put(ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}"))
+            if (
+                not self._closing.is_set()
+                and not self._finished()
+                and not self._goes_on_without(peer)
+            ):
+                self._inbox.put(
+                    ConnectionError(f"rank {self._rank} lost its link to rank {peer}: {error}")
+                )
 
     def _goes_on_without(self, peer: int) -> bool:
         """Return whether the run goes on without `peer`, to which the connection broke."""
@@ -271,7 +298,9 @@ class SocketLink:
                 buffer = buffer[received:]
 
         try:
-            while sock.recv(1, socket.MSG_PEEK):  # an empty peek is an orderly end between two messages
+            while sock.recv(
+                1, socket.MSG_PEEK
+            ):  # an empty peek is an orderly end between two messages
                 self._deliver(line.incoming(decode(read, MAX_MESSAGE_BYTES)))
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
@@ -279,19 +308,30 @@ class SocketLink:
                 self._inbox.put(error)
         finally:
             sock.close()
-        if not (self._watched or self._closing.is_set() or self._finished() or self._goes_on_without(peer)):
-            cause = f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
+        if not (
+            self._watched
+            or self._closing.is_set()
+            or self._finished()
+            or self._goes_on_without(peer)
+        ):
+            cause = (
+                f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
+            )
             self._inbox.put(ConnectionError(cause))
 
     def _deliver(self, message: Message) -> None:
-        # Before the inbox: the other ranks of the node must not wait until this rank reads its inbox.
+        # Before the inbox: the other ranks of the node must not wait until this rank reads its
+        # inbox.
         self._pass_on(message)
         self._inbox.put(message)
 
     def _pass_on(self, message: Message) -> None:
-        """Send a message on to the other ranks of this node, so that it crosses the network once."""
+        """Send a message on to the other ranks of this node, so that it crosses the network
+        once."""
         further = message.meta.get(RELAY, ())
-        onward = replace(message, meta={key: it for key, it in message.meta.items() if key != RELAY})
+        onward = replace(
+            message, meta={key: it for key, it in message.meta.items() if key != RELAY}
+        )
         for peer in further:
             self.send(int(peer), onward)
 

@@ -2,9 +2,9 @@
 
 A rollout that leaves suspends its running task. So does a lending trainer when a fragment is ready.
 
-Only tasks of the step in progress are sent. The next version cannot be published before these tasks are trained, so the
-receiver holds the version that they need. Under one-step asynchrony the receiver may first have to adopt that version;
-the task waits until then.
+Only tasks of the step in progress are sent. The next version cannot be published before these tasks
+are trained, so the receiver holds the version that they need. Under one-step asynchrony the
+receiver may first have to adopt that version; the task waits until then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ def pack_state(task: Task, state: SampleState, claim: Claim) -> Message:
         kept = getattr(state, name)
         if kept:
             tensors[name] = torch.stack(kept)
-    meta = {"task": asdict(task), "next_step": state.next_step, "seed": state.key.seed, "uid": state.key.uid}
+    meta = {
+        "task": asdict(task),
+        "next_step": state.next_step,
+        "seed": state.key.seed,
+        "uid": state.key.uid,
+    }
     meta |= {"position": claim.position, "attempt": claim.attempt}
     return Message(MessageKind.STATE, meta, tensors)
 
@@ -71,7 +76,9 @@ class Suspended:
             meta, tensors, task = self.message.meta, self.message.tensors, self.task
             rows = tuple(range(task.first_sample, task.first_sample + task.samples))
             key = SampleKey(int(meta["seed"]), task.step, int(meta["uid"]), rows)
-            kept: dict[str, Any] = {name: tensors[name].unbind() if name in tensors else () for name in _KEPT}
+            kept: dict[str, Any] = {
+                name: tensors[name].unbind() if name in tensors else () for name in _KEPT
+            }
             return move(SampleState(key, tensors["latents"], self.next_step, **kept), device)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error

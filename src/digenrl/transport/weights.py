@@ -1,4 +1,5 @@
-"""Versioned weights: published once per logical batch, checked by digest, adopted between trajectories.
+"""Versioned weights: published once per logical batch, checked by digest, adopted between
+trajectories.
 
     trainer 0                                          rollout rank
     publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
@@ -6,14 +7,14 @@
     any rank that holds the version: publish   -->     a rank that has joined, and asked for the version
     other trainers: attest (replicas) or take_part (shards); they keep no copy
 
-Version v is the weights after v logical batches. LoRA runs send the adapter alone. Every run sends the dtypes that
-rollouts hold: 16 bit if they compute in it. Of a run's initial weights only the digest is sent, because rollouts have
-the weights already.
+Version v is the weights after v logical batches. LoRA runs send the adapter alone. Every run sends
+the dtypes that rollouts hold: 16 bit if they compute in it. Of a run's initial weights only the
+digest is sent, because rollouts have the weights already.
 
-A version is sent in buckets of consecutive parameters, so that copying, hashing, sending and checking overlap. The last
-message carries the digest; without it nothing is adopted. Both sides first compare a digest of names, shapes and dtypes
-(`table`).
-"""
+A version is sent in buckets of consecutive parameters, so that copying, hashing, sending and
+checking overlap. The last message carries the digest; without it nothing is adopted. Both sides
+first compare a digest of names, shapes and dtypes (`table`).
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,12 +33,13 @@ from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _BUCKET_BYTES = 4 << 20
 _MOST_BUCKETS = 32
-"""Most buckets of a version: fewer than a link queues for a peer, so that a slow peer does not hold up the trainer."""
+"""Most buckets of a version: fewer than a link queues for a peer, so that a slow peer does not hold
+up the trainer."""
 _PIECE_BYTES = 16 << 20
 """Bytes of a parameter that `attest` reads at once."""
 _ALIGNMENT = 64
-"""Alignment of a tensor within its bucket, in bytes, as torch allocates. Kernels then take the same path on every
-rank."""
+"""Alignment of a tensor within its bucket, in bytes, as torch allocates. Kernels then take the same
+path on every rank."""
 
 
 class WeightsError(RuntimeError):
@@ -57,7 +59,8 @@ class Version:
 
 @dataclass
 class Bucket:
-    """Parameters that are sent together, with the byte at which each begins. Grows while the plan is made."""
+    """Parameters that are sent together, with the byte at which each begins. Grows while the plan
+    is made."""
 
     starts: dict[str, int] = field(default_factory=dict)
     size: int = 0
@@ -67,7 +70,11 @@ class Bucket:
         found: dict[str, Tensor] = {}
         for name, start in self.starts.items():
             like = parameters[name]
-            found[name] = data[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+            found[name] = (
+                data[start : start + like.numel() * like.element_size()]
+                .view(like.dtype)
+                .view(like.shape)
+            )
         return found
 
     def filled(self, parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
@@ -87,18 +94,25 @@ class Bucket:
 
 
 def table(parameters: Mapping[str, Tensor]) -> str:
-    """Return a digest of names, shapes and dtypes: equal on two ranks exactly if weights can be sent between them."""
-    rows = [f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in parameters.items()]
+    """Return a digest of names, shapes and dtypes: equal on two ranks exactly if weights can be
+    sent between them."""
+    rows = [
+        f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+        for name, parameter in parameters.items()
+    ]
     return xxhash.xxh3_64_hexdigest("\n".join(rows).encode())
 
 
 def buckets(parameters: Mapping[str, Tensor]) -> list[Bucket]:
     """Return which parameters are sent together. The plan depends only on what `table` covers.
 
-    A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the next version can reuse
-    the blocks of the one before.
+    A bucket is filled up to a power of two. torch allocates pinned memory in such sizes, so the
+    next version can reuse the blocks of the one before.
     """
-    sizes = {name: _padded(parameter.numel() * parameter.element_size()) for name, parameter in parameters.items()}
+    sizes = {
+        name: _padded(parameter.numel() * parameter.element_size())
+        for name, parameter in parameters.items()
+    }
     full = max(_BUCKET_BYTES, 1 << (-(-2 * sum(sizes.values()) // _MOST_BUCKETS) - 1).bit_length())
     plan = [Bucket()]
     for name, size in sizes.items():
@@ -132,14 +146,16 @@ def publish(
 ) -> Version:
     """Copy `parameters` and send them as version `number`.
 
-    When this returns, the copy is complete. Later optimizer steps cannot change it, however slow the link is. With
-    sharded parameters this is a collective: every other trainer calls `attest`.
+    When this returns, the copy is complete. Later optimizer steps cannot change it, however slow
+    the link is. With sharded parameters this is a collective: every other trainer calls `attest`.
 
     Args:
         routes: rank that gets the version from here -> ranks to which it passes the version on.
-        agree: called with the digest before the version becomes valid; raises if another trainer has another digest.
+        agree: called with the digest before the version becomes valid; raises if another trainer
+            has another digest.
         like: tensors with the dtypes to send; None = those of `parameters`.
-        there: the ranks hold these weights already, as at the start of a run. Only the digest is sent.
+        there: the ranks hold these weights already, as at the start of a run. Only the digest is
+            sent.
         sender: this rank. Receivers keep the messages of two senders apart.
     """
     like = parameters if like is None else like
@@ -150,7 +166,9 @@ def publish(
     for index, bucket in enumerate(plan):
         data = bucket.filled(parameters, like)
         if not there:
-            link.multicast(routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data}))
+            link.multicast(
+                routes, Message(MessageKind.WEIGHTS, meta | {"bucket": index}, {"data": data})
+            )
         digests.append(xxhash.xxh3_64_hexdigest(tensor_bytes(data)))
         tensors |= bucket.views(data, like)
     digest = _combined(digests)
@@ -161,7 +179,8 @@ def publish(
 
 @torch.no_grad()
 def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
-    """Return the digest that `publish` gives these parameters, reading piece by piece and keeping no copy.
+    """Return the digest that `publish` gives these parameters, reading piece by piece and keeping
+    no copy.
 
     With sharded parameters this is a collective, as `publish` is.
     """
@@ -187,15 +206,20 @@ def take_part(parameters: Mapping[str, Tensor]) -> None:
 
 
 class Arrivals:
-    """Collects the messages of a version until the version is complete. `parameters` are this rank's own.
+    """Collects the messages of a version until the version is complete. `parameters` are this
+    rank's own.
 
-    A link keeps the order of a sender's messages: buckets in order, the digest last. A digest without buckets confirms
-    weights that this rank already has. A rank that joined may get two versions at once: the one that it asked for, and
-    the next.
+    A link keeps the order of a sender's messages: buckets in order, the digest last. A digest
+    without buckets confirms weights that this rank already has. A rank that joined may get two
+    versions at once: the one that it asked for, and the next.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters, self._table, self._plan = parameters, table(parameters), buckets(parameters)
+        self._parameters, self._table, self._plan = (
+            parameters,
+            table(parameters),
+            buckets(parameters),
+        )
         self._arrived: defaultdict[int, list[Message]] = defaultdict(list)
         """Sender -> messages so far of its version."""
 
@@ -203,36 +227,50 @@ class Arrivals:
         """Take in one message, and return the version that it completes, or None.
 
         Raises:
-            WeightsError: other names or shapes than this rank's, a bucket out of turn, or bytes with another digest
-                than the announced one.
+            WeightsError: other names or shapes than this rank's, a bucket out of turn, or bytes
+                with another digest than the announced one.
         """
         number, announced = message.meta["version"], message.meta.get("digest")
         if message.meta["table"] != self._table:
             raise WeightsError(
-                f"weights of version {number} do not fit this rank: names, shapes or dtypes differ. "
+                f"weights of version {number} do not fit this rank: names, shapes or dtypes "
+                "differ. "
                 "All ranks must build the model from the same configuration."
             )
         sender = message.meta["sender"]
         place = len(self._arrived[sender])
         if announced is None:
             data, index = message.tensors.get("data"), message.meta.get("bucket")
-            if index != place or place >= len(self._plan) or data is None or len(data) != self._plan[place].size:
-                raise WeightsError(f"weights of version {number}: bucket {index} came where {place} was expected.")
+            if (
+                index != place
+                or place >= len(self._plan)
+                or data is None
+                or len(data) != self._plan[place].size
+            ):
+                raise WeightsError(
+                    f"weights of version {number}: bucket {index} came where {place} was expected."
+                )
             self._arrived[sender].append(message)
             return None
         arrived = self._arrived.pop(sender)
         if not arrived:
             if (own := attest(self._parameters, self._parameters)) != announced:
                 raise WeightsError(
-                    f"this rank begins with other weights ({own}) than the trainers ({announced}): give all ranks the "
+                    f"this rank begins with other weights ({own}) than the trainers ({announced}): "
+                    "give all ranks the "
                     "same model.path, configuration, seed and versions of torch and diffusers."
                 )
             return Version(number, announced, {})
         digest = _combined(
-            [part.digest or xxhash.xxh3_64_hexdigest(tensor_bytes(part.tensors["data"])) for part in arrived]
+            [
+                part.digest or xxhash.xxh3_64_hexdigest(tensor_bytes(part.tensors["data"]))
+                for part in arrived
+            ]
         )
         if digest != announced or any(part.meta["version"] != number for part in arrived):
-            raise WeightsError(f"weights of version {number} arrived with digest {digest}, sent as {announced}.")
+            raise WeightsError(
+                f"weights of version {number} arrived with digest {digest}, sent as {announced}."
+            )
         tensors: dict[str, Tensor] = {}
         for bucket, part in zip(self._plan, arrived, strict=True):
             tensors |= bucket.views(part.tensors["data"], self._parameters)
@@ -243,14 +281,20 @@ class Arrivals:
 def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
     """Set `parameters` to this version, in their own dtypes.
 
-    In CPU memory the arrived bytes are used, not copied. A version without tensors is in place already.
+    In CPU memory the arrived bytes are used, not copied. A version without tensors is in place
+    already.
     """
     for name, value in version.tensors.items():
         parameter = parameters[name]
-        if (parameter.device, parameter.dtype) == (value.device, value.dtype) and parameter.is_contiguous():
+        if (parameter.device, parameter.dtype) == (
+            value.device,
+            value.dtype,
+        ) and parameter.is_contiguous():
             parameter.data = value
         else:
-            parameter.copy_(value, non_blocking=True)  # from pinned memory, copies queue up behind each other
+            parameter.copy_(
+                value, non_blocking=True
+            )  # from pinned memory, copies queue up behind each other
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Messages between ranks: a fixed, checked header and raw tensor bytes. No pickle, nothing executable.
+"""Messages between ranks: a fixed, checked header and raw tensor bytes. No pickle, nothing
+executable.
 
-A message on the wire is
-    b"DGRL" | kind u16 | meta length u32 | tensor count u16 | meta (UTF-8 JSON object of plain values)
-    then a table with one row per tensor: dtype code u8 | dims u8 | 8 x u64 (unused dimensions 0)
-    then the raw bytes of all tensors.
+A message on the wire is b"DGRL" | kind u16 | meta length u32 | tensor count u16 | meta (UTF-8 JSON
+    object of plain values) then a table with one row per tensor: dtype code u8 | dims u8 | 8 x u64
+    (unused dimensions 0) then the raw bytes of all tensors.
 The receiver knows every size before it allocates, and refuses what is over its limits.
 """
 
@@ -61,13 +61,15 @@ class WireError(ConnectionError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message: `meta` of plain JSON values, and tensors by name (the names are sent with the meta)."""
+    """One message: `meta` of plain JSON values, and tensors by name (the names are sent with the
+    meta)."""
 
     kind: MessageKind
     meta: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     digest: str | None = None
-    """xxh3 over all tensor bytes of a received WEIGHTS message, computed while each piece was still in the cache."""
+    """xxh3 over all tensor bytes of a received WEIGHTS message, computed while each piece was still
+    in the cache."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -81,18 +83,23 @@ Buffers = list[memoryview]
 
 
 def on_host(message: Message) -> Message:
-    """Return the message with contiguous tensors in CPU memory. Tensors that are so already are not copied."""
-    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in message.tensors.items()}
+    """Return the message with contiguous tensors in CPU memory. Tensors that are so already are not
+    copied."""
+    tensors = {
+        name: tensor.detach().to("cpu").contiguous() for name, tensor in message.tensors.items()
+    }
     return replace(message, tensors=tensors)
 
 
 def encode(message: Message) -> Buffers:
-    """Return the buffers to put on the wire, in order; the bytes of contiguous CPU tensors are not copied."""
+    """Return the buffers to put on the wire, in order; the bytes of contiguous CPU tensors are not
+    copied."""
     names = list(message.tensors)
     meta = json.dumps({"names": names, "meta": dict(message.meta)}, separators=(",", ":")).encode()
     if len(meta) > MAX_META_BYTES or len(names) > MAX_TENSORS:
         raise WireError(
-            f"message of kind {message.kind.name} is too large: {len(meta)} bytes of meta, {len(names)} tensors."
+            f"message of kind {message.kind.name} is too large: {len(meta)} bytes of meta, "
+            f"{len(names)} tensors."
         )
     head = bytearray(_HEAD.pack(MAGIC, message.kind, len(meta), len(names)) + meta)
     raw: list[memoryview] = []
@@ -100,10 +107,13 @@ def encode(message: Message) -> Buffers:
         tensor = message.tensors[name].detach().to("cpu").contiguous()
         if tensor.dtype not in _CODES or tensor.dim() > MAX_DIMS:
             raise WireError(
-                f"tensor {name!r} has dtype {tensor.dtype} and {tensor.dim()} dimensions; the wire carries "
+                f"tensor {name!r} has dtype {tensor.dtype} and {tensor.dim()} dimensions; the wire "
+                "carries "
                 f"{', '.join(map(str, DTYPES))} of at most {MAX_DIMS}."
             )
-        head += _ROW.pack(_CODES[tensor.dtype], tensor.dim(), *tensor.shape, *(0,) * (MAX_DIMS - tensor.dim()))
+        head += _ROW.pack(
+            _CODES[tensor.dtype], tensor.dim(), *tensor.shape, *(0,) * (MAX_DIMS - tensor.dim())
+        )
         raw.append(tensor_bytes(tensor))
     return [memoryview(head), *raw]
 
@@ -116,7 +126,8 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
         max_bytes: bound for the sum of all tensors. An empty dimension counts as one.
 
     Raises:
-        WireError: wrong magic, unknown kind or dtype, sizes over the limits, or meta that is not the agreed JSON.
+        WireError: wrong magic, unknown kind or dtype, sizes over the limits, or meta that is not
+            the agreed JSON.
     """
 
     def take(size: int) -> bytearray:
@@ -126,9 +137,15 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
 
     max_count = min(MAX_TENSORS, max_bytes)  # each counts at least a byte
     magic, kind, meta_size, count = _HEAD.unpack(take(_HEAD.size))
-    if magic != MAGIC or kind not in MessageKind._value2member_map_ or meta_size > MAX_META_BYTES or count > max_count:
+    if (
+        magic != MAGIC
+        or kind not in MessageKind._value2member_map_
+        or meta_size > MAX_META_BYTES
+        or count > max_count
+    ):
         raise WireError(
-            f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} tensors."
+            f"not a digenrl message: magic {magic!r}, kind {kind}, meta {meta_size} bytes, {count} "
+            "tensors."
         )
     try:
         body = json.loads(take(meta_size))
@@ -154,10 +171,14 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
             read(raw[start : start + piece])
             if hasher is not None:
                 hasher.update(raw[start : start + piece])
-    return Message(MessageKind(kind), meta, tensors, hasher.hexdigest() if hasher is not None else None)
+    return Message(
+        MessageKind(kind), meta, tensors, hasher.hexdigest() if hasher is not None else None
+    )
 
 
-def _layout(names: Sequence[str], rows: bytearray, max_bytes: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+def _layout(
+    names: Sequence[str], rows: bytearray, max_bytes: int
+) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a message, as its table announces them.
 
     Raises:
@@ -171,6 +192,9 @@ def _layout(names: Sequence[str], rows: bytearray, max_bytes: int) -> list[tuple
         shape = tuple(sizes[:dims])
         total += math.prod(max(1, size) for size in shape) * DTYPES[code].itemsize
         if total > max_bytes:
-            raise WireError(f"message of {total} bytes at tensor {name!r} {shape}: the limit is {max_bytes} bytes.")
+            raise WireError(
+                f"message of {total} bytes at tensor {name!r} {shape}: the limit is {max_bytes} "
+                "bytes."
+            )
         layout.append((DTYPES[code], shape))
     return layout

@@ -1,4 +1,5 @@
-"""`make benchmark`: base beside a checkpoint, images that are not made twice, the folders of other tools."""
+"""`make benchmark`: base beside a checkpoint, images that are not made twice, the folders of other
+tools."""
 
 from __future__ import annotations
 
@@ -23,14 +24,20 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return finished_run(tmp_path_factory.mktemp("run"), "scenes_flowgrpo")
 
 
-def test_scenes_are_scored_beside_the_base_and_made_once(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scenes_are_scored_beside_the_base_and_made_once(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [f"run={run_dir}", "suite=scenes", *FEW]
     assert main(words) == 0
     told = capsys.readouterr()
     path = Path(told.out.splitlines()[-1])
     result = json.loads(path.read_text())
     assert set(result["models"]) == {"base", "step-000007"}
-    assert result["models"]["base"]["overall"]["prompts"] == result["difference"]["overall"]["prompts"] == 3
+    assert (
+        result["models"]["base"]["overall"]["prompts"]
+        == result["difference"]["overall"]["prompts"]
+        == 3
+    )
     assert "overall" in told.err
     assert result["digest"] in told.err
     images = sorted(path.parent.glob("*/*/samples/*.png"))
@@ -44,19 +51,27 @@ def test_scenes_are_scored_beside_the_base_and_made_once(run_dir: Path, capsys: 
     assert lost.read_bytes() == before[lost][1]
     assert json.loads(path.read_text())["models"] == result["models"]
     assert main([*words, "seed=5"]) == 2
-    assert "holds images of another seed (1234, asked for 5): remove the folder" in capsys.readouterr().err
+    assert (
+        "holds images of another seed (1234, asked for 5): remove the folder"
+        in capsys.readouterr().err
+    )
     assert main([*words, "step=3"]) == 1
     assert "keeps no checkpoint of it; there are: 7" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_share_the_prompts_and_go_on_where_they_were_killed(tmp_path: Path, run_dir: Path) -> None:
-    """Three processes, killed when some images are there; then two, then one: what one process makes from the start."""
+def test_ranks_share_the_prompts_and_go_on_where_they_were_killed(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    """Three processes, killed when some images are there; then two, then one: what one process
+    makes from the start."""
     out = tmp_path / "shared"
     words = [f"run={run_dir}", "suite=scenes", "prompts=9", "samples=2", "sampling.eval.steps=2"]
     command = [sys.executable, "-m", "digenrl.extensions.bench.cli.benchmark", *words]
-    with subprocess.Popen([*command, f"out={out}", "ranks=3"], stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [*command, f"out={out}", "ranks=3"], stderr=subprocess.DEVNULL
+    ) as process:
         deadline = time.monotonic() + 120
         while not (began := [*out.glob("*/base/*/samples/*.png")]) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -68,7 +83,10 @@ def test_ranks_share_the_prompts_and_go_on_where_they_were_killed(tmp_path: Path
     assert main([*words, f"out={out}", "ranks=2"]) == 0
     assert all(image.stat().st_mtime_ns == changed for image, changed in kept.items())
     assert main([*words, f"out={tmp_path / 'alone'}"]) == 0
-    shared, alone = (json.loads((folder / "scenes/benchmark.json").read_text()) for folder in (out, tmp_path / "alone"))
+    shared, alone = (
+        json.loads((folder / "scenes/benchmark.json").read_text())
+        for folder in (out, tmp_path / "alone")
+    )
     for result in (shared, alone):
         for model in result["models"].values():
             del model["folder"]
@@ -76,12 +94,16 @@ def test_ranks_share_the_prompts_and_go_on_where_they_were_killed(tmp_path: Path
     assert shared == alone
     images = [image.relative_to(out) for image in out.glob("*/*/*/samples/*.png")]
     assert len(images) == 36
-    assert all((out / image).read_bytes() == (tmp_path / "alone" / image).read_bytes() for image in images)
+    assert all(
+        (out / image).read_bytes() == (tmp_path / "alone" / image).read_bytes() for image in images
+    )
     assert not (out / "scenes/scores").exists()
 
 
 @pytest.mark.processes
-def test_what_one_rank_refuses_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_one_rank_refuses_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "two.jsonl"
     line = {"tag": "colors", "include": [{"class": "dog", "count": 1}], "prompt": "a dog"}
     file.write_text("".join(json.dumps(line | {"prompt": f"{n} dogs"}) + "\n" for n in range(2)))
@@ -106,7 +128,13 @@ def test_other_suites_are_written_as_their_tools_read_them(
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "mine.csv"
     file.write_text("item_id,text\nfirst,a red circle\nsecond,a blue square\n")
-    words = ["suite=dpg", "experiment=scenes_flowgrpo", f"file={file}", "sampling.eval.steps=2", "reward=jpeg"]
+    words = [
+        "suite=dpg",
+        "experiment=scenes_flowgrpo",
+        f"file={file}",
+        "sampling.eval.steps=2",
+        "reward=jpeg",
+    ]
     assert main(words) == 2
     assert "name run=RUN or step=base" in capsys.readouterr().err
     assert main([*words, "step=base"]) == 0
@@ -118,7 +146,10 @@ def test_other_suites_are_written_as_their_tools_read_them(
     assert "images of another digest" in capsys.readouterr().err
     videos = tmp_path / "videos.json"
     videos.write_text(json.dumps([{"prompt_en": "a red circle", "dimension": ["color"]}]))
-    assert main(["suite=vbench", "experiment=scenes_flowgrpo", "step=base", f"file={videos}", *FEW]) == 2
+    assert (
+        main(["suite=vbench", "experiment=scenes_flowgrpo", "step=base", f"file={videos}", *FEW])
+        == 2
+    )
     assert "take a video model" in capsys.readouterr().err
     assert main(["suite=genevl", "step=base"]) == 2
     assert "allowed: geneval | dpg | parti | vbench | scenes" in capsys.readouterr().err

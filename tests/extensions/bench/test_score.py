@@ -25,7 +25,9 @@ def folder(tmp_path, monkeypatch):
     pictures.mkdir()
     for name, word in zip("cab", ["BAKERY", "HELLO", "Open Now"], strict=True):
         image = Image.new("RGB", (256, 128), "white")
-        ImageDraw.Draw(image).text((128, 64), word, fill="black", font=ImageFont.load_default(36), anchor="mm")
+        ImageDraw.Draw(image).text(
+            (128, 64), word, fill="black", font=ImageFont.load_default(36), anchor="mm"
+        )
         image.save(pictures / f"{name}.png")
     (pictures / "notes.txt").write_text("x")
     (pictures / "sub.png").mkdir()
@@ -51,12 +53,16 @@ def test_files_by_name_against_lines_in_order(folder, capsys):
 
 
 def test_a_mixture_shows_its_rewards_and_the_weighted_sum(folder, capsys):
-    code, output = run(folder, capsys, "reward=ocr_clip", "hardware.build=tiny", "heldout=true", "output=a.json")
+    code, output = run(
+        folder, capsys, "reward=ocr_clip", "hardware.build=tiny", "heldout=true", "output=a.json"
+    )
     assert code == 0
     assert "clip_score" in output.out
     for row in json.loads((folder / "a.json").read_text())["scores"]:
         assert set(row["rewards"]) == {"ocr", "clip_score", "picture_quality"}
-        assert row["score"] == pytest.approx(row["rewards"]["ocr"] + 0.5 * row["rewards"]["clip_score"])
+        assert row["score"] == pytest.approx(
+            row["rewards"]["ocr"] + 0.5 * row["rewards"]["clip_score"]
+        )
 
 
 def test_videos_and_pictures_of_other_sizes_are_scored_together(folder, capsys):
@@ -80,7 +86,9 @@ def test_a_file_of_too_many_pixels_is_refused_before_they_are_decoded(folder, ca
     if name.endswith("png"):
         Image.new("RGB", (2048, 2048)).save(bombs / name)
     else:
-        imageio.imwrite(bombs / name, np.random.default_rng(0).integers(0, 2, (16, 512, 512, 3), dtype=np.uint8))
+        imageio.imwrite(
+            bombs / name, np.random.default_rng(0).integers(0, 2, (16, 512, 512, 3), dtype=np.uint8)
+        )
     (folder / "prompts.txt").write_text("x\n")
     code, output = run(folder, capsys, "reward=video_quality", "max_pixels=1048576", images="bombs")
     assert code == 1
@@ -92,7 +100,8 @@ def test_a_file_of_too_many_pixels_is_refused_before_they_are_decoded(folder, ca
 
 
 def test_files_are_held_up_to_the_pixels_allowed(folder, capsys):
-    """Three pictures of 256 x 128 where one and a half may be held: they are scored one by one, all the same."""
+    """Three pictures of 256 x 128 where one and a half may be held: they are scored one by one, all
+    the same."""
     alone = run(folder, capsys, "reward=jpeg", "max_pixels=49152", "output=a.json")
     together = run(folder, capsys, "reward=jpeg", "output=b.json")
     assert (alone[0], together[0]) == (0, 0)
@@ -129,7 +138,11 @@ def test_grey_pictures_keep_their_one_channel(folder, capsys):
         ({"extra": "--fast"}, 2, "settings are key=value"),
         ({"extra": "reward.rewards.ocr.scorer.frmes=2"}, 2, "frmes"),
         ({"extra": "reward.rewards.ocr.scorer._target_=os.system"}, 2, "refused"),
-        ({"extra": "reward.rewards.ocr.scorer.recognition_only=perhaps"}, 1, "auto, always or never"),
+        (
+            {"extra": "reward.rewards.ocr.scorer.recognition_only=perhaps"},
+            1,
+            "auto, always or never",
+        ),
         ({"extra": "reward.placement=thred"}, 1, "known: inline"),
         ({"lines": 2}, 1, "3 pictures or videos, prompts.txt 2 prompts"),
         ({"broken": True}, 1, "a.png: cannot be read"),

@@ -16,7 +16,15 @@ from digenrl.extensions.bench.detectors import SceneObjects, TransformersDetecto
 from digenrl.extensions.bench.files import KINDS, SuiteError, read_suite, scene_rules
 from digenrl.extensions.bench.geneval import Detection, Detector, relations, verdict
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
-from reward_models.drawn_scenes import EXTENT, SHAPES, Kind, draw, draw_places, draw_scenes, near_misses
+from reward_models.drawn_scenes import (
+    EXTENT,
+    SHAPES,
+    Kind,
+    draw,
+    draw_places,
+    draw_scenes,
+    near_misses,
+)
 
 PICTURE = torch.zeros(3, 100, 100)
 
@@ -25,7 +33,10 @@ class Layout:
     """Objects that are known, each once under every label that it has."""
 
     def __init__(self, objects: Sequence[Detection], colours: Sequence[str] = ()) -> None:
-        self.objects, self.by_box = objects, {one.box: c for one, c in zip(objects, colours, strict=False)}
+        self.objects, self.by_box = (
+            objects,
+            {one.box: c for one, c in zip(objects, colours, strict=False)},
+        )
 
     def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         return [one for one in self.objects if one.label in classes]
@@ -49,7 +60,8 @@ def holds(rules: dict, picture: Tensor, detector: Detector) -> bool:
 
 
 def test_the_rules_over_detections_answer_as_over_the_true_objects() -> None:
-    """Of drawn scenes: what the prompt says holds, and of every near miss the same as where all objects are known."""
+    """Of drawn scenes: what the prompt says holds, and of every near miss the same as where all
+    objects are known."""
     generator = torch.Generator().manual_seed(3)
     scenes, _ = draw_scenes(60, generator)
     places = draw_places(scenes, generator)
@@ -57,14 +69,25 @@ def test_the_rules_over_detections_answer_as_over_the_true_objects() -> None:
     refused = undecided = 0
     for scene, where, picture in zip(scenes, places, pictures, strict=True):
         true = true_layout(scene.kinds, where)
-        others = [true_layout(scene.kinds, where * torch.tensor([1.0, 1.0, size])) for size in (0.8, 1.2)]
-        assert [holds(scene_rules(scene), picture, one) for one in (SceneObjects(), true)] == [True, True], scene
+        others = [
+            true_layout(scene.kinds, where * torch.tensor([1.0, 1.0, size])) for size in (0.8, 1.2)
+        ]
+        assert [holds(scene_rules(scene), picture, one) for one in (SceneObjects(), true)] == [
+            True,
+            True,
+        ], scene
         for wrong in near_misses(scene):
             expected = holds(scene_rules(wrong), picture, true)
-            if scene.kinds == wrong.kinds and {holds(scene_rules(wrong), picture, o) for o in others} != {expected}:
-                undecided += 1  # a diagonal, where a second direction holds by less than the detector's precision
+            if scene.kinds == wrong.kinds and {
+                holds(scene_rules(wrong), picture, o) for o in others
+            } != {expected}:
+                # a diagonal, where a second direction holds by less than the detector's precision
+                undecided += 1
                 continue
-            assert holds(scene_rules(wrong), picture, SceneObjects()) == expected, (scene.text, wrong.text)
+            assert holds(scene_rules(wrong), picture, SceneObjects()) == expected, (
+                scene.text,
+                wrong.text,
+            )
             # Only of relations two may hold at once: left of and above.
             assert not expected or (scene.kinds == wrong.kinds and scene.relation != wrong.relation)
             refused += not expected
@@ -98,7 +121,11 @@ def test_clauses_look_at_the_surest_objects() -> None:
     two = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
     assert verdict(two | {"tag": "two_object"}, PICTURE, layout, 0.3, 0.9) == ""
     assert "dog: 1, expected 2" in verdict(two | {"tag": "counting"}, PICTURE, layout, 0.3, 0.9)
-    many = {"tag": "counting", "include": [{"class": "dog", "count": 1}], "exclude": [{"class": "dog", "count": 2}]}
+    many = {
+        "tag": "counting",
+        "include": [{"class": "dog", "count": 1}],
+        "exclude": [{"class": "dog", "count": 2}],
+    }
     assert "fewer than 2" in verdict(many, PICTURE, layout, 0.3, 0.3)
     under = [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["above", 0]}]
     told = verdict({"tag": "position", "include": under}, PICTURE, layout, 0.3, 0.9)
@@ -122,7 +149,9 @@ FILES = {
         ("vbench", ["a dog runs"], ("color", "scene")),
     ],
 )
-def test_files_are_read_as_published(name: str, prompts: list[str], tags: tuple[str, ...], tmp_path: Path) -> None:
+def test_files_are_read_as_published(
+    name: str, prompts: list[str], tags: tuple[str, ...], tmp_path: Path
+) -> None:
     file = tmp_path / "mine"
     file.write_text(FILES[name])
     suite = read_suite(name, file)
@@ -136,14 +165,21 @@ def test_files_are_read_as_published(name: str, prompts: list[str], tags: tuple[
         read_suite(name, file)
 
 
-def test_a_missing_file_is_said_with_its_place_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_said_with_its_place_and_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SuiteError, match=r"suites/geneval/evaluation_metadata.jsonl: .*Download https://.*file=PATH"):
+    with pytest.raises(
+        SuiteError,
+        match=r"suites/geneval/evaluation_metadata.jsonl: .*Download https://.*file=PATH",
+    ):
         read_suite("geneval")
 
 
 def test_intervals() -> None:
-    assert of_shares([1.0] * 10).low == pytest.approx(10 / (10 + 1.959964**2))  # Wilson's bound where all are right
+    assert of_shares([1.0] * 10).low == pytest.approx(
+        10 / (10 + 1.959964**2)
+    )  # Wilson's bound where all are right
     one = of_shares([0.5, 1.0, 0.0, 0.5])
     assert one.low < one.mean == 0.5 < one.high
     assert of_values([2.0, 2.0, 2.0]) == Estimate(2.0, 2.0, 2.0, 3)
@@ -154,7 +190,8 @@ def test_intervals() -> None:
 
 @pytest.mark.heavy
 def test_a_detector_of_transformers_is_asked_by_its_directory(tmp_path: Path) -> None:
-    """A random YOLOS that knows COCO's names: it finds boxes inside the picture, and refuses what it does not know."""
+    """A random YOLOS that knows COCO's names: it finds boxes inside the picture, and refuses what
+    it does not know."""
     names = {0: "dog", 1: "mouse"}
     config = YolosConfig(
         hidden_size=16,
@@ -171,7 +208,9 @@ def test_a_detector_of_transformers_is_asked_by_its_directory(tmp_path: Path) ->
     YolosForObjectDetection(config).save_pretrained(tmp_path)
     YolosImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
     detector = TransformersDetector(tmp_path, None, least=0.0, max_overlap=1.0)
-    found = detector.find(torch.rand(3, 40, 48, generator=torch.Generator().manual_seed(0)), ["dog", "computer mouse"])
+    found = detector.find(
+        torch.rand(3, 40, 48, generator=torch.Generator().manual_seed(0)), ["dog", "computer mouse"]
+    )
     assert found
     assert {one.label for one in found} <= {"dog", "computer mouse"}
     assert all(0 <= one.score <= 1 and one.box[0] <= one.box[2] for one in found)

@@ -1,4 +1,5 @@
-"""What leaves the project: a plain diffusers pipeline with the exported weights draws what the policy draws."""
+"""What leaves the project: a plain diffusers pipeline with the exported weights draws what the
+policy draws."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from digenrl.diffusion import denoise
 from digenrl.extensions.export import diffusers_export
 from digenrl.extensions.export.card import write_card
 from digenrl.models import sample_files
-from tests.models.tiny_policies import FAMILIES, VIDEO, diffusers_latents, exported, make, prompt, randomise_lora
+from tests.models.tiny_policies import (
+    FAMILIES,
+    VIDEO,
+    diffusers_latents,
+    exported,
+    make,
+    prompt,
+    randomise_lora,
+)
 
 pytestmark = pytest.mark.heavy
 
@@ -28,7 +37,9 @@ def noise_of(policy) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exported_adapter_and_merged_weights_in_a_plain_transformer_are_the_policy(family, tmp_path):
+def test_exported_adapter_and_merged_weights_in_a_plain_transformer_are_the_policy(
+    family, tmp_path
+):
     policy = make(family)
     randomise_lora(policy)
     written = diffusers_export.export_policy(policy, tmp_path)
@@ -50,7 +61,9 @@ def test_exported_adapter_and_merged_weights_in_a_plain_transformer_are_the_poli
         merged = policy.velocity(noise, sigmas, given)
     assert (ours - merged).abs().max() <= 1e-5, "the sum of the weights is rounded"
     assert (ours - theirs).abs().max() <= 1e-5, "peft adds the adapter's output in another order"
-    assert (ours - base).abs().amax(dim=tuple(range(1, ours.dim()))).min() > 1e-3, "at either noise level"
+    assert (ours - base).abs().amax(dim=tuple(range(1, ours.dim()))).min() > 1e-3, (
+        "at either noise level"
+    )
 
 
 def test_each_expert_has_its_own_adapter_under_the_names_of_other_tools(tmp_path):
@@ -58,11 +71,16 @@ def test_each_expert_has_its_own_adapter_under_the_names_of_other_tools(tmp_path
     randomise_lora(policy)
     diffusers_export.export_policy(policy, tmp_path)
     files = diffusers_export.export_layout(policy, tmp_path, "comfyui")
-    assert [file.name for file in files] == ["lora_comfyui.safetensors", "lora_comfyui_2.safetensors"]
+    assert [file.name for file in files] == [
+        "lora_comfyui.safetensors",
+        "lora_comfyui_2.safetensors",
+    ]
     adapters = []
     for part, file in zip(policy.components, files, strict=True):
         names = (diffusers_export.lora_file(part), file.name)
-        ours, read = (diffusers.WanPipeline.lora_state_dict(tmp_path, weight_name=name) for name in names)
+        ours, read = (
+            diffusers.WanPipeline.lora_state_dict(tmp_path, weight_name=name) for name in names
+        )
         assert read.keys() == ours.keys()
         adapters.append(ours)
     assert not any(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
@@ -79,7 +97,9 @@ def test_pipeline_with_the_exported_adapter_draws_the_policys_sample(tmp_path, m
         pipeline.load_lora_weights(tmp_path, weight_name=diffusers_export.LORA_FILE)
         return pipeline
 
-    ours = denoise.ode_sample(policy, policy.encode([prompt(PROMPT)]), noise_of(policy), policy.sigma_grid(4))
+    ours = denoise.ode_sample(
+        policy, policy.encode([prompt(PROMPT)]), noise_of(policy), policy.sigma_grid(4)
+    )
     plain = diffusers_latents("flux", [PROMPT], noise_of(policy), 4, 3.5)
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", with_adapter)
     theirs = diffusers_latents("flux", [PROMPT], noise_of(policy), 4, 3.5)
@@ -88,10 +108,14 @@ def test_pipeline_with_the_exported_adapter_draws_the_policys_sample(tmp_path, m
 
 
 def test_full_weights_reload_bit_equal(tmp_path):
-    policy = FAMILIES["sd3"](path="x", build="tiny", height=64, width=64, lora=None, dtype="float32")
+    policy = FAMILIES["sd3"](
+        path="x", build="tiny", height=64, width=64, lora=None, dtype="float32"
+    )
     randomise_lora(policy, std=0.01)
     diffusers_export.export_policy(policy, tmp_path)
-    again = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path, subfolder="transformer").state_dict()
+    again = diffusers.SD3Transformer2DModel.from_pretrained(
+        tmp_path, subfolder="transformer"
+    ).state_dict()
     trained = policy.trained_parameters()
     assert len(trained) > 50
     assert all(torch.equal(again[name], value) for name, value in trained.items())
@@ -111,7 +135,10 @@ def test_a_lost_scale_is_noticed(tmp_path):
 def test_checkpoint_names_round_trip_and_a_foreign_checkpoint_is_refused(tmp_path):
     policy, other = make("wan"), make("wan")
     randomise_lora(policy)
-    save_file({k: v.detach() for k, v in policy.trained_parameters().items()}, tmp_path / "policy.safetensors")
+    save_file(
+        {k: v.detach() for k, v in policy.trained_parameters().items()},
+        tmp_path / "policy.safetensors",
+    )
     other.load_trained_parameters(load_file(tmp_path / "policy.safetensors"))
     for name, value in policy.trained_parameters().items():
         assert torch.equal(value, other.trained_parameters()[name])
@@ -126,10 +153,16 @@ def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
     out.mkdir()
     Image.new("RGB", (4, 4)).save(run / "samples" / "before_after.png")
     Image.new("RGB", (4, 4)).save(run / "plots" / "reward.png")
-    (run / "summary.json").write_text(json.dumps({"reward_first": 0.25, "reward_last": 0.75, "heldout_first": None}))
+    (run / "summary.json").write_text(
+        json.dumps({"reward_first": 0.25, "reward_last": 0.75, "heldout_first": None})
+    )
     config = SimpleNamespace(
         experiment_name="flux1_flowgrpo",
-        model={"path": "black-forest-labs/FLUX.1-dev", "build": "tiny", "lora": {"rank": 4, "alpha": 8}},
+        model={
+            "path": "black-forest-labs/FLUX.1-dev",
+            "build": "tiny",
+            "lora": {"rank": 4, "alpha": 8},
+        },
         algorithm={"clip_range": 1e-4},
         sampling={},
         data={},
@@ -147,15 +180,24 @@ def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
     assert "![before_after](before_after.png)" in text
 
 
-@pytest.mark.parametrize("family", [name for name, policy in FAMILIES.items() if policy.lora_pipeline])
+@pytest.mark.parametrize(
+    "family", [name for name, policy in FAMILIES.items() if policy.lora_pipeline]
+)
 def test_card_of_a_pipeline_that_loads_no_adapters_shows_what_its_network_loads(family, tmp_path):
     policy = make(family)
     randomise_lora(policy)
     (file,) = diffusers_export.export_policy(policy, tmp_path)
     model = {"path": "hub/model", "build": "real", "lora": {"rank": 4, "alpha": 8}}
-    config = dict.fromkeys(("algorithm", "sampling", "data", "reward", "seed"), 0) | {"model": model}
-    text = write_card(tmp_path, tmp_path, config | {"experiment_name": "a"}, policy, "trained", []).read_text()
-    assert f'pipeline.transformer.load_lora_adapter("PATH/OF/THIS/FOLDER", weight_name="{file.name}")' in text
+    config = dict.fromkeys(("algorithm", "sampling", "data", "reward", "seed"), 0) | {
+        "model": model
+    }
+    text = write_card(
+        tmp_path, tmp_path, config | {"experiment_name": "a"}, policy, "trained", []
+    ).read_text()
+    assert (
+        f'pipeline.transformer.load_lora_adapter("PATH/OF/THIS/FOLDER", weight_name="{file.name}")'
+        in text
+    )
     pipeline = diffusers.DiffusionPipeline.from_pretrained(policy.path)
     pipeline.transformer.load_lora_adapter(tmp_path, weight_name=file.name)
     adapter = pipeline.transformer.peft_config["default_0"]
@@ -192,7 +234,12 @@ def test_command_exports_a_run(tmp_path, capsys):
     from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
     from digenrl.strategy.checkpoint_storage import PREFIX
 
-    words = ["experiment=flux1_flowgrpo", "hardware=cpu_tiny", f"output_root={tmp_path}", "model.lora.rank=4"]
+    words = [
+        "experiment=flux1_flowgrpo",
+        "hardware=cpu_tiny",
+        f"output_root={tmp_path}",
+        "model.lora.rank=4",
+    ]
     composed = configuration.load(words)
     run = prepare_run_dir(composed)
     assert command.main([f"run={run}"]) == 1
@@ -208,7 +255,10 @@ def test_command_exports_a_run(tmp_path, capsys):
     }
     DirectoryCheckpointIO().save_checkpoint(checkpoint, run / "checkpoints" / "step-000001")
     assert command.main([f"run={run}"]) == 1
-    assert "still the base model, because it follows every 8 optimizer steps" in capsys.readouterr().err
+    assert (
+        "still the base model, because it follows every 8 optimizer steps"
+        in capsys.readouterr().err
+    )
     checkpoint["algorithm"]["ema_steps"] = 8
     DirectoryCheckpointIO().save_checkpoint(checkpoint, run / "checkpoints" / "step-000002")
     (run / "samples").mkdir(exist_ok=True)
@@ -217,7 +267,9 @@ def test_command_exports_a_run(tmp_path, capsys):
     assert command.main([f"run={run}"]) == 0
     folder = run / "export"
     assert capsys.readouterr().out.splitlines()[-1] == str(folder)
-    assert {"README.md", "samples.png", diffusers_export.LORA_FILE} <= {path.name for path in folder.iterdir()}
+    assert {"README.md", "samples.png", diffusers_export.LORA_FILE} <= {
+        path.name for path in folder.iterdir()
+    }
     stored = load_file(folder / diffusers_export.LORA_FILE)
     for name, value in average.items():  # what a run that keeps an average evaluates
         assert torch.equal(stored[f"transformer.{name.replace('.default', '')}"], value)
@@ -229,7 +281,9 @@ def test_command_exports_a_run(tmp_path, capsys):
     merged, card = tmp_path / "merged", (tmp_path / "merged" / "README.md").read_text()
     assert (merged / "transformer" / "config.json").exists()
     assert not (merged / diffusers_export.LORA_FILE).exists()
-    assert "LoRA rank 4, alpha 128.0, added to the base's weights" in card.replace("alpha 128,", "alpha 128.0,")
+    assert "LoRA rank 4, alpha 128.0, added to the base's weights" in card.replace(
+        "alpha 128,", "alpha 128.0,"
+    )
     assert "FluxTransformer2DModel.from_pretrained" in card
     assert command.main(["run=nowhere"]) == 2
     assert command.main([f"run={run}", "weights=best"]) == 2

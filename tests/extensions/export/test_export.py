@@ -1,4 +1,5 @@
-"""`make export`: a plain diffusers pipeline with the exported weights draws a stored evaluation sample again."""
+"""`make export`: a plain diffusers pipeline with the exported weights draws a stored evaluation
+sample again."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ EMA = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, ever
 
 
 def make_run(directory: Path, *words: str) -> tuple[DictConfig, Policy]:
-    """What training leaves: config.yaml, a checkpoint whose weights are not the initial ones (and whose average is
-    neither), and the evaluation samples of the weights that a run evaluates with."""
+    """What training leaves: config.yaml, a checkpoint whose weights are not the initial ones (and
+    whose average is neither), and the evaluation samples of the weights that a run evaluates with.
+    """
     config = configuration.load([*words, *SHOWN]).config
     directory.mkdir()
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
@@ -50,12 +52,18 @@ def make_run(directory: Path, *words: str) -> tuple[DictConfig, Policy]:
         module.ema.update(policy.trained_parameters())
     checkpoint = {"epoch": RL_STEP - 1, "state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
-    DirectoryCheckpointIO().save_checkpoint(checkpoint, directory / "checkpoints" / f"step-{RL_STEP:06d}")
+    DirectoryCheckpointIO().save_checkpoint(
+        checkpoint, directory / "checkpoints" / f"step-{RL_STEP:06d}"
+    )
     rewards = configuration.instantiate(config.reward)
-    engine = RolloutEngine(policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed)
+    engine = RolloutEngine(
+        policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed
+    )
     evaluation = configuration.instantiate(config.callbacks.evaluation)
     with module.averaged():
-        save_pictures(directory / "samples" / f"eval-{RL_STEP}.npz", evaluation.sample(engine), per_prompt=2)
+        save_pictures(
+            directory / "samples" / f"eval-{RL_STEP}.npz", evaluation.sample(engine), per_prompt=2
+        )
     engine.close()
     return config, policy
 
@@ -69,11 +77,14 @@ def noise_of(config: DictConfig, policy: Policy, text: str) -> Tensor:
     """The evaluation noise of a prompt's first two samples, from its key."""
     evaluation = configuration.instantiate(config.callbacks.evaluation)
     (uid,) = [prompt.uid for prompt in evaluation.prompts if prompt.text == text]
-    return keys.noise(evaluation.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM)
+    return keys.noise(
+        evaluation.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM
+    )
 
 
 def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
-    """Two samples [2, H, W, 3] in [0, 1] of a plain FluxPipeline: nothing of digenrl but the folder."""
+    """Two samples [2, H, W, 3] in [0, 1] of a plain FluxPipeline: nothing of digenrl but the
+    folder."""
     from digenrl.models import tiny_builds
 
     pipeline = diffusers.FluxPipeline.from_pretrained(tiny_builds.ensure("flux"))
@@ -84,7 +95,8 @@ def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> n
 
 
 def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
-    """The same of a plain StableDiffusion3Pipeline, which takes its sigmas from its scheduler's default range."""
+    """The same of a plain StableDiffusion3Pipeline, which takes its sigmas from its scheduler's
+    default range."""
     from digenrl.models import tiny_builds
 
     pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_builds.ensure("sd3"))
@@ -93,10 +105,14 @@ def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np
         pipeline.load_lora_weights(export, weight_name=LORA_FILE)
     steps = config.sampling.eval.steps
     sigmas = None if config.model.grid == "scheduler" else list(np.linspace(1, 1 / steps, steps))
-    return _images(pipeline, config, noise, text, guidance_scale=config.sampling.guidance_scale, sigmas=sigmas)
+    return _images(
+        pipeline, config, noise, text, guidance_scale=config.sampling.guidance_scale, sigmas=sigmas
+    )
 
 
-def _images(pipeline: Any, config: DictConfig, noise: Tensor, text: str, **settings: Any) -> np.ndarray:
+def _images(
+    pipeline: Any, config: DictConfig, noise: Tensor, text: str, **settings: Any
+) -> np.ndarray:
     sampling, length = config.sampling, 64
     drawn: list[np.ndarray] = []
     for row in noise:
@@ -116,7 +132,11 @@ def _images(pipeline: Any, config: DictConfig, noise: Tensor, text: str, **setti
     ],
 )
 def test_a_plain_pipeline_draws_the_stored_evaluation_samples(
-    experiment: str, draw: Callable[..., np.ndarray], words: tuple[str, ...], tmp_path: Path, capsys: Any
+    experiment: str,
+    draw: Callable[..., np.ndarray],
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
     run = tmp_path / "run"
     config, policy = make_run(run, f"experiment={experiment}", "hardware=cpu_tiny", *words)
@@ -141,11 +161,15 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
     tree = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(tree, dict)
     plain = configuration.instantiate(OmegaConf.create(tree | {"lora": None}))
-    plain.transformer.load_lora_adapter(str(tmp_path / "out"), prefix="transformer", weight_name=LORA_FILE)
+    plain.transformer.load_lora_adapter(
+        str(tmp_path / "out"), prefix="transformer", weight_name=LORA_FILE
+    )
     plain.eval()
     media, prompts = stored(run)
     grid = plain.sigma_grid(config.sampling.eval.steps)
-    drawn = denoise.ode_sample(plain, plain.encode([Prompt(prompts[0])]), noise_of(config, policy, prompts[0]), grid)
+    drawn = denoise.ode_sample(
+        plain, plain.encode([Prompt(prompts[0])]), noise_of(config, policy, prompts[0]), grid
+    )
     with torch.no_grad():
         assert np.array_equal(plain.decode(drawn).mul(255).round().byte().numpy(), media[:2])
     card = (tmp_path / "out" / "README.md").read_text()
@@ -153,7 +177,9 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
     assert "(samples.png)" in card
 
 
-def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_path: Path, capsys: Any) -> None:
+def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(
+    tmp_path: Path, capsys: Any
+) -> None:
     run = tmp_path / "run"
     make_run(run, "experiment=wan21_flowgrpo", "hardware=cpu_tiny", "algorithm.ema.every=1")
     assert main([f"run={run}"]) == 0
@@ -180,8 +206,14 @@ def test_videos_are_exported_as_mp4_and_the_average_only_where_there_is_one(tmp_
     [
         ([], "run: missing; allowed: path of a run directory"),
         (["run=/nowhere"], "/nowhere"),
-        (["run=x", "weights=best"], "weights = best: is none of the choices; allowed: evaluated | trained | average"),
-        (["run=x", "merge=true", "format=kohya"], "merge = true with format = kohya: that format is for adapters"),
+        (
+            ["run=x", "weights=best"],
+            "weights = best: is none of the choices; allowed: evaluated | trained | average",
+        ),
+        (
+            ["run=x", "merge=true", "format=kohya"],
+            "merge = true with format = kohya: that format is for adapters",
+        ),
         (["run=x", "push=here"], "push = here"),
         (["run=x", "wieghts=trained"], "wieghts = trained: no such key; nearest: weights"),
     ],
@@ -203,7 +235,9 @@ def test_a_push_is_refused_offline_and_an_unreached_hub_leaves_the_folder(
     assert "push = me/mine: HF_HUB_OFFLINE is set" in capsys.readouterr().err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(NotPushed, match=rf"{tmp_path} is written, and was not uploaded .* `hf upload me/mine"):
+    with pytest.raises(
+        NotPushed, match=rf"{tmp_path} is written, and was not uploaded .* `hf upload me/mine"
+    ):
         push(tmp_path, "me/mine")
 
 

@@ -1,4 +1,5 @@
-"""Other tools' names for an adapter: diffusers' own converters read them back to the same update of every layer."""
+"""Other tools' names for an adapter: diffusers' own converters read them back to the same update of
+every layer."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import zlib
 import pytest
 import torch
 from diffusers import FluxPipeline, WanPipeline
-from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers as convert_sd3
+from diffusers.loaders.single_file_utils import (
+    convert_sd3_transformer_checkpoint_to_diffusers as convert_sd3,
+)
 from torch import Tensor
 
 from digenrl.extensions.export.diffusers_export import lora_pipeline
@@ -32,12 +35,20 @@ def adapter(family: str) -> dict[str, Tensor]:
     added = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     names: list[tuple[str, int, int]]
     if family == "wan":
-        names = [(f"blocks.{i}.attn{k}.{n}", 8, 8) for i in (0, 1) for k in (1, 2) for n in attention]
-        names += [(f"blocks.{i}.attn2.{n}", 8, 8) for i in (0, 1) for n in ("add_k_proj", "add_v_proj")]
+        names = [
+            (f"blocks.{i}.attn{k}.{n}", 8, 8) for i in (0, 1) for k in (1, 2) for n in attention
+        ]
+        names += [
+            (f"blocks.{i}.attn2.{n}", 8, 8) for i in (0, 1) for n in ("add_k_proj", "add_v_proj")
+        ]
         names += [(f"blocks.{i}.ffn.net.{n}", 8, 8) for i in (0, 1) for n in ("0.proj", "2")]
     else:
         names = [(f"transformer_blocks.1.attn.{n}", WIDTH, 8) for n in (*attention, *added)]
-        names += [(f"transformer_blocks.1.{m}.net.{n}", 8, 8) for m in ("ff", "ff_context") for n in ("0.proj", "2")]
+        names += [
+            (f"transformer_blocks.1.{m}.net.{n}", 8, 8)
+            for m in ("ff", "ff_context")
+            for n in ("0.proj", "2")
+        ]
         names += [(f"single_transformer_blocks.3.attn.{n}", WIDTH, 8) for n in attention[:3]]
     return {key: value for name in names for key, value in layer(*name).items()}
 
@@ -45,14 +56,19 @@ def adapter(family: str) -> dict[str, Tensor]:
 def updates(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Layer -> scale x B A, of those that change anything."""
     found = {
-        name.removesuffix(".lora_A.weight"): scale * tensors[name.replace("lora_A", "lora_B")] @ down
+        name.removesuffix(".lora_A.weight"): scale
+        * tensors[name.replace("lora_A", "lora_B")]
+        @ down
         for name, down in tensors.items()
         if name.endswith(".lora_A.weight")
     }
     return {name: value for name, value in found.items() if value.any()}
 
 
-CONVERTED = {"flux": (FluxPipeline, flux.CHECKPOINT_NAMES), "wan": (WanPipeline, wan.CHECKPOINT_NAMES)}
+CONVERTED = {
+    "flux": (FluxPipeline, flux.CHECKPOINT_NAMES),
+    "wan": (WanPipeline, wan.CHECKPOINT_NAMES),
+}
 
 
 @pytest.mark.parametrize("family", CONVERTED)
@@ -60,17 +76,25 @@ def test_diffusers_reads_the_same_update_of_every_layer(family: str) -> None:
     pipeline, known = CONVERTED[family]
     layers = adapter(family)
     written = in_layout(layers, ALPHA, known, "kohya")
-    read = {key.removeprefix("transformer."): v for key, v in pipeline.lora_state_dict(dict(written)).items()}
+    read = {
+        key.removeprefix("transformer."): v
+        for key, v in pipeline.lora_state_dict(dict(written)).items()
+    }
     found, ours = updates(read, 1.0), updates(layers, ALPHA / RANK)
     assert found.keys() == ours.keys()
     assert all(torch.allclose(found[name], value, atol=1e-4) for name, value in ours.items())
     dotted = in_layout(layers, ALPHA, known, "comfyui")
     names = {key.removeprefix("diffusion_model.").replace(".", "_"): key for key in dotted}
-    assert all(torch.equal(dotted[names[key[10:].replace(".", "_")]], value) for key, value in written.items())
+    assert all(
+        torch.equal(dotted[names[key[10:].replace(".", "_")]], value)
+        for key, value in written.items()
+    )
     assert len(dotted) == len(written)
 
 
-@pytest.mark.parametrize("family", [name for name, policy in FAMILIES.items() if policy.checkpoint_names == {}])
+@pytest.mark.parametrize(
+    "family", [name for name, policy in FAMILIES.items() if policy.checkpoint_names == {}]
+)
 def test_diffusers_reads_the_names_of_checkpoints_that_have_its_own(family: str) -> None:
     """diffusers renames no layer of a block that is adapted."""
     policy = FAMILIES[family]
@@ -80,8 +104,12 @@ def test_diffusers_reads_the_names_of_checkpoints_that_have_its_own(family: str)
         for key, value in layer(f"{policy.block_lists[0]}.1.{part}", 8, 8).items()
     }
     written = in_layout(layers, ALPHA, policy.checkpoint_names, "comfyui")
-    read = lora_pipeline(policy).lora_state_dict({key: value for key, value in written.items() if "lora" in key})
-    assert {key.split(".lora")[0] for key in read} == {f"transformer.{key.split('.lora')[0]}" for key in layers}
+    read = lora_pipeline(policy).lora_state_dict(
+        {key: value for key, value in written.items() if "lora" in key}
+    )
+    assert {key.split(".lora")[0] for key in read} == {
+        f"transformer.{key.split('.lora')[0]}" for key in layers
+    }
 
 
 class Base(dict[str, Tensor]):
@@ -95,27 +123,56 @@ class Base(dict[str, Tensor]):
 
 
 def test_stable_diffusion_3_adds_it_to_the_weights_that_diffusers_converts() -> None:
-    """diffusers reads no adapters of this layout: the updates are read as the weights of a whole checkpoint."""
-    parts = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn2.to_q", "attn2.to_k", "attn2.to_v")
-    parts += ("attn2.to_out.0", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")
+    """diffusers reads no adapters of this layout: the updates are read as the weights of a whole
+    checkpoint."""
+    parts = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn2.to_q",
+        "attn2.to_k",
+        "attn2.to_v",
+    )
+    parts += (
+        "attn2.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
     parts += ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
-    layers = {key: value for part in parts for key, value in layer(f"transformer_blocks.0.{part}", 8, 8).items()}
-    layers |= layer("transformer_blocks.1.attn.add_k_proj", 8, 8)  # the others of the last block's text are unread
+    layers = {
+        key: value
+        for part in parts
+        for key, value in layer(f"transformer_blocks.0.{part}", 8, 8).items()
+    }
+    layers |= layer(
+        "transformer_blocks.1.attn.add_k_proj", 8, 8
+    )  # the others of the last block's text are unread
     written = in_layout(layers, ALPHA, sd3.CHECKPOINT_NAMES, "comfyui")
     base = Base()
     for name, down in written.items():
         if name.endswith(".lora_down.weight"):
             stem = name.removesuffix(".lora_down.weight")
             scale = written[f"{stem}.alpha"] / down.shape[0]
-            base[stem.removeprefix("diffusion_model.") + ".weight"] = scale * written[f"{stem}.lora_up.weight"] @ down
-    read = {key.removesuffix(".weight"): value for key, value in convert_sd3(base).items() if value.any()}
+            base[stem.removeprefix("diffusion_model.") + ".weight"] = (
+                scale * written[f"{stem}.lora_up.weight"] @ down
+            )
+    read = {
+        key.removesuffix(".weight"): value
+        for key, value in convert_sd3(base).items()
+        if value.any()
+    }
     expected = updates(layers, ALPHA / RANK)
     assert read.keys() == expected.keys()
     assert all(torch.allclose(read[name], value, atol=1e-4) for name, value in expected.items())
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="names of this family's layers in other tools are not known"):
+    with pytest.raises(
+        ValueError, match="names of this family's layers in other tools are not known"
+    ):
         in_layout({}, ALPHA, None, "comfyui")
     with pytest.raises(ValueError, match="layer x_embedder"):
         in_layout(layer("x_embedder", 8, 8), ALPHA, flux.CHECKPOINT_NAMES, "kohya")

@@ -1,4 +1,5 @@
-"""`launch=ray` on clusters of this machine: places, results, the death of a node, what no cluster has, Ctrl-C."""
+"""`launch=ray` on clusters of this machine: places, results, the death of a node, what no cluster
+has, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def weights(train: Train) -> bytes:
 def profile() -> list[str]:
     """A pool of trainers and one of rollouts."""
     pools = {
-        name: f"{{gpu:cpu,count:{count},role:{role},memory_gib:16,tflops:1,hbm_tb_s:1,intra_gb_s:1,inter_gb_s:1}}"
+        name: (
+            f"{{gpu:cpu,count:{count},role:{role},memory_gib:16,tflops:1,hbm_tb_s:1,intra_gb_s:1,inter_gb_s:1}}"
+        )
         for name, count, role in (("fixed", 1, "trainer"), ("spot", 2, "rollout"))
     }
     words = [f"+hardware.pools.{name}={pool}" for name, pool in pools.items()]
@@ -86,9 +89,17 @@ def assert_as_calm(running: Any, train: Train, *words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None:
-    """A rollout's: another one joins where there is a place. The trainer's: the run begins again on another node."""
-    same = (*LOCAL, "max_rl_steps=10000", "callbacks.checkpoint.every=10", "allocation.max_restarts=1")
-    trainer, rollout, _ = (cluster.add_node(num_cpus=1, resources={name: 1}) for name in ("fix", "spot", "spot"))
+    """A rollout's: another one joins where there is a place. The trainer's: the run begins again on
+    another node."""
+    same = (
+        *LOCAL,
+        "max_rl_steps=10000",
+        "callbacks.checkpoint.every=10",
+        "allocation.max_restarts=1",
+    )
+    trainer, rollout, _ = (
+        cluster.add_node(num_cpus=1, resources={name: 1}) for name in ("fix", "spot", "spot")
+    )
     words = [word.replace("train:1", "fix:1") for word in profile()]
     struck = running(*same, *words, "launch=ray", f"ray.address={cluster.address}")
     struck.wait_for_step(2)
@@ -106,14 +117,20 @@ def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_begins_with_the_fewest_rollouts_and_grows_with_its_cluster(running: Any, cluster: Any) -> None:
-    """The second rollout has no place at first; it joins with the node that comes, and changes no bit."""
+def test_a_run_begins_with_the_fewest_rollouts_and_grows_with_its_cluster(
+    running: Any, cluster: Any
+) -> None:
+    """The second rollout has no place at first; it joins with the node that comes, and changes no
+    bit."""
     same = (*LOCAL, "max_rl_steps=10000", "callbacks.checkpoint.every=10000")
     cluster.add_node(num_cpus=1, resources={"spot": 1})
     span = ("allocation.rollouts={min:1,max:2}", "launch=ray", f"ray.address={cluster.address}")
     train = running(*same, *profile(), *span)
     train.wait_for_step(2)
-    assert "the cluster has 1 of 2 spot that allocation.rollouts.max wants: the run begins with 2 ranks" in train.stderr
+    assert (
+        "the cluster has 1 of 2 spot that allocation.rollouts.max wants: the run begins with 2 "
+        "ranks" in train.stderr
+    )
     cluster.add_node(num_cpus=1, resources={"spot": 1})
     wait_for(train, "joined")
     assert_as_calm(running, train, *same)
@@ -143,11 +160,15 @@ def test_a_cluster_of_this_machine_alone_ends_with_the_run(running: Any) -> None
 
 def test_an_address_that_ranks_could_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    with pytest.raises(ValueError, match=r"ray.address = ray://head:10001: ranks could not reach .*ray job submit"):
+    with pytest.raises(
+        ValueError, match=r"ray.address = ray://head:10001: ranks could not reach .*ray job submit"
+    ):
         driver_host(None)
     assert driver_host("127.0.0.1:6379") == "127.0.0.1"
 
 
 def test_resources_of_no_pool_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"ray\.resources\.spot: is no pool .* its pools are local"):
+    with pytest.raises(
+        ConfigError, match=r"ray\.resources\.spot: is no pool .* its pools are local"
+    ):
         configuration.load(["experiment=digits_flowgrpo", "ray.resources={spot:{GPU:1}}"])

@@ -35,7 +35,10 @@ class Ranks:
 
     def __init__(self) -> None:
         self.server = StoreServer(socket.create_server((HOST, 0)), OURS)
-        self.controls = [Control(StoreClient(HOST, self.server.port, OURS), rank, patience=5.0) for rank in range(4)]
+        self.controls = [
+            Control(StoreClient(HOST, self.server.port, OURS), rank, patience=5.0)
+            for rank in range(4)
+        ]
         self.told: list[tuple[str, Any]] = []
         self.links = [self._link(rank) for rank in range(4)]
         self.arrivals = {rank: Arrivals(weights()) for rank in (1, 2, 3)}
@@ -48,7 +51,9 @@ class Ranks:
             torch.device("cpu"),
             lambda kind, facts: self.told.append((kind, facts)),
         )
-        return BroadcastLink(audience, control, rank, HOST, OURS, limits=Limits(verdict_s=2.0, leave_s=1.0))
+        return BroadcastLink(
+            audience, control, rank, HOST, OURS, limits=Limits(verdict_s=2.0, leave_s=1.0)
+        )
 
     def publish(self, number: int, scale: float) -> Version:
         routes: Routes = dict.fromkeys(self.controls[0].survivors((1, 2, 3)), ())
@@ -117,7 +122,8 @@ def test_versions_arrive_bit_for_bit_without_a_byte_on_the_sockets(
 def test_a_version_that_lost_a_member_half_way_arrives_whole_as_streams(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 3 leaves at the second bucket of version 2; what ranks 1 and 2 have by then they do not get twice."""
+    """Rank 3 leaves at the second bucket of version 2; what ranks 1 and 2 have by then they do not
+    get twice."""
     sent = ranks.publish(1, 1.0)
     assert_whole(ranks.arrived(1), sent)
     taken: Callable[..., Message] = ranks.links[3]._taken
@@ -166,13 +172,19 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 def test_a_rollout_killed_in_a_broadcast_changes_no_weight(running: Any) -> None:
     """Against a calm run that publishes by streams; the first version was broadcast to both."""
-    killed = running(*APART, "network.publication=broadcast", *fault(TAKEN, 2, "kill", call=2), fork=True)
+    killed = running(
+        *APART, "network.publication=broadcast", *fault(TAKEN, 2, "kill", call=2), fork=True
+    )
     found = learned(killed)
     calm = learned(running(*APART, "network.publication=stream", fork=True))
     assert_equal(found, calm)
     events = killed.rows("events.jsonl")
     assert [row["by"] for row in events if row["kind"] == "publication"] == ["gloo broadcast"]
-    (said,) = [row["message"] for row in events if row["kind"] == "warning" and "publication" in row["message"]]
+    (said,) = [
+        row["message"]
+        for row in events
+        if row["kind"] == "warning" and "publication" in row["message"]
+    ]
     assert "because rank 2 is gone" in said
     assert len(killed.summary["lost"]) == 1
 
@@ -187,14 +199,21 @@ def test_a_rollout_killed_in_a_broadcast_changes_no_weight(running: Any) -> None
         ("allocation.trainers=2", "schedule=gap_tsp_tag"),
     ],
 )
-def test_broadcasts_give_the_weights_that_streams_give(running: Any, words: tuple[str, ...]) -> None:
-    both = [learned(running(*APART, *words, f"network.publication={by}", fork=True)) for by in ("broadcast", "stream")]
+def test_broadcasts_give_the_weights_that_streams_give(
+    running: Any, words: tuple[str, ...]
+) -> None:
+    both = [
+        learned(running(*APART, *words, f"network.publication={by}", fork=True))
+        for by in ("broadcast", "stream")
+    ]
     assert_equal(*both)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["stop", "kill"])
-def test_who_is_suspended_or_killed_at_the_first_broadcast_holds_nobody_up(running: Any, action: str) -> None:
+def test_who_is_suspended_or_killed_at_the_first_broadcast_holds_nobody_up(
+    running: Any, action: str
+) -> None:
     struck = running(*APART, "network.publication=broadcast", *fault(TAKEN, 1, action), fork=True)
     calm = running(*APART, "network.publication=stream", fork=True)
     assert_equal(learned(struck), learned(calm))
@@ -207,12 +226,23 @@ def test_who_is_suspended_or_killed_at_the_first_broadcast_holds_nobody_up(runni
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("network.publication=multicast",), "= multicast: is none of the choices; allowed: auto . stream . broadcast"),
-        (("allocation.rollouts={min: 1, max: 2}",), "broadcast with allocation.rollouts = .* others are to join; set"),
-        (("launch=ray",), "broadcast with launch = ray: .* set launch=local, or network.publication=stream"),
+        (
+            ("network.publication=multicast",),
+            "= multicast: is none of the choices; allowed: auto . stream . broadcast",
+        ),
+        (
+            ("allocation.rollouts={min: 1, max: 2}",),
+            "broadcast with allocation.rollouts = .* others are to join; set",
+        ),
+        (
+            ("launch=ray",),
+            "broadcast with launch = ray: .* set launch=local, or network.publication=stream",
+        ),
     ],
 )
-def test_where_a_broadcast_cannot_be_is_said_in_one_message(words: tuple[str, ...], said: str) -> None:
+def test_where_a_broadcast_cannot_be_is_said_in_one_message(
+    words: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         configuration.load(["experiment=digits_flowgrpo", "network.publication=broadcast", *words])
 
@@ -221,7 +251,15 @@ def test_where_a_broadcast_cannot_be_is_said_in_one_message(words: tuple[str, ..
     ("hardware", "words", "chosen"),
     [("cpu", (), False), ("testbed_b", (), True), ("testbed_b", ("launch=ray",), False)],
 )
-def test_auto_broadcasts_between_gpus_alone(hardware: str, words: tuple[str, ...], chosen: bool) -> None:
-    words = ("experiment=sd35_flowgrpo", f"hardware={hardware}", "model.path=x", "network.publication=auto", *words)
+def test_auto_broadcasts_between_gpus_alone(
+    hardware: str, words: tuple[str, ...], chosen: bool
+) -> None:
+    words = (
+        "experiment=sd35_flowgrpo",
+        f"hardware={hardware}",
+        "model.path=x",
+        "network.publication=auto",
+        *words,
+    )
     composed = configuration.load(words)
     assert broadcasts(composed.config, 1) == chosen

@@ -1,4 +1,5 @@
-"""Packed tensors are smaller, arrive bit for bit, and damaged ones are refused before anything is allocated."""
+"""Packed tensors are smaller, arrive bit for bit, and damaged ones are refused before anything is
+allocated."""
 
 from __future__ import annotations
 
@@ -37,11 +38,16 @@ def test_packed_tensors_are_smaller_and_arrive_bit_for_bit() -> None:
     found = passed(whole)
     assert (found.meta, list(found.tensors)) == ({"a": 1}, list(ODD))
     for name, tensor in ODD.items():
-        assert (found.tensors[name].dtype, found.tensors[name].shape) == (tensor.dtype, tensor.shape)
+        assert (found.tensors[name].dtype, found.tensors[name].shape) == (
+            tensor.dtype,
+            tensor.shape,
+        )
         assert torch.equal(found.tensors[name], tensor)
     assert len(written(packed(whole))) < 0.9 * len(written(whole))
     latents = Message(MessageKind.CELLS, {}, {"x": ODD["latents"].repeat(20, 1, 1, 1)})
-    assert 0.6 < len(written(packed(latents))) / len(written(latents)) < 0.72  # signs and exponents of 16 bit
+    assert (
+        0.6 < len(written(packed(latents))) / len(written(latents)) < 0.72
+    )  # signs and exponents of 16 bit
     assert len(written(packed(small))) < 600
     assert passed(small).digest is None, "the digest of packed bytes is not that of the bucket"
 
@@ -93,6 +99,8 @@ BYTE = DTYPES.index(torch.uint8)
         ({"x": [BYTE, 32]}, squeezed(31), "31 bytes or more"),
     ],
 )
-def test_each_impossible_announcement_is_refused_by_name(table: object, tensor: Tensor, cause: str) -> None:
+def test_each_impossible_announcement_is_refused_by_name(
+    table: object, tensor: Tensor, cause: str
+) -> None:
     with pytest.raises(WireError, match=cause):
         unpacked(Message(MessageKind.CELLS, {PACKED: table}, {"x": tensor}), LIMIT)

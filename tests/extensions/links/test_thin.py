@@ -1,4 +1,5 @@
-"""Thin lines: fewer bytes, the same version; by what the profile says, or by what a line was seen to carry."""
+"""Thin lines: fewer bytes, the same version; by what the profile says, or by what a line was seen
+to carry."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ class Connection(Wire):
 
     def arrived(self, arrivals: Arrivals) -> list[Version]:
         """The versions that what was sent since the last call completes."""
-        found, self.sent = [self.far.incoming(decode(reader(bytes(each)), 1 << 24)) for each in self.sent], []
+        found, self.sent = (
+            [self.far.incoming(decode(reader(bytes(each)), 1 << 24)) for each in self.sent],
+            [],
+        )
         self.read += found
         return [version for each in found if (version := arrivals.add(each)) is not None]
 
@@ -112,7 +116,8 @@ def test_weights_of_an_evaluation_travel_whole_and_are_no_base() -> None:
 def test_a_version_that_never_ended_and_a_line_that_changes_leave_both_ends_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Version 4 stops half way; in version 6 the line is no longer thin, half way through version 8 it is again."""
+    """Version 4 stops half way; in version 6 the line is no longer thin, half way through version 8
+    it is again."""
     connection, now = Connection(), weights(0.1, megabytes=9)
     count = len(buckets(now))
     assert count > 2
@@ -140,13 +145,19 @@ def test_a_delta_of_a_version_that_is_not_there_is_refused() -> None:
     connection.publish(3, old)
     connection.sent.clear()
     connection.publish(4, stepped(old))
-    with pytest.raises(WireError, match="version 4 came as a delta of version 3, which this rank does not hold"):
+    with pytest.raises(
+        WireError, match="version 4 came as a delta of version 3, which this rank does not hold"
+    ):
         connection.arrived(Arrivals(weights()))
 
 
 def test_a_relay_passes_whole_buckets_on() -> None:
     """What follows a delta on the next connection is that connection's business."""
-    first, second, now = Connection(), Connection(ThinSettings(delta=False, compress=False)), weights(0.1)
+    first, second, now = (
+        Connection(),
+        Connection(ThinSettings(delta=False, compress=False)),
+        weights(0.1),
+    )
     arrivals = Arrivals(weights(0.0))
     for number in (3, 4):
         first.publish(number, now)
@@ -160,15 +171,28 @@ def test_a_relay_passes_whole_buckets_on() -> None:
 
 
 def test_the_profile_says_which_lines_are_thin() -> None:
-    figures = {"memory_gib": 80, "tflops": 989, "hbm_tb_s": 3, "intra_gb_s": 9, "inter_gb_s": 9, "count": 2}
-    node: dict[str, Any] = {"pools": {"p": {"gpu": "H100"} | figures, "far": {"gpu": "H100"} | figures}}
+    figures = {
+        "memory_gib": 80,
+        "tflops": 989,
+        "hbm_tb_s": 3,
+        "intra_gb_s": 9,
+        "inter_gb_s": 9,
+        "count": 2,
+    }
+    node: dict[str, Any] = {
+        "pools": {"p": {"gpu": "H100"} | figures, "far": {"gpu": "H100"} | figures}
+    }
     assert said_mb_s(node, 1, 2, 0) == ()
     node["links"] = {"wan": {"between": ["p", "far"], "gb_s": 0.5}}
     assert said_mb_s(node, 1, 2, 0) == (math.inf, 500.0, 500.0)
-    assert said_mb_s(node, 1, 2, 7) == (500.0, math.inf, math.inf), "who joined stands where the last rollout does"
+    assert said_mb_s(node, 1, 2, 7) == (500.0, math.inf, math.inf), (
+        "who joined stands where the last rollout does"
+    )
     cells = Message(MessageKind.CELLS, {}, {"x": torch.zeros(1 << 12)})
     assert ThinLine(ThinSettings(thin_mb_s=400.0), 500.0).outgoing(cells) is cells
-    assert len(written(ThinLine(ThinSettings(thin_mb_s=600.0), 500.0).outgoing(cells))) < 0.1 * len(written(cells))
+    assert len(written(ThinLine(ThinSettings(thin_mb_s=600.0), 500.0).outgoing(cells))) < 0.1 * len(
+        written(cells)
+    )
     assert ThinLine(ThinSettings(compress=False, thin_mb_s=600.0), 500.0).outgoing(cells) is cells
 
 
@@ -181,9 +205,12 @@ def test_a_line_that_is_seen_to_carry_little_counts_as_thin_and_packs() -> None:
         return made[rank, peer][-1]
 
     store = StoreServer(socket.create_server((HOST, 0)), handshake)
-    controls = [Control(StoreClient(HOST, store.port, handshake), rank, patience=10.0) for rank in range(2)]
+    controls = [
+        Control(StoreClient(HOST, store.port, handshake), rank, patience=10.0) for rank in range(2)
+    ]
     sender, receiver = (
-        SocketLink(control, rank, HOST, handshake, lines=partial(line, rank)) for rank, control in enumerate(controls)
+        SocketLink(control, rank, HOST, handshake, lines=partial(line, rank))
+        for rank, control in enumerate(controls)
     )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sockets._BUFFER)

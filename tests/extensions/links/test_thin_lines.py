@@ -1,4 +1,5 @@
-"""A rollout behind a line of 100 Mbit/s: the run computes the same, and little goes over the line."""
+"""A rollout behind a line of 100 Mbit/s: the run computes the same, and little goes over the
+line."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.training import SMALL, Train, commands
 pytestmark = [pytest.mark.processes, pytest.mark.alone, pytest.mark.slow]
 
 MBIT = 100
-FAR = "{gpu:cpu,count:8,memory_gib:16,tflops:0.05,hbm_tb_s:0.02,intra_gb_s:4,inter_gb_s:4,per_node:8}"
+FAR = (
+    "{gpu:cpu,count:8,memory_gib:16,tflops:0.05,hbm_tb_s:0.02,intra_gb_s:4,inter_gb_s:4,per_node:8}"
+)
 WORDS = (
     *SMALL,
     "schedule=gap",
@@ -52,7 +55,8 @@ def line() -> Iterator[Cable]:
 
 
 def far_run(running: Any, line: Cable, *words: str) -> tuple[Train, int]:
-    """A run whose only rollout, from an early step on, is at the other end; bytes that the trainer sent there."""
+    """A run whose only rollout, from an early step on, is at the other end; bytes that the trainer
+    sent there."""
     train = running(*WORDS, *words, f"network.interface={line.interface}", fork=True)
     train.wait_for_step(1)
     os.kill(train.ranks()[1].pid, signal.SIGTERM)

@@ -88,8 +88,12 @@ def test_trace_has_a_track_per_rank_and_an_event_per_span(built: Path) -> None:
 
 
 def test_rebuilding_changes_nothing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "PICTURES", {})  # the pictures stay as they are; drawing them again takes seconds
-    before = {name: (built / name).read_bytes() for name in ("summary.json", "trace.json", "report.html")}
+    monkeypatch.setattr(
+        plots, "PICTURES", {}
+    )  # the pictures stay as they are; drawing them again takes seconds
+    before = {
+        name: (built / name).read_bytes() for name in ("summary.json", "trace.json", "report.html")
+    }
     rebuild(built)
     assert {name: (built / name).read_bytes() for name in before} == before
 
@@ -99,7 +103,9 @@ def test_a_crashed_run_still_gets_its_report(crashed: Path) -> None:
     assert summary["status"] == "failed"
     assert json.loads((crashed / "summary.json").read_text()) == summary
     page = read_page(crashed / "report.html")
-    assert len(page.images) == len(PICTURES) - 2  # no samples: no before/after, no distribution of scores
+    assert (
+        len(page.images) == len(PICTURES) - 2
+    )  # no samples: no before/after, no distribution of scores
     assert not (crashed / "samples/before_after.png").exists()
     assert "damaged line(s)" in " ".join(page.text)
 
@@ -110,9 +116,15 @@ def test_a_run_that_died_at_once_gets_a_report(tmp_path: Path) -> None:
     assert "no free port" in " ".join(read_page(tmp_path / "report.html").text)
 
 
-def test_one_picture_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_picture_that_fails_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_run(tmp_path / "run", steps=8)
-    np.savez(path / "samples" / "eval-8.npz", media=np.zeros((2, 1, 8, 8), np.float32), prompts=np.array(["a", "b"]))
+    np.savez(
+        path / "samples" / "eval-8.npz",
+        media=np.zeros((2, 1, 8, 8), np.float32),
+        prompts=np.array(["a", "b"]),
+    )
     kept = {name: PICTURES[name] for name in ("samples/before_after.png", "plots/reward.png")}
     monkeypatch.setattr(plots, "PICTURES", kept)
     summary = rebuild(path)
@@ -122,7 +134,9 @@ def test_one_picture_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pyte
     assert "media is float32" in summary["warnings"][0]
 
 
-def test_text_from_a_run_cannot_become_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_from_a_run_cannot_become_markup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plots, "PICTURES", {})
     path = write_run(tmp_path / "run", steps=1, samples=False)
     finish(path, "failed", "<script>alert(1)</script>")
@@ -137,7 +151,8 @@ def test_finish_refuses_an_unknown_status(tmp_path: Path) -> None:
 
 
 def test_comparison_matches_samples_by_prompt_and_position(tmp_path: Path) -> None:
-    """A file with other prompts in between still pairs each sample with the one of the same noise."""
+    """A file with other prompts in between still pairs each sample with the one of the same
+    noise."""
     levels = np.arange(6, dtype=np.uint8).reshape(6, 1, 1, 1) * 40
     media = np.broadcast_to(levels, (6, 1, 8, 8))
     np.savez(tmp_path / "eval-0.npz", media=media, prompts=np.array(["a", "a", "b", "b", "c", "c"]))
@@ -151,8 +166,11 @@ def test_comparison_matches_samples_by_prompt_and_position(tmp_path: Path) -> No
             spec = axes.get_subplotspec()
             assert spec is not None
             outer = spec.get_topmost_subplotspec().rowspan.start
-            shown[outer, spec.rowspan.start, spec.colspan.start] = int(axes.images[0].get_array()[0, 0]) // 40
-    # column a: samples 0, 1 before and 1, 4 after; column b: 2, 3 before and 0, 3 after; c was not evaluated again
+            shown[outer, spec.rowspan.start, spec.colspan.start] = (
+                int(axes.images[0].get_array()[0, 0]) // 40
+            )
+    # column a: samples 0, 1 before and 1, 4 after; column b: 2, 3 before and 0, 3 after; c was not
+    # evaluated again
     assert shown == {(0, 0, 0): 0, (0, 1, 0): 1, (1, 0, 0): 1, (1, 1, 0): 4,
                      (0, 0, 1): 2, (0, 1, 1): 3, (1, 0, 1): 0, (1, 1, 1): 3}  # fmt: skip
 
@@ -162,12 +180,21 @@ def test_videos_are_shown_as_film_strips(tmp_path: Path, animated: bool) -> None
     media = np.random.default_rng(0).integers(0, 255, (4, 9, 3, 16, 24), dtype=np.uint8)
     more = {"sources": media[:, 0]} if animated else {}
     for step in (0, 5):
-        np.savez(tmp_path / f"eval-{step}.npz", media=media, prompts=np.array(["a red ball rolls", "rain"] * 2), **more)
+        np.savez(
+            tmp_path / f"eval-{step}.npz",
+            media=media,
+            prompts=np.array(["a red ball rolls", "rain"] * 2),
+            **more,
+        )
     with paper_style():
-        figure = comparison(read_samples(tmp_path / "eval-0.npz"), read_samples(tmp_path / "eval-5.npz"))
+        figure = comparison(
+            read_samples(tmp_path / "eval-0.npz"), read_samples(tmp_path / "eval-5.npz")
+        )
     shown = [np.asarray(axes.images[0].get_array()) for axes in figure.axes]
     assert len(shown) == 2 * 2 * 5 + 2 * animated
-    assert not animated or all((shown[row] == np.moveaxis(media[row, 0], 0, -1)).all() for row in (0, 1))
+    assert not animated or all(
+        (shown[row] == np.moveaxis(media[row, 0], 0, -1)).all() for row in (0, 1)
+    )
 
 
 def test_command_prints_the_reports_path_last(
@@ -180,8 +207,12 @@ def test_command_prints_the_reports_path_last(
     assert "held-out score" in captured.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["run="], ["rum=x"], ["run=/nonexistent/x"], ["run=x", "y=z"]])
-def test_command_refuses_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [[], ["run="], ["rum=x"], ["run=/nonexistent/x"], ["run=x", "y=z"]]
+)
+def test_command_refuses_bad_arguments(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,4 +1,5 @@
-"""Curves say what the figures say: no shifted ends, no invented zero, a second axis only where scales differ."""
+"""Curves say what the figures say: no shifted ends, no invented zero, a second axis only where
+scales differ."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_reward_and_held_out_share_an_axis_only_on_the_same_scale(run: Run) -> N
         figure = curves.reward(run)
         assert figure is not None
         assert len(figure.axes) == 1
-        other = replace(run, evals=tuple({**row, "heldout": 10 * row["heldout"]} for row in run.evals))
+        other = replace(
+            run, evals=tuple({**row, "heldout": 10 * row["heldout"]} for row in run.evals)
+        )
         figure = curves.reward(other)
     assert figure is not None
     assert len(figure.axes) == 2
@@ -41,7 +44,11 @@ def test_clip_fraction_is_shown_by_age_when_weights_of_several_ages_were_used(ru
     assert figure is not None
     legend = figure.axes[1].get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["all", "0 version(s) old", "1 version(s) old"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "all",
+        "0 version(s) old",
+        "1 version(s) old",
+    ]
 
 
 def test_one_slow_step_does_not_flatten_the_others(run: Run) -> None:
@@ -61,6 +68,8 @@ def test_the_allowed_staleness_is_the_schedules(run: Run, allowed: int) -> None:
     assert level.get_ydata()[0] == allowed
 
 
-@pytest.mark.parametrize("plot", [curves.reward, curves.policy, curves.diversity, curves.staleness, curves.step_time])
+@pytest.mark.parametrize(
+    "plot", [curves.reward, curves.policy, curves.diversity, curves.staleness, curves.step_time]
+)
 def test_nothing_is_drawn_of_nothing(run: Run, plot: object) -> None:
     assert plot(replace(run, steps=(), evals=())) is None  # type: ignore[operator]

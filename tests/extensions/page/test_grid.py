@@ -33,7 +33,9 @@ def test_a_step_without_spans_is_refused(finished: Path) -> None:
         read_grid(read_run(finished), step=99)
 
 
-def test_newest_run_is_the_one_that_changed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_run_is_the_one_that_changed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path / "notebooks")

@@ -1,4 +1,5 @@
-"""A run directory that came from anywhere: whatever its files hold, a report is made, and says what was left out."""
+"""A run directory that came from anywhere: whatever its files hold, a report is made, and says what
+was left out."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def test_whatever_the_files_hold_a_report_is_made(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(12)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(12)]
+)
 def test_whatever_the_files_hold_its_pictures_are_drawn_or_named(tmp_path: Path, seed: int) -> None:
     path = write_run(tmp_path / "run", steps=4, samples=False)
     damaged(path, random.Random(1000 + seed))
@@ -80,8 +83,16 @@ def test_whatever_the_files_hold_its_pictures_are_drawn_or_named(tmp_path: Path,
     for step, content in ((0, b"no archive"), (4, b"")):
         (path / "samples" / f"eval-{step}.npz").write_bytes(content)
     summary = rebuild(path)
-    named = [warning.split(" could not")[0] for warning in summary["warnings"] if "could not be made" in warning]
-    assert set(named) == {"samples/before_after.png", "plots/reward_distribution.png", "the gallery"}
+    named = [
+        warning.split(" could not")[0]
+        for warning in summary["warnings"]
+        if "could not be made" in warning
+    ]
+    assert set(named) == {
+        "samples/before_after.png",
+        "plots/reward_distribution.png",
+        "the gallery",
+    }
     assert (path / "plots" / "timeline.png").exists()
     assert {*PICTURES, "the gallery"} >= set(named)
 
@@ -92,7 +103,9 @@ def test_what_is_left_out_is_named_with_file_and_line_once(tmp_path: Path) -> No
     append_jsonl(path / "events.jsonl", {"time": EPOCH, "kind": "missing", "samples": "x"})
     append_jsonl(path / "events.jsonl", {"time": 1e300, "kind": "start"})
     (warning,) = read_run(path).warnings
-    assert warning.startswith(f"events.jsonl: 2 damaged line(s) left out; the first is line {lines + 1}: samples = 'x'")
+    assert warning.startswith(
+        f"events.jsonl: 2 damaged line(s) left out; the first is line {lines + 1}: samples = 'x'"
+    )
 
 
 @pytest.mark.parametrize("value", [10**400, math.nan, -math.inf, True, "1", None])

@@ -21,19 +21,33 @@ from digenrl.report.summary import build_summary
 
 
 def evaluated(
-    path: Path, steps: int, prompts: list[str], shape: tuple[int, ...] = (3, 8, 8), animated: bool = False
+    path: Path,
+    steps: int,
+    prompts: list[str],
+    shape: tuple[int, ...] = (3, 8, 8),
+    animated: bool = False,
 ) -> Path:
-    """A run of `steps` evaluations; sample k of every prompt scores step + k/10 with `a`, which weighs 2, and `b`."""
+    """A run of `steps` evaluations; sample k of every prompt scores step + k/10 with `a`, which
+    weighs 2, and `b`."""
     (path / "samples").mkdir(parents=True)
     (path / "config.yaml").write_text("reward: {rewards: {a: {weight: 2.0}}, heldout: {b: {}}}\n")
     rows = [(prompt, sample) for prompt in prompts for sample in range(2)]
     media = np.zeros((len(rows), *shape), np.uint8)
     for step in range(steps):
         media[:] = step
-        score = np.array([step * (1 + prompts.index(p)) + sample / 10 for p, sample in rows], np.float32)
+        score = np.array(
+            [step * (1 + prompts.index(p)) + sample / 10 for p, sample in rows], np.float32
+        )
         texts = np.array([prompt for prompt, _ in rows])
         more = {"sources": np.full((len(rows), *shape[-3:]), 200, np.uint8)} if animated else {}
-        np.savez(path / "samples" / f"eval-{step * 10}.npz", media=media, prompts=texts, a=score, b=-score, **more)
+        np.savez(
+            path / "samples" / f"eval-{step * 10}.npz",
+            media=media,
+            prompts=texts,
+            a=score,
+            b=-score,
+            **more,
+        )
     return path
 
 
@@ -43,7 +57,9 @@ def test_the_same_sample_of_each_prompt_at_evenly_chosen_evaluations(tmp_path: P
     assert shown.steps == (0, 20, 40, 60, 80, 100)[:MOMENTS]
     (first, cells), (second, _) = shown.rows
     assert (first, second) == ("p" * 300, "q")  # whole
-    assert [cell.score for cell in cells if cell] == [f"{2 * step / 10:.3f}" for step in shown.steps]
+    assert [cell.score for cell in cells if cell] == [
+        f"{2 * step / 10:.3f}" for step in shown.steps
+    ]
     mime, _, data = str(cells[-1] and cells[-1].source).partition(";base64,")
     assert mime == "data:image/png"
     with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
@@ -87,7 +103,9 @@ def test_missing_scores_are_neither_best_nor_worst() -> None:
     assert gallery.caption(Tile(np.zeros((1, 8, 8), np.uint8), "p", math.nan)) == "no score"
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 512, 900), (4, 3, 64, 64), (9, 3, 480, 832), (3, 2000, 10)])
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 8), (3, 512, 900), (4, 3, 64, 64), (9, 3, 480, 832), (3, 2000, 10)]
+)
 def test_stills_have_a_reasonable_size(shape: tuple[int, ...]) -> None:
     image = gallery.still(np.zeros(shape, np.uint8))
     assert min(image.size) >= 1

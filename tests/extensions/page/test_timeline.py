@@ -1,4 +1,5 @@
-"""The role timeline: a typical window, lanes for what overlaps, colours for every stage and cause."""
+"""The role timeline: a typical window, lanes for what overlaps, colours for every stage and
+cause."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def span(start: float, end: float, step: int = 0, stage: str = "train", rank: in
 def test_every_stage_and_cause_has_a_colour_of_its_own() -> None:
     assert set(STAGES) - {"wait"} <= set(STAGE_COLOURS)
     assert set(CAUSE_COLOURS) == set(WAIT_CAUSES)
-    colours = [*(STAGE_COLOURS[stage] for stage in STAGES if stage != "wait"), *CAUSE_COLOURS.values()]
+    colours = [
+        *(STAGE_COLOURS[stage] for stage in STAGES if stage != "wait"),
+        *CAUSE_COLOURS.values(),
+    ]
     assert len(set(colours)) == len(colours)
 
 

@@ -1,4 +1,5 @@
-"""`digenrl watch`: the page of a run that goes on, over real HTTP; who may read it; that the run's directory stays."""
+"""`digenrl watch`: the page of a run that goes on, over real HTTP; who may read it; that the run's
+directory stays."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def run(tmp_path: Path) -> Path:
     path = write_run(tmp_path / "digits_flowgrpo" / "run-0", steps=9, ended=False)
     (path / "logs").mkdir()
     secret = "Authorization: Bearer " + "sk-" + "a" * 40
-    (path / "logs" / "rank-000.log").write_text("old line\n" * 5000 + f"{secret}\nthe newest line\n")
+    (path / "logs" / "rank-000.log").write_text(
+        "old line\n" * 5000 + f"{secret}\nthe newest line\n"
+    )
     return path
 
 
@@ -42,7 +45,7 @@ def url(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(
         watch, "PICTURES", {"plots/reward.png": PICTURES["plots/reward.png"]}
     )  # the others take seconds
-    with watch.Server(watch.Live(watch.Request(run=run, refresh_s=0.1, log_kib=1)), 0) as server:
+    with watch.Server(watch.Live(watch.WatchKeys(run=run, refresh_s=0.1, log_kib=1)), 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server.url
@@ -50,7 +53,9 @@ def url(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def get(url: str, path: str = "", method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+def get(
+    url: str, path: str = "", method: str = "GET", **headers: str
+) -> tuple[int, dict[str, str], str]:
     there = urlsplit(url)
     connection = http.client.HTTPConnection(str(there.hostname), int(there.port or 0), timeout=60)
     connection.request(method, there.path + path, headers=headers)
@@ -62,7 +67,9 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def test_a_page_that_follows_the_run_is_served_to_who_knows_its_address(run: Path, url: str) -> None:
+def test_a_page_that_follows_the_run_is_served_to_who_knows_its_address(
+    run: Path, url: str
+) -> None:
     before = contents(run)
     status, headers, page = get(url)
     assert status == 200
@@ -118,10 +125,13 @@ def test_it_says_what_it_serves_and_ends_on_ctrl_c(run: Path) -> None:
 def test_a_port_that_is_taken_and_a_directory_that_is_no_run_are_said(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taken = watch.Server(watch.Live(watch.Request(run=run)), 0)
+    taken = watch.Server(watch.Live(watch.WatchKeys(run=run)), 0)
     with taken:
         assert taken.server_address[0] == "127.0.0.1"
         assert watch.main([f"run={run}", f"port={taken.server_port}"]) == 2
-    assert f"port = {taken.server_port}: Address already in use; leave it out" in capsys.readouterr().err
+    assert (
+        f"port = {taken.server_port}: Address already in use; leave it out"
+        in capsys.readouterr().err
+    )
     assert watch.main([f"run={tmp_path}"]) == 2
     assert "not a run directory" in capsys.readouterr().err

@@ -18,9 +18,15 @@ def test_one_speed_is_total_work_over_total_speed() -> None:
 
 def test_work_goes_where_it_is_relatively_cheap_and_possible() -> None:
     seconds = {"generate": {"a": 1.0, "b": 1.0}, "train": {"a": 1.0, "b": None}}
-    assert solve_bound({"a": 1, "b": 1}, {"generate": 4.0, "train": 6.0}, seconds).seconds == pytest.approx(6.0)
+    assert solve_bound(
+        {"a": 1, "b": 1}, {"generate": 4.0, "train": 6.0}, seconds
+    ).seconds == pytest.approx(6.0)
     with pytest.raises(ValueError, match="no pool of b can do train"):
-        solve_bound({"b": 1}, {"generate": 1.0, "train": 1.0}, {k: {"b": v["b"]} for k, v in seconds.items()})
+        solve_bound(
+            {"b": 1},
+            {"generate": 1.0, "train": 1.0},
+            {k: {"b": v["b"]} for k, v in seconds.items()},
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -32,7 +38,12 @@ def test_equals_a_reference_solver(data: st.DataObject, pools: int, stages: int)
     seconds = {i: {j: data.draw(times) for j in counts} for i in work}
     columns = [(i, j) for i in work for j in counts]
     equal = [[1.0 if i == stage else 0.0 for i, _ in columns] + [0.0] for stage in work]
-    upper = [[seconds[i][j] if j == pool else 0.0 for i, j in columns] + [-float(counts[pool])] for pool in counts]
+    upper = [
+        [seconds[i][j] if j == pool else 0.0 for i, j in columns] + [-float(counts[pool])]
+        for pool in counts
+    ]
     cost = [0.0] * len(columns) + [1.0]
-    expected = linprog(cost, A_ub=upper, b_ub=[0.0] * pools, A_eq=equal, b_eq=list(work.values())).fun
+    expected = linprog(
+        cost, A_ub=upper, b_ub=[0.0] * pools, A_eq=equal, b_eq=list(work.values())
+    ).fun
     assert solve_bound(counts, work, seconds).seconds == pytest.approx(expected, rel=1e-9)

@@ -21,7 +21,11 @@ POOL = Pool("p", "H100-SXM", 8, "auto", 80, 989, 3.35, 450, 25, 8)
 
 
 def test_published_speeds_are_met() -> None:
-    text = resources.files("digenrl.extensions.planner").joinpath("published.csv").read_text(encoding="utf-8")
+    text = (
+        resources.files("digenrl.extensions.planner")
+        .joinpath("published.csv")
+        .read_text(encoding="utf-8")
+    )
     rows = list(csv.DictReader(text.splitlines()))
     ratios = [predicted(row) / float(row["measured_s"]) for row in rows]
     assert len(ratios) >= 30
@@ -29,7 +33,9 @@ def test_published_speeds_are_met() -> None:
     assert sum(0.65 <= ratio <= 1.35 for ratio in ratios) >= len(ratios) - 2
 
 
-def test_a_row_that_is_not_known_is_named_and_not_counted(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_is_not_known_is_named_and_not_counted(
+    tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = f"{tmp_path}/rows.csv"
     head = "family,parameters_b,px,frames,steps,cfg_passes,batch,gpu,engine,measured_s,unit,source"
     rows = [f"flux,12,1024x1024,1,28,1,1,{gpu},eager,24.0,s/sample,here" for gpu in ("L20", "TPU")]
@@ -41,7 +47,9 @@ def test_a_row_that_is_not_known_is_named_and_not_counted(tmp_path: object, caps
     assert out[-1] == "within 25%: 1 of 1"
 
 
-@pytest.mark.parametrize("experiment", ["wan21_flowgrpo", "flux1_flowgrpo", "hunyuanvideo_dancegrpo"])
+@pytest.mark.parametrize(
+    "experiment", ["wan21_flowgrpo", "flux1_flowgrpo", "hunyuanvideo_dancegrpo"]
+)
 def test_an_h100_is_three_to_four_times_a_4090(experiment: str) -> None:
     table = bench_of(experiment, "unequal")[0].seconds_per_unit()
     for stage in ("generate", "train"):
@@ -64,7 +72,8 @@ def test_a_figure_says_where_it_comes_from() -> None:
 
 
 def test_publication_is_charged_as_it_is_sent() -> None:
-    """A copy in 16 bit for each other node with rollouts; inside a node the network has nothing to do."""
+    """A copy in 16 bit for each other node with rollouts; inside a node the network has nothing to
+    do."""
     hardware = Hardware((replace(POOL, count=24),))
     costing, gigabytes = Costing(WORK, hardware), 2 * WORK.trained_parameters / 1e9
     for rollouts, others in ((4, 0), (8, 1), (20, 2)):
@@ -82,8 +91,13 @@ def test_trainers_stand_in_one_place_and_rollouts_where_there_is_room() -> None:
     apart = Hardware((POOL, FAR), lines={frozenset(("p", "far")): APART})
     assert [[pool.name for pool in place] for place in apart.places] == [["p"], ["far"]]
     assert assign(apart, 8, 16) == (("p", "trainer"),) * 8 + (("far", "rollout"),) * 16
-    assert assign(apart, 12, 12) == (("far", "trainer"),) * 12 + (("far", "rollout"),) * 4 + (("p", "rollout"),) * 8
-    with pytest.raises(ValueError, match=r"trainers = 20: .* one place, .*\(p: 8, far: 16\); lower it to 16"):
+    assert (
+        assign(apart, 12, 12)
+        == (("far", "trainer"),) * 12 + (("far", "rollout"),) * 4 + (("p", "rollout"),) * 8
+    )
+    with pytest.raises(
+        ValueError, match=r"trainers = 20: .* one place, .*\(p: 8, far: 16\); lower it to 16"
+    ):
         assign(apart, 20, 4)
     assert len(assign(Hardware((POOL, FAR)), 20, 4)) == 24
     own = replace(apart, pools=(replace(FAR, count=32), replace(POOL, role="trainer")))
@@ -94,11 +108,14 @@ def test_trainers_stand_in_one_place_and_rollouts_where_there_is_room() -> None:
 
 
 def test_a_line_is_charged_for_what_is_sent_over_it() -> None:
-    """Whole versions and raw latents; packed ones; changes: by simulation, a far rollout's step is as much longer."""
+    """Whole versions and raw latents; packed ones; changes: by simulation, a far rollout's step is
+    as much longer."""
     costs, version = Costs(WORK, Hardware((POOL,))), 2 * WORK.trained_parameters
     plain = Line(0.0125, 0.02)
     assert costs.fetch_seconds(plain, 2) == pytest.approx(2 * version / 12.5e6 + 0.02)
-    assert costs.fetch_seconds(replace(plain, packed=True), 1) == pytest.approx(0.67 * version / 12.5e6 + 0.02)
+    assert costs.fetch_seconds(replace(plain, packed=True), 1) == pytest.approx(
+        0.67 * version / 12.5e6 + 0.02
+    )
     assert costs.fetch_seconds(APART, 1) == pytest.approx(0.3 * version / 12.5e6 + 0.02)
     latents = 2 * WORK.trained_steps * WORK.latent_elements * WORK.storage_bytes
     assert costs.send_seconds(plain, 1) == pytest.approx((latents + 2 * 512 * 4096) / 12.5e6 + 0.02)
@@ -108,13 +125,17 @@ def test_a_line_is_charged_for_what_is_sent_over_it() -> None:
 def test_a_thin_line_bounds_a_simulated_step_and_packing_loosens_it() -> None:
     def step(line: Line | None) -> float:
         lines = {} if line is None else {frozenset(("p", "far")): line}
-        costing = Costing(WORK, Hardware((replace(POOL, count=2, role="trainer"), FAR), lines=lines))
+        costing = Costing(
+            WORK, Hardware((replace(POOL, count=2, role="trainer"), FAR), lines=lines)
+        )
         return simulate(WORK.spec, costing.cluster(costing.candidate(2, 8)), 4).step_s
 
     near, raw = step(None), step(Line(0.0125, 0.02))
     costs = Costs(WORK, Hardware((POOL,)))
     line = Line(0.0125, 0.02)
-    least = WORK.samples * costs.send_seconds(line, 1) + costs.fetch_seconds(line, 1)  # one after the other
+    least = WORK.samples * costs.send_seconds(line, 1) + costs.fetch_seconds(
+        line, 1
+    )  # one after the other
     assert least <= raw <= least + near
     assert near < step(APART) < 0.75 * raw
     assert step(Line(1e6)) == pytest.approx(near, rel=1e-3)

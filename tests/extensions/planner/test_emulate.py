@@ -1,4 +1,5 @@
-"""`hardware.emulate=true`: sixteen real processes whose networks sleep, held against the simulator's prediction."""
+"""`hardware.emulate=true`: sixteen real processes whose networks sleep, held against the
+simulator's prediction."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ WORDS = (
     "~callbacks.evaluation",
 )
 NOISE = 4.0
-"""Sixteen processes on two busy cores: `benchmarks/` measures the difference, this shows that no stage is missing."""
+"""Sixteen processes on two busy cores: `benchmarks/` measures the difference, this shows that no
+stage is missing."""
 
 
 @pytest.mark.slow
@@ -65,7 +67,10 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
     assert len(list((tmp_path / "spans").glob("rank-*.jsonl"))) == TRAINERS + ROLLOUTS
 
-    decisions = [json.loads(line) for line in (tmp_path / "decisions" / "rank-000.jsonl").read_text().splitlines()]
+    decisions = [
+        json.loads(line)
+        for line in (tmp_path / "decisions" / "rank-000.jsonl").read_text().splitlines()
+    ]
     told = {row["args"][0] for row in decisions if row.get("event") == "expected"}
     assert told == {"generate", "train", "switch"}, "the profile's costs reach the policy"
     assert replay(decisions) == []
@@ -78,7 +83,8 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     candidate = candidate_of(config, TRAINERS, ROLLOUTS, costing.work.trained_steps).but(gap=1)
     predicted = SCALE * simulate(costing.spec(candidate), costing.cluster(candidate)).step_s
     print(
-        f"16 emulated ranks on {os.cpu_count()} cores: step {measured:.2f} s, predicted {predicted:.2f} s, "
+        f"16 emulated ranks on {os.cpu_count()} cores: step {measured:.2f} s, predicted "
+        f"{predicted:.2f} s, "
         f"{wall:.1f} s in all"
     )
     assert predicted / 1.1 < measured < NOISE * predicted
@@ -91,7 +97,14 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     roles = ("hardware.pools.c.role=trainer", "hardware.pools.a.role=rollout")
     words = [word for word in WORDS if not word.startswith(("hardware=", "allocation."))]
     composed = configuration.load(
-        (*words, "hardware=testbed_ac", line, *roles, "allocation.trainers=1", "allocation.rollouts=2")
+        (
+            *words,
+            "hardware=testbed_ac",
+            line,
+            *roles,
+            "allocation.trainers=1",
+            "allocation.rollouts=2",
+        )
     )
     config = composed.config
     costing = costing_of(composed)
@@ -101,7 +114,9 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     assert sleeps[0].send == sleeps[0].fetch == 0.0
     assert sleeps[1].send == pytest.approx(SCALE * 2 * cluster.rollouts[0].send_seconds)
     assert sleeps[2].fetch == pytest.approx(SCALE * cluster.rollouts[1].fetch_seconds)
-    launched = Launch(partial(run.fit, config, None, advisor().advise(composed, 1, 2)), 1, 2, tmp_path)
+    launched = Launch(
+        partial(run.fit, config, None, advisor().advise(composed, 1, 2)), 1, 2, tmp_path
+    )
     outcome = launch(launched)
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

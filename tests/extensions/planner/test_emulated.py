@@ -15,7 +15,8 @@ DURATIONS = Durations(task_size=2, encode=0.01, step=0.2, decode=0.01, cell=0.3)
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_an_adapter_trains_a_part_of_the_weights(adapter: bool) -> None:
-    """The Strategy keeps a copy of a published adapter, never of a whole model: the emulation must tell them apart."""
+    """The Strategy keeps a copy of a published adapter, never of a whole model: the emulation must
+    tell them apart."""
     policy = EmulatedPolicy(DURATIONS, adapter)
     trained = sum(parameter.numel() for parameter in policy.trained_parameters().values())
     whole = sum(parameter.numel() for parameter in policy.transformer.parameters())

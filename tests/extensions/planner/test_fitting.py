@@ -1,4 +1,5 @@
-"""Memory before anything starts: nine tenths are planned with, and what does not fit is refused with a way out."""
+"""Memory before anything starts: nine tenths are planned with, and what does not fit is refused
+with a way out."""
 
 from __future__ import annotations
 
@@ -28,8 +29,16 @@ PROFILES = (
     "testbed_c",
     "unequal",
 )
-USUAL = {("hunyuanvideo_dancegrpo", "testbed_b"), ("flux1_mixgrpo", "testbed_a"), ("wan21_flowgrpo", "single_gpu")}
-USUAL |= {("qwen_image_flowgrpo", "unequal"), ("flux1_dancegrpo", "single_gpu"), ("sd35_flowgrpo", "cpu_tiny")}
+USUAL = {
+    ("hunyuanvideo_dancegrpo", "testbed_b"),
+    ("flux1_mixgrpo", "testbed_a"),
+    ("wan21_flowgrpo", "single_gpu"),
+}
+USUAL |= {
+    ("qwen_image_flowgrpo", "unequal"),
+    ("flux1_dancegrpo", "single_gpu"),
+    ("sd35_flowgrpo", "cpu_tiny"),
+}
 
 
 @cache
@@ -44,7 +53,9 @@ def assert_fits(composed: Composed) -> None:
         return
     costing = costing_of(composed)
     allocation = config.allocation
-    candidate = candidate_of(config, allocation.trainers, allocation.rollouts, costing.work.trained_steps)
+    candidate = candidate_of(
+        config, allocation.trainers, allocation.rollouts, costing.work.trained_steps
+    )
     for (pool, _), use in costing.memory(candidate).items():
         assert use.gib <= 0.9 * costing.hardware.pool(pool).memory_gib
 
@@ -56,8 +67,11 @@ def assert_fits(composed: Composed) -> None:
         for pair in itertools.product(EXPERIMENTS, PROFILES)
     ],
 )
-def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str, profile: str) -> None:
-    """A refusal names what is needed and what there is; the change that it names makes the run fit."""
+def test_every_experiment_runs_on_every_profile_or_says_why_not(
+    experiment: str, profile: str
+) -> None:
+    """A refusal names what is needed and what there is; the change that it names makes the run
+    fit."""
     words = (f"experiment={experiment}", f"hardware={profile}")
     try:
         assert_fits(allocated(loaded(*words)))
@@ -99,7 +113,8 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str,
                 "sampling.frames=81",
                 "parallel.sharding=fsdp",
             ),
-            r"trainer on b \(A100-SXM-80GB\) needs .*: set sampling\.eval\.batch=1 .*parallel\.context=8\.$",
+            r"trainer on b \(A100-SXM-80GB\) needs .*: set sampling\.eval\.batch=1 "
+            r".*parallel\.context=8\.$",
         ),
         (
             (
@@ -116,17 +131,25 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(experiment: str,
     ],
     ids=["steps", "replicas", "kept", "720p", "480p"],
 )
-def test_a_misfit_is_refused_with_the_change_that_fits(words: tuple[str, ...], message: str) -> None:
+def test_a_misfit_is_refused_with_the_change_that_fits(
+    words: tuple[str, ...], message: str
+) -> None:
     trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"
     with pytest.raises(ValueError, match=message):
         allocated(loaded(*words, trainers, "schedule.auto=false"))
 
 
 def test_all_weights_are_sharded_without_being_asked() -> None:
-    """The first way that fits: replicas of a small model, a copy per node, one over all trainers."""
+    """The first way that fits: replicas of a small model, a copy per node, one over all
+    trainers."""
     chosen = {
         experiment: allocated(
-            loaded(f"experiment={experiment}", "hardware=testbed_b", "schedule=sync", "schedule.tsp.batch=auto")
+            loaded(
+                f"experiment={experiment}",
+                "hardware=testbed_b",
+                "schedule=sync",
+                "schedule.tsp.batch=auto",
+            )
         ).config.parallel.sharding
         for experiment in ("flux1_flowgrpo", "flux1_dancegrpo", "hunyuanvideo_dancegrpo")
     }
@@ -136,10 +159,17 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
 
 def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
     """At 512 pixels a GPU waits for launches, at 1024 for arithmetic."""
-    words = ("experiment=sd35_flowgrpo", "sampling.task_size=auto", "data.group_size=24", "algorithm/advantage=group")
+    words = (
+        "experiment=sd35_flowgrpo",
+        "sampling.task_size=auto",
+        "data.group_size=24",
+        "algorithm/advantage=group",
+    )
 
     def size(*more: str, hardware: str = "node_8xh100") -> int:
-        return int(with_task_size(loaded(*words, f"hardware={hardware}", *more)).config.sampling.task_size)
+        return int(
+            with_task_size(loaded(*words, f"hardware={hardware}", *more)).config.sampling.task_size
+        )
 
     large = ("sampling.height=1024", "sampling.width=1024")
     small = size()
@@ -147,12 +177,17 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
     assert {size(f"schedule={schedule}") for schedule in ("sync", "colocated", "full")} == {small}
     assert size(*large, hardware="cpu_tiny") == 8, "nobody has counted a tiny build"
     given = ("schedule=sync", "allocation.trainers=1", "allocation.rollouts=1")  # no plan is made
-    assert allocated(loaded(*words, "hardware=node_8xh100", *given)).config.sampling.task_size == small
+    assert (
+        allocated(loaded(*words, "hardware=node_8xh100", *given)).config.sampling.task_size == small
+    )
 
 
-@pytest.mark.parametrize(("hardware", "build"), [("cpu_tiny", "tiny"), ("testbed_b", "real"), ("single_gpu", "tiny")])
+@pytest.mark.parametrize(
+    ("hardware", "build"), [("cpu_tiny", "tiny"), ("testbed_b", "real"), ("single_gpu", "tiny")]
+)
 def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, build: str) -> None:
-    """A tiny build is short of none; a real one whose sizes nobody has counted repeats every block."""
+    """A tiny build is short of none; a real one whose sizes nobody has counted repeats every
+    block."""
     words = ("experiment=sd35_flowgrpo", f"hardware={hardware}", f"hardware.build={build}")
     words += ("allocation.trainers=1", "allocation.rollouts=0", "model.gradient_checkpointing=auto")
     composed = loaded(*words)
@@ -167,9 +202,14 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
 
 
 def test_what_is_always_there_is_counted() -> None:
-    """Reward models, evaluation and encoders in use: each makes the rank larger that has it. Trainers have room for an
-    evaluation in any case: they take over where no rollout is left."""
-    base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
+    """Reward models, evaluation and encoders in use: each makes the rank larger that has it.
+    Trainers have room for an evaluation in any case: they take over where no rollout is left."""
+    base = (
+        "experiment=flux1_flowgrpo",
+        "hardware=node_8xh100",
+        "allocation.trainers=4",
+        "allocation.rollouts=4",
+    )
     base += ("schedule=sync",)
 
     def memory(*words: str) -> dict[str, float]:
@@ -188,22 +228,33 @@ def test_what_is_always_there_is_counted() -> None:
     assert whole["rollout"] - jpeg["rollout"] == pytest.approx(4 * 0.99e9 / 2**30)
     alone = memory("data.prompt_store=null")
     costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100"))
-    assert alone["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, "encoders are used on the GPU"
+    assert alone["rollout"] > 2 * (costing.work.sizes["parameters"] + 4.7e9) / 2**30, (
+        "encoders are used on the GPU"
+    )
     assert whole["rollout"] < alone["rollout"] - 3.0, "with a store they have left memory"
 
 
 def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
-    """Activations of all blocks of four trainers of a node; of published versions one, or three with asynchrony."""
-    base = ("experiment=flux1_flowgrpo", "hardware=node_8xh100", "allocation.trainers=4", "allocation.rollouts=4")
+    """Activations of all blocks of four trainers of a node; of published versions one, or three
+    with asynchrony."""
+    base = (
+        "experiment=flux1_flowgrpo",
+        "hardware=node_8xh100",
+        "allocation.trainers=4",
+        "allocation.rollouts=4",
+    )
     base += ("schedule=sync", "schedule.auto=false", "schedule.tsp.batch=1")
     offload = "model.gradient_checkpointing=offload"
 
     def host(*words: str) -> float:
         composed = allocated(loaded(*base, *words))
         costing = costing_of(composed)
-        (gib,) = costing.host_gib(candidate_of(composed.config, 4, 4, costing.work.trained_steps)).values()
-        assert f"memory    host: {gib:.1f} GiB (off-loaded activations, published weights)" in memory_lines(
-            composed, 4, 4
+        (gib,) = costing.host_gib(
+            candidate_of(composed.config, 4, 4, costing.work.trained_steps)
+        ).values()
+        assert (
+            f"memory    host: {gib:.1f} GiB (off-loaded activations, published weights)"
+            in memory_lines(composed, 4, 4)
         )
         return gib
 
@@ -224,7 +275,11 @@ def test_stored_prompts_cost_no_step_anything() -> None:
     """Neither time nor, in the bound, work; without a store every step encodes its prompts."""
     seconds = {}
     for store in ("auto", "null"):
-        costing = costing_of(loaded("experiment=flux1_flowgrpo", "hardware=node_8xh100", f"data.prompt_store={store}"))
+        costing = costing_of(
+            loaded(
+                "experiment=flux1_flowgrpo", "hardware=node_8xh100", f"data.prompt_store={store}"
+            )
+        )
         seconds[store] = costing.cluster(costing.candidate(4, 4)).ranks[-1].encode_seconds
         assert (costing.bound().stage_values["encode"] > 0) == (store == "null")
     assert seconds["auto"] == 0.0 < seconds["null"]

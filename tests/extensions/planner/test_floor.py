@@ -1,4 +1,5 @@
-"""The planner skips what its floor says cannot win: the floor must not lie above what the simulation finds."""
+"""The planner skips what its floor says cannot win: the floor must not lie above what the
+simulation finds."""
 
 from __future__ import annotations
 
@@ -28,26 +29,38 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pi
         (0, "groups", None),
         (1, "groups", None),
         (1, "samples", 4),
-        *(pytest.param(n, *how, marks=pytest.mark.slow) for n in (0, 1) for how in (("samples", None), ("groups", 2))),
+        *(
+            pytest.param(n, *how, marks=pytest.mark.slow)
+            for n in (0, 1)
+            for how in (("samples", None), ("groups", 2))
+        ),
     ],
 )
 def test_no_simulated_step_is_shorter_than_its_floor(
-    pools: tuple[Pool, ...], async_steps: int, split: Literal["groups", "samples"], trained: int | None
+    pools: tuple[Pool, ...],
+    async_steps: int,
+    split: Literal["groups", "samples"],
+    trained: int | None,
 ) -> None:
     nodes = tuple(replace(pool, per_node=2) for pool in pools)
     costing = Costing(replace(FLUX, updates_split=split, trained_samples=trained), Hardware(nodes))
     bound, gpus, ratios = costing.bound(), costing.hardware.gpus, []
-    choices = itertools.product((1, gpus // 2, gpus - 1, gpus), ("ddp", "hsdp", "fsdp"), (1, 4), (0, 4), (False, True))
+    choices = itertools.product(
+        (1, gpus // 2, gpus - 1, gpus), ("ddp", "hsdp", "fsdp"), (1, 4), (0, 4), (False, True)
+    )
     for trainers, sharding, size, gap, lending in choices:
         if trainers == gpus and (lending or async_steps):
             continue
-        base = costing.candidate(trainers, gpus - trainers, sharding=sharding, task_size=size, gap=gap, tag=lending)
+        base = costing.candidate(
+            trainers, gpus - trainers, sharding=sharding, task_size=size, gap=gap, tag=lending
+        )
         candidate = base.but(shares=len(pools) > 1, async_steps=async_steps)
         if trainers == 1 and sharding != "ddp":
             continue
         floor = floor_seconds(costing.spec(candidate), costing.cluster(candidate))
         ratios.append(evaluate(costing, candidate, bound, exact=True).step_s / floor)
-    # Asynchronous steps are averaged over a window in whose course rollout ranks may gain or lose part of a task.
+    # Asynchronous steps are averaged over a window in whose course rollout ranks may gain or lose
+    # part of a task.
     assert min(ratios) >= (0.98 if async_steps else 1.0 - 1e-9)
     assert min(ratios) < 1.2  # a floor far below everything would be no help
 
@@ -57,9 +70,12 @@ def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:
     candidate = costing.candidate(3, 5, sharding="fsdp", task_size=8)
     spec, cluster = costing.spec(candidate), costing.cluster(candidate)
     cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
-    # One task of five trained steps: five blocks on three ranks take two rounds; four groups an update.
+    # One task of five trained steps: five blocks on three ranks take two rounds; four groups an
+    # update.
     fragment, updates = training_floor(spec, cluster)
     assert fragment == pytest.approx(2 * cell)
     assert updates == pytest.approx([8 * cell] * 2)
     whole = candidate.but(gap=4)
-    assert training_floor(costing.spec(whole), costing.cluster(whole))[1] == pytest.approx([7 * cell] * 2)
+    assert training_floor(costing.spec(whole), costing.cluster(whole))[1] == pytest.approx(
+        [7 * cell] * 2
+    )

@@ -1,4 +1,5 @@
-"""The memory model against real modules: bytes of weights exactly, activations as saved-tensor hooks count them."""
+"""The memory model against real modules: bytes of weights exactly, activations as saved-tensor
+hooks count them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 48, 24, 2, False, 64)
 
 
 def test_flops_hit_the_counted_points_and_the_reference_between_them() -> None:
-    """Counted by torch: Wan2.1-14B at 480x832x81 1678 TFLOP, FLUX at 720 px 37.3, SD3.5 at 1024 px 10.9."""
+    """Counted by torch: Wan2.1-14B at 480x832x81 1678 TFLOP, FLUX at 720 px 37.3, SD3.5 at 1024 px
+    10.9."""
     cases = [
         (Workload("wan21_14b", 480, 832, 81, 20, 19, 1, 2, 1, True, 32), 1678.0),
         (Workload("wan21_14b", 240, 416, 33, 20, 19, 1, 2, 1, True, 32), 97.7),
@@ -44,7 +46,9 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     from peft import LoraConfig
 
     with torch.device("meta"):
-        model = WanTransformer3DModel(num_attention_heads=12, ffn_dim=8960, num_layers=30, attention_head_dim=128)
+        model = WanTransformer3DModel(
+            num_attention_heads=12, ffn_dim=8960, num_layers=30, attention_head_dim=128
+        )
         base = sum(p.numel() for p in model.parameters())
         model.requires_grad_(False)
         targets = r".*blocks\.\d+\.attn[12]\.(to_[qkv]|to_out\.0)"
@@ -60,7 +64,9 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     )
     sharded = trainer_memory(WAN, 8, 2, 1, INPUTS, False, False)
     assert sharded.optimizer == 8 * -(-trained // 8)
-    assert sharded.gradients == 4 * trained  # an adapter's wait unsharded for the update's last micro-batch
+    assert (
+        sharded.gradients == 4 * trained
+    )  # an adapter's wait unsharded for the update's last micro-batch
     full = Workload("wan21_1_3b", 240, 416, 33, 20, 19, 32, 4, 2, True, None)
     assert trainer_memory(full, 8, 2, 1, INPUTS, False, False).gradients == 4 * -(-base // 8)
     assert rollout_memory(full, 2).trained == 2 * base  # Policy.only_generate
@@ -74,7 +80,8 @@ GRADES = (False, "products", "attention", True)
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("trained", ["full", "attn"])
 def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
-    """Two blocks of a Wan of a quarter of the 1.3B's width: what is counted on fake tensors is kept on real ones."""
+    """Two blocks of a Wan of a quarter of the 1.3B's width: what is counted on fake tensors is kept
+    on real ones."""
     counted, _ = _counted(trained, rows, blocks=2, side=16, frames=2)
     for grade, (kept, expected) in counted.items():
         assert kept == pytest.approx(expected, rel=0.15), grade
@@ -82,7 +89,8 @@ def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
 
 @pytest.mark.parametrize("trained", ["full", pytest.param("attn", marks=pytest.mark.slow)])
 def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
-    """What the backward pass of a block does again, attention aside, as a share of the block's forward."""
+    """What the backward pass of a block does again, attention aside, as a share of the block's
+    forward."""
     spent: dict[bool | str, list[tuple[int, int]]] = {grade: [] for grade in GRADES}
     for blocks in (1, 2):
         model, forward = _build(trained, 1, blocks, scale=4, side=32, frames=1)
@@ -96,21 +104,35 @@ def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
             spent[grade].append((alone, without_attention(counter)))
     whole = {grade: large[1] - small[1] for grade, (small, large) in spent.items()}
     block = spent[False][1][0] - spent[False][0][0]
-    work = Workload("wan21_1_3b", 256, 256, 1, 20, 19, 1, 2, 1, False, 64 if trained == "attn" else None, "attn")
+    work = Workload(
+        "wan21_1_3b", 256, 256, 1, 20, 19, 1, 2, 1, False, 64 if trained == "attn" else None, "attn"
+    )
     rest = work.forward_flops() - work.attention_flops()
     for grade in GRADES:
         mode = parse_recompute(grade).modes(1)[0]
         expected = work.repeated_flops(mode) - work.attention_flops() * (grade is True)
-        assert (whole[grade] - whole[False]) / block == pytest.approx(expected / rest, abs=0.08), grade  # half text
+        assert (whole[grade] - whole[False]) / block == pytest.approx(expected / rest, abs=0.08), (
+            grade
+        )  # half text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "rows", "frames"),
-    [("full", 1, 3), ("full", 2, 2), ("full", 4, 2), ("attn", 1, 6), ("attn", 2, 3), ("attn", 4, 2)],
+    [
+        ("full", 1, 3),
+        ("full", 2, 2),
+        ("full", 4, 2),
+        ("attn", 1, 6),
+        ("attn", 2, 3),
+        ("attn", 4, 2),
+    ],
 )
-def test_activations_of_a_mid_size_build_are_within_15_percent(trained: str, rows: int, frames: int) -> None:
-    """At least 300 MB kept by autograd, counted by saved-tensor hooks; checkpointed builds by what stays alive."""
+def test_activations_of_a_mid_size_build_are_within_15_percent(
+    trained: str, rows: int, frames: int
+) -> None:
+    """At least 300 MB kept by autograd, counted by saved-tensor hooks; checkpointed builds by what
+    stays alive."""
     counted, hooks = _counted(trained, rows, blocks=6, side=40, frames=frames)
     assert hooks >= 300e6
     assert hooks == pytest.approx(counted[False][1], rel=0.15)
@@ -121,8 +143,8 @@ def test_activations_of_a_mid_size_build_are_within_15_percent(trained: str, row
 def _counted(
     trained: str, rows: int, blocks: int, side: int, frames: int
 ) -> tuple[dict[bool | str, tuple[int, float]], int]:
-    """Grade -> (bytes that `blocks` keep, the model's figure) on real builds, by what one block more or less keeps; and
-    what saved-tensor hooks see of them."""
+    """Grade -> (bytes that `blocks` keep, the model's figure) on real builds, by what one block
+    more or less keeps; and what saved-tensor hooks see of them."""
     scale, builds = 4, (1, 1 + blocks)
     sizes: dict[bool | str, list[int]] = {grade: [] for grade in GRADES}
     hooks = []
@@ -135,11 +157,15 @@ def _counted(
         model.disable_gradient_checkpointing()
         hooks.append(_saved(model, forward))
     rank = 64 if trained == "attn" else None
-    work = Workload("wan21_1_3b", side * 8, side * 8, 4 * frames - 3, 20, 19, 1, 2, 1, False, rank, "attn")
+    work = Workload(
+        "wan21_1_3b", side * 8, side * 8, 4 * frames - 3, 20, 19, 1, 2, 1, False, rank, "attn"
+    )
     assert work.tokens == frames * side * side // 4
     results: dict[bool | str, tuple[int, float]] = {}
     for grade, (small, large) in sizes.items():
-        mode = parse_recompute(grade).modes(1)[0]  # casts of weights shrink with the square of the width
+        mode = parse_recompute(grade).modes(1)[
+            0
+        ]  # casts of weights shrink with the square of the width
         weights = work.sizes["kept_bytes"][trained][mode]["forward"]
         expected = blocks * ((work.kept_bytes(mode, rows) - weights) / scale + weights / scale**2)
         results[grade] = (large - small, expected)
@@ -149,12 +175,16 @@ def _counted(
 def _build(
     trained: str, rows: int, blocks: int, scale: int, side: int, frames: int
 ) -> tuple[Any, Callable[[], torch.Tensor]]:
-    """A random Wan of 1/scale of the 1.3B's width, and a forward of `rows` samples as the policy makes it."""
+    """A random Wan of 1/scale of the 1.3B's width, and a forward of `rows` samples as the policy
+    makes it."""
     from diffusers import WanTransformer3DModel
 
     torch.manual_seed(0)
     model = WanTransformer3DModel(
-        num_attention_heads=12 // scale, ffn_dim=8960 // scale, num_layers=blocks, attention_head_dim=128
+        num_attention_heads=12 // scale,
+        ffn_dim=8960 // scale,
+        num_layers=blocks,
+        attention_head_dim=128,
     )
     dtype = torch.float32
     if trained != "full":

@@ -1,4 +1,5 @@
-"""Plans: the bound can be recomputed, the choice is near an exhaustive sweep's, roles and memory are obeyed."""
+"""Plans: the bound can be recomputed, the choice is near an exhaustive sweep's, roles and memory
+are obeyed."""
 
 from __future__ import annotations
 
@@ -22,7 +23,15 @@ from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fitted, task_sizes
 from digenrl.extensions.planner.outcome import evaluate
-from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
+from digenrl.extensions.planner.plan_text import (
+    Booking,
+    as_json,
+    booked,
+    chosen,
+    explanation,
+    overrides,
+    table,
+)
 from digenrl.extensions.planner.planner import PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of
 from digenrl.extensions.planner.workload import Drawn, Workload
@@ -49,10 +58,13 @@ def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
     line = Line(0.0125, 0.02, told=True, packed=True)
     work = replace(FLUX, updates=1)
     plan = make_plan(
-        Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): line})), asynchronous=False
+        Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): line})),
+        asynchronous=False,
     )
     for outcome in plan.outcomes:
-        trainers = {pool for pool, role in plan.costing.placed(outcome.candidate) if role == "trainer"}
+        trainers = {
+            pool for pool, role in plan.costing.placed(outcome.candidate) if role == "trainer"
+        }
         assert len(trainers) == 1
         assert outcome.candidate.rollouts
 
@@ -60,12 +72,16 @@ def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
 SMALL = ("experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8")
 
 
-def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(tmp_path: Path) -> None:
+def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
+    tmp_path: Path,
+) -> None:
     plain = configuration.load([*SMALL, f"output_root={tmp_path}"])
     best = chosen(make_plan(costing_of(plain)), asynchronous=False)[0]
     composed = allocated(plain)
     config = composed.config
-    found = candidate_of(config, config.allocation.trainers, config.allocation.rollouts, costing_of(plain).work.steps)
+    found = candidate_of(
+        config, config.allocation.trainers, config.allocation.rollouts, costing_of(plain).work.steps
+    )
     assert (found.trainers, found.rollouts, found.sharding) == (
         best.candidate.trainers, best.candidate.rollouts, best.candidate.sharding,
     )  # fmt: skip
@@ -83,30 +99,54 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(tm
 
 
 def test_what_is_given_is_not_the_planners() -> None:
-    given = {"allocation.trainers": 5, "sampling.task_size": 4, "schedule.tag": False, "schedule.tsp.batch": 1}
-    config = allocated(configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())])).config
+    given = {
+        "allocation.trainers": 5,
+        "sampling.task_size": 4,
+        "schedule.tag": False,
+        "schedule.tsp.batch": 1,
+    }
+    config = allocated(
+        configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())])
+    ).config
     assert {key: OmegaConf.select(config, key) for key in given} == given
     assert config.allocation.rollouts == 3
 
 
 @pytest.mark.parametrize(("experiment", "gap"), [("qwen_image_nft", 0), ("wan21_flowgrpo", 1)])
-def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(experiment: str, gap: int) -> None:
-    schedule = allocated(configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"])).config.schedule
+def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(
+    experiment: str, gap: int
+) -> None:
+    schedule = allocated(
+        configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"])
+    ).config.schedule
     assert (schedule.auto, schedule.gap) == (False, gap)
 
 
 @pytest.mark.parametrize("processes", [None, 6])
 def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) -> None:
-    """All splits that fit, simulated, against the one that a run without allocation.* starts with."""
-    words = ["experiment=flux1_flowgrpo", "hardware=node_8xh100", "schedule=sync", "schedule.tag=true"]
+    """All splits that fit, simulated, against the one that a run without allocation.* starts
+    with."""
+    words = [
+        "experiment=flux1_flowgrpo",
+        "hardware=node_8xh100",
+        "schedule=sync",
+        "schedule.tag=true",
+    ]
     composed = configuration.load(words)
     chosen = planned_split(composed, processes)
     costing, ranks = costing_of(composed), processes or 8
     assert chosen is not None
     assert chosen.candidate.trainers + chosen.candidate.rollouts == ranks
     steps = costing.work.trained_steps
-    splits = [candidate_of(composed.config, trainers, ranks - trainers, steps) for trainers in range(1, ranks)]
-    every = [evaluate(costing, split, costing.bound()).step_s for split in splits if not costing.misfits(split)]
+    splits = [
+        candidate_of(composed.config, trainers, ranks - trainers, steps)
+        for trainers in range(1, ranks)
+    ]
+    every = [
+        evaluate(costing, split, costing.bound()).step_s
+        for split in splits
+        if not costing.misfits(split)
+    ]
     assert len(every) > 2
     assert chosen.step_s == min(every) < max(every)
 
@@ -130,15 +170,25 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     text = json.loads(json.dumps(as_json(plan, None, True, Booking(10))))
     bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"]).seconds
     assert bound == pytest.approx(text["bound_step_s"])
-    steps = [row["robust_step_s"] for row in text["candidates"] if row["settled"] and not row["async_steps"]]
-    quickest = min(row["step_s"] for row in text["candidates"] if row["settled"] and not row["async_steps"])
+    steps = [
+        row["robust_step_s"]
+        for row in text["candidates"]
+        if row["settled"] and not row["async_steps"]
+    ]
+    quickest = min(
+        row["step_s"] for row in text["candidates"] if row["settled"] and not row["async_steps"]
+    )
     assert text["best"]["on_policy"]["step_s"] <= 1.05 * quickest
     assert text["best"]["on_policy"]["robust_step_s"] == steps[0]
     for row in text["candidates"]:
         assert row["efficiency"] == pytest.approx(bound / row["step_s"])
         assert row["efficiency"] <= 1.0
-        assert sum(limit["seconds"] for limit in row["limits"]) == pytest.approx(row["step_s"] - bound, abs=1e-6)
-        assert set(row["memory_gib"]) == ({"trainer", "rollout"} if row["rollouts"] else {"trainer"})
+        assert sum(limit["seconds"] for limit in row["limits"]) == pytest.approx(
+            row["step_s"] - bound, abs=1e-6
+        )
+        assert set(row["memory_gib"]) == (
+            {"trainer", "rollout"} if row["rollouts"] else {"trainer"}
+        )
     assert text["best"]["on_policy"]["async_steps"] == 0
     assert text["best"]["async"]["async_steps"] == 1
     assert text["best"]["colocated"]["rollouts"] == 0
@@ -171,7 +221,9 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
             sweep.append(evaluate(costing, candidate, bound_s))
     assert len(sweep) > 80
     fastest = sorted(sweep, key=lambda outcome: outcome.step_s)[:5]
-    robust = [evaluate(costing, outcome.candidate, bound_s, exact=True).robust_s for outcome in fastest]
+    robust = [
+        evaluate(costing, outcome.candidate, bound_s, exact=True).robust_s for outcome in fastest
+    ]
     assert best.robust_s <= 1.05 * min(robust), "what the plan ranks by"
     assert best.step_s <= 1.05 * fastest[0].step_s
 
@@ -190,8 +242,14 @@ def test_roles_of_a_profile_are_obeyed() -> None:
     plan = make_plan(Costing(FLUX, hardware))
     assert plan.best("colocated") is None
     for outcome in plan.outcomes:
-        assert all(role == "rollout" for pool, role in outcome.costing.placed(outcome.candidate) if pool == "fast")
-    with pytest.raises(ValueError, match=r"allocation.trainers = 5: the hardware profile has 4 GPUs left"):
+        assert all(
+            role == "rollout"
+            for pool, role in outcome.costing.placed(outcome.candidate)
+            if pool == "fast"
+        )
+    with pytest.raises(
+        ValueError, match=r"allocation.trainers = 5: the hardware profile has 4 GPUs left"
+    ):
         assign(hardware, 5, 1)
 
 
@@ -200,7 +258,9 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
         ("slow", 2, ["hardware.pools.fast.role=rollout"]),
         ("fast", 6, ["hardware.pools.fast.role=trainer"]),
     ]:
-        outcome = evaluate(costing, costing.candidate(trainers, 8 - trainers, first=first), costing.bound())
+        outcome = evaluate(
+            costing, costing.candidate(trainers, 8 - trainers, first=first), costing.bound()
+        )
         named = [word for word in overrides(outcome) if word.startswith("hardware")]
         assert named == words
         pools = {p.name: p for p in costing.hardware.pools}
@@ -208,20 +268,26 @@ def test_overrides_name_the_pools_that_the_placement_needs(costing: Costing) -> 
             name = word.split(".")[2]
             pools[name] = replace(pools[name], role=word.partition("=")[2])
         hardware = Hardware(tuple(pools.values()))
-        assert sorted(assign(hardware, trainers, 8 - trainers)) == sorted(costing.placed(outcome.candidate))
+        assert sorted(assign(hardware, trainers, 8 - trainers)) == sorted(
+            costing.placed(outcome.candidate)
+        )
 
 
 def test_what_does_not_fit_says_why() -> None:
     small = Hardware((replace(SLOW, memory_gib=12),))
     with pytest.raises(
-        PlanError, match=r"nothing fits: .*trainer on slow \(RTX\) needs .* GiB of 10\.8 GiB \(90% of 12\)"
+        PlanError,
+        match=r"nothing fits: .*trainer on slow \(RTX\) needs .* GiB of 10\.8 GiB \(90% of 12\)",
     ):
         make_plan(Costing(HUNYUAN, small))
 
 
 def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
     """All weights of Wan 14B at 480 x 832 x 81."""
-    node, work = Hardware((replace(FAST, count=8),)), Workload("wan21_14b", 480, 832, 81, 20, 10, 8, 8, 1, True, None)
+    node, work = (
+        Hardware((replace(FAST, count=8),)),
+        Workload("wan21_14b", 480, 832, 81, 20, 10, 8, 8, 1, True, None),
+    )
     alone = replace(work, model="flux1_dev")
     best = make_plan(Costing(work, node), steps=4).outcomes[0]
     assert best.candidate.spec.context > 1
@@ -240,13 +306,20 @@ class EveryThird:
 
 def test_a_users_own_step_selection_is_planned() -> None:
     own = f"algorithm.train_steps={{_target_:{__name__}.EveryThird}}"
-    words = ["experiment=flux1_flowgrpo", "hardware=node_8xh100", "allow_targets=[tests]", "~algorithm.train_steps"]
+    words = [
+        "experiment=flux1_flowgrpo",
+        "hardware=node_8xh100",
+        "allow_targets=[tests]",
+        "~algorithm.train_steps",
+    ]
     composed = configuration.load([*words, f"+{own}", "sampling.steps=9"])
     assert costing_of(composed).work.trained_steps == 3
 
 
 def test_a_model_without_sizes_is_named() -> None:
-    with pytest.raises(ValueError, match=r"model=digits has no counted sizes .*known: .*count_facts"):
+    with pytest.raises(
+        ValueError, match=r"model=digits has no counted sizes .*known: .*count_facts"
+    ):
         costing_of(configuration.load([]))
 
 
@@ -259,13 +332,21 @@ def test_measured_seconds_replace_computed_ones() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.slow
-def test_a_plan_says_that_it_simulates_the_stock_hooks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_that_it_simulates_the_stock_hooks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8"]
     words = [*small, f"output_root={tmp_path}", "plan.plot=false"]
-    said = "The plan simulates the stock hooks: what patient.Patient overrides is not in these figures."
+    said = (
+        "The plan simulates the stock hooks: what patient.Patient overrides is not in these "
+        "figures."
+    )
     assert plan_command.main(words) == 0
     assert said not in capsys.readouterr().out
-    assert plan_command.main([*words, "strategy._target_=patient.Patient", "allow_targets=[patient]"]) == 0
+    assert (
+        plan_command.main([*words, "strategy._target_=patient.Patient", "allow_targets=[patient]"])
+        == 0
+    )
     assert said in capsys.readouterr().out
 
 
@@ -274,27 +355,40 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     small = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c", "data.prompts_per_batch=8"]
     words = [*small, f"output_root={tmp_path}"]
     code = (
-        "import sys; from digenrl.extensions.planner.cli.plan import main; code = main(sys.argv[1:]); "
+        "import sys; from digenrl.extensions.planner.cli.plan import main; code = "
+        "main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules, 'torch was imported'; raise SystemExit(code)"
     )
-    run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     path = Path(run.stdout.strip().splitlines()[-1])
     planned = json.loads(path.read_text())
     best = planned["candidates"][0]
     assert best["async_steps"] == 0  # the experiment's own
-    assert planned["configured"]["trainers"] + planned["configured"]["rollouts"] == 16  # what train would start
+    assert (
+        planned["configured"]["trainers"] + planned["configured"]["rollouts"] == 16
+    )  # what train would start
     assert (path.parent / "plots/gantt.png").stat().st_size > 0
     assert json.loads((path.parent / "trace.json").read_text())["traceEvents"]
 
-    composed = configuration.load([*words, *best["overrides"]])  # train accepts what the plan proposes
+    composed = configuration.load(
+        [*words, *best["overrides"]]
+    )  # train accepts what the plan proposes
     assert composed.config.allocation.trainers == best["trainers"]
     again = as_configured(composed, costing_of(composed))
     assert again is not None
     assert again.step_s == pytest.approx(best["step_s"], rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", [None, Recompute(inputs=1.0), Recompute(products=0.5, inputs=0.25)])
+@pytest.mark.parametrize(
+    "recompute", [None, Recompute(inputs=1.0), Recompute(products=0.5, inputs=0.25)]
+)
 def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None:
     words = ["experiment=qwen_image_flowgrpo", "hardware=testbed_c"]
     costing = costing_of(configuration.load(words))
@@ -311,7 +405,11 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
     assert plan_command.main([*words, "plan.price_per_gpu_hour=2"]) == 0
     out = capsys.readouterr().out.splitlines()
     planned = json.loads(Path(out[-1]).read_text())
-    assert planned["price"] == pytest.approx(2 * planned["gpu_hours"]) == pytest.approx(16 * planned["hours"])
+    assert (
+        planned["price"]
+        == pytest.approx(2 * planned["gpu_hours"])
+        == pytest.approx(16 * planned["hours"])
+    )
     assert out[0].startswith("Book 8 x H100-SXM for ")
     assert f"{planned['price']:,.0f} at 2 a GPU-hour" in out[0]
     assert any(line.startswith("as configured") for line in out)
@@ -321,8 +419,14 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
     assert json.loads(capsys.readouterr().out)["candidates"]
 
 
-def test_nothing_fits_is_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["experiment=hunyuanvideo_dancegrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=12"]
+def test_nothing_fits_is_an_exit_code_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "experiment=hunyuanvideo_dancegrpo",
+        "hardware=node_8xh100",
+        "hardware.pools.h100.memory_gib=12",
+    ]
     assert plan_command.main([*words, f"output_root={tmp_path}"]) == 3
     assert "Use more or larger GPUs, LoRA" in capsys.readouterr().err
 
@@ -335,7 +439,11 @@ CASES = list(
             for name in EXPERIMENTS
             if not name.startswith(("digits", "mixture", "scenes", "ablation", "sweep", "ocr_tiny"))
         ],
-        [path.stem for path in sorted(CONFIGS.glob("hardware/*.yaml")) if path.stem not in ("cpu", "cpu_tiny")],
+        [
+            path.stem
+            for path in sorted(CONFIGS.glob("hardware/*.yaml"))
+            if path.stem not in ("cpu", "cpu_tiny")
+        ],
         (False, True),
         (False, True),
     )
@@ -358,7 +466,10 @@ def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) ->
         winner = chosen(plan, asynchronous=True)[0]
         assert winner.settled
         assert winner.efficiency <= 1.0 + 1e-9
-        assert evaluate(costing, winner.candidate, plan.bound, exact=True, trace=trace).step_s == winner.step_s
+        assert (
+            evaluate(costing, winner.candidate, plan.bound, exact=True, trace=trace).step_s
+            == winner.step_s
+        )
         assert booked(plan, True, Booking(10)) + table(plan, True, Booking(10), 5)
         assert json.dumps(as_json(plan, None, True, Booking(10)))
 
@@ -366,15 +477,20 @@ def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) ->
 @pytest.mark.slow
 def test_a_batch_wide_advantage_is_planned_as_one_fragment() -> None:
     """`train` refuses gap with it."""
-    plan = make_plan(costing_of(configuration.load(["experiment=sd35_flowgrpo", "hardware=node_8xh100"], "plan")))
+    plan = make_plan(
+        costing_of(configuration.load(["experiment=sd35_flowgrpo", "hardware=node_8xh100"], "plan"))
+    )
     assert {outcome.candidate.spec.gap for outcome in plan.outcomes} == {0}
 
 
 def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> None:
-    """Each of four rollouts takes the next prompt when it is free. What outlasts their usual wait for weights adds to
-    the step; of the run's last evaluation all does."""
+    """Each of four rollouts takes the next prompt when it is free. What outlasts their usual wait
+    for weights adds to the step; of the run's last evaluation all does."""
     hardware = Hardware((FAST, SLOW))
-    by = {on: Costing(replace(FLUX, evaluated=4, rollouts_evaluate=on), hardware) for on in (True, False)}
+    by = {
+        on: Costing(replace(FLUX, evaluated=4, rollouts_evaluate=on), hardware)
+        for on in (True, False)
+    }
     candidate = by[True].candidate(4, 4, first="fast")
     assert {name for name, role in by[True].placed(candidate) if role == "rollout"} == {"slow"}
     first, second = Drawn(1, 4, FLUX.steps), Drawn(5, 4, FLUX.steps)
@@ -384,12 +500,18 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
     assert by[True].evaluation_seconds(replace(first, steps=28), candidate) == pytest.approx(
         one + (28 / FLUX.steps - 1) * forwards
     )
-    assert by[True].evaluation_seconds(replace(first, compared=4), candidate) == pytest.approx(one + 2 * forwards)
+    assert by[True].evaluation_seconds(replace(first, compared=4), candidate) == pytest.approx(
+        one + 2 * forwards
+    )
     assert by[False].evaluation_seconds(second, candidate) == pytest.approx(2 * one), (
         "trainers wait for the slowest GPU"
     )
-    assert by[True].evaluation_seconds(second, by[True].candidate(8, 0)) == pytest.approx(one), "nobody else is there"
-    outcome, theirs = (evaluate(costing, candidate, costing.bound()) for costing in (by[True], by[False]))
+    assert by[True].evaluation_seconds(second, by[True].candidate(8, 0)) == pytest.approx(one), (
+        "nobody else is there"
+    )
+    outcome, theirs = (
+        evaluate(costing, candidate, costing.bound()) for costing in (by[True], by[False])
+    )
     assert theirs.evaluation_s(second) == theirs.costing.evaluation_seconds(second, candidate)
     assert 0.0 <= outcome.evaluation_s(first) <= one
     many = replace(first, prompts=400)
@@ -412,7 +534,9 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
 def test_a_wider_search_finds_no_faster_asynchronous_run(
     monkeypatch: pytest.MonkeyPatch, hardware: str, experiment: str, share: float
 ) -> None:
-    costing = costing_of(configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan"))
+    costing = costing_of(
+        configuration.load([f"experiment={experiment}", f"hardware={hardware}"], "plan")
+    )
 
     def fastest() -> float:
         outcomes = make_plan(costing).outcomes
@@ -435,12 +559,16 @@ def test_what_a_node_gathers_over_slow_links_costs_that_node_and_its_share() -> 
     assert exposed["fast"] == 0.0 < exposed["slow"]
     cells = {rank.pool: rank.cell_seconds for rank in cluster.trainers}
     shares = costing.spec(held).shares
-    assert shares[0] / shares[-1] == pytest.approx((cells["slow"] + exposed["slow"]) / cells["fast"])
+    assert shares[0] / shares[-1] == pytest.approx(
+        (cells["slow"] + exposed["slow"]) / cells["fast"]
+    )
     floor = costing.floor(held)
     assert floor <= evaluate(costing, held, costing.bound(), exact=True).step_s < 1.2 * floor
 
 
-def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(costing: Costing) -> None:
+def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(
+    costing: Costing,
+) -> None:
     first = evaluate(costing, costing.candidate(8, 0, shares=True), costing.bound())
     outcomes = []
     for seconds, robust in ((10.0, 13.0), (10.4, 12.0), (11.1, 11.5)):

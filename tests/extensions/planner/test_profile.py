@@ -27,7 +27,9 @@ TINY = (
 )
 
 
-def measured(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[str]]:
+def measured(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str
+) -> tuple[dict[str, Any], list[str]]:
     """profile.yaml's table and the lines on standard output."""
     assert profile.main([*TINY, f"output_root={tmp_path}", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -52,10 +54,18 @@ def test_digits_are_measured_per_unit(
     assert all(list(pools) == ["local"] and pools["local"] > 0 for pools in table.values())
     assert 0.1 <= table["decode"]["local"] < 0.2
     units = {line.split()[0]: int(line.split()[2]) for line in lines[1:-1]}
-    assert units == {"encode": 1, "generate": 2, "decode": 2, "score": 2, "train": 2 * 3}  # 3 of 4 steps are trained
+    assert units == {
+        "encode": 1,
+        "generate": 2,
+        "decode": 2,
+        "score": 2,
+        "train": 2 * 3,
+    }  # 3 of 4 steps are trained
 
 
-def test_algorithms_without_log_probs_are_measured_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_algorithms_without_log_probs_are_measured_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     table, _ = measured(capsys, tmp_path, "experiment=digits_nft")
     assert table["train"]["local"] > 0
 
@@ -68,7 +78,10 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
     text = Path(capsys.readouterr().out.splitlines()[-1]).read_text()
     given = yaml.safe_load(text)["seconds"]
     composed = configuration.load(
-        [*words, f"hardware.seconds={yaml.safe_dump(given, default_flow_style=True, width=1000).strip()}"]
+        [
+            *words,
+            f"hardware.seconds={yaml.safe_dump(given, default_flow_style=True, width=1000).strip()}",
+        ]
     )
     costing = Costing(workload(composed), parse_hardware(composed.config.hardware))
     seconds = costing.seconds_per_unit()

@@ -1,4 +1,5 @@
-"""The engine over random specs, clusters, durations and failures: what must hold whatever the schedule."""
+"""The engine over random specs, clusters, durations and failures: what must hold whatever the
+schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from digenrl.extensions.planner.floor import floor_seconds
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, coarsen
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
 from digenrl.extensions.planner.virtual_run import simulate, steady
 from digenrl.schedule import ScheduleSpec, fragments, group_version, place
 
@@ -43,12 +44,22 @@ def clusters(draw: st.DrawFn, least_rollouts: int = 0) -> Cluster:
     times, exposed = st.floats(0.01, 3.0), st.floats(0.0, 0.5)
     trainers, rollouts = draw(st.integers(1, 3)), draw(st.integers(least_rollouts, 4))
     ranks = [
-        Rank(i, "trainer", "t", draw(times), draw(times), draw(times), draw(times), draw(times), draw(exposed))
+        VirtualRank(
+            i,
+            "trainer",
+            "t",
+            draw(times),
+            draw(times),
+            draw(times),
+            draw(times),
+            draw(times),
+            draw(exposed),
+        )
         for i in range(trainers)
     ]
     for i in range(trainers, trainers + rollouts):
         own = (draw(times) for _ in range(4))
-        ranks.append(Rank(i, "rollout", "r", *own, adopt_seconds=draw(times)))
+        ranks.append(VirtualRank(i, "rollout", "r", *own, adopt_seconds=draw(times)))
     small = st.floats(0.0, 0.5)
     return Cluster(
         tuple(ranks),
@@ -68,7 +79,9 @@ PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=[Heal
 
 
 def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturbance) -> None:
-    result = simulate(spec, cluster, steps, disturbance, trace=True)  # raises when it halts or names no cause
+    result = simulate(
+        spec, cluster, steps, disturbance, trace=True
+    )  # raises when it halts or names no cause
     trainers = len(cluster.trainers)
     made = Counter((step, task) for step, task, _, _ in result.made)
     for step in range(steps):
@@ -99,7 +112,9 @@ def test_i2_i7_i8_i9_i10_every_cell_once_with_its_version(
 
 @PROPERTY
 @given(specs(), clusters(least_rollouts=2), st.floats(0.0, 20.0), st.integers(0, 9))
-def test_i2_i10_a_rollout_death_loses_nothing(spec: ScheduleSpec, cluster: Cluster, when: float, which: int) -> None:
+def test_i2_i10_a_rollout_death_loses_nothing(
+    spec: ScheduleSpec, cluster: Cluster, when: float, which: int
+) -> None:
     victim = cluster.rollouts[which % (len(cluster.rollouts) - 1)].rank  # at least one survives
     check(spec, cluster, 2, Disturbance(failures=((when, victim),), detect_seconds=1.0))
 
@@ -121,12 +136,14 @@ def test_i3_equal_micro_batches_on_every_rank(spec: ScheduleSpec, trainers: int)
     ]
     cells = sum(len(block.steps) for block in blocks) * spec.task_size
     assert len({(block.group, block.part, block.steps) for block in blocks}) == len(blocks)
-    assert cells == spec.cells_per_update * spec.updates_per_batch  # the denominators count every cell
+    assert (
+        cells == spec.cells_per_update * spec.updates_per_batch
+    )  # the denominators count every cell
 
 
 def even(trainers: int, rollouts: int, **settings: float) -> Cluster:
-    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=1.0) for i in range(trainers)]
-    ranks += [Rank(trainers + i, "rollout", "p", 1.0) for i in range(rollouts)]
+    ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=1.0) for i in range(trainers)]
+    ranks += [VirtualRank(trainers + i, "rollout", "p", 1.0) for i in range(rollouts)]
     return Cluster(tuple(ranks), **settings)  # type: ignore[arg-type]
 
 
@@ -150,13 +167,13 @@ def test_each_mechanism_shortens_the_step() -> None:
 
 
 def test_whole_stale_batches_share_the_next_step_between_lenders_and_rollouts() -> None:
-    """Generation is 3/5 of the work of half of the ranks. With gap=0 the first of two updates waits for the whole
-    batch, so trainers have time to lend, in every step: were they to lend all or nothing, every second step would
-    leave one side without work."""
+    """Generation is 3/5 of the work of half of the ranks. With gap=0 the first of two updates waits
+    for the whole batch, so trainers have time to lend, in every step: were they to lend all or
+    nothing, every second step would leave one side without work."""
     work = {**BASE, "group_size": 24, "updates_per_batch": 2}
     spec = ScheduleSpec(**work, tsp_shard=True, async_steps=1, stale_fraction=1.0)
-    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=2 / 3) for i in range(8)]
-    cluster = Cluster((*ranks, *(Rank(8 + i, "rollout", "p", 1.0) for i in range(8))))
+    ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=2 / 3) for i in range(8)]
+    cluster = Cluster((*ranks, *(VirtualRank(8 + i, "rollout", "p", 1.0) for i in range(8))))
     bound = 96 * 6 * (1 + 2 / 3) / 16
     alone, lending = (steady(replace(spec, tag=tag), cluster, steps=20) for tag in (False, True))
     assert alone.step_s == pytest.approx(96 * 6 / 8)
@@ -168,8 +185,11 @@ def test_whole_stale_batches_share_the_next_step_between_lenders_and_rollouts() 
 
 def test_lockstep_pays_the_slowest_rank_and_communication() -> None:
     spec = ScheduleSpec(**BASE, tsp_shard=True)
-    ranks = (Rank(0, "trainer", "p", 1.0, cell_seconds=1.0), Rank(1, "trainer", "p", 1.0, cell_seconds=3.0))
-    rollout = Rank(2, "rollout", "p", 0.001)
+    ranks = (
+        VirtualRank(0, "trainer", "p", 1.0, cell_seconds=1.0),
+        VirtualRank(1, "trainer", "p", 1.0, cell_seconds=3.0),
+    )
+    rollout = VirtualRank(2, "rollout", "p", 0.001)
     free = simulate(spec, Cluster((*ranks, rollout), lockstep=True), 1).step_s
     exposed = (replace(rank, exposed_seconds=0.5) for rank in ranks)
     paid = simulate(spec, Cluster((*exposed, rollout), lockstep=True), 1).step_s
@@ -179,8 +199,11 @@ def test_lockstep_pays_the_slowest_rank_and_communication() -> None:
 
 
 def test_shares_follow_speed() -> None:
-    ranks = (Rank(0, "trainer", "p", 1.0, cell_seconds=1.0), Rank(1, "trainer", "p", 1.0, cell_seconds=3.0))
-    cluster = Cluster((*ranks, Rank(2, "rollout", "p", 0.001)))
+    ranks = (
+        VirtualRank(0, "trainer", "p", 1.0, cell_seconds=1.0),
+        VirtualRank(1, "trainer", "p", 1.0, cell_seconds=3.0),
+    )
+    cluster = Cluster((*ranks, VirtualRank(2, "rollout", "p", 0.001)))
     equal = simulate(ScheduleSpec(**BASE, tsp_shard=True), cluster, 1).step_s
     shared = simulate(ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 1.0)), cluster, 1).step_s
     assert shared == pytest.approx(equal / 2, rel=0.02)
@@ -192,10 +215,11 @@ def test_a_trainer_death_is_refused() -> None:
 
 
 def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
-    """Rollouts that are 20% too slow live on what they made while training began; the steady step is theirs."""
+    """Rollouts that are 20% too slow live on what they made while training began; the steady step
+    is theirs."""
     spec = ScheduleSpec(**BASE, gap=1, tsp_shard=True, async_steps=1)
-    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=0.8) for i in range(4)]
-    cluster = Cluster((*ranks, *(Rank(4 + i, "rollout", "p", 1.0) for i in range(4))))
+    ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=0.8) for i in range(4)]
+    cluster = Cluster((*ranks, *(VirtualRank(4 + i, "rollout", "p", 1.0) for i in range(4))))
     found = steady(spec, cluster)
     assert found.settled
     assert found.step_s == pytest.approx(32 * 6 / 4, rel=0.01)  # generation's work over its ranks
@@ -203,11 +227,12 @@ def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
 
 
 def test_two_windows_that_agree_by_chance_are_no_steady_step() -> None:
-    """Two rollouts that take turns with a slow beat: windows of five steps agree at 9.6, and the mean is 9.85."""
+    """Two rollouts that take turns with a slow beat: windows of five steps agree at 9.6, and the
+    mean is 9.85."""
     ranks = (
-        Rank(0, "trainer", "t", 1.0, 1.0, 1.0, 1.0, 1.0),
-        Rank(1, "rollout", "r", 1.0, 0.5, 1.25, 0.5, adopt_seconds=1.0),
-        Rank(2, "rollout", "r", 1.0, 1.0, 1.0, 1.5, adopt_seconds=2.0),
+        VirtualRank(0, "trainer", "t", 1.0, 1.0, 1.0, 1.0, 1.0),
+        VirtualRank(1, "rollout", "r", 1.0, 0.5, 1.25, 0.5, adopt_seconds=1.0),
+        VirtualRank(2, "rollout", "r", 1.0, 1.0, 1.0, 1.5, adopt_seconds=2.0),
     )
     spec = ScheduleSpec(1, 3, 1, 3, 1, gap=0, async_steps=1, stale_fraction=0.3)
     found, long = steady(spec, Cluster(ranks)), steady(spec, Cluster(ranks), steps=160)
@@ -234,16 +259,26 @@ def test_coarse_run_of_equal_ranks_takes_as_long_as_the_whole_run() -> None:
 
 @pytest.mark.parametrize("together", [0, 8])
 def test_coarse_run_of_sharded_trainers_waits_for_the_fullest_of_the_ranks(together: int) -> None:
-    """A third of the samples has a gradient, and not the same number on each rank: four ranks as one would not show
-    it."""
-    numbers = {"prompts": 32, "group_size": 24, "task_size": 1, "denoise_steps": 9, "trained_steps": 9}
+    """A third of the samples has a gradient, and not the same number on each rank: four ranks as
+    one would not show it."""
+    numbers = {
+        "prompts": 32,
+        "group_size": 24,
+        "task_size": 1,
+        "denoise_steps": 9,
+        "trained_steps": 9,
+    }
     spec = ScheduleSpec(**{**BASE, **numbers}, gap=1, tsp_shard=True)
     whole = replace(even(16, 16), lockstep=True, together=together, useful=1 / 3)
     whole = replace(whole, ranks=tuple(replace(rank, cell_seconds=9.0) for rank in whole.ranks))
     smaller, fewer = coarsen(spec, whole, 8)
     exact, quick, blind = (
         steady(spec, cluster).step_s
-        for spec, cluster in ((spec, whole), (smaller, fewer), (smaller, replace(fewer, whole=None)))
+        for spec, cluster in (
+            (spec, whole),
+            (smaller, fewer),
+            (smaller, replace(fewer, whole=None)),
+        )
     )
     assert len(fewer.ranks) == 8
     assert quick == pytest.approx(exact, rel=0.01)
@@ -252,11 +287,14 @@ def test_coarse_run_of_sharded_trainers_waits_for_the_fullest_of_the_ranks(toget
 
 
 def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> None:
-    """Two nodes, one three times as fast: with shares both train as long as replicas would; in lock-step of all of them
-    the fast ones' second and third block of a micro-batch would hold everybody."""
+    """Two nodes, one three times as fast: with shares both train as long as replicas would; in
+    lock-step of all of them the fast ones' second and third block of a micro-batch would hold
+    everybody."""
     spec = ScheduleSpec(**BASE, tsp_shard=True, shares=(3.0, 3.0, 1.0, 1.0))
-    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=1.0 if i < 2 else 3.0) for i in range(4)]
-    cluster = Cluster((*ranks, Rank(4, "rollout", "p", 0.001)))
+    ranks = [
+        VirtualRank(i, "trainer", "p", 1.0, cell_seconds=1.0 if i < 2 else 3.0) for i in range(4)
+    ]
+    cluster = Cluster((*ranks, VirtualRank(4, "rollout", "p", 0.001)))
     replicas, nodes, everyone = (
         simulate(spec, replace(cluster, lockstep=lockstep, together=together), 1).step_s
         for lockstep, together in ((False, 0), (True, 2), (True, 0))
@@ -266,11 +304,12 @@ def test_groups_of_sharded_trainers_wait_for_their_own_and_at_the_update() -> No
 
 
 def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
-    """Trainer 0 begins every micro-batch: of equal parts the fast node has done two of three when the slow one ends."""
+    """Trainer 0 begins every micro-batch: of equal parts the fast node has done two of three when
+    the slow one ends."""
     spec = ScheduleSpec(**{**BASE, "prompts": 1, "trained_steps": 3}, tsp_shard=True)
     cells = (2.0, 2.0, 1.0, 1.0)
-    ranks = [Rank(i, "trainer", "p", 1.0, cell_seconds=cell) for i, cell in enumerate(cells)]
-    cluster = Cluster((*ranks, Rank(4, "rollout", "p", 0.001)), lockstep=True, together=2)
+    ranks = [VirtualRank(i, "trainer", "p", 1.0, cell_seconds=cell) for i, cell in enumerate(cells)]
+    cluster = Cluster((*ranks, VirtualRank(4, "rollout", "p", 0.001)), lockstep=True, together=2)
     spans = [span for span in simulate(spec, cluster, 1, trace=True).spans if span.stage == "train"]
     ends = {span.rank: span.end - span.start for span in spans}
     assert ends[0] == pytest.approx(3 * 2.0)
@@ -278,7 +317,8 @@ def test_no_group_of_sharded_trainers_is_ahead_of_the_first() -> None:
 
 
 def test_jitter_of_many_micro_batches_evens_out() -> None:
-    """Of 8 replicas with one factor each for a whole update the slowest is 7% behind; each micro-batch has its own."""
+    """Of 8 replicas with one factor each for a whole update the slowest is 7% behind; each
+    micro-batch has its own."""
     spec = ScheduleSpec(**{**BASE, "group_size": 32, "task_size": 1}, tsp_shard=True)
     cluster = even(8, 0)
     calm = steady(spec, cluster, steps=8).step_s

@@ -1,4 +1,5 @@
-"""`record.trajectories` and `replay`: what trainers consumed is trained again, with nothing generated."""
+"""`record.trajectories` and `replay`: what trainers consumed is trained again, with nothing
+generated."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def running(tmp_path: Path) -> Iterator[Any]:
 
 def digests(train: Train) -> dict[int, str]:
     """Version -> digest of its weights."""
-    return {row["version"]: row["digest"] for row in train.rows("events.jsonl") if row["kind"] == "publish"}
+    return {
+        row["version"]: row["digest"]
+        for row in train.rows("events.jsonl")
+        if row["kind"] == "publish"
+    }
 
 
 def done(train: Train) -> Train:
@@ -47,7 +52,12 @@ def test_a_replay_gives_every_version_again_bit_by_bit(running: Any) -> None:
     assert (again.run_dir / policy).read_bytes() == (first.run_dir / policy).read_bytes()
     assert again.summary["world"] == {"trainer": 1, "rollout": 0}
     assert again.summary["first_ratio_max_dev"] == first.summary["first_ratio_max_dev"]
-    assert not {row["stage"] for row in again.rows("spans/rank-000.jsonl")} & {"generate", "lend", "score", "decode"}
+    assert not {row["stage"] for row in again.rows("spans/rank-000.jsonl")} & {
+        "generate",
+        "lend",
+        "score",
+        "decode",
+    }
 
 
 @pytest.mark.slow
@@ -73,7 +83,9 @@ def test_what_a_record_cannot_support_is_refused_by_key(tmp_path: Path) -> None:
         "algorithm/train_steps=random_window",
         "schedule.async_steps=1",
     )
-    with pytest.raises(ConfigError, match="the record holds what was sampled with the stored value") as refused:
+    with pytest.raises(
+        ConfigError, match="the record holds what was sampled with the stored value"
+    ) as refused:
         configuration.load([f"replay={run}", *words])
     for word in words:
         key = word.partition("=")[0].replace("/", ".")
@@ -86,7 +98,11 @@ def test_what_a_record_cannot_support_is_refused_by_key(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             configuration.load([f"replay={run}", *words])
-    study = ["algorithm.kl_weight=0.5", "schedule.tsp.batch=all", "reward.rewards.judge_a.weight=2.0"]
+    study = [
+        "algorithm.kl_weight=0.5",
+        "schedule.tsp.batch=all",
+        "reward.rewards.judge_a.weight=2.0",
+    ]
     composed = configuration.load([f"replay={run}", "algorithm/surrogate=topr", *study])
     assert composed.run_dir != run
     assert not composed.resumed
@@ -98,7 +114,13 @@ def test_what_a_record_cannot_support_is_refused_by_key(tmp_path: Path) -> None:
 def test_several_trainers_replay_bit_by_bit_and_one_trains_their_record_to_rounding(
     tmp_path: Path, sharding: str
 ) -> None:
-    words = (*FP64, *SGD, f"parallel.sharding={sharding}", "schedule.gap=1", "schedule.tsp.shard=true")
+    words = (
+        *FP64,
+        *SGD,
+        f"parallel.sharding={sharding}",
+        "schedule.gap=1",
+        "schedule.tsp.shard=true",
+    )
     config = configured(*words, *RECORD)
     first = completed(run_cluster(tmp_path / "first", 2, 1, config))
     configuration.store_config(config, tmp_path / "first")
@@ -129,7 +151,9 @@ def processor_seconds() -> float:
 
 
 @pytest.mark.slow
-def test_updates_share_the_samples_of_a_record_that_was_made_for_whole_groups(tmp_path: Path) -> None:
+def test_updates_share_the_samples_of_a_record_that_was_made_for_whole_groups(
+    tmp_path: Path,
+) -> None:
     words = (*FP64, *SGD, "algorithm.updates_per_batch=2", "max_rl_steps=1", "schedule.gap=1")
     config, within = configured(*words, *RECORD), "data.updates_split=samples"
     completed(run_cluster(tmp_path / "first", 2, 1, config))
@@ -138,4 +162,7 @@ def test_updates_share_the_samples_of_a_record_that_was_made_for_whole_groups(tm
     found = completed(run_cluster(tmp_path / "again", 1, 0, replay))
     wanted = reference(configured(*words, within))
     assert len(found.gradients) == len(wanted.gradients) == 2
-    assert all(relative(mine, theirs) <= 1e-12 for mine, theirs in zip(found.gradients, wanted.gradients, strict=True))
+    assert all(
+        relative(mine, theirs) <= 1e-12
+        for mine, theirs in zip(found.gradients, wanted.gradients, strict=True)
+    )

@@ -1,4 +1,5 @@
-"""The files of `record.trajectories`: whole steps alone, bounded, checked; and what a record cannot support."""
+"""The files of `record.trajectories`: whole steps alone, bounded, checked; and what a record cannot
+support."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from digenrl.extensions.records.trajectories import Recorded, TrajectoryError, T
 FACTS = {"rewards": ["judge"], "means": False, "final": False}
 
 
-def record(run_dir: Path, steps: int, limit: float = float("inf"), rank: int = 0) -> TrajectoryFiles:
+def record(
+    run_dir: Path, steps: int, limit: float = float("inf"), rank: int = 0
+) -> TrajectoryFiles:
     """`steps` steps of two messages of 100 bytes each."""
     files = TrajectoryFiles(run_dir, rank, limit)
     for step in range(steps):
@@ -64,7 +67,9 @@ def test_the_record_ends_at_its_limit_with_whole_steps_and_says_so(tmp_path: Pat
         ({"rewards": ["judge", "other"]}, "reward.rewards: other is not in .* the scores of judge"),
     ],
 )
-def test_what_the_record_lacks_is_refused_by_key(tmp_path: Path, asked: dict[str, object], said: str) -> None:
+def test_what_the_record_lacks_is_refused_by_key(
+    tmp_path: Path, asked: dict[str, object], said: str
+) -> None:
     record(tmp_path, 3)
     wanted = {"steps": 3, "means": False, "final": False, "rewards": ["judge"]}
     Recorded(tmp_path).require(**wanted)  # type: ignore[arg-type]

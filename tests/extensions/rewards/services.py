@@ -1,4 +1,5 @@
-"""Servers for the tests: the real service on a free loopback port, and one that follows a script of faults."""
+"""Servers for the tests: the real service on a free loopback port, and one that follows a script of
+faults."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from digenrl.extensions.rewards import frames
-from digenrl.extensions.rewards.service import Limits, RewardService
+from digenrl.extensions.rewards.service import RewardService, ServiceLimits
 from digenrl.rewards.protocol import RewardUnavailable
 
 
@@ -69,7 +70,8 @@ Action = Callable[["ScriptedHandler", dict], None]
 
 
 class ScriptedHandler(BaseHTTPRequestHandler):
-    """GET /identity is honest; POST /score takes the next action of the script (the last one repeats)."""
+    """GET /identity is honest; POST /score takes the next action of the script (the last one
+    repeats)."""
 
     def log_message(self, format, *args):
         pass
@@ -78,12 +80,16 @@ class ScriptedHandler(BaseHTTPRequestHandler):
         self.server.gets.append(self.path)
         limits = {"max_body_bytes": 1 << 26, "max_samples": 64, "max_pixels": 1 << 20}
         identity = {"model_id": "m", "weights_digest": "d"}
-        self.answer(200, json.dumps({"protocol": 1, "identity": identity, "limits": limits}).encode())
+        self.answer(
+            200, json.dumps({"protocol": 1, "identity": identity, "limits": limits}).encode()
+        )
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         json_bytes, payload_bytes = frames.parse_header(body[: frames.HEADER.size])
-        request = frames.decode_request(body[frames.HEADER.size : frames.HEADER.size + json_bytes], payload_bytes)
+        request = frames.decode_request(
+            body[frames.HEADER.size : frames.HEADER.size + json_bytes], payload_bytes
+        )
         honest = {
             "protocol": 1,
             "request_id": request.request_id,
@@ -134,7 +140,9 @@ def scripted(*script: Action) -> Iterator[ThreadingHTTPServer]:
     server.daemon_threads = True
     server.script, server.posts, server.gets = script, [], []
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield server
@@ -144,4 +152,13 @@ def scripted(*script: Action) -> Iterator[ThreadingHTTPServer]:
         thread.join(5)
 
 
-__all__ = ["Brightness", "Limits", "Moody", "edited", "good", "running", "scripted", "status"]
+__all__ = [
+    "Brightness",
+    "Moody",
+    "ServiceLimits",
+    "edited",
+    "good",
+    "running",
+    "scripted",
+    "status",
+]

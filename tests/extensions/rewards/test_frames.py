@@ -25,7 +25,9 @@ json_values = st.recursive(
     max_leaves=5,
 )
 text = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
-prompt = st.builds(Prompt, text, st.none() | text, st.none() | text, st.dictionaries(text, json_values, max_size=3))
+prompt = st.builds(
+    Prompt, text, st.none() | text, st.none() | text, st.dictionaries(text, json_values, max_size=3)
+)
 shape = st.lists(st.integers(1, 4), min_size=3, max_size=4)
 fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 IDENTITY = Identity("m", "d")
@@ -40,12 +42,16 @@ def split(frame: bytes) -> tuple[bytes, bytearray]:
 
 
 def request_of(rows: int) -> frames.ScoreRequest:
-    document, payload = split(frames.encode_request(torch.zeros(rows, 3, 1, 1), [Prompt("p")] * rows, REQUEST_ID))
+    document, payload = split(
+        frames.encode_request(torch.zeros(rows, 3, 1, 1), [Prompt("p")] * rows, REQUEST_ID)
+    )
     return frames.decode_request(document, len(payload))
 
 
 def honest_response(scores: list[float]) -> dict:
-    return json.loads(frames.encode_response(request_of(len(scores)), torch.tensor(scores), IDENTITY))
+    return json.loads(
+        frames.encode_response(request_of(len(scores)), torch.tensor(scores), IDENTITY)
+    )
 
 
 @quick
@@ -90,7 +96,7 @@ def test_a_score_is_a_finite_number_or_the_answer_is_refused(scores, row, value)
         got, _ = frames.decode_response(raw, REQUEST_ID, len(scores))
         assert got[row] == torch.tensor(float(value))
     else:
-        with pytest.raises(frames.WireError):
+        with pytest.raises(frames.FrameError):
             frames.decode_response(raw, REQUEST_ID, len(scores))
 
 
@@ -100,9 +106,14 @@ def test_only_the_asked_order_is_accepted(order):
     document = honest_response([0.0, 1.0, 2.0, 3.0])
     document["scores"] = [document["scores"][row] for row in order]
     if order == [0, 1, 2, 3]:
-        assert frames.decode_response(json.dumps(document).encode(), REQUEST_ID, 4)[0].tolist() == [0, 1, 2, 3]
+        assert frames.decode_response(json.dumps(document).encode(), REQUEST_ID, 4)[0].tolist() == [
+            0,
+            1,
+            2,
+            3,
+        ]
     else:
-        with pytest.raises(frames.WireError, match="in this order"):
+        with pytest.raises(frames.FrameError, match="in this order"):
             frames.decode_response(json.dumps(document).encode(), REQUEST_ID, 4)
 
 
@@ -119,9 +130,11 @@ def test_no_field_may_be_missing_added_or_of_another_type(data):
         node[key + "_"] = node[key]
     else:
         node[key] = data.draw(
-            st.sampled_from([None, True, [], {}, [node[key]], 7 if isinstance(node[key], str) else "7"])
+            st.sampled_from(
+                [None, True, [], {}, [node[key]], 7 if isinstance(node[key], str) else "7"]
+            )
         )
-    with pytest.raises(frames.WireError):
+    with pytest.raises(frames.FrameError):
         frames.decode_response(json.dumps(document).encode(), REQUEST_ID, 2)
 
 
@@ -133,38 +146,48 @@ def test_arbitrary_bytes_are_refused_with_one_kind_of_error(raw):
         lambda: frames.decode_request(raw, 3),
         lambda: frames.decode_description(raw),
     ):
-        with pytest.raises(frames.WireError):
+        with pytest.raises(frames.FrameError):
             decode()
     if len(raw) >= frames.HEADER.size and not raw.startswith(frames.MAGIC):
-        with pytest.raises(frames.WireError):
+        with pytest.raises(frames.FrameError):
             frames.parse_header(raw[: frames.HEADER.size])
 
 
 @quick
 @given(st.integers(-5, 5).filter(bool))
 def test_a_payload_of_another_length_is_refused(difference):
-    document, payload = split(frames.encode_request(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2, REQUEST_ID))
-    with pytest.raises(frames.WireError, match="bytes"):
+    document, payload = split(
+        frames.encode_request(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2, REQUEST_ID)
+    )
+    with pytest.raises(frames.FrameError, match="bytes"):
         frames.decode_request(document, len(payload) + difference)
 
 
 def test_a_request_needs_one_unique_id_per_sample():
-    document = json.loads(split(frames.encode_request(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2, REQUEST_ID))[0])
+    document = json.loads(
+        split(frames.encode_request(torch.zeros(2, 3, 2, 2), [Prompt("p")] * 2, REQUEST_ID))[0]
+    )
     for ids in (["a", "a"], ["a"], ["a", "b", "c"]):
-        with pytest.raises(frames.WireError, match="unique id"):
+        with pytest.raises(frames.FrameError, match="unique id"):
             frames.decode_request(json.dumps({**document, "ids": ids}).encode(), 2 * 3 * 4 * 4)
 
 
 def test_a_dimension_cannot_be_zero_negative_or_astronomic():
-    document = json.loads(split(frames.encode_request(torch.zeros(1, 3, 2, 2), [Prompt("p")], REQUEST_ID))[0])
+    document = json.loads(
+        split(frames.encode_request(torch.zeros(1, 3, 2, 2), [Prompt("p")], REQUEST_ID))[0]
+    )
     for shape in ([1, 3, 2, 0], [1, 3, -2, -2], [1, 3, 2], [1, 3, 2, 1 << 40], [1, 1, 1, 1, 1, 3]):
         media = {"shape": shape, "dtype": "float32"}
-        with pytest.raises(frames.WireError):
+        with pytest.raises(frames.FrameError):
             frames.decode_request(json.dumps({**document, "media": media}).encode(), 48)
 
 
 def test_metadata_that_is_no_json_is_named():
-    with pytest.raises(frames.WireError, match="metadata"):
-        frames.encode_request(torch.zeros(1, 3, 2, 2), [Prompt("p", metadata={"x": object()})], REQUEST_ID)
-    with pytest.raises(frames.WireError, match="metadata"):
-        frames.encode_request(torch.zeros(1, 3, 2, 2), [Prompt("p", metadata={"x": math.nan})], REQUEST_ID)
+    with pytest.raises(frames.FrameError, match="metadata"):
+        frames.encode_request(
+            torch.zeros(1, 3, 2, 2), [Prompt("p", metadata={"x": object()})], REQUEST_ID
+        )
+    with pytest.raises(frames.FrameError, match="metadata"):
+        frames.encode_request(
+            torch.zeros(1, 3, 2, 2), [Prompt("p", metadata={"x": math.nan})], REQUEST_ID
+        )

@@ -1,4 +1,5 @@
-"""A scorer in a process of its own: same scores, and its death is a missing score, not the run's."""
+"""A scorer in a process of its own: same scores, and its death is a missing score, not the
+run's."""
 
 from __future__ import annotations
 

@@ -26,8 +26,17 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def service(repository):
     """(process, base URL) of `serve_reward reward=jpeg`."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(repository / "src"), str(repository)])}
-    command = [sys.executable, "-m", "digenrl.extensions.rewards.cli.serve_reward", "reward=jpeg", "port=0"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(repository / "src"), str(repository)]),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.extensions.rewards.cli.serve_reward",
+        "reward=jpeg",
+        "port=0",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     line = process.stdout.readline()
     assert line.startswith("serving at http://127.0.0.1:"), line
@@ -107,5 +116,7 @@ def test_mistakes_are_explained(words, code, message, capsys):
 
 def test_a_client_reads_its_token_from_our_own_variables_only() -> None:
     words = ["reward=remote", "reward.rewards.remote.scorer.token_env=WANDB_API_KEY"]
-    with pytest.raises(ConfigError, match=r"token_env = WANDB_API_KEY: .* variables named DIGENRL_"):
+    with pytest.raises(
+        ConfigError, match=r"token_env = WANDB_API_KEY: .* variables named DIGENRL_"
+    ):
         load(words)

@@ -17,7 +17,7 @@ import torch
 from digenrl.data import load_prompts
 from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.client import ClientOptions, RewardClient
-from digenrl.extensions.rewards.service import Limits, RewardService, is_loopback, serve
+from digenrl.extensions.rewards.service import RewardService, ServiceLimits, is_loopback, serve
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, source_images
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
@@ -66,12 +66,12 @@ def test_a_batch_is_cut_to_the_limits_of_the_service():
         calls.append(len(prompts))
         return media.flatten(1).mean(1)
 
-    with running(RewardService(scorer, Limits(max_samples=2))) as url:
+    with running(RewardService(scorer, ServiceLimits(max_samples=2))) as url:
         client = RewardClient([url])
         torch.testing.assert_close(client.score(MEDIA, PROMPTS), MEDIA.flatten(1).mean(1))
         client.close()
         assert sorted(calls) == [1, 2, 2]
-    with running(RewardService(scorer, Limits(max_pixels=15))) as url:
+    with running(RewardService(scorer, ServiceLimits(max_pixels=15))) as url:
         client = RewardClient([url])
         with pytest.raises(RewardError, match="raise its limits"):
             client.score(MEDIA, PROMPTS)
@@ -111,15 +111,24 @@ BROKEN = {
     "declares 1 GB of JSON": (frames.HEADER.pack(frames.MAGIC, 1 << 30, 0) + b"x" * 64, 422),
     "pickle": (b"\x80\x04\x95" + b"x" * 100, 422),
     "NaN media": (frames.encode_request(torch.full((1, 3, 2, 2), math.nan), PROMPTS[:1], "r"), 422),
-    "media beyond [0, 1]": (frames.encode_request(torch.full((1, 3, 2, 2), 2.0), PROMPTS[:1], "r"), 422),
+    "media beyond [0, 1]": (
+        frames.encode_request(torch.full((1, 3, 2, 2), 2.0), PROMPTS[:1], "r"),
+        422,
+    ),
     "four channels": (frames.encode_request(torch.zeros(1, 4, 2, 2), PROMPTS[:1], "r"), 422),
-    "too many samples": (frames.encode_request(torch.zeros(9, 1, 1, 1), [Prompt("p")] * 9, "r"), 413),
-    "too many pixels": (frames.encode_request(torch.zeros(1, 1, 300, 300), [Prompt("p")], "r"), 413),
+    "too many samples": (
+        frames.encode_request(torch.zeros(9, 1, 1, 1), [Prompt("p")] * 9, "r"),
+        413,
+    ),
+    "too many pixels": (
+        frames.encode_request(torch.zeros(1, 1, 300, 300), [Prompt("p")], "r"),
+        413,
+    ),
 }
 
 
 def test_broken_requests_are_refused_and_the_service_lives_on():
-    limits = Limits(max_body_bytes=1 << 20, max_samples=8, max_pixels=1 << 16)
+    limits = ServiceLimits(max_body_bytes=1 << 20, max_samples=8, max_pixels=1 << 16)
     with running(RewardService(Brightness(), limits)) as url:
         got = {name: post(url, body).status_code for name, (body, _) in BROKEN.items()}
         assert got == {name: code for name, (_, code) in BROKEN.items()}
@@ -136,14 +145,18 @@ def test_a_body_beyond_the_limit_is_refused_while_it_streams():
             sent += 1 << 16
             yield b"\0" * (1 << 16)
 
-    limits = Limits(max_body_bytes=1 << 20)
+    limits = ServiceLimits(max_body_bytes=1 << 20)
     with running(RewardService(Brightness(), limits)) as url:
-        with contextlib.suppress(httpx.TransportError):  # the service may close before the answer is read
+        with contextlib.suppress(
+            httpx.TransportError
+        ):  # the service may close before the answer is read
             assert post(url, endless()).status_code == 413
         assert sent < 1 << 26
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=3) as connection:
-            connection.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\n\r\n")
+            connection.sendall(
+                b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1073741824\r\n\r\n"
+            )
             assert b"413" in connection.recv(1000).split(b"\r\n")[0]
 
 
@@ -155,7 +168,7 @@ def test_more_requests_than_places_get_429_and_then_a_place():
         gate.wait(5)
         return media.flatten(1).mean(1)
 
-    with running(RewardService(scorer, Limits(max_pending=1, retry_after_s=0.05))) as url:
+    with running(RewardService(scorer, ServiceLimits(max_pending=1, retry_after_s=0.05))) as url:
         answers = []
         first = threading.Thread(target=lambda: answers.append(post(url, FRAME).status_code))
         first.start()
@@ -176,12 +189,16 @@ def test_slow_bodies_and_slow_scorers_are_answered_in_time():
         time.sleep(0.5)
         return media.flatten(1).mean(1)
 
-    with running(RewardService(scorer, Limits(body_s=0.2, score_s=0.2, max_pending=2))) as url:
+    with running(
+        RewardService(scorer, ServiceLimits(body_s=0.2, score_s=0.2, max_pending=2))
+    ) as url:
         assert post(url, FRAME).status_code == 504
         time.sleep(0.5)
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=3) as connection:
-            connection.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + FRAME[:20])
+            connection.sendall(
+                b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + FRAME[:20]
+            )
             assert b"408" in connection.recv(1000).split(b"\r\n")[0]
 
 
@@ -216,7 +233,7 @@ def test_an_unavailable_scorer_is_503_which_clients_take_as_missing():
 def test_limits_must_be_positive_and_finite():
     for value in (0, -1, math.inf, math.nan):
         with pytest.raises(ValueError, match="body_s"):
-            Limits(body_s=value)
+            ServiceLimits(body_s=value)
     assert struct.calcsize(">4sIQ") == frames.HEADER.size
 
 
@@ -244,19 +261,21 @@ def ended(connection: socket.socket) -> bool:
 
 
 def test_half_open_requests_neither_stay_nor_keep_others_out():
-    with running(RewardService(Brightness(), Limits(max_connections=16, head_s=1.0))) as url:
+    with running(RewardService(Brightness(), ServiceLimits(max_connections=16, head_s=1.0))) as url:
         flood = half_open(url, 300)
         assert post(url, FRAME).status_code == 200
         began = time.monotonic()
         assert all(ended(connection) for connection in flood)
         assert time.monotonic() - began < 5.0
-        (slow,) = half_open(url, 1, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")  # the second head never ends
+        (slow,) = half_open(
+            url, 1, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"
+        )  # the second head never ends
         assert ended(slow)
         assert post(url, FRAME).status_code == 200
 
 
 def test_a_burst_leaves_no_more_connections_than_the_limit():
-    with running(RewardService(Brightness(), Limits(max_connections=8, head_s=60.0))) as url:
+    with running(RewardService(Brightness(), ServiceLimits(max_connections=8, head_s=60.0))) as url:
         flood = half_open(url, 60)
         assert post(url, FRAME).status_code == 200
         time.sleep(0.5)
@@ -277,7 +296,7 @@ def test_a_request_under_way_outlives_the_time_for_heads_and_the_limit_of_connec
         time.sleep(0.8)
         return media.flatten(1).mean(1)
 
-    with running(RewardService(scorer, Limits(max_connections=4, head_s=0.2))) as url:
+    with running(RewardService(scorer, ServiceLimits(max_connections=4, head_s=0.2))) as url:
         answers = []
         first = threading.Thread(target=lambda: answers.append(post(url, FRAME).status_code))
         first.start()
@@ -312,7 +331,7 @@ def test_images_go_once_to_a_scorer_that_asks_and_never_to_another():
         assert len(frame) < len(plain) + sum(files.values()) + 2000, "each file travels once"
         frame[-30] ^= 1
         assert "is not what its digest says" in post(url, bytes(frame)).json()["error"]
-        small = RewardService(Likeness(), Limits(max_pixels=64 * 63))
+        small = RewardService(Likeness(), ServiceLimits(max_pixels=64 * 63))
     with running(small) as url:
         refused = post(url, frames.encode_request(media, asked, "request", images=True))
         assert refused.status_code == 422

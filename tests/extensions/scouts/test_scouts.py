@@ -1,4 +1,5 @@
-"""Scouts (`sampling.scouts`): cheap tries choose the initial noises, and what they choose is generated exactly."""
+"""Scouts (`sampling.scouts`): cheap tries choose the initial noises, and what they choose is
+generated exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ TASK = Task(step=3, index=1, group=0, first_sample=4, samples=4, version=0)
 def engine(**sampling: int) -> RolloutEngine:
     rewards = RewardSuite({"judge": {"scorer": SCORER}}, placement="inline")
     arguments = DigitsPolicy(), rewards, FlowSDE(0.9), NoiseLevels(size=3), SamplingSpec(STEPS)
-    return ScoutingEngine(*arguments, seed=5, **sampling) if sampling else RolloutEngine(*arguments, seed=5)
+    return (
+        ScoutingEngine(*arguments, seed=5, **sampling)
+        if sampling
+        else RolloutEngine(*arguments, seed=5)
+    )
 
 
 def finished(made: RolloutEngine, task: Task) -> tuple[tuple[int, ...], Tensor, Tensor]:
@@ -75,7 +80,9 @@ def test_a_suspended_task_keeps_what_its_scouts_chose() -> None:
 
 def test_off_is_one_candidate() -> None:
     assert finished(engine(), TASK)[0] == (4, 5, 6, 7)
-    assert torch.equal(finished(engine(), TASK)[1], finished(engine(candidates=1, scout_steps=2), TASK)[1])
+    assert torch.equal(
+        finished(engine(), TASK)[1], finished(engine(candidates=1, scout_steps=2), TASK)[1]
+    )
 
 
 @pytest.mark.slow
@@ -83,7 +90,9 @@ def test_off_is_one_candidate() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("algorithm=nft", "~algorithm.clip_range", "sampling.scouts.candidates=3"), id="scouts"),
+        pytest.param(
+            ("algorithm=nft", "~algorithm.clip_range", "sampling.scouts.candidates=3"), id="scouts"
+        ),
         pytest.param(
             (
                 "algorithm/train_steps=random_subset",
@@ -99,4 +108,8 @@ def test_off_is_one_candidate() -> None:
 def test_the_samples_are_the_same_in_every_schedule(tmp_path: Path, words: tuple[str, ...]) -> None:
     together = completed(run_cluster(tmp_path / "0", 1, 0, configured(*words)))
     apart = ("schedule=gap_tsp_tag",)
-    assert_same_cells(completed(run_cluster(tmp_path / "1", 1, 2, configured(*words, *apart))), together, steps=(0,))
+    assert_same_cells(
+        completed(run_cluster(tmp_path / "1", 1, 2, configured(*words, *apart))),
+        together,
+        steps=(0,),
+    )

@@ -45,7 +45,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_expands_choices_ranges_and_globs() -> None:
     directory, jobs = expand(["-m", "seed=0,1", "schedule=glob(colocated*)", "max_rl_steps=3"])
     assert [job.varied for job in jobs] == [
-        {"seed": seed, "schedule": name} for seed in "01" for name in ("colocated", "colocated_naive")
+        {"seed": seed, "schedule": name}
+        for seed in "01"
+        for name in ("colocated", "colocated_naive")
     ]
     assert all("max_rl_steps=3" in job.words for job in jobs)
     assert directory.name.endswith("-sweep")
@@ -65,10 +67,17 @@ def test_jobs_run_apart_and_a_failure_leaves_a_row(
     assert code == 1
     assert lines[-1] == f"{tmp_path}/out"
     rows = list(csv.DictReader((tmp_path / "out" / "sweep.csv").open()))
-    assert [(row["seed"], row["status"]) for row in rows] == [("1", "completed"), ("2", "failed"), ("3", "completed")]
+    assert [(row["seed"], row["status"]) for row in rows] == [
+        ("1", "completed"),
+        ("2", "failed"),
+        ("3", "completed"),
+    ]
     assert rows[1]["cause"] == "exit code 1: lost the device"
     assert [row["reward_last"] for row in rows] == ["0.5", "", "1.5"]
-    summaries = [json.loads(file.read_text()) for file in sorted((tmp_path / "out").glob("job-*/summary.json"))]
+    summaries = [
+        json.loads(file.read_text())
+        for file in sorted((tmp_path / "out").glob("job-*/summary.json"))
+    ]
     assert len({summary["pid"] for summary in summaries}) == 2
     assert (tmp_path / "out" / "sweep.png").stat().st_size > 1000
     assert "lost the device" in "\n".join(lines)
@@ -91,25 +100,39 @@ def test_a_stopped_sweep_stops_its_job_and_keeps_its_table(
 def test_cfg_prints_every_job_and_runs_none(
     flag: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep(["-m", "seed=1,7", f"hydra.sweep.dir={tmp_path}/out", *flag], module="no_such_module") == 0
+    assert (
+        sweep(["-m", "seed=1,7", f"hydra.sweep.dir={tmp_path}/out", *flag], module="no_such_module")
+        == 0
+    )
     parts = capsys.readouterr().out.split("# job ")[1:]
     assert [yaml.safe_load(part.split("\n", 1)[1])["seed"] for part in parts] == [1, 7]
     assert not (tmp_path / "out").exists()
 
 
 def test_rows_compare_with_the_first_job_and_share_out_the_lost_time(tmp_path: Path) -> None:
-    world, bubble = {"trainer": 1, "rollout": 3}, {"trainer": {"tail": 2.0}, "rollout": {"tail": 2.0, "weights": 8.0}}
+    world, bubble = (
+        {"trainer": 1, "rollout": 3},
+        {"trainer": {"tail": 2.0}, "rollout": {"tail": 2.0, "weights": 8.0}},
+    )
     jobs = []
     for number, speed in enumerate((2.0, 5.0)):
         directory = tmp_path / f"job-{number}"
         directory.mkdir()
-        found = {"status": "completed", "world": world, "wall_s": 10.0, "samples_per_s": speed, "bubble": bubble}
+        found = {
+            "status": "completed",
+            "world": world,
+            "wall_s": 10.0,
+            "samples_per_s": speed,
+            "bubble": bubble,
+        }
         (directory / "summary.json").write_text(json.dumps(found))
         summary = result_of(directory)
         jobs.append(Job(number, (), {"seed": str(number)}, directory, "completed", summary=summary))
     table = rows(jobs)
     assert [row["ratio"] for row in table] == [1.0, 2.5]
-    assert [(row["lost:tail"], row["lost:weights"], row["ranks"]) for row in table] == [(0.1, 0.2, "1+3")] * 2
+    assert [(row["lost:tail"], row["lost:weights"], row["ranks"]) for row in table] == [
+        (0.1, 0.2, "1+3")
+    ] * 2
 
 
 def test_a_refused_job_is_not_started(job: str, tmp_path: Path) -> None:

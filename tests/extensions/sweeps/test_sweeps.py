@@ -29,7 +29,15 @@ SCHEDULES = ["colocated_naive", "colocated", "sync", "gap", "gap_tsp", "gap_tsp_
 
 def sweep(tmp_path: Path, *words: str, timeout: float = 200.0) -> tuple[int, Path, str]:
     """(exit code, sweep directory, standard output) of `python -m digenrl.cli.train -m ...`."""
-    command = [sys.executable, "-m", "digenrl.cli.train", "-m", *words, *TINY, f"output_root={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        "-m",
+        *words,
+        *TINY,
+        f"output_root={tmp_path}",
+    ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     assert done.stdout, done.stderr
@@ -58,8 +66,13 @@ def test_the_allocation_sweep_varies_both_roles_and_words_replace_its_values() -
     ranks = [(job.varied["allocation.trainers"], job.varied["allocation.rollouts"]) for job in jobs]
     assert len(set(ranks)) == len(ranks) == 6
     assert {trainers for trainers, _ in ranks} == {"1", "2"}
-    _, jobs = expand(["-m", "experiment=sweep_allocation", "allocation.trainers=1", "allocation.rollouts=1,2"])
-    assert [job.varied for job in jobs] == [{"allocation.rollouts": "1"}, {"allocation.rollouts": "2"}]
+    _, jobs = expand(
+        ["-m", "experiment=sweep_allocation", "allocation.trainers=1", "allocation.rollouts=1,2"]
+    )
+    assert [job.varied for job in jobs] == [
+        {"allocation.rollouts": "1"},
+        {"allocation.rollouts": "2"},
+    ]
     _, jobs = expand(["-m", "experiment=digits_flowgrpo", "schedule.tag=true,false"])
     assert [job.varied["schedule.tag"] for job in jobs] == ["true", "false"]
 
@@ -67,7 +80,12 @@ def test_the_allocation_sweep_varies_both_roles_and_words_replace_its_values() -
 @pytest.mark.slow
 def test_a_plain_multirun_goes_on_after_a_failed_job(tmp_path: Path) -> None:
     """The second job's scorer raises; plain values are swept afterwards."""
-    words = ("experiment=digits_flowgrpo", "schedule=gap_tsp", "max_rl_steps=1", "schedule.tag=true,false")
+    words = (
+        "experiment=digits_flowgrpo",
+        "schedule=gap_tsp",
+        "max_rl_steps=1",
+        "schedule.tag=true,false",
+    )
     target = "reward.rewards.judge_a.scorer._target_=reward_models.digit_judge.DigitJudge,tests.strategy.faults.Broken"
     code, directory, out = sweep(tmp_path, *words[:3], "allow_targets=[tests]", target)
     table = rows(directory)
@@ -78,20 +96,29 @@ def test_a_plain_multirun_goes_on_after_a_failed_job(tmp_path: Path) -> None:
     code, directory, _ = sweep(tmp_path, *words)
     table = rows(directory)
     assert code == 0
-    assert [(row["schedule.tag"], row["status"]) for row in table] == [("true", "completed"), ("false", "completed")]
+    assert [(row["schedule.tag"], row["status"]) for row in table] == [
+        ("true", "completed"),
+        ("false", "completed"),
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_ablation_ends_in_one_table_and_a_plot(tmp_path: Path) -> None:
-    code, directory, out = sweep(tmp_path, "experiment=ablation_schedule", "max_rl_steps=2", timeout=500)
+    code, directory, out = sweep(
+        tmp_path, "experiment=ablation_schedule", "max_rl_steps=2", timeout=500
+    )
     table = rows(directory)
     assert code == 0, out
     assert [row["schedule"] for row in table] == SCHEDULES
     assert all(row["status"] == "completed" and float(row["step_s"]) > 0 for row in table)
     assert all(float(row["samples_per_s"]) > 0 for row in table)
     assert [int(row["staleness_max"]) for row in table] == [0, 0, 0, 0, 0, 0, 1]
-    on_policy = {row["reward_first"] for row in table if row["schedule"] in ("sync", "gap", "colocated")}
-    assert len({round(float(value), 4) for value in on_policy}) == 1, "the same seeds give the same first batch"
+    on_policy = {
+        row["reward_first"] for row in table if row["schedule"] in ("sync", "gap", "colocated")
+    }
+    assert len({round(float(value), 4) for value in on_policy}) == 1, (
+        "the same seeds give the same first batch"
+    )
     assert (directory / "sweep.png").stat().st_size > 1000
     assert all(name in out for name in ("step_s", "samples_per_s", "staleness_max"))

@@ -38,7 +38,9 @@ def base_samples(per_prompt: int) -> tuple[Tensor, list[Prompt]]:
     for prompt in PROMPTS:
         noise = keys.noise(7, 0, prompt.uid, range(per_prompt), keys.INITIAL, policy.latent_shape)
         media.append(
-            policy.decode(denoise.ode_sample(policy, policy.encode([prompt]), noise, policy.sigma_grid(STEPS)))
+            policy.decode(
+                denoise.ode_sample(policy, policy.encode([prompt]), noise, policy.sigma_grid(STEPS))
+            )
         )
         rows += [prompt] * per_prompt
     return torch.cat(media), rows
@@ -58,9 +60,13 @@ def test_text_features_are_frozen_and_tell_words_apart() -> None:
     assert torch.equal(features["text"][0], features["text"][1])
     assert not torch.equal(features["pooled"][0], features["pooled"][2])
     # The committed weights depend on these very values.
-    assert features["text"][0, 0, :3].tolist() == pytest.approx([1.2883872, -0.2475604, 0.8384071], abs=1e-6)
+    assert features["text"][0, 0, :3].tolist() == pytest.approx(
+        [1.2883872, -0.2475604, 0.8384071], abs=1e-6
+    )
     assert text_features(["a b c d e"])["text"].shape == (1, 4, 32)
-    assert not torch.equal(text_features(["a b c d e"])["pooled"], text_features(["a b c d f"])["pooled"])
+    assert not torch.equal(
+        text_features(["a b c d e"])["pooled"], text_features(["a b c d f"])["pooled"]
+    )
 
 
 def test_the_committed_base_model_is_good_but_follows_prompts_badly() -> None:
@@ -74,7 +80,9 @@ def test_the_committed_base_model_is_good_but_follows_prompts_badly() -> None:
 
 @pytest.mark.parametrize("rows", [5, 16])
 @pytest.mark.parametrize("steps_per_forward", [1, 2, 5])
-def test_replay_is_bit_equal_to_sampling_for_any_steps_per_forward(rows: int, steps_per_forward: int) -> None:
+def test_replay_is_bit_equal_to_sampling_for_any_steps_per_forward(
+    rows: int, steps_per_forward: int
+) -> None:
     policy, kernel, selection = perturbed(DigitsPolicy(lora=LORA)), FlowSDE(0.9), AllButLast()
     condition, grid = policy.encode(PROMPTS[:1]), policy.sigma_grid(STEPS)
     plan = selection.plan(0, 0, STEPS)

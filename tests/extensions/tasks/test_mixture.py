@@ -1,4 +1,5 @@
-"""The tilted mixture: its flow, its optimum in closed form, and how near Flow-GRPO comes to that."""
+"""The tilted mixture: its flow, its optimum in closed form, and how near Flow-GRPO comes to
+that."""
 
 from __future__ import annotations
 
@@ -51,12 +52,21 @@ def test_the_velocity_is_the_mean_of_noise_minus_data() -> None:
 
 def test_rewards_read_points_from_pictures_and_the_base_is_the_reference_at_first() -> None:
     made, x = policy(), drawn(6)
-    media, prompts = made.decode(x), [Prompt(f"along {axis}", target=axis) for axis in ("+0", "-7", "+3") * 2]
+    media, prompts = (
+        made.decode(x),
+        [Prompt(f"along {axis}", target=axis) for axis in ("+0", "-7", "+3") * 2],
+    )
     assert media.shape == (6, 1, 2, 4)
-    torch.testing.assert_close(Coordinate(8.0)(media, prompts)[:3], torch.stack([x[0, 0], -x[1, 7], x[2, 3]]))
+    torch.testing.assert_close(
+        Coordinate(8.0)(media, prompts)[:3], torch.stack([x[0, 0], -x[1, 7], x[2, 3]])
+    )
     normal = torch.distributions.Normal(MEANS, DEVIATION)
-    expected = normal.log_prob(x[:, None]).sum(-1).logsumexp(1) - torch.tensor(float(len(MEANS))).log()
-    torch.testing.assert_close(LogLikelihood(**MIXTURE, span=8.0)(media, prompts), expected, rtol=1e-4, atol=1e-4)
+    expected = (
+        normal.log_prob(x[:, None]).sum(-1).logsumexp(1) - torch.tensor(float(len(MEANS))).log()
+    )
+    torch.testing.assert_close(
+        LogLikelihood(**MIXTURE, span=8.0)(media, prompts), expected, rtol=1e-4, atol=1e-4
+    )
     condition, sigmas = made.encode(prompts), torch.full((6,), 0.5)
     with torch.no_grad(), made.reference():
         base = made.velocity(x, sigmas, condition)
@@ -76,13 +86,17 @@ def test_both_forms_of_the_optimum_agree() -> None:
 
 
 def test_the_divergence_of_points_is_that_of_two_gaussians() -> None:
-    """One component and a push that does not depend on the point: the ODE draws two Gaussians of equal deviation."""
+    """One component and a push that does not depend on the point: the ODE draws two Gaussians of
+    equal deviation."""
     made = MixturePolicy([[0.3] * 8], [1.0], 0.7, keep_reference=True)
     network = made.transformer
     assert isinstance(network, MixtureFlow)
     with torch.no_grad():
         network.leave.bias.copy_(torch.linspace(-0.2, 0.3, 8))
-    noise, aim = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(2000, 8)
+    noise, aim = (
+        torch.randn(2000, 8, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(2000, 8),
+    )
     points, found = divergence_of_points(made, noise, aim)
     deviation, base = torch.tensor(1.0), noise
     for pair in made.sigma_grid(STEPS).unfold(0, 2, 1):
@@ -96,13 +110,19 @@ def test_the_divergence_of_points_is_that_of_two_gaussians() -> None:
 
 
 def test_a_run_of_the_study_repeats_and_starts_on_policy() -> None:
-    setting = next(setting for setting in settings("stale") if setting.name == "clipped" and setting.stale)
+    setting = next(
+        setting for setting in settings("stale") if setting.name == "clipped" and setting.stale
+    )
     runs = [Loop(setting, 5), Loop(setting, 5)]
     for run in runs:
         first = run.generated(0, 0)
         assert first.rewards.shape == (16, 16)
-        assert sorted(n for blocks in first.updates for block in blocks for n in block.numbers) == list(range(256))
-        run.module.training_step(TrainBatch(first.updates[0], {"r": first.rewards}, {"r": 1.0}, 1152.0, 0, 0), 0)
+        assert sorted(
+            n for blocks in first.updates for block in blocks for n in block.numbers
+        ) == list(range(256))
+        run.module.training_step(
+            TrainBatch(first.updates[0], {"r": first.rewards}, {"r": 1.0}, 1152.0, 0, 0), 0
+        )
         assert float(run.module.collected()["ratio_max_dev"]) < 1e-5
         run.run(2)
         assert run.module.collected()["ratio_max_dev/stale_1"] > 0

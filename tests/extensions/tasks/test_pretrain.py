@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from digenrl.extensions.tasks.cli.pretrain import PretrainSettings, main, pretrain_base, sample_digits, save
+from digenrl.extensions.tasks.cli.pretrain import (
+    PretrainSettings,
+    main,
+    pretrain_base,
+    sample_digits,
+    save,
+)
 
 
 def test_two_steps_are_deterministic_and_move_the_weights() -> None:
@@ -17,7 +23,8 @@ def test_two_steps_are_deterministic_and_move_the_weights() -> None:
     other = pretrain_base(PretrainSettings(steps=2, batch=8, seed=3, wrong_captions=1.0))
     for left, right in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(left, right)
-    # The share of wrong captions changes what is learned and nothing else (same images, noise and levels).
+    # The share of wrong captions changes what is learned and nothing else (same images, noise and
+    # levels).
     pairs = zip(first.parameters(), other.parameters(), strict=True)
     assert any(not torch.equal(left, right) for left, right in pairs)
 

@@ -1,4 +1,5 @@
-"""The scenes family: packing, features that know order, the committed base model, bit-equal replay, its training."""
+"""The scenes family: packing, features that know order, the committed base model, bit-equal replay,
+its training."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.tasks.cli import pretrain_scenes
-from digenrl.extensions.tasks.cli.pretrain_scenes import Settings, pretrain_base, sample_edits, sample_scenes
+from digenrl.extensions.tasks.cli.pretrain_scenes import (
+    Settings,
+    pretrain_base,
+    sample_edits,
+    sample_scenes,
+)
 from digenrl.extensions.tasks.scenes import (
     BASE_FILE,
     EDIT_BASE_FILE,
@@ -59,9 +65,14 @@ def test_the_committed_base_model_is_sharp_and_diverse_and_follows_half_of_the_p
     scenes = [scene for scene in SCENES[::23] for _ in range(8)]
     pictures = sample_scenes(ScenesPolicy(), scenes, steps=6)
     assert 0.35 <= SceneDetector(perfect=True).judge(pictures, scenes).mean() <= 0.6
-    real = draw([scene.kinds for scene in scenes], draw_places(scenes, torch.Generator().manual_seed(0)))
+    real = draw(
+        [scene.kinds for scene in scenes], draw_places(scenes, torch.Generator().manual_seed(0))
+    )
     assert spread(pictures, scenes)[1] > 0.8 * spread(real, scenes)[1]
-    assert SceneStatistics()(pictures, [Prompt(scene.text) for scene in scenes])["diversity_ratio"] > 0.85
+    assert (
+        SceneStatistics()(pictures, [Prompt(scene.text) for scene in scenes])["diversity_ratio"]
+        > 0.85
+    )
     assert BASE_FILE.stat().st_size + JUDGE_FILE.stat().st_size < 4 * 2**20
 
 
@@ -83,7 +94,9 @@ def test_the_picture_is_part_of_what_is_encoded() -> None:
     assert not torch.equal(condition["image"][0], condition["image"][1])
     source = source_images(torch.zeros(1, 3, 24, 24), [twice])
     assert torch.allclose(policy.decode(condition["image"][1:]), source, atol=1e-6)
-    with pytest.raises(ValueError, match="scenes_edit takes 1 images of role image, the prompt has 0"):
+    with pytest.raises(
+        ValueError, match="scenes_edit takes 1 images of role image, the prompt has 0"
+    ):
         policy.encode([Prompt("make the circle green")])
 
 
@@ -106,7 +119,9 @@ def test_replay_is_bit_equal_to_sampling(family: type[ScenesPolicy]) -> None:
             latents=samples.latents[:, part], next_latents=samples.next_latents[:, part],
             log_probs=samples.log_probs[:, part], condition=condition,
         )  # fmt: skip
-        assert torch.equal(denoise.replay(policy, block, kernel).log_prob.detach(), block.log_probs), step
+        assert torch.equal(
+            denoise.replay(policy, block, kernel).log_prob.detach(), block.log_probs
+        ), step
 
 
 def test_bad_arguments_name_value_and_remedy(tmp_path: Path) -> None:
@@ -127,7 +142,9 @@ def test_training_in_pieces_ends_where_training_at_once_does(
     whole = pretrain_base(Settings(task=task, steps=4, batch=8), tmp_path / "whole")
     pieces = None
     for _ in range(4):
-        pieces = pieces or pretrain_base(Settings(task=task, steps=4, batch=8, budget_s=1e-9), tmp_path / "state")
+        pieces = pieces or pretrain_base(
+            Settings(task=task, steps=4, batch=8, budget_s=1e-9), tmp_path / "state"
+        )
     assert whole is not None
     assert pieces is not None
     for left, right in zip(whole.parameters(), pieces.parameters(), strict=True):

@@ -20,7 +20,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_made_is_refused(words: list[str], message: str, tmp_path: Path, capsys: object) -> None:
+def test_what_cannot_be_made_is_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: object
+) -> None:
     assert main([*words, f"out={tmp_path}"]) == 2
     assert message in capsys.readouterr().err  # type: ignore[attr-defined]
     assert not list(tmp_path.iterdir())
@@ -29,7 +31,9 @@ def test_what_cannot_be_made_is_refused(words: list[str], message: str, tmp_path
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_own_test_passes_and_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: object) -> None:
+def test_its_own_test_passes_and_nothing_is_overwritten(
+    kind: str, tmp_path: Path, capsys: object
+) -> None:
     assert main([kind, "my_own", f"out={tmp_path}"]) == 0
     assert "digenrl " in capsys.readouterr().out  # type: ignore[attr-defined]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_own.py"]

@@ -1,4 +1,5 @@
-"""Published prompt sets: known by git's own id of their content, and used without what is held out."""
+"""Published prompt sets: known by git's own id of their content, and used without what is held
+out."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from digenrl.extensions.tools.cli import prompts as command
-from digenrl.extensions.tools.published import SETS, PublishedSet, Source, blob_id
+from digenrl.extensions.tools.published import SETS, PublishedSet, PublishedSource, blob_id
 from digenrl.prompts import read
 
 TRAIN, TEST = "a cat\na dog\na cat\na bird\n", "a dog\na fish\n"
@@ -19,8 +20,12 @@ def published(folder: Path) -> PublishedSet:
     sources = []
     for name, text in (("train.txt", TRAIN), ("test.txt", TEST)):
         (folder / name).write_text(text)
-        told = subprocess.run(["git", "hash-object", str(folder / name)], capture_output=True, text=True, check=True)
-        sources.append(Source("somebody/prompts", "0" * 40, f"data/{name}", told.stdout.strip()))
+        told = subprocess.run(
+            ["git", "hash-object", str(folder / name)], capture_output=True, text=True, check=True
+        )
+        sources.append(
+            PublishedSource("somebody/prompts", "0" * 40, f"data/{name}", told.stdout.strip())
+        )
     return PublishedSet("two files", *sources)
 
 

@@ -9,5 +9,7 @@ COMMANDS = {
         "run",
         run_required=False,
     ),
-    "score": Command("digenrl.extensions.bench.cli.score", "score a folder of pictures or videos with any reward"),
+    "score": Command(
+        "digenrl.extensions.bench.cli.score", "score a folder of pictures or videos with any reward"
+    ),
 }

@@ -1,4 +1,5 @@
-"""Detectors for GenEval's rules: a user's model from transformers, and the detector of the embedded drawn scenes."""
+"""Detectors for GenEval's rules: a user's model from transformers, and the detector of the embedded
+drawn scenes."""
 
 from __future__ import annotations
 
@@ -23,15 +24,16 @@ ALIASES = {"computer mouse": "mouse", "tv remote": "remote", "computer keyboard"
 class TransformersDetector:
     """Detector from transformers, with a CLIP model for colours.
 
-    Some detectors take class names as text (OWL-ViT, OWLv2, Grounding DINO) and get those of the suite's line. Others
-    (DETR, YOLOS, RT-DETR) must know the classes already, under GenEval's or COCO's names.
+    Some detectors take class names as text (OWL-ViT, OWLv2, Grounding DINO) and get those of the
+    suite's line. Others (DETR, YOLOS, RT-DETR) must know the classes already, under GenEval's or
+    COCO's names.
 
     Args:
         path: directory of the detector.
         colours: directory of the CLIP model; None = lines that ask for colours cannot be scored.
         least: lowest score of a detection that counts.
-        max_overlap: largest intersection over union of two boxes of a class. Of boxes that overlap more, only the one
-            with the highest score stays.
+        max_overlap: largest intersection over union of two boxes of a class. Of boxes that overlap
+            more, only the one with the highest score stays.
 
     Raises:
         SuiteError: the directory does not exist or holds no such model.
@@ -42,13 +44,19 @@ class TransformersDetector:
 
         self._least, self._max_overlap = least, max_overlap
         self._in_words = (
-            path.is_dir() and type(AutoConfig.from_pretrained(path)) in MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
+            path.is_dir()
+            and type(AutoConfig.from_pretrained(path))
+            in MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
         )
         self._detect = _pipeline(
             "zero-shot-object-detection" if self._in_words else "object-detection", path, "detector"
         )
         self._known = {} if self._in_words else dict(self._detect.model.config.label2id)
-        self._colour = None if colours is None else _pipeline("zero-shot-image-classification", colours, "colours")
+        self._colour = (
+            None
+            if colours is None
+            else _pipeline("zero-shot-image-classification", colours, "colours")
+        )
 
     def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         """See `digenrl.extensions.bench.geneval.Detector`.
@@ -56,10 +64,14 @@ class TransformersDetector:
         Raises:
             SuiteError: a class that the detector does not know.
         """
-        asked = {name if self._in_words or name in self._known else ALIASES.get(name, name): name for name in classes}
+        asked = {
+            name if self._in_words or name in self._known else ALIASES.get(name, name): name
+            for name in classes
+        }
         if unknown := [] if self._in_words else [own for own in asked if own not in self._known]:
             raise SuiteError(
-                f"detector: knows no class {unknown[0]!r} (it knows {', '.join(list(self._known)[:8])} ...); take one "
+                f"detector: knows no class {unknown[0]!r} (it knows "
+                f"{', '.join(list(self._known)[:8])} ...); take one "
                 "that was trained on COCO, or one that is asked in words, such as OWLv2."
             )
         options = {"candidate_labels": list(asked)} if self._in_words else {}
@@ -72,7 +84,8 @@ class TransformersDetector:
         return [found[row] for name in classes for row in self._kept(found, name)]
 
     def _kept(self, found: Sequence[Detection], label: str) -> list[int]:
-        """Return the rows of `found` with this label, without boxes that overlap a box of higher score."""
+        """Return the rows of `found` with this label, without boxes that overlap a box of higher
+        score."""
         rows = [row for row, one in enumerate(found) if one.label == label]
         boxes = torch.tensor([found[row].box for row in rows], dtype=torch.float32).reshape(-1, 4)
         scores = torch.tensor([found[row].score for row in rows], dtype=torch.float32)
@@ -85,7 +98,9 @@ class TransformersDetector:
             SuiteError: there is no CLIP model.
         """
         if self._colour is None:
-            raise SuiteError("colours: the suite asks for colours; name a CLIP model's directory: colours=PATH.")
+            raise SuiteError(
+                "colours: the suite asks for colours; name a CLIP model's directory: colours=PATH."
+            )
         image = to_pil_image(picture)
         return [
             self._colour(
@@ -105,7 +120,9 @@ def _pipeline(task: str, path: Path, key: str) -> Any:
     from transformers import pipeline
 
     if not path.is_dir():
-        raise SuiteError(f"{key}={path}: is no directory; download a model for {task} and name its directory.")
+        raise SuiteError(
+            f"{key}={path}: is no directory; download a model for {task} and name its directory."
+        )
     try:
         return pipeline(
             task,
@@ -118,7 +135,8 @@ def _pipeline(task: str, path: Path, key: str) -> Any:
 
 
 class SceneObjects:
-    """Detector of the embedded drawn scenes. An object's labels are its shape, its colour and shape, and `object`."""
+    """Detector of the embedded drawn scenes. An object's labels are its shape, its colour and
+    shape, and `object`."""
 
     def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         """See `digenrl.extensions.bench.geneval.Detector`."""
@@ -137,7 +155,8 @@ class SceneObjects:
 
 
 def _box(one: Found) -> tuple[float, float, float, float]:
-    """Return the box of an object from its centroid, area and shape; an unknown shape counts as a circle."""
+    """Return the box of an object from its centroid, area and shape; an unknown shape counts as a
+    circle."""
     shape = SHAPES.index(one.shape) if one.shape else 0
     left, right, up, down = (EXTENT[shape] * (one.area / AREA[shape]).sqrt()).tolist()
     return one.x - left, one.y - up, one.x + right, one.y + down

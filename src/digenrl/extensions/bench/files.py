@@ -1,4 +1,5 @@
-"""Read the prompt files of standard benchmarks as published, and name images as the benchmarks' own tools expect.
+"""Read the prompt files of standard benchmarks as published, and name images as the benchmarks' own
+tools expect.
 
 The user brings the file. torch is imported only for the embedded scenes.
 """
@@ -21,7 +22,8 @@ FOLDER = Path("suites")
 
 
 class SuiteError(ValueError):
-    """A benchmark that cannot be run as asked: the file, its content, or images of another setting."""
+    """A benchmark that cannot be run as asked: the file, its content, or images of another
+    setting."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,17 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PromptFormat:
     """Known facts of a suite: its file, its number of samples, the names of its images."""
 
     read: Callable[[str], list[Item]]
-    """Function from the file's text to items. It raises ValueError or LookupError for a file of another form."""
+    """Function from the file's text to items. It raises ValueError or LookupError for a file of
+    another form."""
     samples: int
     """Samples of each prompt that the suite asks for."""
     layout: str
-    """Path of one image, from {key} or {prompt}, and {sample}. Without {sample} all samples are in one square grid."""
+    """Path of one image, from {key} or {prompt}, and {sample}. Without {sample} all samples are in
+    one square grid."""
     then: str
     """Official way to score the images in {folder}, for the user."""
     file: str = ""
@@ -67,7 +71,7 @@ class Suite:
     """A suite after reading its file."""
 
     name: str
-    kind: Kind
+    kind: PromptFormat
     items: tuple[Item, ...]
     digest: str
     """SHA-256 of the file."""
@@ -82,23 +86,31 @@ def read_suite(name: str, file: Path | None = None) -> Suite:
     """Read the suite `name`, from `file` or from the file in the suite's folder.
 
     Raises:
-        SuiteError: the file does not exist or has another form. The message names its source and its place.
+        SuiteError: the file does not exist or has another form. The message names its source and
+            its place.
     """
     kind = KINDS[name]
     if not kind.file and file is not None:
-        raise SuiteError(f"suite={name} needs no file: its prompts are embedded; leave file={file} out.")
-    path = file or (FOLDER / name / kind.file if kind.file else prompts.locate("drawn_scenes_heldout.txt"))
+        raise SuiteError(
+            f"suite={name} needs no file: its prompts are embedded; leave file={file} out."
+        )
+    path = file or (
+        FOLDER / name / kind.file if kind.file else prompts.locate("drawn_scenes_heldout.txt")
+    )
     try:
         content = path.read_bytes()
     except OSError as error:
         raise SuiteError(
-            f"{path}: cannot be read ({error.strerror}). Download {kind.source} there, or name your copy: file=PATH."
+            f"{path}: cannot be read ({error.strerror}). Download {kind.source} there, or name "
+            "your copy: file=PATH."
         ) from error
     try:
         items = kind.read(content.decode("utf-8-sig"))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         cause = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise SuiteError(f"{path}: is not {kind.file or name} as published ({cause}); see {kind.source}.") from error
+        raise SuiteError(
+            f"{path}: is not {kind.file or name} as published ({cause}); see {kind.source}."
+        ) from error
     if not items:
         raise SuiteError(f"{path}: holds no prompt; see {kind.source}.")
     return Suite(name, kind, tuple(items), hashlib.sha256(content).hexdigest())
@@ -109,7 +121,9 @@ def _geneval(text: str) -> list[Item]:
     for line in lines:
         for clause in [*line["include"], *line.get("exclude", [])]:
             clause["class"], clause["count"]
-    return [Item(f"{row:05d}", line["prompt"], (line["tag"],), line) for row, line in enumerate(lines)]
+    return [
+        Item(f"{row:05d}", line["prompt"], (line["tag"],), line) for row, line in enumerate(lines)
+    ]
 
 
 def _dpg(text: str) -> list[Item]:
@@ -123,18 +137,31 @@ def _dpg(text: str) -> list[Item]:
 
 def _parti(text: str) -> list[Item]:
     rows = list(csv.DictReader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE))
-    return [Item(f"{number:05d}", row["Prompt"], (row["Category"],), row) for number, row in enumerate(rows)]
+    return [
+        Item(f"{number:05d}", row["Prompt"], (row["Category"],), row)
+        for number, row in enumerate(rows)
+    ]
 
 
 def _vbench(text: str) -> list[Item]:
     rows = json.loads(text)
-    if odd := [row["prompt_en"] for row in rows if "/" in row["prompt_en"] or len(row["prompt_en"].encode()) > 240]:
-        raise ValueError(f"the tool names videos by their prompts, and {odd[0]!r} is no name of a file")
-    return [Item(f"{number:05d}", row["prompt_en"], tuple(row["dimension"])) for number, row in enumerate(rows)]
+    if odd := [
+        row["prompt_en"]
+        for row in rows
+        if "/" in row["prompt_en"] or len(row["prompt_en"].encode()) > 240
+    ]:
+        raise ValueError(
+            f"the tool names videos by their prompts, and {odd[0]!r} is no name of a file"
+        )
+    return [
+        Item(f"{number:05d}", row["prompt_en"], tuple(row["dimension"]))
+        for number, row in enumerate(rows)
+    ]
 
 
 def _scenes(text: str) -> list[Item]:
-    """Return the embedded scenes with lines for GenEval's rules: exactly the objects that the prompt names."""
+    """Return the embedded scenes with lines for GenEval's rules: exactly the objects that the
+    prompt names."""
     from reward_models.drawn_scenes import asked_scene
 
     items = []
@@ -148,26 +175,36 @@ def _scenes(text: str) -> list[Item]:
 def scene_rules(scene: Any) -> dict[str, Any]:
     """Return {tag, include, exclude} of a `reward_models.drawn_scenes.Scene`.
 
-    Two objects of one shape differ by colour only, and GenEval's clauses do not tell them apart. For these the class is
-    colour and shape. `object` is the class of everything in the picture.
+    Two objects of one shape differ by colour only, and GenEval's clauses do not tell them apart.
+    For these the class is colour and shape. `object` is the class of everything in the picture.
     """
     number = len(scene.kinds)
     exclude = [{"class": "object", "count": number + 1}]
     if not scene.relation:
         colour, shape = scene.kinds[0]
         include = [{"class": shape, "count": number, "color": colour}]
-        return {"tag": "colors" if number == 1 else "counting", "include": include, "exclude": exclude}
+        return {
+            "tag": "colors" if number == 1 else "counting",
+            "include": include,
+            "exclude": exclude,
+        }
     same = len({shape for _, shape in scene.kinds}) == 1
     first, second = (
-        {"class": f"{colour} {shape}", "count": 1} if same else {"class": shape, "count": 1, "color": colour}
+        {"class": f"{colour} {shape}", "count": 1}
+        if same
+        else {"class": shape, "count": 1, "color": colour}
         for colour, shape in scene.kinds
     )
-    return {"tag": "position", "include": [second, first | {"position": [scene.relation, 0]}], "exclude": exclude}
+    return {
+        "tag": "position",
+        "include": [second, first | {"position": [scene.relation, 0]}],
+        "exclude": exclude,
+    }
 
 
 PAIRS = "{key}/samples/{sample:04d}.png"
-KINDS: Mapping[str, Kind] = {
-    "geneval": Kind(
+KINDS: Mapping[str, PromptFormat] = {
+    "geneval": PromptFormat(
         _geneval,
         samples=4,
         layout=PAIRS,
@@ -176,7 +213,7 @@ KINDS: Mapping[str, Kind] = {
         source="https://github.com/djghosh13/geneval/blob/main/prompts/evaluation_metadata.jsonl",
         sha256="5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13",
     ),
-    "dpg": Kind(
+    "dpg": PromptFormat(
         _dpg,
         samples=4,
         layout="{key}.png",
@@ -184,7 +221,7 @@ KINDS: Mapping[str, Kind] = {
         file="dpg_bench.csv",
         source="https://github.com/TencentQQGYLab/ELLA/blob/main/dpg_bench/dpg_bench.csv",
     ),
-    "parti": Kind(
+    "parti": PromptFormat(
         _parti,
         samples=1,
         layout=PAIRS,
@@ -193,14 +230,17 @@ KINDS: Mapping[str, Kind] = {
         source="https://github.com/google-research/parti/blob/main/PartiPrompts.tsv",
         sha256="fab29e41bb512a169b56acab4cf2a41dcb675e285df2efcde6640c7dd3c440eb",
     ),
-    "vbench": Kind(
+    "vbench": PromptFormat(
         _vbench,
         samples=5,
         layout="{prompt}-{sample}.mp4",
-        then="vbench evaluate --videos_path {folder} --dimension DIMENSION of github.com/Vchitect/VBench",
+        then="vbench evaluate --videos_path {folder} --dimension DIMENSION of "
+        "github.com/Vchitect/VBench",
         file="VBench_full_info.json",
         source="VBench_full_info.json of https://github.com/Vchitect/VBench/tree/master/vbench",
     ),
-    "scenes": Kind(_scenes, samples=8, layout=PAIRS, then="the detector of reward_models.scene_judges"),
+    "scenes": PromptFormat(
+        _scenes, samples=8, layout=PAIRS, then="the detector of reward_models.scene_judges"
+    ),
 }
 """Suite -> known facts of it."""

@@ -1,8 +1,8 @@
 """GenEval's rules (arXiv 2310.11513) over detected objects: their number, colour and place.
 
-A line of the suite is {tag, prompt, include: [{class, count, color?, position?: [relation, clause]}], exclude?:
-[{class, count}]}. All `include` clauses must hold, and no `exclude` clause. A clause looks at the `count` objects with
-the highest scores. Lengths are pixels, y downwards.
+A line of the suite is {tag, prompt, include: [{class, count, color?, position?: [relation,
+clause]}], exclude?: [{class, count}]}. All `include` clauses must hold, and no `exclude` clause. A
+clause looks at the `count` objects with the highest scores. Lengths are pixels, y downwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MOST_OBJECTS = 16
 APART = 0.1
 """Share of both objects' sizes by which their centres must be apart to have a direction at all."""
 ALONG = 0.5
-"""Smallest component of the unit offset at which its direction counts. Two directions may hold at once."""
+"""Smallest component of the unit offset at which its direction counts. Two directions may hold at
+once."""
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
 
@@ -47,16 +48,23 @@ class Detector(Protocol):
 
 def classes_of(rules: Mapping[str, Any]) -> list[str]:
     """Return every class that a line names, once."""
-    return list(dict.fromkeys(clause["class"] for clause in [*rules["include"], *rules.get("exclude", [])]))
+    return list(
+        dict.fromkeys(clause["class"] for clause in [*rules["include"], *rules.get("exclude", [])])
+    )
 
 
 def verdict(
-    rules: Mapping[str, Any], picture: Tensor, detector: Detector, threshold: float, counting_threshold: float
+    rules: Mapping[str, Any],
+    picture: Tensor,
+    detector: Detector,
+    threshold: float,
+    counting_threshold: float,
 ) -> str:
     """Return why `picture` [3, H, W] does not fulfil the line `rules`; "" if it does.
 
     Args:
-        threshold: score above which detections count. Lines tagged "counting" use `counting_threshold`.
+        threshold: score above which detections count. Lines tagged "counting" use
+            `counting_threshold`.
     """
     least = counting_threshold if rules["tag"] == "counting" else threshold
     seen = [found for found in detector.find(picture, classes_of(rules)) if found.score > least]
@@ -92,7 +100,10 @@ def _unfulfilled(
     if "color" in clause:
         colours = detector.colours(picture, found)
         if colours.count(clause["color"]) < count:
-            return f"{name}: {', '.join(str(colour) for colour in colours)}, expected {clause['color']}"
+            return (
+                f"{name}: {', '.join(str(colour) for colour in colours)}, expected "
+                f"{clause['color']}"
+            )
     if "position" in clause:
         relation, target = clause["position"]
         others = groups[target]
@@ -101,7 +112,10 @@ def _unfulfilled(
         for one in found:
             for other in others:
                 if relation not in (held := relations(one, other)):
-                    return f"{name}: {' and '.join(sorted(held)) or 'nowhere plainly'}, expected {relation}"
+                    return (
+                        f"{name}: {' and '.join(sorted(held)) or 'nowhere plainly'}, expected "
+                        f"{relation}"
+                    )
     return ""
 
 
@@ -109,7 +123,12 @@ def relations(one: Detection, other: Detection) -> set[str]:
     """Return the relations of `one` to `other`: up to two of left of, right of, above, below."""
     offsets, apart = [], []
     for axis in (0, 1):
-        low, high, other_low, other_high = one.box[axis], one.box[axis + 2], other.box[axis], other.box[axis + 2]
+        low, high, other_low, other_high = (
+            one.box[axis],
+            one.box[axis + 2],
+            other.box[axis],
+            other.box[axis + 2],
+        )
         offset = (low + high - other_low - other_high) / 2
         slack = APART * (abs(high - low) + abs(other_high - other_low))
         offsets.append(offset)

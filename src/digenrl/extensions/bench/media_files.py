@@ -20,38 +20,56 @@ class MediaError(ValueError):
 
 
 def media_files(folder: Path) -> list[Path]:
-    """Return the pictures and videos in `folder`, in order of name. Other files and subfolders are left out.
+    """Return the pictures and videos in `folder`, in order of name. Other files and subfolders are
+    left out.
 
     Raises MediaError if there is no such folder, or no picture or video in it.
     """
     if not folder.is_dir():
         raise MediaError(f"{folder}: no such folder of pictures or videos.")
-    files = [path for path in folder.iterdir() if path.suffix.lower() in PICTURES + VIDEOS and path.is_file()]
+    files = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in PICTURES + VIDEOS and path.is_file()
+    ]
     if not files:
-        raise MediaError(f"{folder}: holds no picture or video ({', '.join(sorted(PICTURES + VIDEOS))}).")
+        raise MediaError(
+            f"{folder}: holds no picture or video ({', '.join(sorted(PICTURES + VIDEOS))})."
+        )
     return sorted(files, key=lambda path: path.name)
 
 
 def read_media(path: Path, max_frames: int, max_pixels: int) -> Tensor:
-    """Read a picture as [3, H, W] ([1, H, W] if stored grey), or a video as [F, 3, H, W], in fp32 from 0 to 1.
+    """Read a picture as [3, H, W] ([1, H, W] if stored grey), or a video as [F, 3, H, W], in fp32
+    from 0 to 1.
 
-    F is at most `max_frames`. Transparency becomes white, and a photograph's orientation is applied. At most
-    `max_pixels` (F x H x W) are decoded. Raises MediaError.
+    F is at most `max_frames`. Transparency becomes white, and a photograph's orientation is
+    applied. At most `max_pixels` (F x H x W) are decoded. Raises MediaError.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             video = path.suffix.lower() in VIDEOS
             pixels = _video(path, max_frames, max_pixels) if video else _picture(path, max_pixels)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
         cause = str(error).strip().splitlines()[-1:]  # a decoder's own words may be pages
-        raise MediaError(f"{path}: cannot be read as a picture or video ({''.join(cause)}).") from error
+        raise MediaError(
+            f"{path}: cannot be read as a picture or video ({''.join(cause)})."
+        ) from error
     return torch.from_numpy(pixels).movedim(-1, -3).float().div_(255)
 
 
 def _check_size(pixels: int, max_pixels: int) -> None:
     if pixels > max_pixels:
-        raise ValueError(f"{pixels} pixels or more, max_pixels = {max_pixels}: raise it, or lower max_frames")
+        raise ValueError(
+            f"{pixels} pixels or more, max_pixels = {max_pixels}: raise it, or lower max_frames"
+        )
 
 
 def _picture(path: Path, max_pixels: int) -> np.ndarray:
@@ -76,7 +94,11 @@ def _video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
         height, width = file.properties().shape[1:3]
         _check_size(height * width, max_pixels)
         # A header may promise small frames; ffmpeg then refuses larger ones.
-        limit = {} if path.suffix.lower() == ".gif" else {"input_params": ["-max_pixels", str(max_pixels)]}
+        limit = (
+            {}
+            if path.suffix.lower() == ".gif"
+            else {"input_params": ["-max_pixels", str(max_pixels)]}
+        )
         for frame in islice(file.iter(**limit), max_frames):
             _check_size((len(frames) + 1) * frame.shape[0] * frame.shape[1], max_pixels)
             frames.append(np.asarray(Image.fromarray(frame).convert("RGB")))

@@ -1,4 +1,5 @@
-"""Means of a benchmark with 95 % intervals. The unit is the prompt, because images of one prompt are similar."""
+"""Means of a benchmark with 95 % intervals. The unit is the prompt, because images of one prompt
+are similar."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ class Estimate:
 
 
 def of_shares(shares: Sequence[float]) -> Estimate:
-    """Return the mean share of right images over prompts, with Wilson's interval for that many draws.
+    """Return the mean share of right images over prompts, with Wilson's interval for that many
+    draws.
 
-    Counting prompts instead of images keeps the interval from being too narrow, because images of one prompt are not
-    independent.
+    Counting prompts instead of images keeps the interval from being too narrow, because images of
+    one prompt are not independent.
     """
     mean, n = fmean(shares), len(shares)
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
@@ -36,7 +38,8 @@ def of_shares(shares: Sequence[float]) -> Estimate:
 
 
 def of_values(values: Sequence[float]) -> Estimate:
-    """Return the mean of one value per prompt, with percentiles of a bootstrap over prompts (fixed seed).
+    """Return the mean of one value per prompt, with percentiles of a bootstrap over prompts (fixed
+    seed).
 
     The interval is NaN for a single prompt.
     """
@@ -49,8 +52,8 @@ def of_values(values: Sequence[float]) -> Estimate:
 
 
 def over_tags(tags: Mapping[str, Estimate]) -> Estimate:
-    """Return the mean over tags, which have equal weight as in GenEval. Distances to the bounds add as squares
-    (Newcombe)."""
+    """Return the mean over tags, which have equal weight as in GenEval. Distances to the bounds add
+    as squares (Newcombe)."""
     each = list(tags.values())
     mean = fmean(one.mean for one in each)
     low = math.sqrt(sum((one.mean - one.low) ** 2 for one in each)) / len(each)

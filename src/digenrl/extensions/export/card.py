@@ -38,11 +38,15 @@ def write_card(
     pipeline = next(iter(policy.pipelines), None)
     settings = {key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}
     templates = Environment(
-        loader=PackageLoader("digenrl.extensions.export", ""), trim_blocks=True, undefined=StrictUndefined
+        loader=PackageLoader("digenrl.extensions.export", ""),
+        trim_blocks=True,
+        undefined=StrictUndefined,
     )
     text = templates.get_template("card.md.j2").render(
         config=config,
-        base=config["model"].get("path"),  # None: an embedded model, whose base weights only digenrl has
+        base=config["model"].get(
+            "path"
+        ),  # None: an embedded model, whose base weights only digenrl has
         build=config["model"].get("build"),
         source=f'ensure("{policy.family}")'
         if config["model"].get("build") == "tiny"

@@ -1,4 +1,5 @@
-"""Write trained weights in the layout that a plain diffusers pipeline loads, and check them by reading them back."""
+"""Write trained weights in the layout that a plain diffusers pipeline loads, and check them by
+reading them back."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ class ExportError(RuntimeError):
 def export_policy(policy: Policy, folder: Path) -> list[Path]:
     """Write the policy's weights into `folder` and return the files.
 
-    An adapter becomes `pytorch_lora_weights.safetensors` with its configuration in the header. Without the header
-    diffusers would assume alpha = rank, a scale that the policy was not trained with. Full weights become
-    `transformer/`, in their own dtype. Raises ExportError when a tensor or the scale does not survive the round trip.
+    An adapter becomes `pytorch_lora_weights.safetensors` with its configuration in the header.
+    Without the header diffusers would assume alpha = rank, a scale that the policy was not trained
+    with. Full weights become `transformer/`, in their own dtype. Raises ExportError when a tensor
+    or the scale does not survive the round trip.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if policy.lora is None:
@@ -38,7 +40,9 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
     files = []
     for subfolder, layers in _adapters(policy):
         metadata = transformer.peft_config[ADAPTER].to_dict()
-        metadata["target_modules"] = sorted(name.removesuffix(FIRST) for name in layers if name.endswith(FIRST))
+        metadata["target_modules"] = sorted(
+            name.removesuffix(FIRST) for name in layers if name.endswith(FIRST)
+        )
         file = folder / lora_file(subfolder)
         lora_pipeline(policy).save_lora_weights(
             folder,
@@ -57,7 +61,9 @@ def lora_pipeline(policy: Policy | type[Policy]) -> Any:
 
     name = policy.lora_pipeline or next(iter(policy.pipelines), None)
     if name is None:
-        raise ExportError(f"no pipeline of diffusers reads adapters of {policy.family}: use merge=true")
+        raise ExportError(
+            f"no pipeline of diffusers reads adapters of {policy.family}: use merge=true"
+        )
     return getattr(diffusers, name)
 
 
@@ -66,7 +72,11 @@ def _adapters(policy: Policy) -> Iterator[tuple[str, dict[str, Tensor]]]:
     transformer: Any = policy.transformer
     layers = get_peft_model_state_dict(transformer)
     for subfolder, prefix in policy.components.items():
-        own = {name.removeprefix(prefix): value for name, value in layers.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in layers.items()
+            if name.startswith(prefix)
+        }
         yield subfolder, {name: value.detach().cpu().contiguous() for name, value in own.items()}
 
 
@@ -81,12 +91,16 @@ def lora_file(subfolder: str) -> str:
 
 
 def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
-    """Write the adapter into `folder` under the names of another tool's layout (`lora_layouts.LAYOUTS`).
+    """Write the adapter into `folder` under the names of another tool's layout
+    (`lora_layouts.LAYOUTS`).
 
     Raises ExportError if all weights were trained, or if names are not known.
     """
     if policy.lora is None:
-        raise ExportError(f"format={layout} is for adapters, and this run trained all weights: use format=diffusers")
+        raise ExportError(
+            f"format={layout} is for adapters, and this run trained all weights: use "
+            "format=diffusers"
+        )
     files = []
     for subfolder, layers in _adapters(policy):
         try:
@@ -104,14 +118,19 @@ def _check_lora(file: Path, layers: dict[str, Tensor], rank: int, alpha: float) 
         names, metadata = set(stored.keys()), stored.metadata() or {}
         expected = {f"transformer.{name}": value for name, value in layers.items()}
         if names != set(expected):
-            raise ExportError(f"{file} holds other tensors than the adapter: {sorted(names ^ set(expected))[:4]}")
+            raise ExportError(
+                f"{file} holds other tensors than the adapter: {sorted(names ^ set(expected))[:4]}"
+            )
         for name, value in expected.items():
             if not torch.equal(stored.get_tensor(name), value.detach().cpu()):
                 raise ExportError(f"{file}: {name} changed on the way to disk")
     configuration = json.loads(metadata.get("lora_adapter_metadata", "{}"))
     found = (configuration.get("transformer.r"), configuration.get("transformer.lora_alpha"))
     if found != (rank, alpha):
-        raise ExportError(f"{file} says rank, alpha = {found}, the policy has {(rank, alpha)}: its scale would be lost")
+        raise ExportError(
+            f"{file} says rank, alpha = {found}, the policy has {(rank, alpha)}: its scale would "
+            "be lost"
+        )
 
 
 def _export_transformers(policy: Policy, folder: Path) -> list[Path]:

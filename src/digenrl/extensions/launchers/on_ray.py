@@ -1,8 +1,9 @@
-"""Launch a run on Ray (`launch=ray`): its ranks are actors of a Ray cluster, and the launcher is the driver.
+"""Launch a run on Ray (`launch=ray`): its ranks are actors of a Ray cluster, and the launcher is
+the driver.
 
-Ray places the ranks, starts their processes and reports when one is gone. Store, claims, trajectories and weights work
-as with every launcher, so the launcher watches these ranks as it watches forked ones. Ray is imported when ranks are
-placed.
+Ray places the ranks, starts their processes and reports when one is gone. Store, claims,
+trajectories and weights work as with every launcher, so the launcher watches these ranks as it
+watches forked ones. Ray is imported when ranks are placed.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ from digenrl.hardware import assign, parse_hardware
 from digenrl.settle import begins_with
 
 _INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-"""Variables that torch reads when it loads, before an actor could set them. Ray sets values of its own."""
+"""Variables that torch reads when it loads, before an actor could set them. Ray sets values of its
+own."""
 _INTERNAL = re.compile("^node:|memory|_group_")
 """Names of resources that Ray counts for internal use."""
 _TELL_S, _LOOK_S = 5.0, 0.5
 """Seconds until missing places are reported, and between two looks at a rollout."""
 _OLD = 10.0
-"""Lifetime of a rollout, in pauses before a restart, from which its death does not lengthen the pause."""
+"""Lifetime of a rollout, in pauses before a restart, from which its death does not lengthen the
+pause."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,18 @@ class Places:
     """Resources that a run asks of Ray, and its timeouts."""
 
     address: str | None
-    """Address of the cluster; None = RAY_ADDRESS, or else a cluster on this machine for this run."""
+    """Address of the cluster; None = RAY_ADDRESS, or else a cluster on this machine for this
+    run."""
     wants: tuple[Mapping[str, float], ...]
     """Ray resources of each rank: CPU, GPU, or any other name."""
     first: int
-    """Ranks that the run begins with. The others are rollouts that join when there is a place for them."""
+    """Ranks that the run begins with. The others are rollouts that join when there is a place for
+    them."""
     wait_s: float
     """Seconds within which the first ranks must have a place."""
     respawn_s: float
-    """Seconds before a dead rollout is replaced. They double with each replacement that dies early."""
+    """Seconds before a dead rollout is replaced. They double with each replacement that dies
+    early."""
 
 
 class RayLauncher:
@@ -86,7 +92,11 @@ class RayLauncher:
     def places(self) -> AbstractContextManager[Callable[[RankMain, World, Session], RayRank]]:
         """Return the context in which every rank has its place."""
         config = self._config
-        hardware, own, emulated = parse_hardware(config.hardware), config.ray, config.hardware.emulate
+        hardware, own, emulated = (
+            parse_hardware(config.hardware),
+            config.ray,
+            config.hardware.emulate,
+        )
 
         def want(pool: str) -> dict[str, float]:
             if pool in own.resources:
@@ -95,7 +105,10 @@ class RayLauncher:
 
         trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
         wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
-        return seated(Places(own.address, wants, sum(begins_with(config)), own.wait_s, own.respawn_s), trainers)
+        return seated(
+            Places(own.address, wants, sum(begins_with(config)), own.wait_s, own.respawn_s),
+            trainers,
+        )
 
 
 def _fit_on_own_gpu(config: Any, fit: RankMain, world: World, session: Session) -> None:
@@ -120,7 +133,8 @@ class Seat:
         session = Session(**facts, host=host)
         if not session.run_dir.is_dir():
             error = ValueError(
-                f"this machine ({host}) does not see the run directory {session.run_dir}: set output_root to a "
+                f"this machine ({host}) does not see the run directory {session.run_dir}: set "
+                "output_root to a "
                 "directory that all machines share"
             )
             Control(StoreClient(*session.store), world.rank).report(True, error)
@@ -128,12 +142,18 @@ class Seat:
         return run_rank(rank_main, world, session)
 
     def join(self, run_dir: str) -> int:
-        """Join the run in this directory as a further rollout, and return the exit code of `digenrl join`."""
+        """Join the run in this directory as a further rollout, and return the exit code of `digenrl
+        join`."""
         own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "digenrl.cli.join", f"run={run_dir}"]
         with (Path(run_dir) / "logs" / "join.log").open("a") as log:
             return subprocess.run(
-                command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_leave_with_actor
+                command,
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_leave_with_actor,
             ).returncode
 
 
@@ -183,18 +203,23 @@ def driver_host(address: str | None) -> str:
         return "127.0.0.1"
     if "://" in address:
         raise ValueError(
-            f"ray.address = {address}: ranks could not reach this process; start it on a node of the cluster "
+            f"ray.address = {address}: ranks could not reach this process; start it on a node of "
+            "the cluster "
             "(ray job submit), with ray.address=auto."
         )
     return source_address(UNUSED_ADDRESS if address == "auto" else address.rpartition(":")[0])
 
 
 @contextmanager
-def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World, Session], RayRank]]:
-    """Give every rank a place: trainers in one placement group, each rollout by itself. At exit all actors end.
+def seated(
+    places: Places, trainers: int
+) -> Iterator[Callable[[RankMain, World, Session], RayRank]]:
+    """Give every rank a place: trainers in one placement group, each rollout by itself. At exit all
+    actors end.
 
     Raises:
-        PlacementError: Ray is missing, no cluster is at the address, or it lacks resources for the ranks.
+        PlacementError: Ray is missing, no cluster is at the address, or it lacks resources for the
+            ranks.
     """
     try:
         import ray
@@ -206,18 +231,32 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
     over = threading.Event()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     try:
-        ray.init(address=places.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        ray.init(
+            address=places.address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False,
+        )
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise PlacementError(f"ray.address = {places.address}: no cluster answers there ({error}).") from error
+        raise PlacementError(
+            f"ray.address = {places.address}: no cluster answers there ({error})."
+        ) from error
     try:
         remote: Any = ray.remote(Seat)
-        environment = {"env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}}
+        environment = {
+            "env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        }
         group = placement_group([dict(want) for want in places.wants[:trainers]], strategy="PACK")
 
         def seat(rank: int) -> Any:
             want = places.wants[rank]
-            options: dict[str, Any] = {"num_cpus": want.get("CPU", 0), "num_gpus": want.get("GPU", 0)}
-            options["resources"] = {name: amount for name, amount in want.items() if name not in ("CPU", "GPU")}
+            options: dict[str, Any] = {
+                "num_cpus": want.get("CPU", 0),
+                "num_gpus": want.get("GPU", 0),
+            }
+            options["resources"] = {
+                name: amount for name, amount in want.items() if name not in ("CPU", "GPU")
+            }
             if rank < trainers:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
             return remote.options(runtime_env=environment, max_restarts=0, **options).remote()
@@ -231,9 +270,19 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
             threading.Thread(target=_fill, args=how, name=f"fill-{rank}", daemon=True).start()
 
         def start(rank_main: RankMain, world: World, session: Session) -> RayRank:
-            names = ("store_host", "store_port", "handshake", "run_dir", "epoch", "network", "limits")
+            names = (
+                "store_host",
+                "store_port",
+                "handshake",
+                "run_dir",
+                "epoch",
+                "network",
+                "limits",
+            )
             facts = {name: getattr(session, name) for name in names}
-            life = RayRank(seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts))
+            life = RayRank(
+                seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts)
+            )
             if not world.is_trainer:
                 fill(world.rank, session.run_dir, life)
             if world.rank == places.first - 1:
@@ -248,9 +297,14 @@ def seated(places: Places, trainers: int) -> Iterator[Callable[[RankMain, World,
 
 
 def _fill(
-    life: RayRank | None, seat: Callable[[], Any], run_dir: Path, respawn_s: float, over: threading.Event
+    life: RayRank | None,
+    seat: Callable[[], Any],
+    run_dir: Path,
+    respawn_s: float,
+    over: threading.Event,
 ) -> None:
-    """Replace the rollout of one place each time that it dies, until the run is over. Replacements join the run.
+    """Replace the rollout of one place each time that it dies, until the run is over. Replacements
+    join the run.
 
     `life` is the rollout in this place, or None if there was none yet.
     """
@@ -276,11 +330,14 @@ def _say_what_lacks(places: Places) -> None:
     for want in places.wants:
         wanted.update(want)
     lacks = [
-        f"{has.get(name, 0):g} of {amount:g} {name}" for name, amount in wanted.items() if has.get(name, 0) < amount
+        f"{has.get(name, 0):g} of {amount:g} {name}"
+        for name, amount in wanted.items()
+        if has.get(name, 0) < amount
     ]
     if lacks:
         print(
-            f"the cluster has {', '.join(lacks)} that allocation.rollouts.max wants: the run begins with "
+            f"the cluster has {', '.join(lacks)} that allocation.rollouts.max wants: the run "
+            "begins with "
             f"{places.first} ranks, and other rollouts join as nodes come",
             file=sys.stderr,
             flush=True,
@@ -304,7 +361,8 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
                 ray.get(list(answers))
             except ray.exceptions.RayError as error:
                 raise PlacementError(
-                    f"ranks could not start: {error}; digenrl must be installed on every node, in one version."
+                    f"ranks could not start: {error}; digenrl must be installed on every node, in "
+                    "one version."
                 ) from error
             return
         ranks = [rank for rank, answer in enumerate(answers) if answer in missing]
@@ -313,12 +371,20 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
             {name: amount for name, amount in found().items() if not _INTERNAL.search(name)}
             for found in (ray.cluster_resources, ray.available_resources)
         )
-        lack = f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which {free} are free"
+        lack = (
+            f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which "
+            f"{free} are free"
+        )
         if time.monotonic() > deadline:
             raise PlacementError(
-                f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a smaller allocation; "
+                f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a "
+                "smaller allocation; "
                 "raise ray.wait_s where nodes still start."
             )
         if not told:
-            print(f"{lack}; waiting up to {places.wait_s:g} s (ray.wait_s)", file=sys.stderr, flush=True)
+            print(
+                f"{lack}; waiting up to {places.wait_s:g} s (ray.wait_s)",
+                file=sys.stderr,
+                flush=True,
+            )
             told = True

@@ -1,4 +1,5 @@
-"""Other ways to send weights and trajectories than plain sockets: deltas and packing over thin lines, broadcasts."""
+"""Other ways to send weights and trajectories than plain sockets: deltas and packing over thin
+lines, broadcasts."""
 
 from digenrl.extensions.links.settings import publication_problems
 

@@ -1,14 +1,16 @@
-"""Publish weights by broadcasts of torch.distributed, from trainer 0 to the rollouts that a run began with.
+"""Publish weights by broadcasts of torch.distributed, from trainer 0 to the rollouts that a run
+began with.
 
     trainer 0, thread `broadcast`                          rollout, thread `broadcast`
     announce (socket), broadcast the bytes  ------------>  take part, digest, inbox
     after a version's last message: reduce  <----------->  proof that every member has all of it
 
-The group (NCCL, or gloo on processors) is formed before the first bytes, when all members are there. The group ends
-with the first member that is lost, or with a piece that makes no progress for `limits.silent_s`. The rank that notices
-this writes the cause on the control store, and all ranks leave the group. The version in progress travels again from
-its first message, as a stream, and later versions do likewise. A rollout skips the messages that it has already. A rank
-that joins the run is no member, and gets streams.
+The group (NCCL, or gloo on processors) is formed before the first bytes, when all members are
+there. The group ends with the first member that is lost, or with a piece that makes no progress for
+`limits.silent_s`. The rank that notices this writes the cause on the control store, and all ranks
+leave the group. The version in progress travels again from its first message, as a stream, and
+later versions do likewise. A rollout skips the messages that it has already. A rank that joins the
+run is no member, and gets streams.
 
 On the control store:
     broadcast/group    the prefix of torch's own keys
@@ -39,7 +41,8 @@ from digenrl.transport.link import RELAY, Routes, SocketLink
 from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _SHARED = "broadcast"
-"""Key of a message's meta: number of bytes that follow by broadcast; null = the message itself carries them."""
+"""Key of a message's meta: number of bytes that follow by broadcast; null = the message itself
+carries them."""
 _FORM = "form"
 """Value of `_SHARED` in the message that tells members to form the group."""
 _ENDED = "broadcast/ended"
@@ -80,7 +83,8 @@ class BroadcastLink(SocketLink):
         self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
         self._ended = False
         self._kept: list[tuple[Routes, Message]] = []
-        """Trainer 0: messages of the version in progress, with the routes to ranks that may lack them."""
+        """Trainer 0: messages of the version in progress, with the routes to ranks that may lack
+        them."""
         self._passed: tuple[int, float] = (0, -1.0)
         """Rollout: version and bucket of the last message that it has received."""
         self._stream: torch.cuda.Stream | None = None
@@ -134,7 +138,9 @@ class BroadcastLink(SocketLink):
                         self._take(turn[1])
         except (Aborted, StoreLost):  # every rank sees this by itself
             return
-        except BaseException as error:  # raised again by `receive`, in the thread that can act on it
+        except (
+            BaseException
+        ) as error:  # raised again by `receive`, in the thread that can act on it
             self._inbox.put(error)
 
     def _own_stream(self) -> AbstractContextManager[Any]:
@@ -163,7 +169,8 @@ class BroadcastLink(SocketLink):
         self._kept = [] if "digest" in message.meta else self._kept
 
     def _together(self, message: Message) -> bool:
-        """Return whether there is a group. It is formed before the first bytes, when all members are there.
+        """Return whether there is a group. It is formed before the first bytes, when all members
+        are there.
 
         Raises _Over.
         """
@@ -180,7 +187,8 @@ class BroadcastLink(SocketLink):
         return self._group is not None
 
     def _share(self, message: Message) -> bool:
-        """Broadcast a bucket, or the end of a version; return False for any other message. Raises _Over."""
+        """Broadcast a bucket, or the end of a version; return False for any other message. Raises
+        _Over."""
         if not message.tensors:
             self._announce({**message.meta, _SHARED: 0})
             self._agree()
@@ -191,7 +199,11 @@ class BroadcastLink(SocketLink):
         self._announce({**message.meta, _SHARED: len(data)})
         with self._stage("send"):
             for piece in data.split(_PIECE_BYTES):
-                self._broadcast(piece if self._stream is None else piece.to(self._audience.device, non_blocking=True))
+                self._broadcast(
+                    piece
+                    if self._stream is None
+                    else piece.to(self._audience.device, non_blocking=True)
+                )
         return True
 
     def _announce(self, meta: Mapping[str, Any]) -> None:
@@ -201,7 +213,8 @@ class BroadcastLink(SocketLink):
     def _end(self, cause: str) -> None:
         """End the group for the given cause, tell the user once, and send streams from now on."""
         deadline = time.monotonic() + self._limits.verdict_s
-        # A collective fails before the launcher has noticed the death that caused it, so wait for the better cause.
+        # A collective fails before the launcher has noticed the death that caused it, so wait for
+        # the better cause.
         while not (lost := self._lost()) and time.monotonic() < deadline:
             if self._closing.is_set() or self._finished():  # the rollouts have left
                 break
@@ -209,7 +222,10 @@ class BroadcastLink(SocketLink):
         cause = lost or cause
         self._control.compare_set(_ENDED, "", cause)
         if not self._finished():
-            said = f"weights are no longer broadcast, because {cause}: they travel as streams from here on"
+            said = (
+                f"weights are no longer broadcast, because {cause}: they travel as streams from "
+                "here on"
+            )
             self._audience.tell("warning", {"message": f"network.publication: {said}"})
         self._leave()
 
@@ -247,7 +263,9 @@ class BroadcastLink(SocketLink):
         place = int(message.meta["version"]), float(message.meta.get("bucket", math.inf))
         if place[0] != self._passed[0] or place[1] > self._passed[1]:
             self._passed = place
-            meta = {key: value for key, value in message.meta.items() if key not in (_SHARED, RELAY)}
+            meta = {
+                key: value for key, value in message.meta.items() if key not in (_SHARED, RELAY)
+            }
             self._inbox.put(replace(message, meta=meta))
 
     # ---- the group
@@ -255,7 +273,9 @@ class BroadcastLink(SocketLink):
     def _form(self) -> None:
         """Form the group. Raises _Over when a member is lost or does not come in time."""
         made: Future[Any] = Future()
-        threading.Thread(target=self._make, args=(made,), name="broadcast-group", daemon=True).start()
+        threading.Thread(
+            target=self._make, args=(made,), name="broadcast-group", daemon=True
+        ).start()
         self._watch(made.done, "join_s")
         if (error := made.exception()) is not None:
             raise _Over(_short(error))
@@ -263,13 +283,16 @@ class BroadcastLink(SocketLink):
         self._agree("join_s")  # NCCL connects now
 
     def _make(self, made: Future[Any]) -> None:
-        """Form the group in a thread that may be abandoned, because torch cannot be interrupted while it waits."""
+        """Form the group in a thread that may be abandoned, because torch cannot be interrupted
+        while it waits."""
         audience = self._audience
         seat = audience.ranks.index(self._rank), len(audience.ranks)
         store = dist.PrefixStore("broadcast/group", audience.store)
         try:
             if self._stream is None:
-                made.set_result(dist.ProcessGroupGloo(store, *seat, timedelta(seconds=self._limits.join_s)))
+                made.set_result(
+                    dist.ProcessGroupGloo(store, *seat, timedelta(seconds=self._limits.join_s))
+                )
             else:  # longer than this link waits: its watchdog would end the whole process
                 torch.cuda.set_device(audience.device)
                 options = dist.ProcessGroupNCCL.Options()
@@ -300,7 +323,8 @@ class BroadcastLink(SocketLink):
             raise _Over(_short(error)) from error
 
     def _watch(self, done: Callable[[], bool], limit: str) -> None:
-        """Wait until `done`, at most for the seconds of the named limit. Raises _Over on a timeout or a lost member."""
+        """Wait until `done`, at most for the seconds of the named limit. Raises _Over on a timeout
+        or a lost member."""
         seconds = getattr(self._limits, limit)
         began = looked = time.monotonic()
         pause = 0.0001

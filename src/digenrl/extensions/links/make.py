@@ -36,7 +36,9 @@ def link_maker(config: Any, lines: Lines | None = None) -> LinkMaker:
         changes: dict[str, Any] = {"lines": lines or line}
         if world.rank in audience and broadcasts(config, world.rollouts):
             tell = partial(append_event, session.run_dir)
-            changes["kind"] = partial(BroadcastLink, Audience(audience, control.store, device, tell))
+            changes["kind"] = partial(
+                BroadcastLink, Audience(audience, control.store, device, tell)
+            )
         return socket_link(control, world, session, device, **changes)
 
     return make

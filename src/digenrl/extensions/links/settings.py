@@ -1,4 +1,5 @@
-"""Rules for the keys of the `network` group that this extension reads, and the meaning of their `auto`."""
+"""Rules for the keys of the `network` group that this extension reads, and the meaning of their
+`auto`."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ def publication_problems(get: Callable[[str], Any]) -> Iterator[str]:
     if get("network.publication") != "broadcast":
         return
     rollouts, launch = get("allocation.rollouts"), get("launch")
-    wrong = "network.publication = broadcast with {}: {}; set {}, or network.publication=stream.".format
+    wrong = (
+        "network.publication = broadcast with {}: {}; set {}, or network.publication=stream.".format
+    )
     if isinstance(rollouts, Mapping):
         why = "a broadcast has the members that it began with, and others are to join"
-        yield wrong(f"allocation.rollouts = {dict(rollouts)}", why, "allocation.rollouts to a number")
+        yield wrong(
+            f"allocation.rollouts = {dict(rollouts)}", why, "allocation.rollouts to a number"
+        )
     if launch == "ray":
         why = "Ray replaces a rollout that dies, and who joins is no member of a broadcast"
         yield wrong("launch = ray", why, "launch=local")
@@ -27,9 +32,17 @@ def broadcasts(config: Any, rollouts: int) -> bool:
     """
     if config.network.publication != "auto":
         return bool(config.network.publication == "broadcast" and rollouts)
-    fixed = rollouts > 0 and not isinstance(config.allocation.rollouts, Mapping) and config.launch != "ray"
-    gpus = not config.hardware.emulate and all(pool.gpu != "cpu" for pool in config.hardware.pools.values())
-    if config.hardware.get("links") or not (fixed and gpus and config.trainer.get("accelerator") != "cpu"):
+    fixed = (
+        rollouts > 0
+        and not isinstance(config.allocation.rollouts, Mapping)
+        and config.launch != "ray"
+    )
+    gpus = not config.hardware.emulate and all(
+        pool.gpu != "cpu" for pool in config.hardware.pools.values()
+    )
+    if config.hardware.get("links") or not (
+        fixed and gpus and config.trainer.get("accelerator") != "cpu"
+    ):
         return False
     from torch.distributed import is_nccl_available
 

@@ -1,10 +1,12 @@
-"""Thin lines: send fewer bytes between two ranks with a slow connection, without changing a bit of the result.
+"""Thin lines: send fewer bytes between two ranks with a slow connection, without changing a bit of
+the result.
 
     outgoing   bucket of version v -> XOR with the same bucket of the version sent before -> packed
     incoming   unpacked -> XOR with the bucket that arrived before -> bucket of version v
 
-Both ends of a connection see the same messages in the same order, so they keep the same buckets and need no agreement.
-Trajectories and suspended tasks are packed only. The digest of a version is always that of the whole version.
+Both ends of a connection see the same messages in the same order, so they keep the same buckets and
+need no agreement. Trajectories and suspended tasks are packed only. The digest of a version is
+always that of the whole version.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from digenrl.transport.wire import Message, MessageKind, WireError
 BASE = "base"
 """Key of a message's meta: version with which the bucket is combined."""
 KEEP = "keep"
-"""Key of a message's meta: tells the receiver to keep the bucket, because the next version may come as a delta."""
+"""Key of a message's meta: tells the receiver to keep the bucket, because the next version may come
+as a delta."""
 _BURSTS, _FULL = 4, 2
-"""Number of bursts (messages without a pause) from which a line's speed is estimated. A burst counts if it exceeds the
-kernel's buffer by the factor `_FULL`."""
+"""Number of bursts (messages without a pause) from which a line's speed is estimated. A burst
+counts if it exceeds the kernel's buffer by the factor `_FULL`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class ThinLine:
 
     @property
     def thin(self) -> bool:
-        """Whether the line is slower than `thin_mb_s`, by the profile or by the fastest of its last bursts."""
+        """Whether the line is slower than `thin_mb_s`, by the profile or by the fastest of its last
+        bursts."""
         return min(self._said, max(self._seen, default=math.inf)) < self._settings.thin_mb_s
 
     def outgoing(self, message: Message) -> Message:
@@ -90,8 +94,13 @@ class ThinLine:
         return self._whole(message) if _is_bucket(message) else message
 
     def _delta(self, message: Message) -> Message:
-        """Return the message with a delta in place of its bucket, if the peer holds the version before."""
-        number, index, data = message.meta["version"], message.meta["bucket"], message.tensors["data"]
+        """Return the message with a delta in place of its bucket, if the peer holds the version
+        before."""
+        number, index, data = (
+            message.meta["version"],
+            message.meta["bucket"],
+            message.tensors["data"],
+        )
         if number < 0:  # no delta is made against weights of an evaluation
             return message
         held, meta = self._buckets.take(index), {**message.meta, KEEP: True}
@@ -103,12 +112,19 @@ class ThinLine:
 
     def _whole(self, message: Message) -> Message:
         """Return the message with its whole bucket, as it was before the peer's `_delta`."""
-        number, index, data = message.meta["version"], message.meta["bucket"], message.tensors["data"]
+        number, index, data = (
+            message.meta["version"],
+            message.meta["bucket"],
+            message.tensors["data"],
+        )
         meta = {key: value for key, value in message.meta.items() if key not in (BASE, KEEP)}
         if (base := message.meta.get(BASE)) is not None:
             held = self._buckets.take(index)
             if held is None or self._buckets.number != base or len(held) != len(data):
-                raise WireError(f"version {number} came as a delta of version {base}, which this rank does not hold.")
+                raise WireError(
+                    f"version {number} came as a delta of version {base}, which this rank does not "
+                    "hold."
+                )
             message = replace(message, tensors={"data": data.bitwise_xor_(held)}, digest=None)
         if KEEP in message.meta:
             self._buckets.keep(number, index, data)
@@ -117,7 +133,11 @@ class ThinLine:
 
 def _is_bucket(message: Message) -> bool:
     """Return whether the message brings a part of a version."""
-    return message.kind is MessageKind.WEIGHTS and "data" in message.tensors and "bucket" in message.meta
+    return (
+        message.kind is MessageKind.WEIGHTS
+        and "data" in message.tensors
+        and "bucket" in message.meta
+    )
 
 
 def _is_end(message: Message) -> bool:
@@ -126,8 +146,8 @@ def _is_end(message: Message) -> bool:
 
 
 class _Buckets:
-    """Buckets of the newest version that went over a connection in one direction. A bucket is dropped when its
-    successor comes, so that both ends hold little more than one version."""
+    """Buckets of the newest version that went over a connection in one direction. A bucket is
+    dropped when its successor comes, so that both ends hold little more than one version."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -153,8 +173,11 @@ class _Buckets:
             self._coming = None, {}
 
 
-def said_mb_s(node: Mapping[str, Any], trainers: int, rollouts: int, rank: int) -> tuple[float, ...]:
-    """Return the MB/s between `rank` and each rank by the `hardware` node; inf where the node does not say.
+def said_mb_s(
+    node: Mapping[str, Any], trainers: int, rollouts: int, rank: int
+) -> tuple[float, ...]:
+    """Return the MB/s between `rank` and each rank by the `hardware` node; inf where the node does
+    not say.
 
     A rank that joined later counts as being in the place of the last rollout.
     """

@@ -17,8 +17,8 @@ WIDTH = 7.2
 
 
 def smoothed(values: Sequence[float], span: int) -> list[float]:
-    """Return a centred running mean of width `span` (odd). It is narrower at the ends, so that end values do not
-    shift."""
+    """Return a centred running mean of width `span` (odd). It is narrower at the ends, so that end
+    values do not shift."""
     half, sums = span // 2, list(accumulate(values, initial=0.0))
     means = []
     for index in range(len(values)):
@@ -27,7 +27,9 @@ def smoothed(values: Sequence[float], span: int) -> list[float]:
     return means
 
 
-def draw_line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, colour: str) -> None:
+def draw_line(
+    axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, colour: str
+) -> None:
     """Draw a curve. From 15 points on, raw values are faint behind a running mean."""
     if len(values) < 15:
         axes.plot(steps, values, color=colour, label=label, marker="o", markersize=3.5)
@@ -55,8 +57,8 @@ def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step
 
 
 def reward(run: Run) -> Figure | None:
-    """Draw the optimised reward (batch mean per RL step; fixed prompts and noise at evaluations) and the held-out
-    score."""
+    """Draw the optimised reward (batch mean per RL step; fixed prompts and noise at evaluations)
+    and the held-out score."""
     steps, values = run.column("reward")
     eval_steps, heldout = run.column("heldout", "eval")
     fixed_steps, fixed = run.column("reward", "eval")
@@ -68,12 +70,19 @@ def reward(run: Run) -> Figure | None:
     if values:
         draw_line(rows[0], steps, values, "reward, training batch", BLUE)
     if fixed:
-        rows[0].plot(fixed_steps, fixed, color=BLUE, marker="D", markersize=5, markerfacecolor="white", linewidth=1.0,
+        rows[0].plot(fixed_steps, fixed, color=BLUE, marker="D", markersize=5, markerfacecolor="white", linewidth=1.0,  # noqa: E501
                      linestyle=(0, (4, 2)), label="reward, evaluation")  # fmt: skip
     same_scale = not values or (_in_unit(values) == _in_unit(heldout))
     axes = rows[0] if same_scale else rows[0].twinx()
     if heldout:
-        axes.plot(eval_steps, heldout, color=VERMILION, marker="D", markersize=5, label="held-out score, evaluation")
+        axes.plot(
+            eval_steps,
+            heldout,
+            color=VERMILION,
+            marker="D",
+            markersize=5,
+            label="held-out score, evaluation",
+        )
     finish_axes(rows[0], "Reward and held-out score", "mean score")
     if not same_scale:
         axes.grid(False)
@@ -87,7 +96,13 @@ def reward(run: Run) -> Figure | None:
     if len(parts) > 1:
         for index, name in enumerate(parts):
             part_steps, part_values = run.column(name)
-            draw_line(rows[1], part_steps, part_values, name.removeprefix("reward/"), CYCLE[index % len(CYCLE)])
+            draw_line(
+                rows[1],
+                part_steps,
+                part_values,
+                name.removeprefix("reward/"),
+                CYCLE[index % len(CYCLE)],
+            )
         finish_axes(rows[1], "Reward by part", "mean score")
         rows[1].legend(loc="best", ncols=min(3, len(parts)))
     return figure
@@ -98,7 +113,8 @@ def _in_unit(values: Sequence[float]) -> bool:
 
 
 def policy(run: Run) -> Figure | None:
-    """Draw how far the policy moved: KL to the base model, clipped share, |ratio-1|, gradient norm."""
+    """Draw how far the policy moved: KL to the base model, clipped share, |ratio-1|, gradient
+    norm."""
     panels = [
         ("kl", "KL to the base model", "KL", False),
         ("clip_fraction", "Clipped cells", "share", False),
@@ -114,14 +130,18 @@ def policy(run: Run) -> Figure | None:
     for axes, (key, title, label, logarithmic) in zip(grid, panels, strict=False):
         steps, values = run.column(key)
         if key.endswith("max_dev"):
-            axes.plot(steps, values, color=BLUE, linewidth=1.2)  # a maximum: its mean would say nothing
+            axes.plot(
+                steps, values, color=BLUE, linewidth=1.2
+            )  # a maximum: its mean would say nothing
         else:
             draw_line(axes, steps, values, key, BLUE)
         ages = [name for name in run.names(f"{key}/stale_") if any(run.column(name)[1])]
         if key == "clip_fraction" and len(ages) > 1:
             axes.lines[-1].set_label("all")
             for name, colour in zip(ages, CYCLE[1:], strict=False):
-                draw_line(axes, *run.column(name), f"{name.rpartition('_')[2]} version(s) old", colour)
+                draw_line(
+                    axes, *run.column(name), f"{name.rpartition('_')[2]} version(s) old", colour
+                )
             axes.legend(loc="best")
         finish_axes(axes, title, label)
         if logarithmic and min(values) > 0 and max(values) > 20 * min(values):
@@ -136,7 +156,8 @@ def policy(run: Run) -> Figure | None:
 def diversity(run: Run) -> Figure | None:
     """Draw the loss of variety, and how far the policy is from its base model.
 
-    Variety is measured relative to real data or between CLIP features. The distance to real data is drawn too.
+    Variety is measured relative to real data or between CLIP features. The distance to real data is
+    drawn too.
     """
     panels = [
         ("diversity_ratio", "Within-class diversity / real data", "ratio", GREEN),
@@ -149,7 +170,9 @@ def diversity(run: Run) -> Figure | None:
     if not panels:
         return None
     columns, rows = min(2, len(panels)), -(-len(panels) // 2)
-    figure = Figure(figsize=(WIDTH * (0.55 if columns == 1 else 1.0), 2.7 * rows), layout="constrained")
+    figure = Figure(
+        figsize=(WIDTH * (0.55 if columns == 1 else 1.0), 2.7 * rows), layout="constrained"
+    )
     grid = figure.subplots(rows, columns, squeeze=False).flat
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
@@ -176,12 +199,18 @@ def staleness(run: Run) -> Figure | None:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
     axes.set_ylim(0, max(1.35, max(values) * 1.2))
     if max(values) == 0:
-        axes.annotate("0 throughout: every step on policy", (0.01, 0.08), xycoords="axes fraction", color=FAINT)
+        axes.annotate(
+            "0 throughout: every step on policy",
+            (0.01, 0.08),
+            xycoords="axes fraction",
+            color=FAINT,
+        )
     return figure
 
 
 def step_time(run: Run) -> Figure | None:
-    """Draw seconds per RL step, measured and predicted by the schedule's own cost model, and samples per second."""
+    """Draw seconds per RL step, measured and predicted by the schedule's own cost model, and
+    samples per second."""
     steps, values = run.column("step_s")
     if not values:
         return None
@@ -192,7 +221,12 @@ def step_time(run: Run) -> Figure | None:
     predicted_steps, predicted = run.column("predicted_step_s")
     if predicted:
         grid[0].plot(
-            predicted_steps, predicted, color=VERMILION, linestyle=(0, (4, 2)), label="predicted", linewidth=1.4
+            predicted_steps,
+            predicted,
+            color=VERMILION,
+            linestyle=(0, (4, 2)),
+            label="predicted",
+            linewidth=1.4,
         )
         grid[0].legend(loc="best")
     finish_axes(grid[0], "Time of one RL step", "seconds")
@@ -206,6 +240,7 @@ def step_time(run: Run) -> Figure | None:
 
 
 def _robust_top(values: Sequence[float]) -> float:
-    """Return the largest value, or twice the 95th percentile if a single slow start exceeds all others by far."""
+    """Return the largest value, or twice the 95th percentile if a single slow start exceeds all
+    others by far."""
     ordered = sorted(values)
     return min(ordered[-1], 2.0 * ordered[int(0.95 * (len(ordered) - 1))])

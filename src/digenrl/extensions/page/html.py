@@ -1,4 +1,5 @@
-"""Write report.html: one self-contained file with inline pictures and without scripts, for browsers and for print."""
+"""Write report.html: one self-contained file with inline pictures and without scripts, for browsers
+and for print."""
 
 from __future__ import annotations
 
@@ -27,12 +28,14 @@ def render(
     template: str = "report.html.j2",
     **more: Any,
 ) -> str:
-    """Return the whole page. Every text from the run is escaped, so a prompt or a cause cannot become markup.
+    """Return the whole page. Every text from the run is escaped, so a prompt or a cause cannot
+    become markup.
 
     Args:
         pictures: name (as in `PICTURES`) -> PNG.
         shown: samples to show.
-        template: name of the page's template. Another template extends "report.html.j2" and takes `more`.
+        template: name of the page's template. Another template extends "report.html.j2" and takes
+            `more`.
     """
     pages = Environment(
         loader=PackageLoader("digenrl.extensions.page", ""),
@@ -85,7 +88,15 @@ def _evaluations(run: Run) -> Iterable[list[str]]:
     if not run.evals:
         return
     known = {key for row in run.evals for key in row if is_number(row[key])} - {"rl_step", "time"}
-    told = ("reward", "heldout", "diversity_ratio", "nn_distance", "clip_diversity", "clip_kid", "kl")
+    told = (
+        "reward",
+        "heldout",
+        "diversity_ratio",
+        "nn_distance",
+        "clip_diversity",
+        "clip_kid",
+        "kl",
+    )
     first = [key for key in told if key in known]
     keys = [*first, *sorted(known - set(first))]
     yield ["RL step", *keys]
@@ -96,7 +107,9 @@ def _evaluations(run: Run) -> Iterable[list[str]]:
 def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
     """Yield a row for each reward: its weight, first and last score, missing scores, and model."""
     group = _mapping(run.config.get("reward"))
-    identities = next((event.get("identities") or {} for event in reversed(run.events_of("rewards"))), {})
+    identities = next(
+        (event.get("identities") or {} for event in reversed(run.events_of("rewards"))), {}
+    )
     causes: dict[str, Counter[str]] = defaultdict(Counter)
     for event in run.events_of("missing"):
         causes[str(event.get("reward"))][str(event.get("cause"))] += event.get("samples", 0)
@@ -108,13 +121,18 @@ def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
             values = run.column(f"{prefix}/{name}", "eval")[1] or run.column(f"reward/{name}")[1]
             model = identities.get(name) or {}
             lost = summary["missing"].get(name, 0)
-            why = f"{lost}: {', '.join(cause for cause, _ in causes[str(name)].most_common(1))}" if lost else "0"
-            yield [str(name), weight, number(values[0] if values else None), number(values[-1] if values else None),
-                   why, f"{model.get('model_id', DASH)} {str(model.get('weights_digest', ''))[:8]}"]  # fmt: skip
+            why = (
+                f"{lost}: {', '.join(cause for cause, _ in causes[str(name)].most_common(1))}"
+                if lost
+                else "0"
+            )
+            yield [str(name), weight, number(values[0] if values else None), number(values[-1] if values else None),  # noqa: E501
+                   why, f"{model.get('model_id', DASH)} {str(model.get('weights_digest', ''))[:8]}"]  # fmt: skip  # noqa: E501
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
-    """Return a part of a configuration that should be a mapping; an empty mapping in place of anything else."""
+    """Return a part of a configuration that should be a mapping; an empty mapping in place of
+    anything else."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -124,7 +142,11 @@ def _events(run: Run, began: float) -> Iterable[list[str]]:
         if event.get("kind") != "publish":
             told = {k: v for k, v in event.items() if k not in ("time", "kind") and v is not None}
             when = duration(float(event["time"]) - began) if is_number(event.get("time")) else ""
-            yield [when, str(event.get("kind")), ", ".join(f"{key} {_plain(value)}" for key, value in told.items())]
+            yield [
+                when,
+                str(event.get("kind")),
+                ", ".join(f"{key} {_plain(value)}" for key, value in told.items()),
+            ]
 
 
 def _plain(value: Any) -> str:

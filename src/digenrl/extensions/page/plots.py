@@ -1,4 +1,5 @@
-"""Draw every picture of a run by itself. A picture that fails becomes a warning and does not affect the others."""
+"""Draw every picture of a run by itself. A picture that fails becomes a warning and does not affect
+the others."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def reward_distribution(run: Run) -> Figure | None:
     if len(files) < 2:
         return None
     before, after = read_samples(files[0]), read_samples(files[-1])
-    names = [name for name in before.scores if _known(before, name).size and _known(after, name).size]
+    names = [
+        name for name in before.scores if _known(before, name).size and _known(after, name).size
+    ]
     if not names:
         return None
     rows, columns = -(-len(names) // 3), min(3, len(names))
@@ -65,7 +68,8 @@ PICTURES: dict[str, tuple[str, Plot]] = {
     f"{PLOTS}/step_time.png": ("Speed", curves.step_time),
     f"{PLOTS}/staleness.png": ("Staleness", curves.staleness),
 }
-"""File inside the run directory -> (heading in the report, how to draw it), in the order of the report."""
+"""File inside the run directory -> (heading in the report, how to draw it), in the order of the
+report."""
 
 
 def drawn(run: Run, plot: Plot) -> bytes | None:

@@ -1,5 +1,5 @@
-"""Samples of a report: the same prompts from the same noise over time, the best and the worst, and changes by
-prompt."""
+"""Samples of a report: the same prompts from the same noise over time, the best and the worst, and
+changes by prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from digenrl.report.read_run import Run, is_number
 from digenrl.report.tables import number
 
 PROMPTS, MOMENTS, EXTREMES, CHANGES = 8, 6, 6, 6
-"""Most prompts on a page, evaluations of a prompt, best and worst samples, and prompts with the largest changes."""
+"""Most prompts on a page, evaluations of a prompt, best and worst samples, and prompts with the
+largest changes."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,19 @@ def showing(run: Run) -> Showing | None:
     files = sample_files(run)
     if not files:
         return None
-    places = sorted({round(place) for place in np.linspace(0, len(files) - 1, min(MOMENTS, len(files)))})
+    places = sorted(
+        {round(place) for place in np.linspace(0, len(files) - 1, min(MOMENTS, len(files)))}
+    )
     moments = [read_samples(files[place]) for place in places]
     weights = _weights(run)
     scores = [gallery.totals(moment.scores, weights, len(moment.prompts)) for moment in moments]
     rows = [gallery.by_prompt(moment.prompts) for moment in moments]
     last, score = moments[-1], scores[-1]
     shown = [
-        (prompt, tuple(_first(prompt, *moment) for moment in zip(moments, scores, rows, strict=True)))
+        (
+            prompt,
+            tuple(_first(prompt, *moment) for moment in zip(moments, scores, rows, strict=True)),
+        )
         for prompt in list(rows[-1])[:PROMPTS]
     ]
     best, worst = (
@@ -77,11 +83,14 @@ def showing(run: Run) -> Showing | None:
         for score, places in zip(scores, rows, strict=True)
     ]
     changes = _changes(means[0], means[-1]) if len(moments) > 1 else ()
-    return Showing(tuple(moment.rl_step for moment in moments), tuple(shown), best, worst, tuple(changes))
+    return Showing(
+        tuple(moment.rl_step for moment in moments), tuple(shown), best, worst, tuple(changes)
+    )
 
 
 def cell(tile: Tile) -> Cell:
-    """Return a tile for a page. A video becomes MP4, or a strip of its frames if imageio is missing."""
+    """Return a tile for a page. A video becomes MP4, or a strip of its frames if imageio is
+    missing."""
     mime, data = gallery.encoded(gallery.still(tile.media, tile.source))
     is_video = False
     if tile.is_video:
@@ -91,13 +100,19 @@ def cell(tile: Tile) -> Cell:
     return Cell(source, is_video, gallery.caption(tile), tile.prompt)
 
 
-def _first(prompt: str, moment: Samples, score: Any, rows: Mapping[str, Sequence[int]]) -> Cell | None:
+def _first(
+    prompt: str, moment: Samples, score: Any, rows: Mapping[str, Sequence[int]]
+) -> Cell | None:
     if prompt not in rows:
         return None
-    return cell(gallery.tiles(moment.media, moment.prompts, score, rows[prompt][:1], moment.sources)[0])
+    return cell(
+        gallery.tiles(moment.media, moment.prompts, score, rows[prompt][:1], moment.sources)[0]
+    )
 
 
-def _changes(first: Mapping[str, float], last: Mapping[str, float]) -> Iterable[tuple[str, str, str, str]]:
+def _changes(
+    first: Mapping[str, float], last: Mapping[str, float]
+) -> Iterable[tuple[str, str, str, str]]:
     gains = [(last[prompt] - first[prompt], prompt) for prompt in last if prompt in first]
     known = sorted((gain for gain in gains if is_number(gain[0])), key=lambda gain: -gain[0])
     kept = known if len(known) <= 2 * CHANGES else [*known[:CHANGES], *known[-CHANGES:]]
@@ -110,5 +125,7 @@ def _weights(run: Run) -> dict[str, float]:
     group = run.config.get("reward")
     rewards = group.get("rewards") if isinstance(group, Mapping) else None
     entries = rewards.items() if isinstance(rewards, Mapping) else ()
-    weights = {str(name): entry.get("weight", 1.0) for name, entry in entries if isinstance(entry, Mapping)}
+    weights = {
+        str(name): entry.get("weight", 1.0) for name, entry in entries if isinstance(entry, Mapping)
+    }
     return {name: float(weight) for name, weight in weights.items() if is_number(weight)}

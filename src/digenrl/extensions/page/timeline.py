@@ -32,7 +32,9 @@ def colour_of(span: Span) -> str:
     return COLOURS[label_of(span)]
 
 
-def typical_window(ends: Mapping[int, float], steps: int = SHOWN_STEPS) -> tuple[float, float, range]:
+def typical_window(
+    ends: Mapping[int, float], steps: int = SHOWN_STEPS
+) -> tuple[float, float, range]:
     """Return (start, end, RL steps) of up to `steps` consecutive RL steps in the middle of the run.
 
     Args:
@@ -40,24 +42,30 @@ def typical_window(ends: Mapping[int, float], steps: int = SHOWN_STEPS) -> tuple
     """
     known = sorted(ends)
     runs = [known[at : at + steps + 1] for at in range(len(known))]
-    # The first of each gives the second at which the others begin. A thinned record has gaps, which no window spans.
+    # The first of each gives the second at which the others begin. A thinned record has gaps, which
+    # no window spans.
     windows = [run for run in runs if len(run) > 1 and run[-1] - run[0] == len(run) - 1]
     longest = max(len(window) for window in windows)
     windows = [window for window in windows if len(window) == longest]
     # Among those, the one whose length is the median: neither the start nor an outlier.
     lengths = [ends[window[-1]] - ends[window[0]] for window in windows]
     middle = median(lengths)
-    at = min(range(len(windows)), key=lambda index: (abs(lengths[index] - middle), abs(index - len(windows) // 2)))
+    at = min(
+        range(len(windows)),
+        key=lambda index: (abs(lengths[index] - middle), abs(index - len(windows) // 2)),
+    )
     return ends[windows[at][0]], ends[windows[at][-1]], range(windows[at][1], windows[at][-1] + 1)
 
 
 def lanes(spans: Sequence[Span]) -> list[int]:
-    """Return the lane of each span (sorted by start, longest first). Overlapping spans of a rank get different
-    lanes."""
+    """Return the lane of each span (sorted by start, longest first). Overlapping spans of a rank
+    get different lanes."""
     free: list[float] = []
     chosen = []
     for span in spans:
-        lane = next((index for index, end in enumerate(free) if end <= span.start + 1e-9), len(free))
+        lane = next(
+            (index for index, end in enumerate(free) if end <= span.start + 1e-9), len(free)
+        )
         if lane == len(free):
             free.append(0.0)
         free[lane] = span.end
@@ -80,7 +88,9 @@ def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> N
             boxes[lane, colour_of(span)].append((span.start - start, span.seconds))
         for (lane, colour), bars in boxes.items():
             bottom = row - 0.39 + lane * height
-            axes.broken_barh(bars, (bottom, height), facecolors=colour, edgecolor="white", linewidth=0.3)
+            axes.broken_barh(
+                bars, (bottom, height), facecolors=colour, edgecolor="white", linewidth=0.3
+            )
     axes.set_yticks(range(len(rows)), [f"{role} {rank}" for role, rank in rows])
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(0, end - start)
@@ -94,8 +104,12 @@ def palette_of(labels: Collection[str]) -> dict[str, str]:
 
 def draw_legend(figure: Figure, labels: Collection[str]) -> None:
     """Draw the palette below the axes."""
-    handles = [Patch(facecolor=colour, label=_named(name)) for name, colour in palette_of(labels).items()]
-    figure.legend(handles=handles, loc="outside lower left", ncols=6, handlelength=1.1, columnspacing=1.4)
+    handles = [
+        Patch(facecolor=colour, label=_named(name)) for name, colour in palette_of(labels).items()
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=6, handlelength=1.1, columnspacing=1.4
+    )
 
 
 def _named(label: str) -> str:
@@ -113,11 +127,17 @@ def timeline(run: Run) -> Figure | None:
         spans = sorted((span.start, span.end) for span in islice(_of_ranks(run), SHOWN_SPANS))
         if not spans:
             return None
-        start, end, steps, which = spans[0][0], max(end for _, end in spans), range(0), "the whole run"
+        start, end, steps, which = (
+            spans[0][0],
+            max(end for _, end in spans),
+            range(0),
+            "the whole run",
+        )
     shown = clipped(_of_ranks(run), start, end)
     ranks = len({(span.role, span.rank) for span in shown})
     figure = Figure(
-        figsize=(WIDTH * 1.35, 1.5 + 0.42 * min(ranks, 24) + 0.09 * max(0, ranks - 24)), layout="constrained"
+        figsize=(WIDTH * 1.35, 1.5 + 0.42 * min(ranks, 24) + 0.09 * max(0, ranks - 24)),
+        layout="constrained",
     )
     axes = figure.subplots()
     draw_gantt(axes, shown, start, end)
@@ -145,7 +165,15 @@ def time_by_rank(run: Run) -> Figure | None:
     labels = {label for own in totals.values() for label in own}
     for name, colour in palette_of(labels).items():
         widths = [totals[key].get(name, 0.0) for key in rows]
-        axes.barh(range(len(rows)), widths, left=left, height=0.72, color=colour, edgecolor="white", linewidth=0.3)
+        axes.barh(
+            range(len(rows)),
+            widths,
+            left=left,
+            height=0.72,
+            color=colour,
+            edgecolor="white",
+            linewidth=0.3,
+        )
         left = [base + width for base, width in zip(left, widths, strict=True)]
     present_s = wall_seconds(run)
     for row, key in enumerate(rows):

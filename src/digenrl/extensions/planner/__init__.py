@@ -3,8 +3,12 @@
 from digenrl.cli.commands import Command
 
 COMMANDS = {
-    "plan": Command("digenrl.extensions.planner.cli.plan", "what a run will cost on a hardware profile; needs no GPU"),
+    "plan": Command(
+        "digenrl.extensions.planner.cli.plan",
+        "what a run will cost on a hardware profile; needs no GPU",
+    ),
     "profile": Command(
-        "digenrl.extensions.planner.cli.profile", "measure this machine's seconds per unit, for a hardware profile"
+        "digenrl.extensions.planner.cli.profile",
+        "measure this machine's seconds per unit, for a hardware profile",
     ),
 }

@@ -15,7 +15,7 @@ from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import stand_ins
 from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memory
-from digenrl.extensions.planner.outcome import Outcome
+from digenrl.extensions.planner.outcome import CandidateOutcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given, sized, workload
@@ -25,51 +25,70 @@ from digenrl.recompute import AUTO
 from digenrl.settle import shard_group
 
 NEARLY = 1.05
-"""Factor on the fewest seconds per sample up to which `sampling.task_size=auto` takes a size for as good as the
-best."""
+"""Factor on the fewest seconds per sample up to which `sampling.task_size=auto` takes a size for as
+good as the best."""
 
 
 class PlannerAdvisor:
-    """`Advisor` of an installation with the planner. For models without counted sizes it answers as `PlainAdvisor`."""
+    """`Advisor` of an installation with the planner. For models without counted sizes it answers as
+    `PlainAdvisor`."""
 
     def task_size(self, composed: Composed, sizes: Sequence[int]) -> int:
-        """Return the smallest size that fits and at which a denoising step of a sample takes little longer than at the
-        best one, on every pool.
+        """Return the smallest size that fits and at which a denoising step of a sample takes little
+        longer than at the best one, on every pool.
 
-        Small pictures are bound by launches, so that more of them cost nothing. Large ones are bound by arithmetic.
+        Small pictures are bound by launches, so that more of them cost nothing. Large ones are
+        bound by arithmetic.
         """
         if not sized(composed):
             return PlainAdvisor().task_size(composed, sizes)
         config: Any = composed.config
-        # Measured seconds belong to one size and say nothing about another. The size must not depend on which role
-        # evaluates either, because that is chosen later.
+        # Measured seconds belong to one size and say nothing about another. The size must not
+        # depend on which role evaluates either, because that is chosen later.
         alone = replace(workload(composed), rollouts_evaluate=False)
         costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
-        costs, pools, stay = costing.costs, costing.hardware.pools, not config.model.get("offload_encoders", True)
+        costs, pools, stay = (
+            costing.costs,
+            costing.hardware.pools,
+            not config.model.get("offload_encoders", True),
+        )
         room = USABLE * min(pool.memory_gib for pool in pools)
-        fitting = [size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room] or [1]
-        seconds = {size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting}
+        fitting = [
+            size for size in sizes if rollout_memory(costing.work, size, stay).gib <= room
+        ] or [1]
+        seconds = {
+            size: [costs.step_seconds(pool, size) / size for pool in pools] for size in fitting
+        }
         best = [min(taken) for taken in zip(*seconds.values(), strict=True)]
         good = (
             size
             for size in fitting
-            if all(taken <= NEARLY * least for taken, least in zip(seconds[size], best, strict=True))
+            if all(
+                taken <= NEARLY * least for taken, least in zip(seconds[size], best, strict=True)
+            )
         )
         return next(good, fitting[-1])
 
     def choose(self, composed: Composed, processes: int | None) -> Composed:
-        """Return `composed` with the best run of a plan where the schedule is auto, and else with the best split."""
+        """Return `composed` with the best run of a plan where the schedule is auto, and else with
+        the best split."""
         if composed.config.schedule.auto:
             plan = planned_schedule(composed, processes)
-            composed = PlainAdvisor().choose(composed, processes) if plan is None else _chosen(composed, plan)
+            composed = (
+                PlainAdvisor().choose(composed, processes)
+                if plan is None
+                else _chosen(composed, plan)
+            )
         split = planned_split(composed, processes)
         return composed if split is None else _divided(composed, split)
 
     def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
-        """Return the first way to shard that fits: replicas, a copy of the weights per node, one over all trainers.
+        """Return the first way to shard that fits: replicas, a copy of the weights per node, one
+        over all trainers.
 
-        Steps per forward are those that fit into the smallest trainer of the profile and that the trainers finish
-        first. Blocks are computed again only as far as each trainer's memory is short.
+        Steps per forward are those that fit into the smallest trainer of the profile and that the
+        trainers finish first. Blocks are computed again only as far as each trainer's memory is
+        short.
         """
         if not sized(composed):
             return usual
@@ -80,7 +99,9 @@ class PlannerAdvisor:
         if not fitting and not config.hardware.emulate:
             if config.schedule.tsp.batch == AUTO:
                 candidate = candidate.but(tsp_batch=1)
-            raise ValueError(f"{'; '.join(costing.misfits(candidate))}: {remedy(costing, candidate)}")
+            raise ValueError(
+                f"{'; '.join(costing.misfits(candidate))}: {remedy(costing, candidate)}"
+            )
         candidate = next(iter(fitting), candidate)
         names = [name for name, role in costing.placed(candidate) if role == "trainer"]
         kept = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
@@ -104,9 +125,9 @@ class PlannerAdvisor:
 def planned_schedule(composed: Composed, processes: int | None = None) -> Plan | None:
     """Return the plan that `schedule.auto` follows, with all values that are given and not `auto`.
 
-    The plan is on-policy unless `schedule.async_steps` is given. The result is None if the model's sizes are not known,
-    or if nothing fits (`settled` says why). It is also None if the pools are processors or differ from the GPUs that
-    are there.
+    The plan is on-policy unless `schedule.async_steps` is given. The result is None if the model's
+    sizes are not known, or if nothing fits (`settled` says why). It is also None if the pools are
+    processors or differ from the GPUs that are there.
     """
     config: Any = composed.config
     pools = list(config.hardware.pools.values())
@@ -117,7 +138,9 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
         if len(pools) > 1:
             return None
         (pool,) = costing.hardware.pools
-        costing = replace(costing, hardware=replace(costing.hardware, pools=(replace(pool, count=processes),)))
+        costing = replace(
+            costing, hardware=replace(costing.hardware, pools=(replace(pool, count=processes),))
+        )
     try:
         return make_plan(costing, None, given(composed, costing), bool(config.schedule.async_steps))
     except PlanError:
@@ -131,22 +154,32 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
     planned, after = _predicted(best), changed(composed, words)
     keys = {word: word.partition("=")[0] for word in words}
     new = [
-        w for w, key in keys.items() if OmegaConf.select(composed.config, key) != OmegaConf.select(after.config, key)
+        w
+        for w, key in keys.items()
+        if OmegaConf.select(composed.config, key) != OmegaConf.select(after.config, key)
     ]
-    gained = f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync" if planned["sync_step_s"] else ""
+    gained = (
+        f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync"
+        if planned["sync_step_s"]
+        else ""
+    )
     figures, why, _ = explanation(plan, asynchronous=True)
     said = (
-        f"schedule=auto: {best.candidate.name}, {best.candidate.trainers}+{best.candidate.rollouts}, is the best of "
-        f"{plan.simulated} simulated runs{gained} (predicted). {figures} {why} It sets {' '.join(new)}."
+        f"schedule=auto: {best.candidate.name}, "
+        f"{best.candidate.trainers}+{best.candidate.rollouts}, is the best of "
+        f"{plan.simulated} simulated runs{gained} (predicted). {figures} {why} It sets "
+        f"{' '.join(new)}."
     )
     return replace(after, notes=(*composed.notes, said), planned=planned)
 
 
-def planned_split(composed: Composed, processes: int | None = None) -> Outcome | None:
-    """Return the fastest simulated split of the ranks into trainers and rollouts, for the configured schedule.
+def planned_split(composed: Composed, processes: int | None = None) -> CandidateOutcome | None:
+    """Return the fastest simulated split of the ranks into trainers and rollouts, for the
+    configured schedule.
 
-    If no split fits, colocated ranks are tried, which shard the weights that they generate with. The result is None if
-    there is nothing to choose (a number or a role settles it), if the model's sizes are not known, or if nothing fits.
+    If no split fits, colocated ranks are tried, which shard the weights that they generate with.
+    The result is None if there is nothing to choose (a number or a role settles it), if the model's
+    sizes are not known, or if nothing fits.
     """
     config: Any = composed.config
     asked = (config.allocation.trainers, config.allocation.rollouts)
@@ -154,41 +187,53 @@ def planned_split(composed: Composed, processes: int | None = None) -> Outcome |
         return None
     costing = costing_of(composed)
     ranks, steps = processes or costing.hardware.gpus, costing.work.trained_steps
-    if not any(pool.role == "auto" for pool in costing.hardware.pools) or not 1 < ranks <= costing.hardware.gpus:
+    if (
+        not any(pool.role == "auto" for pool in costing.hardware.pools)
+        or not 1 < ranks <= costing.hardware.gpus
+    ):
         return None
     splits: list[Candidate] = []
     for trainers in range(1, ranks + 1):
         if trainers == ranks and splits:
             break
         try:
-            splits += _held(config, costing, candidate_of(config, trainers, ranks - trainers, steps))[:1]
+            splits += _held(
+                config, costing, candidate_of(config, trainers, ranks - trainers, steps)
+            )[:1]
         except ValueError:  # the roles of the pools do not allow it
             continue
     return fastest(costing, splits, costing.bound())
 
 
-def _divided(composed: Composed, split: Outcome) -> Composed:
+def _divided(composed: Composed, split: CandidateOutcome) -> Composed:
     """Return `composed` with the split of the ranks that `split` simulated."""
     trainers, rollouts = split.candidate.trainers, split.candidate.rollouts
     said = (
         f"allocation: {trainers}+{rollouts} is the fastest split for this schedule in simulation "
-        f"({split.step_s:.4g} s per step); schedule=auto and `make plan` compare schedules and colocated runs too."
+        f"({split.step_s:.4g} s per step); schedule=auto and `make plan` compare schedules and "
+        "colocated runs too."
     )
-    after = changed(composed, [f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}"])
+    after = changed(
+        composed, [f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}"]
+    )
     return replace(after, notes=(*composed.notes, said), planned=_predicted(split))
 
 
-def _predicted(outcome: Outcome) -> dict[str, Any]:
-    """Return the predicted schedule and seconds per step, and those of schedule=sync at its best split
-    (`sync_step_s`)."""
+def _predicted(outcome: CandidateOutcome) -> dict[str, Any]:
+    """Return the predicted schedule and seconds per step, and those of schedule=sync at its best
+    split (`sync_step_s`)."""
     candidate = outcome.candidate
     sync = sync_run(outcome.costing, candidate.trainers + candidate.rollouts)
-    return {"schedule": candidate.name, "step_s": outcome.step_s, "sync_step_s": sync and sync.step_s}
+    return {
+        "schedule": candidate.name,
+        "step_s": outcome.step_s,
+        "sync_step_s": sync and sync.step_s,
+    }
 
 
 def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate]:
-    """Return `candidate` with each allowed `parallel.sharding` that fits, from the fewest collectives to the least
-    memory.
+    """Return `candidate` with each allowed `parallel.sharding` that fits, from the fewest
+    collectives to the least memory.
 
     `auto` steps per forward become a number.
     """
@@ -209,7 +254,8 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
 
 
 def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
-    """Return `candidate` with the steps per forward that fit and with which trainers finish first; None if none fit."""
+    """Return `candidate` with the steps per forward that fit and with which trainers finish first;
+    None if none fit."""
     trials = [candidate.but(tsp_batch=batch) for batch in range(1, costing.work.trained_steps + 1)]
     fitting = [trial for trial in trials if not costing.trainer_misfits(trial)]
 
@@ -217,18 +263,26 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
         fragment, updates = training_floor(costing.spec(trial), costing.cluster(trial))
         return fragment + max(updates)
 
-    return min(fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch), default=None)
+    return min(
+        fitting, key=lambda trial: (round(seconds(trial), 4), -trial.spec.tsp_batch), default=None
+    )
 
 
-def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[tuple[str, int], float]:
-    """Return (stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them.
+def expected_seconds(
+    composed: Composed, trainers: int, rollouts: int
+) -> dict[tuple[str, int], float]:
+    """Return (stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes
+    them.
 
     The result is {} if the model's sizes are not known.
     """
     config: Any = composed.config
     if not config.hardware.emulate and not sized(composed):
         return {}
-    costing, scale = costing_of(composed), config.hardware.time_scale if config.hardware.emulate else 1.0
+    costing, scale = (
+        costing_of(composed),
+        config.hardware.time_scale if config.hardware.emulate else 1.0,
+    )
     candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
     cluster = costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
@@ -236,7 +290,9 @@ def expected_seconds(composed: Composed, trainers: int, rollouts: int) -> dict[t
         seconds = {"generate": rank.task_seconds(config.sampling.steps)}
         if rank.role == "trainer":
             seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
-            seconds["generate"] += rank.encode_seconds if rollouts else 0.0  # a loan encodes its prompt again
+            seconds["generate"] += (
+                rank.encode_seconds if rollouts else 0.0
+            )  # a loan encodes its prompt again
         expected |= {(stage, number): scale * value for stage, value in seconds.items()}
     return expected
 
@@ -251,10 +307,15 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
         where = f"{role} on {pool}" if several else role
         lines.append(f"memory    {where}: {use.gib:.1f} GiB ({_parts(use)})")
         if role == "trainer":
-            lines[-1] += f", gradient checkpointing {costing.recompute(candidate, costing.hardware.pool(pool)).config}"
+            lines[-1] += (
+                ", gradient checkpointing "
+                f"{costing.recompute(candidate, costing.hardware.pool(pool)).config}"
+            )
     for pool, gib in costing.host_gib(candidate).items():
         where = f"host of a node of {pool}" if several else "host"
-        lines.append(f"memory    {where}: {gib:.1f} GiB (off-loaded activations, published weights)")
+        lines.append(
+            f"memory    {where}: {gib:.1f} GiB (off-loaded activations, published weights)"
+        )
     return lines
 
 

@@ -1,7 +1,8 @@
 """Shortest RL step that any schedule can reach: the linear programme of the design.
 
-Minimise T with sum_j x_ij = work_i for every stage i and sum_i x_ij t_ij <= n_j T for every pool j of n_j equal GPUs.
-HiGHS solves its dual: maximise sum_i work_i y_i with y_i <= t_ij w_j and sum_j n_j w_j <= 1.
+Minimise T with sum_j x_ij = work_i for every stage i and sum_i x_ij t_ij <= n_j T for every pool j
+of n_j equal GPUs. HiGHS solves its dual: maximise sum_i work_i y_i with y_i <= t_ij w_j and sum_j
+n_j w_j <= 1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _TOLERANCES = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_toleranc
 
 @dataclass(frozen=True)
 class Bound:
-    """Optimum of the linear programme, with its dual solution: the value of a GPU second and of a unit of work."""
+    """Optimum of the linear programme, with its dual solution: the value of a GPU second and of a
+    unit of work."""
 
     seconds: float
     """Seconds of the optimal step (T)."""
@@ -28,7 +30,9 @@ class Bound:
 
 
 def solve_bound(
-    pools: Mapping[str, int], work: Mapping[str, float], seconds_per_unit: Mapping[str, Mapping[str, float | None]]
+    pools: Mapping[str, int],
+    work: Mapping[str, float],
+    seconds_per_unit: Mapping[str, Mapping[str, float | None]],
 ) -> Bound:
     """Solve the linear programme and return the optimum with its dual solution.
 
@@ -50,11 +54,14 @@ def solve_bound(
     }
     if impossible := [stage for stage, times in able.items() if not times]:
         raise ValueError(
-            f"no pool of {', '.join(names)} can do {impossible[0]}: add a pool, or a smaller model or task."
+            f"no pool of {', '.join(names)} can do {impossible[0]}: add a pool, or a smaller model "
+            "or task."
         )
-    # Scale the variables to y_i / min_j (t_ij / n_j) and n_j w_j, so that no coefficient is below the solver's
-    # tolerances. A stage that takes some pool no time is free.
-    smallest = {stage: min(t / pools[name] for name, t in times.items()) for stage, times in able.items()}
+    # Scale the variables to y_i / min_j (t_ij / n_j) and n_j w_j, so that no coefficient is below
+    # the solver's tolerances. A stage that takes some pool no time is free.
+    smallest = {
+        stage: min(t / pools[name] for name, t in times.items()) for stage, times in able.items()
+    }
     paid = [stage for stage in able if smallest[stage] > 0]
     if not paid:
         return Bound(0.0, dict.fromkeys(names, 0.0), dict.fromkeys(work, 0.0))
@@ -70,5 +77,7 @@ def solve_bound(
     shares = found.x[len(paid) :] / found.x[len(paid) :].sum()
     weights = {name: float(share) / pools[name] for name, share in zip(names, shares, strict=True)}
     values = dict.fromkeys(work, 0.0)
-    values |= {stage: min(t * weights[name] for name, t in times.items()) for stage, times in able.items()}
+    values |= {
+        stage: min(t * weights[name] for name, t in times.items()) for stage, times in able.items()
+    }
     return Bound(sum(work[stage] * value for stage, value in values.items()), weights, values)

@@ -21,9 +21,11 @@ class Candidate:
     first: str | None = None
     """Pool that trainers are taken from first; None = the profile's order and roles."""
     recompute: Recompute | None = None
-    """Activations that blocks keep for the backward pass; None = as many as fit on each trainer (auto)."""
+    """Activations that blocks keep for the backward pass; None = as many as fit on each trainer
+    (auto)."""
     encoders: bool = False
-    """Whether text encoders and VAE stay on the GPUs that generate (model.offload_encoders=false)."""
+    """Whether text encoders and VAE stay on the GPUs that generate
+    (model.offload_encoders=false)."""
     shares: bool = False
     """Whether trainers get parts in proportion to their speed."""
     static_claims: bool = False
@@ -44,7 +46,11 @@ class Candidate:
             return "colocated_split" if self.static_claims else "colocated"
         if spec.async_steps:
             return "full" if spec.tag else "async"
-        words = [word for word, on in (("gap", spec.gap), ("tsp", spec.tsp_shard), ("tag", spec.tag)) if on]
+        words = [
+            word
+            for word, on in (("gap", spec.gap), ("tsp", spec.tsp_shard), ("tag", spec.tag))
+            if on
+        ]
         return "_".join(words) or "sync"
 
 

@@ -1,4 +1,5 @@
-"""Candidates of the planner, and what one needs on a hardware profile: memory, seconds, and the bound of all runs."""
+"""Candidates of the planner, and what one needs on a hardware profile: memory, seconds, and the
+bound of all runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from digenrl.extensions.planner.memory import (
     rollout_memory,
     trainer_memory,
 )
-from digenrl.extensions.planner.virtual_cluster import Cluster, Rank
+from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Pool, assign, nodes, shard_group
 from digenrl.recompute import ALL, MODES, Recompute
@@ -48,7 +49,8 @@ def _once(method: _Method) -> _Method:
 
 @dataclass(frozen=True)
 class Costing:
-    """A workload on a hardware profile: what every candidate needs there in memory and seconds, and the bound."""
+    """A workload on a hardware profile: what every candidate needs there in memory and seconds, and
+    the bound."""
 
     work: Workload
     hardware: Hardware
@@ -56,7 +58,8 @@ class Costing:
     """Answers of methods decorated with `_once`, which get equal questions for many candidates."""
 
     def candidate(self, trainers: int, rollouts: int, **choices: Any) -> Candidate:
-        """Return a candidate with these `choices`, which are fields of `Candidate` or of `ScheduleSpec`.
+        """Return a candidate with these `choices`, which are fields of `Candidate` or of
+        `ScheduleSpec`.
 
         By default fragments are one group, tasks are one sample, and trained steps are sharded.
         """
@@ -72,7 +75,9 @@ class Costing:
         return self._seats(candidate.trainers, candidate.rollouts, candidate.first)
 
     @_once
-    def _seats(self, trainers: int, rollouts: int, first: str | None) -> tuple[tuple[str, str], ...]:
+    def _seats(
+        self, trainers: int, rollouts: int, first: str | None
+    ) -> tuple[tuple[str, str], ...]:
         hardware = self.hardware
         if first is not None:
             pools = sorted(hardware.pools, key=lambda pool: pool.name != first)
@@ -99,7 +104,8 @@ class Costing:
         return shard_group(candidate.trainers, min(pool.per_node for pool in self.hardware.pools))
 
     def contexts(self, candidate: Candidate) -> list[int]:
-        """Return the values of `parallel.context` above 1 that the trainers, their nodes and the model allow."""
+        """Return the values of `parallel.context` above 1 that the trainers, their nodes and the
+        model allow."""
         per_node = (pool.per_node for pool in self.hardware.pools)
         heads = self.work.facts.heads(self.work.model)
         common = math.gcd(candidate.trainers, self.work.tokens, heads, *per_node)
@@ -108,7 +114,8 @@ class Costing:
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:
         """Return what the blocks of a trainer on `pool` keep for the backward pass.
 
-        It is the candidate's choice, or else the fastest choice that fits. If none fits, it is the smallest.
+        It is the candidate's choice, or else the fastest choice that fits. If none fits, it is the
+        smallest.
         """
         if candidate.recompute is not None:
             return candidate.recompute
@@ -116,7 +123,10 @@ class Costing:
 
     def keeps_everything(self, candidate: Candidate) -> bool:
         """Return whether no trainer computes activations again."""
-        return all(self.recompute(candidate, pool) == Recompute() for pool in self._trainer_pools(candidate))
+        return all(
+            self.recompute(candidate, pool) == Recompute()
+            for pool in self._trainer_pools(candidate)
+        )
 
     @_once
     def _fastest(self, pool: Pool, *batches: Any) -> Recompute:
@@ -131,32 +141,44 @@ class Costing:
 
         if fits(Recompute()):
             return Recompute()
-        # In a mixture of two modes, some blocks keep more and the others less. Memory falls with every block that keeps
-        # less, so bisection finds the fewest of them.
+        # In a mixture of two modes, some blocks keep more and the others less. Memory falls with
+        # every block that keeps less, so bisection finds the fewest of them.
         choices = []
         for more, less in itertools.combinations(MODES, 2):
             if fits(mixed(more, less, units)):
                 low, high = 0, units
                 while low < high:
                     middle = (low + high) // 2
-                    low, high = (low, middle) if fits(mixed(more, less, middle)) else (middle + 1, high)
+                    low, high = (
+                        (low, middle) if fits(mixed(more, less, middle)) else (middle + 1, high)
+                    )
                 choices.append(mixed(more, less, low))
         if not choices:
             return Recompute(inputs=1.0)
         _, size, batch, *_, context = batches
-        return min(choices, key=lambda choice: self._cell_seconds(pool, size, batch, choice, context))
+        return min(
+            choices, key=lambda choice: self._cell_seconds(pool, size, batch, choice, context)
+        )
 
     def blocks_at_once(self, candidate: Candidate, pool: Pool) -> int:
-        """Return the blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast trainer gets
-        several."""
+        """Return the blocks of a micro-batch on a trainer of `pool`: with unequal shares a fast
+        trainer gets several."""
         if not candidate.shares or candidate.sharding == "fsdp":
             return 1
-        trainers = {name: count for (name, role), count in self.kinds(candidate).items() if role == "trainer"}
-        mean = sum(count * self.hardware.pool(name).tflops for name, count in trainers.items()) / candidate.trainers
+        trainers = {
+            name: count
+            for (name, role), count in self.kinds(candidate).items()
+            if role == "trainer"
+        }
+        mean = (
+            sum(count * self.hardware.pool(name).tflops for name, count in trainers.items())
+            / candidate.trainers
+        )
         return math.ceil(pool.tflops / mean - 1e-9)
 
     def _batches(self, candidate: Candidate, pool: Pool) -> tuple[Any, ...]:
-        """Return everything that the memory of a trainer on `pool` depends on, in the order of `_trainer_memory`."""
+        """Return everything that the memory of a trainer on `pool` depends on, in the order of
+        `_trainer_memory`."""
         spec, blocks = candidate.spec, self.blocks_at_once(candidate, pool)
         batch, makes = (spec.task_size, spec.tsp_batch, blocks), candidate.rollouts == 0 or spec.tag
         return (
@@ -181,10 +203,13 @@ class Costing:
         encoders: bool,
         context: int,
     ) -> Memory:
-        """Return the bytes of a trainer that trains `blocks` blocks of a micro-batch at once and keeps `recompute`."""
+        """Return the bytes of a trainer that trains `blocks` blocks of a micro-batch at once and
+        keeps `recompute`."""
         copy = lends and self.work.lora_rank is not None and self.work.updates > 1
         rows = task_size, tsp_batch * blocks
-        return trainer_memory(self.work, shards, *rows, recompute, generates, copy, encoders, context)
+        return trainer_memory(
+            self.work, shards, *rows, recompute, generates, copy, encoders, context
+        )
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
         """Return (pool, role) -> bytes of a rank."""
@@ -195,7 +220,9 @@ class Costing:
                 kept = self.recompute(candidate, pool)
                 table[name, role] = self._trainer_memory(kept, *self._batches(candidate, pool))
             else:
-                table[name, role] = self._rollout_memory(candidate.spec.task_size, candidate.encoders)
+                table[name, role] = self._rollout_memory(
+                    candidate.spec.task_size, candidate.encoders
+                )
         return table
 
     @_once
@@ -203,20 +230,23 @@ class Costing:
         return rollout_memory(self.work, task_size, encoders)
 
     def misfits(self, candidate: Candidate) -> list[str]:
-        """Return why the candidate does not fit into memory, one sentence per pool and role; empty when it fits."""
+        """Return why the candidate does not fit into memory, one sentence per pool and role; empty
+        when it fits."""
         reasons = []
         for (pool_name, role), memory in sorted(self.memory(candidate).items()):
             pool, need = self.hardware.pool(pool_name), memory.gib
             if need > USABLE * pool.memory_gib:
                 reasons.append(
-                    f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of {USABLE * pool.memory_gib:.1f} GiB "
+                    f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of "
+                    f"{USABLE * pool.memory_gib:.1f} GiB "
                     f"({USABLE:.0%} of {pool.memory_gib:g})"
                 )
         for pool_name, need in self.host_gib(candidate).items():
             room = self.hardware.pool(pool_name).host_gib
             if need > USABLE * room:
                 reasons.append(
-                    f"trainers of a node of {pool_name} keep what needs {need:.1f} GiB of {USABLE * room:.1f} GiB "
+                    f"trainers of a node of {pool_name} keep what needs {need:.1f} GiB of "
+                    f"{USABLE * room:.1f} GiB "
                     f"({USABLE:.0%} of {room:g}) on its host"
                 )
         return reasons
@@ -230,7 +260,12 @@ class Costing:
         names = [name for name, role in self.placed(candidate) if role == "trainer"]
         for name in dict.fromkeys(names):
             pool = self.hardware.pool(name)
-            rows = spec.task_size * spec.tsp_batch * self.blocks_at_once(candidate, pool) * self.work.passes
+            rows = (
+                spec.task_size
+                * spec.tsp_batch
+                * self.blocks_at_once(candidate, pool)
+                * self.work.passes
+            )
             each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
             table[name] = min(pool.per_node, names.count(name)) * each / GIB
         told = any(line.told for line in self.hardware.lines.values())
@@ -242,22 +277,27 @@ class Costing:
         return [reason for reason in self.misfits(candidate) if reason.startswith("trainer")]
 
     def cell_seconds(self, candidate: Candidate) -> float:
-        """Return the seconds of one trained step of a task on the slowest trainer, with its wait for sharded
-        weights."""
+        """Return the seconds of one trained step of a task on the slowest trainer, with its wait
+        for sharded weights."""
         return max(self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate))
 
     def least_cell_seconds(self, candidate: Candidate) -> float:
-        """Return a lower bound of `cell_seconds` for all choices of recomputation and of steps per forward."""
+        """Return a lower bound of `cell_seconds` for all choices of recomputation and of steps per
+        forward."""
         spec, steps, shards = candidate.spec, self.work.trained_steps, self.shards(candidate)
         least = []
         for pool in self._trainer_pools(candidate):
-            gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), shards) / steps
+            gathering = (
+                self.costs.sharding_seconds(self._gathering(pool, candidate), shards) / steps
+            )
             plain = self._cell_seconds(pool, spec.task_size, steps, Recompute(), spec.context)
             least.append(max(plain, gathering))
         return max(least)
 
     def _trainer_pools(self, candidate: Candidate) -> list[Pool]:
-        return [self.hardware.pool(name) for name, role in self.kinds(candidate) if role == "trainer"]
+        return [
+            self.hardware.pool(name) for name, role in self.kinds(candidate) if role == "trainer"
+        ]
 
     def _paid_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return `pool_cell_seconds` plus a cell's part of `exposed_seconds`."""
@@ -265,11 +305,16 @@ class Costing:
         return self.pool_cell_seconds(pool, candidate) + exposed
 
     def spec(self, candidate: Candidate) -> ScheduleSpec:
-        """Return the schedule that `train` would build from the candidate's overrides, with shares."""
-        # With fsdp all trainers run every forward together, so unequal shares would only make the fast ones wait.
+        """Return the schedule that `train` would build from the candidate's overrides, with
+        shares."""
+        # With fsdp all trainers run every forward together, so unequal shares would only make the
+        # fast ones wait.
         if not candidate.shares or candidate.sharding == "fsdp":
             return candidate.spec
-        speeds = {pool.name: 1.0 / self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate)}
+        speeds = {
+            pool.name: 1.0 / self._paid_seconds(pool, candidate)
+            for pool in self._trainer_pools(candidate)
+        }
         shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
         return replace(candidate.spec, shares=shares)
 
@@ -279,16 +324,24 @@ class Costing:
         return self._cell_seconds(pool, spec.task_size, spec.tsp_batch, choice, spec.context)
 
     def _gathering(self, pool: Pool, candidate: Candidate) -> list[Pool]:
-        """Return the pools whose trainers share weights with one of `pool`. An hsdp group stays within a node."""
+        """Return the pools whose trainers share weights with one of `pool`. An hsdp group stays
+        within a node."""
         return [pool] if candidate.sharding == "hsdp" else self._trainer_pools(candidate)
 
     def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
-        """Return the seconds by which gathering weights outlasts computing one block, on a trainer of `pool`."""
-        gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), self.shards(candidate))
-        return max(0.0, gathering - self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch)
+        """Return the seconds by which gathering weights outlasts computing one block, on a trainer
+        of `pool`."""
+        gathering = self.costs.sharding_seconds(
+            self._gathering(pool, candidate), self.shards(candidate)
+        )
+        return max(
+            0.0, gathering - self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch
+        )
 
     @_once
-    def _cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int) -> float:
+    def _cell_seconds(
+        self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int
+    ) -> float:
         return self.costs.cell_seconds(pool, task_size, tsp_batch, recompute, context)
 
     def cluster(self, candidate: Candidate) -> Cluster:
@@ -305,10 +358,14 @@ class Costing:
             pool, cell, exposed = pools[name], 0.0, 0.0
             step = costs.step_seconds(pool, b)
             if role == "trainer":
-                cell, exposed = self.pool_cell_seconds(pool, candidate), self.exposed_seconds(pool, candidate)
-                # A trainer that generates gathers sharded weights in every denoising step, while it computes.
+                cell, exposed = (
+                    self.pool_cell_seconds(pool, candidate),
+                    self.exposed_seconds(pool, candidate),
+                )
+                # A trainer that generates gathers sharded weights in every denoising step, while it
+                # computes.
                 step = max(step, costs.gather_seconds(self._gathering(pool, candidate), shards))
-            likes[name, role] = Rank(
+            likes[name, role] = VirtualRank(
                 0,
                 role,
                 name,
@@ -322,11 +379,18 @@ class Costing:
             )
             if role == "rollout" and (line := self.hardware.line(home, name)) is not None:
                 fetch, send = costs.fetch_seconds(line, others[name]), costs.send_seconds(line, b)
-                likes[name, role] = replace(likes[name, role], fetch_seconds=fetch, send_seconds=send)
+                likes[name, role] = replace(
+                    likes[name, role], fetch_seconds=fetch, send_seconds=send
+                )
         everyone = list(pools.values())
-        # Nodes behind a line pay for their versions in fetch_seconds, so publishing is charged for the others only.
-        near = sum(count for name, count in others.items() if self.hardware.line(home, name) is None)
-        steps = self._together([likes[place].step_seconds for place in placed], candidate.trainers, shards)
+        # Nodes behind a line pay for their versions in fetch_seconds, so publishing is charged for
+        # the others only.
+        near = sum(
+            count for name, count in others.items() if self.hardware.line(home, name) is None
+        )
+        steps = self._together(
+            [likes[place].step_seconds for place in placed], candidate.trainers, shards
+        )
         ranks = tuple(
             replace(likes[place], rank=number, step_seconds=step)
             for number, (place, step) in enumerate(zip(placed, steps, strict=True))
@@ -335,7 +399,9 @@ class Costing:
             ranks,
             lockstep=together > 1,
             together=0 if together >= candidate.trainers else together,
-            reduce_seconds=costs.reduce_seconds(trainer_pools, candidate.trainers // shards, shards),
+            reduce_seconds=costs.reduce_seconds(
+                trainer_pools, candidate.trainers // shards, shards
+            ),
             optimizer_seconds=max(costs.optimizer_seconds(pool, shards) for pool in trainer_pools),
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
@@ -350,15 +416,18 @@ class Costing:
     def other_nodes(self, placed: Sequence[tuple[str, str]]) -> Counter[str]:
         """Return pool -> number of nodes with rollouts, without the node of trainer 0."""
         places = nodes(self.hardware, (name for name, _ in placed))
-        rollouts = {node for node, (_, role) in zip(places, placed, strict=True) if role == "rollout"}
+        rollouts = {
+            node for node, (_, role) in zip(places, placed, strict=True) if role == "rollout"
+        }
         return Counter(name for name, _ in rollouts - {places[0]})
 
     @staticmethod
     def _together(steps: list[float], trainers: int, shards: int) -> list[float]:
-        """Return `steps`, the seconds per denoising step of every rank, with trainers that share weights made equal.
+        """Return `steps`, the seconds per denoising step of every rank, with trainers that share
+        weights made equal.
 
-        Each of them takes as long as the slowest of its group. No group is faster than the first, which begins every
-        step.
+        Each of them takes as long as the slowest of its group. No group is faster than the first,
+        which begins every step.
         """
         for start in range(0, trainers if shards > 1 else 0, shards):
             end = min(start + shards, trainers)
@@ -384,7 +453,8 @@ class Costing:
         }
 
     def seconds_per_unit(self) -> dict[str, dict[str, float | None]]:
-        """Return stage -> pool -> seconds per unit at the best batch size, without communication and recomputation."""
+        """Return stage -> pool -> seconds per unit at the best batch size, without communication
+        and recomputation."""
         costs, group, trained = self.costs, self.work.group_size, self.work.trained_steps
         table: dict[str, dict[str, float | None]] = {stage: {} for stage in self.work_units()}
         for pool in self.hardware.pools:
@@ -392,7 +462,9 @@ class Costing:
             table["generate"][pool.name] = self.work.steps * costs.step_seconds(pool, group) / group
             table["decode"][pool.name] = costs.decode_seconds(pool, 1)
             table["score"][pool.name] = costs.score_seconds(pool, 1)
-            table["train"][pool.name] = costs.cell_seconds(pool, group, trained, Recompute()) / group
+            table["train"][pool.name] = (
+                costs.cell_seconds(pool, group, trained, Recompute()) / group
+            )
         return table
 
     def bound(self) -> Bound:
@@ -401,7 +473,8 @@ class Costing:
         return solve_bound(pools, self.work_units(), self.seconds_per_unit())
 
     def bound_of_roles(self, candidate: Candidate) -> float:
-        """Return the shortest RL step, in seconds, of all schedules that keep the candidate's roles of ranks."""
+        """Return the shortest RL step, in seconds, of all schedules that keep the candidate's roles
+        of ranks."""
         seats = {f"{pool} {role}": count for (pool, role), count in self.kinds(candidate).items()}
         table: dict[str, dict[str, float | None]] = {stage: {} for stage in self.work_units()}
         for pool, role in self.kinds(candidate):
@@ -414,8 +487,8 @@ class Costing:
     def evaluation_seconds(self, drawn: Drawn, candidate: Candidate) -> float:
         """Return the seconds of one evaluation: generating, decoding and scoring what is `drawn`.
 
-        Rollouts take the next prompt as soon as they are free. Trainers get equally many prompts each, and wait for the
-        slowest.
+        Rollouts take the next prompt as soon as they are free. Trainers get equally many prompts
+        each, and wait for the slowest.
         """
         costs, room = self.costs, self.work.evaluated or drawn.samples
 
@@ -426,11 +499,15 @@ class Costing:
         def prompt(pool: Pool) -> float:
             seconds = drawn.steps * forwards(pool, drawn.samples)
             seconds += 2 * self.work.steps * forwards(pool, drawn.compared)
-            seconds += drawn.samples * (costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1))
+            seconds += drawn.samples * (
+                costs.decode_seconds(pool, 1) + costs.score_seconds(pool, 1)
+            )
             return seconds + costs.encode_seconds(pool)
 
         if not (self.work.rollouts_evaluate and candidate.rollouts):
-            return math.ceil(drawn.prompts / candidate.trainers) * max(prompt(pool) for pool in self.hardware.pools)
+            return math.ceil(drawn.prompts / candidate.trainers) * max(
+                prompt(pool) for pool in self.hardware.pools
+            )
         names = [name for name, _ in self.placed(candidate)[candidate.trainers :]]
         seconds = [prompt(self.hardware.pool(name)) for name in names]
         ends = [0.0] * len(names)
@@ -441,4 +518,7 @@ class Costing:
 
     def sources(self) -> dict[str, dict[str, str]]:
         """Return stage -> pool -> source of its figures: measured | published | assumed."""
-        return {stage: {p.name: self.costs.source(stage, p) for p in self.hardware.pools} for stage in STAGES}
+        return {
+            stage: {p.name: self.costs.source(stage, p) for p in self.hardware.pools}
+            for stage in STAGES
+        }

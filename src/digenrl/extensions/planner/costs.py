@@ -1,10 +1,13 @@
-"""Seconds of every kind of work on a pool, from FLOPs and bytes and the speeds that GPUs, memory and links reach.
+"""Seconds of every kind of work on a pool, from FLOPs and bytes and the speeds that GPUs, memory
+and links reach.
 
-A forward or backward takes (products / share + attention / its share) / peak + element-wise traffic / bandwidth. It
-takes at least blocks x launches. The speeds that GPUs reach are in `digenrl.gpus`. The VAE is bound by memory.
+A forward or backward takes (products / share + attention / its share) / peak + element-wise traffic
+/ bandwidth. It takes at least blocks x launches. The speeds that GPUs reach are in `digenrl.gpus`.
+The VAE is bound by memory.
 
-Communication that overlaps with computing (FSDP prefetches the next block's weights) costs only what exceeds the
-computing, once per micro-batch. Measured seconds of a profile replace computed ones.
+Communication that overlaps with computing (FSDP prefetches the next block's weights) costs only
+what exceeds the computing, once per micro-batch. Measured seconds of a profile replace computed
+ones.
 """
 
 from __future__ import annotations
@@ -12,17 +15,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from digenrl.extensions.planner.memory import offloaded_bytes, sent_bytes, text_encoder_bytes, vae_bytes, version_bytes
+from digenrl.extensions.planner.memory import (
+    offloaded_bytes,
+    sent_bytes,
+    text_encoder_bytes,
+    vae_bytes,
+    version_bytes,
+)
 from digenrl.extensions.planner.workload import Workload
 from digenrl.gpus import ENGINES, Engine, kind_of
 from digenrl.hardware import Hardware, Line, Pool
 from digenrl.recompute import OFFLOAD, Recompute
 
 SELECTION_SECONDS = 6e-3
-"""Seconds of selective checkpointing per block: about 300 operators (forward and repetition) at 20 us in Python."""
+"""Seconds of selective checkpointing per block: about 300 operators (forward and repetition) at 20
+us in Python."""
 DECODE_FLOPS_PER_BYTE = 60.0
-"""FLOPs per byte of a VAE in fp32: 3 x 3 convolutions of 128 to 512 channels between norms and activations (an
-assumption)."""
+"""FLOPs per byte of a VAE in fp32: 3 x 3 convolutions of 128 to 512 channels between norms and
+activations (an assumption)."""
 COLLECTIVE_SECONDS = 40e-6
 """Latency of a collective, in seconds (an assumption)."""
 ADOPT_GB_S = 3.3
@@ -32,20 +42,24 @@ CONDITION_WIDTH = 4096
 PACKED, TOLD = {2: 0.67, 4: 0.84}, 0.3
 """Sizes on the wire, as shares of the original (both measured).
 
-`PACKED` is for packed, normally distributed floats, by their bytes. `TOLD` is for a 16-bit version sent as changes when
-seven values in eight have moved a little. When one value in twenty has moved, the share is 0.04.
+`PACKED` is for packed, normally distributed floats, by their bytes. `TOLD` is for a 16-bit version
+sent as changes when seven values in eight have moved a little. When one value in twenty has moved,
+the share is 0.04.
 """
 CONNECTION_GB_S = 1.2
-"""GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on two processor
-cores)."""
+"""GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
+two processor cores)."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
 
 
 def as_sent(line: Line, network: Any) -> Line:
-    """Return the line with the packing and the changes that the `network` settings of a run choose for it."""
+    """Return the line with the packing and the changes that the `network` settings of a run choose
+    for it."""
     thin = line.gb_s * 1e3 < network.thin_mb_s
-    told, packed = (thin if asked == "auto" else bool(asked) for asked in (network.delta, network.compress))
+    told, packed = (
+        thin if asked == "auto" else bool(asked) for asked in (network.delta, network.compress)
+    )
     return replace(line, told=told and network.whole_every > 1, packed=packed)
 
 
@@ -71,8 +85,8 @@ class Costs:
         return PUBLISHED if published else ASSUMED
 
     def _floor(self, pool: Pool, forwards: float) -> float:
-        """Return the seconds that the processor needs to launch the kernels of `forwards` forwards (of any batch
-        size)."""
+        """Return the seconds that the processor needs to launch the kernels of `forwards` forwards
+        (of any batch size)."""
         given = pool.reaches.launch_seconds
         launch = self._engine.launch_seconds if given is None else given
         return forwards * launch * float(self.work.sizes["attention_blocks"])
@@ -84,12 +98,16 @@ class Costs:
         return ((flops - attention) / reaches.generate + attention / share) / (pool.tflops * 1e12)
 
     def _traffic(self, pool: Pool, forwards: float) -> float:
-        """Return the seconds of the element-wise reads and writes in `forwards` forwards of one sample."""
-        bytes_moved = self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
+        """Return the seconds of the element-wise reads and writes in `forwards` forwards of one
+        sample."""
+        bytes_moved = (
+            self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
+        )
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
     def step_seconds(self, pool: Pool, task_size: int) -> float:
-        """Return the seconds of one denoising step of a task: never less than reading the weights from memory once."""
+        """Return the seconds of one denoising step of a task: never less than reading the weights
+        from memory once."""
         work, rows = self.work, task_size * self.work.passes
         measured = self._measured("generate", pool)
         if measured is not None:
@@ -109,13 +127,15 @@ class Costs:
         measured = self._measured("encode", pool)
         if measured is not None:
             return measured
-        seconds = self.work.encode_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.encode)
+        seconds = self.work.encode_flops() / (
+            pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.encode
+        )
         copies = 2 * text_encoder_bytes(self.work) / (pool.reaches.host_gb_s * 1e9)
         return seconds + (0.0 if cached else copies)
 
     def decode_seconds(self, pool: Pool, task_size: int, cached: bool = True) -> float:
-        """Return the seconds of a task's VAE decode (fp32), bound by memory bandwidth; `cached` as for
-        `encode_seconds`."""
+        """Return the seconds of a task's VAE decode (fp32), bound by memory bandwidth; `cached` as
+        for `encode_seconds`."""
         measured = self._measured("decode", pool)
         if measured is not None:
             return measured * task_size
@@ -128,27 +148,37 @@ class Costs:
         measured = self._measured("score", pool)
         if measured is not None:
             return measured * task_size
-        return task_size * self.work.score_flops() / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.score)
+        return (
+            task_size
+            * self.work.score_flops()
+            / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.score)
+        )
 
-    def cell_seconds(self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1) -> float:
-        """Return the seconds of one trained step of a task on `context` GPUs together, inside a block of K =
-        `tsp_batch`
+    def cell_seconds(
+        self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1
+    ) -> float:
+        """Return the seconds of one trained step of a task on `context` GPUs together, inside a
+        block of K = `tsp_batch`
         steps: forward, backward and reference forward.
 
-        Activations that blocks did not keep are computed again, so they are written and read once more. Selective
-        checkpointing takes the processor `SELECTION_SECONDS` per block and forward. The GPU works meanwhile, and so it
-        does during copies to the host. Hence the result is the maximum of all these.
+        Activations that blocks did not keep are computed again, so they are written and read once
+        more. Selective checkpointing takes the processor `SELECTION_SECONDS` per block and forward.
+        The GPU works meanwhile, and so it does during copies to the host. Hence the result is the
+        maximum of all these.
         """
         measured = self._measured("train", pool)
         work, rows = self.work, task_size * self.work.passes
         selected = recompute.products + recompute.attention
-        # Attention exchanges tokens in the forward, in the backward, in the reference's forward and where repeated.
+        # Attention exchanges tokens in the forward, in the backward, in the reference's forward and
+        # where repeated.
         exchange = 2 + int(work.reference) + recompute.inputs + selected
         exchanged = self._exchange_seconds(pool, task_size, exchange, context)
         if measured is not None:
             return measured * task_size / context + exchanged
         forwards = 1 + int(work.reference)
-        shares = [(mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD]
+        shares = [
+            (mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD
+        ]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
         again = recompute.inputs * work.attention_flops()
@@ -156,16 +186,20 @@ class Costs:
         seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
         seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train
         seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context + exchanged
-        # Launches and selection take the processor as long for K steps in one forward as for one, so a step pays 1/K.
+        # Launches and selection take the processor as long for K steps in one forward as for one,
+        # so a step pays 1/K.
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
-        copying = 2 * offloaded_bytes(work, rows, recompute, context) / (pool.reaches.host_gb_s * 1e9)
+        copying = (
+            2 * offloaded_bytes(work, rows, recompute, context) / (pool.reaches.host_gb_s * 1e9)
+        )
         return max(seconds, launches / tsp_batch, selecting / tsp_batch, copying)
 
     # ---- links
 
     def _exchange_seconds(self, pool: Pool, task_size: int, forwards: float, context: int) -> float:
-        """Return the seconds in which `context` GPUs of a node exchange tokens in `forwards` forwards of a task.
+        """Return the seconds in which `context` GPUs of a node exchange tokens in `forwards`
+        forwards of a task.
 
         Each attention exchanges its queries, keys, values and outputs, and waits for them.
         """
@@ -180,8 +214,13 @@ class Costs:
 
         Inside a node they are those of its links, otherwise those of the slowest network link.
         """
-        inside = len({pool.name for pool in pools}) == 1 and ranks <= min(pool.per_node for pool in pools)
-        links = ((p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * p.reaches.network for p in pools)
+        inside = len({pool.name for pool in pools}) == 1 and ranks <= min(
+            pool.per_node for pool in pools
+        )
+        links = (
+            (p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * p.reaches.network
+            for p in pools
+        )
         return min(links) * 1e9
 
     @staticmethod
@@ -191,14 +230,16 @@ class Costs:
 
     @property
     def _weight_bytes(self) -> int:
-        """Bytes of a gathered parameter: 2 for a frozen base (bf16), 4 for trained weights (fp32)."""
+        """Bytes of a gathered parameter: 2 for a frozen base (bf16), 4 for trained weights
+        (fp32)."""
         return 4 if self.work.lora_rank is None else 2
 
     def sharding_seconds(self, pools: list[Pool], shards: int) -> float:
         """Return the seconds of all communication in one micro-batch of sharded trainers.
 
-        Weights are gathered for the forward, for the backward (which serves the repeated forward too), and for the
-        reference. If all weights are trained, their gradients are scattered as well.
+        Weights are gathered for the forward, for the backward (which serves the repeated forward
+        too), and for the reference. If all weights are trained, their gradients are scattered as
+        well.
         """
         gathers = 2 + int(self.work.reference)
         scattered = int(self.work.lora_rank is None)
@@ -225,32 +266,42 @@ class Costs:
         return volume / self.bandwidth(pools, ranks * shards) + 1e-3
 
     def optimizer_seconds(self, pool: Pool, shards: int) -> float:
-        """Return the seconds of an AdamW step, which moves 28 bytes per parameter: weights, gradients and moments."""
+        """Return the seconds of an AdamW step, which moves 28 bytes per parameter: weights,
+        gradients and moments."""
         return 28 * self.work.trained_parameters / shards / (pool.hbm_tb_s * 1e12) + 1e-3
 
     def publish_seconds(self, pools: list[Pool], other_nodes: int) -> float:
         """Return the seconds of sending a version, in the rollouts' dtype, to all rollouts at once.
 
-        Trainer 0's link carries a copy for each other node with rollouts. No connection is faster than the processors
-        at its ends allow.
+        Trainer 0's link carries a copy for each other node with rollouts. No connection is faster
+        than the processors at its ends allow.
         """
         network = sent_bytes(self.work, other_nodes) / self._slowest_link(pools)
         return max(network, version_bytes(self.work) / (CONNECTION_GB_S * 1e9)) + 5e-3
 
     def snapshot_seconds(self, pools: list[Pool]) -> float:
-        """Return the seconds of copying a version, in the rollouts' dtype, into trainer 0's host memory."""
+        """Return the seconds of copying a version, in the rollouts' dtype, into trainer 0's host
+        memory."""
         return version_bytes(self.work) / (min(pool.reaches.host_gb_s for pool in pools) * 1e9)
 
     def adopt_seconds(self) -> float:
-        """Return the seconds in which one thread copies a version, in the rollouts' dtype, onto a rollout's GPU."""
+        """Return the seconds in which one thread copies a version, in the rollouts' dtype, onto a
+        rollout's GPU."""
         return version_bytes(self.work) / (ADOPT_GB_S * 1e9)
 
     def task_bytes(self, task_size: int) -> float:
         """Return the bytes of a finished task.
 
-        It holds the latents before and after every trained step in storage dtype, and the prompt's embedding in 16 bit.
+        It holds the latents before and after every trained step in storage dtype, and the prompt's
+        embedding in 16 bit.
         """
-        latents = 2 * task_size * self.work.trained_steps * self.work.latent_elements * self.work.storage_bytes
+        latents = (
+            2
+            * task_size
+            * self.work.trained_steps
+            * self.work.latent_elements
+            * self.work.storage_bytes
+        )
         return latents + 2.0 * CONDITION_WIDTH * self.work.sizes["text_tokens"] * self.work.passes
 
     def send_seconds(self, line: Line, task_size: int) -> float:
@@ -259,20 +310,28 @@ class Costs:
         return line.seconds(share * self.task_bytes(task_size))
 
     def fetch_seconds(self, line: Line, nodes: int) -> float:
-        """Return the seconds of a version on the line between two places, with a copy for each of `nodes` nodes."""
+        """Return the seconds of a version on the line between two places, with a copy for each of
+        `nodes` nodes."""
         share = TOLD if line.told else PACKED[2] if line.packed else 1.0
         return line.seconds(share * sent_bytes(self.work, nodes))
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
-        """Return the seconds of a finished task through pinned memory and the network, and of its CPU scorers."""
-        return self.task_bytes(task_size) / self._slowest_link(pools) + 3e-3 + task_size * self.work.score_cpu_seconds()
+        """Return the seconds of a finished task through pinned memory and the network, and of its
+        CPU scorers."""
+        return (
+            self.task_bytes(task_size) / self._slowest_link(pools)
+            + 3e-3
+            + task_size * self.work.score_cpu_seconds()
+        )
 
     def move_seconds(self, pools: list[Pool], task_size: int) -> float:
-        """Return the seconds of moving a suspended task: the latents it has kept so far, and the present one."""
+        """Return the seconds of moving a suspended task: the latents it has kept so far, and the
+        present one."""
         return self.deliver_seconds(pools, task_size) - task_size * self.work.score_cpu_seconds()
 
     def switch_seconds(self) -> float:
-        """Return the seconds of one switch between training and generation: a small constant (an assumption).
+        """Return the seconds of one switch between training and generation: a small constant (an
+        assumption).
 
         Caches are freed and adapters stay.
         """

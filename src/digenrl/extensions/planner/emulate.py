@@ -1,4 +1,5 @@
-"""Durations of an emulated run (`hardware.emulate=true`): how long every rank sleeps, by the planner's cost model."""
+"""Durations of an emulated run (`hardware.emulate=true`): how long every rank sleeps, by the
+planner's cost model."""
 
 from __future__ import annotations
 
@@ -17,9 +18,12 @@ _REWARD: dict[str, Any] = {
     "_target_": "digenrl.rewards.suite.RewardSuite",
     "_recursive_": False,
     "placement": "inline",
-    "rewards": {"jpeg_size": {"scorer": {"_target_": "reward_models.jpeg_size.JpegSize"}, "weight": 1.0}},
+    "rewards": {
+        "jpeg_size": {"scorer": {"_target_": "reward_models.jpeg_size.JpegSize"}, "weight": 1.0}
+    },
 }
-"""A real scorer that takes almost no time. The profile's scoring time is part of the emulated decode."""
+"""A real scorer that takes almost no time. The profile's scoring time is part of the emulated
+decode."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Durations:
     fetch: float = 0.0
     """Seconds of a version over the line of `hardware.links` to this rank's place."""
     send: float = 0.0
-    """Seconds of a task over the line from this rank's place, when all ranks of its pool send at once."""
+    """Seconds of a task over the line from this rank's place, when all ranks of its pool send at
+    once."""
 
     def scaled(self, factor: float) -> Durations:
         """Return all durations times `factor` (`hardware.time_scale`)."""
@@ -48,7 +53,8 @@ class Durations:
 
 
 def stand_ins(composed: Composed, trainers: int, rollouts: int) -> tuple[StandIn, ...]:
-    """Return the stand-ins that each rank of an emulated run builds; () where the networks are real.
+    """Return the stand-ins that each rank of an emulated run builds; () where the networks are
+    real.
 
     Raises:
         ValueError: as `durations`.
@@ -56,7 +62,11 @@ def stand_ins(composed: Composed, trainers: int, rollouts: int) -> tuple[StandIn
     adapter = composed.config.model.get("lora") is not None
     return tuple(
         StandIn(
-            {"_target_": _POLICY, "durations": {"_target_": _DURATIONS, **asdict(own)}, "adapter": adapter},
+            {
+                "_target_": _POLICY,
+                "durations": {"_target_": _DURATIONS, **asdict(own)},
+                "adapter": adapter,
+            },
             _REWARD,
             {"_target_": _LINE, "fetch": own.fetch, "send": own.send},
         )
@@ -68,7 +78,8 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
     """Return how long every rank's network sleeps; () where the networks are real.
 
     Raises:
-        ValueError: the experiment's model has no counted sizes, or the pools do not hold that many ranks.
+        ValueError: the experiment's model has no counted sizes, or the pools do not hold that many
+            ranks.
     """
     config: Any = composed.config
     if not config.hardware.emulate:

@@ -1,7 +1,8 @@
-"""A policy whose network sleeps as long as a hardware profile says that the real network would compute.
+"""A policy whose network sleeps as long as a hardware profile says that the real network would
+compute.
 
-Processes, store, transfers and optimizer steps are real, on small tensors. So 16 to 48 ranks are measured on a two-core
-machine.
+Processes, store, transfers and optimizer steps are real, on small tensors. So 16 to 48 ranks are
+measured on a two-core machine.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class EmulatedLine(PlainLine):
 
     def incoming(self, message: Message) -> Message:
         """Wait at the end of a version while its buckets would be on their way."""
-        time.sleep(self._fetch if message.kind is MessageKind.WEIGHTS and not message.tensors else 0.0)
+        time.sleep(
+            self._fetch if message.kind is MessageKind.WEIGHTS and not message.tensors else 0.0
+        )
         return message
 
 
@@ -61,7 +64,8 @@ class _Sleep(torch.autograd.Function):
 
 
 class EmulatedPolicy(Policy):
-    """Policy that sleeps instead of computing. A trained cell's time is one third forward and two thirds backward.
+    """Policy that sleeps instead of computing. A trained cell's time is one third forward and two
+    thirds backward.
 
     Args:
         durations: seconds of each kind of work on this rank.

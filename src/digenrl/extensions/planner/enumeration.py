@@ -1,4 +1,5 @@
-"""Which candidates are worth a simulation: by who does what, how the model is held, the task size, and neighbours."""
+"""Which candidates are worth a simulation: by who does what, how the model is held, the task size,
+and neighbours."""
 
 from __future__ import annotations
 
@@ -10,30 +11,47 @@ from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 
 PROMISING = (1, 2)
-"""Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy, asynchronous)."""
+"""Disaggregated candidates to simulate of each kind, the lowest floors first: (on-policy,
+asynchronous)."""
 ROUNDING = 16
 """Blocks of an update per trainer below which splits without odd blocks are tried too."""
 
 
 def colocated(costing: Costing) -> Iterator[Candidate]:
-    if any(pool.role == "rollout" for pool in costing.hardware.pools) or len(costing.hardware.places) > 1:
+    if (
+        any(pool.role == "rollout" for pool in costing.hardware.pools)
+        or len(costing.hardware.places) > 1
+    ):
         return
     gpus, sizes = costing.hardware.gpus, task_sizes(costing)
     for size in sizes:
-        for split in (False, True) if not _unequal(costing) else (False,):  # an equal split repeats less encoding
-            base = costing.candidate(gpus, 0, task_size=size, gap=0, shares=_unequal(costing), static_claims=split)
+        for split in (
+            (False, True) if not _unequal(costing) else (False,)
+        ):  # an equal split repeats less encoding
+            base = costing.candidate(
+                gpus, 0, task_size=size, gap=0, shares=_unequal(costing), static_claims=split
+            )
             yield from _held(costing, base)
 
 
-def disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None = None) -> Iterator[Candidate]:
-    """Yield candidates of each schedule, with numbers of trainers around the balance or with the given `numbers`."""
+def disaggregated(
+    costing: Costing, async_steps: int, numbers: set[int] | None = None
+) -> Iterator[Candidate]:
+    """Yield candidates of each schedule, with numbers of trainers around the balance or with the
+    given `numbers`."""
     gpus = costing.hardware.gpus
     if gpus < 2:
         return
     flexible = all(pool.role == "auto" for pool in costing.hardware.pools)
-    firsts = [pool.name for pool in costing.hardware.pools] if flexible and len(costing.hardware.pools) > 1 else [None]
+    firsts = (
+        [pool.name for pool in costing.hardware.pools]
+        if flexible and len(costing.hardware.pools) > 1
+        else [None]
+    )
     for first in firsts:
-        typical = costing.candidate(1, gpus - 1, first=first, async_steps=async_steps, shares=_unequal(costing))
+        typical = costing.candidate(
+            1, gpus - 1, first=first, async_steps=async_steps, shares=_unequal(costing)
+        )
         if not typical.spec.gap:  # only a whole stale batch overlaps with training
             typical = typical.but(stale_fraction=1.0)
         found = False
@@ -43,25 +61,37 @@ def disaggregated(costing: Costing, async_steps: int, numbers: set[int] | None =
                 yield candidate
         if not found:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
-            yield from _allocations(costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every)
+            yield from _allocations(
+                costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every
+            )
 
 
 def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
     """Yield `typical` with every task size, with lending and without.
 
-    Asynchronous steps overlap, so their fragments may also be half of the batch (within one update). Half a batch
-    splits more evenly, and the other half still overlaps. Where tasks are few, each is a single sample.
+    Asynchronous steps overlap, so their fragments may also be half of the batch (within one
+    update). Half a batch splits more evenly, and the other half still overlaps. Where tasks are
+    few, each is a single sample.
     """
     half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
-    gaps = {typical.spec.gap, half} if typical.spec.gap and typical.spec.async_steps else {typical.spec.gap}
+    gaps = (
+        {typical.spec.gap, half}
+        if typical.spec.gap and typical.spec.async_steps
+        else {typical.spec.gap}
+    )
     sizes = task_sizes(costing)[: 1 if _few_tasks(costing) else None]
-    stale = {0.5, 1.0} if typical.spec.async_steps and typical.spec.gap else {typical.spec.stale_fraction}
+    stale = (
+        {0.5, 1.0}
+        if typical.spec.async_steps and typical.spec.gap
+        else {typical.spec.stale_fraction}
+    )
     for size, gap, tag, part in itertools.product(sizes, gaps, (False, True), sorted(stale)):
         yield typical.but(task_size=size, gap=gap, tag=tag, stale_fraction=part)
 
 
 def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
-    """Yield `base` with each number of trainers, in the ways that the profile's roles and memory allow."""
+    """Yield `base` with each number of trainers, in the ways that the profile's roles and memory
+    allow."""
     for trainers in sorted(numbers):
         trial = base.but(trainers=trainers, rollouts=costing.hardware.gpus - trainers)
         if not allowed(costing, trial):
@@ -71,17 +101,26 @@ def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterat
 
 
 def _around_balance(costing: Costing, base: Candidate) -> set[int]:
-    """Return numbers of trainers to try: around the balance of generation and training, and whole pools."""
+    """Return numbers of trainers to try: around the balance of generation and training, and whole
+    pools."""
     gpus, balance = costing.hardware.gpus, _balance(costing, base)
     offsets = [-0.06, -0.03, 0.0, 0.03, 0.06]
     if base.spec.tag:  # what lending trainers generate, rollout ranks need not
         offsets = [-0.03, 0.0, 0.03, 0.06, 0.09, 0.12]
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
-    node = min(pool.per_node for pool in costing.hardware.pools)  # whole ones hold the model in groups of their own
+    node = min(
+        pool.per_node for pool in costing.hardware.pools
+    )  # whole ones hold the model in groups of their own
     numbers |= {n for n in range(node, gpus, node) if abs(n - balance) < node}
-    if costing.work.useful < 1.0:  # each trains its own steps of whatever tasks are left; with lending, all may train
+    if (
+        costing.work.useful < 1.0
+    ):  # each trains its own steps of whatever tasks are left; with lending, all may train
         each = base.spec.blocks_per_task
-        numbers |= {n for n in range(each, gpus, each) if min(numbers) <= n and (base.spec.tag or n <= max(numbers))}
+        numbers |= {
+            n
+            for n in range(each, gpus, each)
+            if min(numbers) <= n and (base.spec.tag or n <= max(numbers))
+        }
     blocks = base.spec.groups_per_update * base.spec.tasks_per_portion * base.spec.blocks_per_task
     if blocks < ROUNDING * balance:  # full rounds, of trainers alone or of two that share tokens
         full = {n * math.ceil(blocks / rounds) for rounds in range(1, 2 * ROUNDING) for n in (1, 2)}
@@ -90,21 +129,27 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
 
 
 def _balance(costing: Costing, base: Candidate) -> float:
-    """Return the number of trainers at which training takes as long as generation, with pools in the order of
-    `base`."""
+    """Return the number of trainers at which training takes as long as generation, with pools in
+    the order of `base`."""
     units, seconds = costing.work_units(), costing.seconds_per_unit()
     pools = sorted(costing.hardware.pools, key=lambda pool: pool.name != base.first)
     stages = ("encode", "generate", "decode", "score")
-    making = {p.name: sum(units[stage] * (seconds[stage][p.name] or 0.0) for stage in stages) for p in pools}
+    making = {
+        p.name: sum(units[stage] * (seconds[stage][p.name] or 0.0) for stage in stages)
+        for p in pools
+    }
     half = costing.hardware.gpus // 2
     typical = base.but(trainers=half, rollouts=costing.hardware.gpus - half)
     trainer = next(_held(costing, typical), None) if allowed(costing, typical) else None
     training = {p.name: units["train"] * (seconds["train"][p.name] or 0.0) for p in pools}
     if trainer is not None:
         per_task = {p.name: costing.pool_cell_seconds(p, trainer) for p in pools}
-        training = {name: units["train"] * cell / trainer.spec.task_size for name, cell in per_task.items()}
+        training = {
+            name: units["train"] * cell / trainer.spec.task_size for name, cell in per_task.items()
+        }
     order = [p.name for p in pools for _ in range(p.count)]
-    # Trainers are taken from the front of `order` and rollouts from its end, so the rates are sums from both ends.
+    # Trainers are taken from the front of `order` and rollouts from its end, so the rates are sums
+    # from both ends.
     train_rates = list(itertools.accumulate(1.0 / training[name] for name in order))
     make_rates = list(itertools.accumulate(1.0 / making[name] for name in reversed(order)))[::-1]
     gap = [abs(1.0 / train_rates[n - 1] - 1.0 / make_rates[n]) for n in range(1, len(order))]
@@ -114,26 +159,40 @@ def _balance(costing: Costing, base: Candidate) -> float:
 def promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return the candidates with the lowest floors of each kind.
 
-    A kind is given by lending, first pool of trainers, fragment size and sharding. On-policy candidates are also told
-    apart by task size, because their floors say less. Floors within 1% count as equal. Then fewest trainers win: they
-    lend least, and no floor charges for lending.
+    A kind is given by lending, first pool of trainers, fragment size and sharding. On-policy
+    candidates are also told apart by task size, because their floors say less. Floors within 1%
+    count as equal. Then fewest trainers win: they lend least, and no floor charges for lending.
     """
-    fitting = [candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)]
+    fitting = [
+        candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)
+    ]
     unit = 0.01 * costing.bound().seconds
-    ranked = sorted(fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers))
+    ranked = sorted(
+        fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers)
+    )
     kinds: dict[tuple[bool, str | None, int, str, int], list[Candidate]] = {}
     for candidate in ranked:
         spec = candidate.spec
         size = 0 if spec.async_steps else spec.task_size
-        kinds.setdefault((spec.tag, candidate.first, spec.gap, candidate.sharding, size), []).append(candidate)
-    return [candidate for kind in kinds.values() for candidate in kind[: PROMISING[kind[0].spec.async_steps]]]
+        kinds.setdefault(
+            (spec.tag, candidate.first, spec.gap, candidate.sharding, size), []
+        ).append(candidate)
+    return [
+        candidate
+        for kind in kinds.values()
+        for candidate in kind[: PROMISING[kind[0].spec.async_steps]]
+    ]
 
 
 def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
     """Yield candidates that differ from `candidate` in one choice."""
     gpus = costing.hardware.gpus
     nodes = candidate.but(sharding="hsdp")
-    if candidate.sharding == "fsdp" and costing.shards(nodes) > 1 and (held := fitted(costing, nodes)) is not None:
+    if (
+        candidate.sharding == "fsdp"
+        and costing.shards(nodes) > 1
+        and (held := fitted(costing, nodes)) is not None
+    ):
         yield held
     for size in task_sizes(costing):
         if size != candidate.spec.task_size:
@@ -148,7 +207,9 @@ def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             yield candidate.but(shares=not candidate.shares)
         return
     full = candidate.trainers // 8 * 8
-    for trainers in sorted({candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {full, full + 8}):
+    for trainers in sorted(
+        {candidate.trainers + offset for offset in (-2, -1, 1, 2)} | {full, full + 8}
+    ):
         near = candidate.but(trainers=trainers, rollouts=gpus - trainers)
         if trainers != candidate.trainers and 1 <= trainers < gpus and allowed(costing, near):
             yield from _held(costing, near)
@@ -158,7 +219,9 @@ def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
         if gap != candidate.spec.gap and 0 < gap <= update:
             near = candidate.but(gap=gap)
             yield near
-            if (refitted := fitted(costing, near)) is not None:  # a longer fragment has room for more steps at once
+            if (
+                refitted := fitted(costing, near)
+            ) is not None:  # a longer fragment has room for more steps at once
                 yield refitted
     if candidate.spec.async_steps:
         for fraction in (0.25, 0.5, 0.75, 1.0):
@@ -166,10 +229,11 @@ def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
-    """Yield `base` with each sharding that fits and makes cells faster than all shardings with fewer collectives.
+    """Yield `base` with each sharding that fits and makes cells faster than all shardings with
+    fewer collectives.
 
-    Trainers share the tokens of a sample (context above 1) only if nothing else fits, or if there are fewer samples
-    than GPUs.
+    Trainers share the tokens of a sample (context above 1) only if nothing else fits, or if there
+    are fewer samples than GPUs.
     """
     for context in (1, *costing.contexts(base)):
         fastest = math.inf
@@ -178,7 +242,10 @@ def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
             if costing.least_cell_seconds(trial) >= 0.995 * fastest:
                 continue
             candidate = fitted(costing, trial)
-            if candidate is not None and (seconds := costing.cell_seconds(candidate)) < 0.995 * fastest:
+            if (
+                candidate is not None
+                and (seconds := costing.cell_seconds(candidate)) < 0.995 * fastest
+            ):
                 fastest = seconds
                 yield candidate
         if fastest < math.inf and not _few_tasks(costing):
@@ -186,9 +253,11 @@ def _held(costing: Costing, base: Candidate) -> Iterator[Candidate]:
 
 
 def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
-    """Return `candidate` with the fastest K and placement of encoders that fit; None if nothing fits.
+    """Return `candidate` with the fastest K and placement of encoders that fit; None if nothing
+    fits.
 
-    Of equally fast K the largest is taken. Encoders stay on the GPU where that makes no cell slower.
+    Of equally fast K the largest is taken. Encoders stay on the GPU where that makes no cell
+    slower.
     """
     best: tuple[float, Candidate] | None = None
     for size in step_batches(costing, candidate):
@@ -205,7 +274,8 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
-    """Return values of K to try, the largest first. All but 1 leave each trainer at least four blocks of a fragment."""
+    """Return values of K to try, the largest first. All but 1 leave each trainer at least four
+    blocks of a fragment."""
     trained = costing.work.trained_steps
     tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
     choices = (trained, -(-trained // 2), -(-trained // 4))
@@ -214,7 +284,8 @@ def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
 
 
 def task_sizes(costing: Costing) -> list[int]:
-    """Return divisors of an update's samples of a group up to 8: one sample, and the largest three."""
+    """Return divisors of an update's samples of a group up to 8: one sample, and the largest
+    three."""
     portion = costing.work.group_size // costing.work.spec.slices
     sizes = [size for size in range(1, min(8, portion) + 1) if portion % size == 0]
     return sorted({1, *sizes[-3:]})

@@ -1,7 +1,8 @@
 """Lower bound of a candidate's seconds per RL step, with which the planner skips many simulations.
 
-The bound is the work of each role divided by its speed, in whole micro-batches. It assumes that lending fills every
-wait. Publishing and delivery are free. One-step asynchrony overlaps neighbouring steps completely.
+The bound is the work of each role divided by its speed, in whole micro-batches. It assumes that
+lending fills every wait. Publishing and delivery are free. One-step asynchrony overlaps
+neighbouring steps completely.
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     fragment, updates = training_floor(spec, cluster)
     updates = [seconds + cluster.reduce_seconds + cluster.optimizer_seconds for seconds in updates]
     training = sum(updates) + cluster.snapshot_seconds
-    later = sum(sorted(updates)[: spec.slices - 1])  # further updates of the same groups need all groups complete
-    last = fragment + later if spec.gap else training  # at least this much is left to train after the last task
+    later = sum(
+        sorted(updates)[: spec.slices - 1]
+    )  # further updates of the same groups need all groups complete
+    last = (
+        fragment + later if spec.gap else training
+    )  # at least this much is left to train after the last task
     if not cluster.rollouts:
         own = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers]
         return training + (spec.tasks / _rate(own) if spec.gap else _makespan(spec.tasks, own))
     making = [rank.task_seconds(spec.denoise_steps) for rank in cluster.rollouts]
-    lending = [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers] if spec.tag else []
+    lending = (
+        [rank.task_seconds(spec.denoise_steps) for rank in cluster.trainers] if spec.tag else []
+    )
     everyone = making + lending
     overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
     # Tasks that cannot begin before the newest version is there.
     fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group
-    # A loan that ends may leave the rest of its task to a rollout, so tasks need not be whole on one rank.
+    # A loan that ends may leave the rest of its task to a rollout, so tasks need not be whole on
+    # one rank.
     split = spec.tag and not cluster.lockstep
     alone = (fresh / _rate(everyone) if split else _makespan(fresh, everyone)) + last
     return max(overlapped, alone, training + (0.0 if spec.async_steps else min(everyone)))
@@ -61,7 +69,8 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
 def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[float]]:
     """Return the seconds of training one fragment, and the seconds of each update.
 
-    The first number is 0 where a rank without blocks of the fragment trains other fragments meanwhile.
+    The first number is 0 where a rank without blocks of the fragment trains other fragments
+    meanwhile.
     """
     if cluster.lockstep:
         lasting = [
@@ -91,7 +100,8 @@ def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[fl
 
 
 def _unit_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> list[float]:
-    """Return the seconds of `fragment` on each unit of trainers. A micro-batch takes as long as on its slowest rank."""
+    """Return the seconds of `fragment` on each unit of trainers. A micro-batch takes as long as on
+    its slowest rank."""
     table = micro_batches(spec, cluster, fragment)
     rows = ([table[rank] for rank in ranks] for ranks in cluster.units)
     return [sum(max(column) for column in zip(*own, strict=True)) for own in rows]

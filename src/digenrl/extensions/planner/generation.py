@@ -1,7 +1,7 @@
 """Generation in a virtual run: which rank runs which task, and how long it takes.
 
-The policy (`digenrl.schedule.policy`) makes every choice. Claims are those of `digenrl.schedule.claims`, kept in
-memory.
+The policy (`digenrl.schedule.policy`) makes every choice. Claims are those of
+`digenrl.schedule.claims`, kept in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from digenrl.extensions.planner.virtual_cluster import Cluster, Rank
+from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import Claim, Claims, MemoryClaims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
@@ -19,7 +19,7 @@ from digenrl.schedule.ranks import Work
 
 
 @dataclass(frozen=True)
-class Suspended:
+class VirtualSuspended:
     """A partly denoised task that a trainer gave to another rank when its loan ended."""
 
     task: Task
@@ -34,7 +34,7 @@ class Suspended:
 class Worker:
     """State of one rank that generates samples."""
 
-    rank: Rank
+    rank: VirtualRank
     claims: Claims
     held: int = 0
     """Version of the weights that the rank holds."""
@@ -51,7 +51,7 @@ class Worker:
     """Number of the present task's run. Events that carry an older token are ignored."""
     wanted: int = -1
     """Token of the loan whose end a ready fragment waits for."""
-    waiting: deque[Suspended] = field(default_factory=deque)
+    waiting: deque[VirtualSuspended] = field(default_factory=deque)
     """Suspended tasks that other ranks gave to this rank while it was busy."""
     idle_since: float | None = None
     idle_cause: str = "startup"
@@ -63,7 +63,7 @@ class Worker:
         return self.claim is not None
 
 
-class Generation:
+class VirtualGeneration:
     """Workers of a virtual run, and their claims.
 
     Args:
@@ -99,7 +99,9 @@ class Generation:
         """(step, task, rank, version) of every finished task."""
         for worker in members:
             rank = worker.rank
-            alone = 0.0 if worker in self.generators else rank.encode_seconds  # a loan encodes its prompt again
+            alone = (
+                0.0 if worker in self.generators else rank.encode_seconds
+            )  # a loan encodes its prompt again
             policy.expected("generate", rank.rank, rank.task_seconds(spec.denoise_steps) + alone)
             if worker in self.generators:
                 self._announce(worker)
@@ -124,21 +126,25 @@ class Generation:
         return queue_part(tasks, self.generators.index(worker), len(self.generators))
 
     def left(self, version: int, worker: Worker) -> int:
-        """Return how many tasks of the version are unclaimed: in the rank's own part, where the queue is divided."""
+        """Return how many tasks of the version are unclaimed: in the rank's own part, where the
+        queue is divided."""
         tasks = len(self._plan(version))
         return worker.claims.left(version, tasks, self.part(worker, tasks))
 
     # ---- claims
 
     def offer(self, worker: Worker, versions: Sequence[int], now: float) -> str | None:
-        """Let a free worker take a task that was given to it, or claim one from the first of `versions` that has work.
+        """Let a free worker take a task that was given to it, or claim one from the first of
+        `versions` that has work.
 
         Returns:
             None if the worker has begun a task, else the cause of its wait.
         """
         if worker.waiting:
             given = worker.waiting.popleft()
-            claim = worker.claims.confirm(given.task.version, given.claim.position, given.claim.attempt)
+            claim = worker.claims.confirm(
+                given.task.version, given.claim.position, given.claim.attempt
+            )
             if claim is not None:
                 self._start(worker, given.task, claim, given.remaining, now, given.seconds)
                 return None
@@ -147,7 +153,9 @@ class Generation:
             left = self.left(version, worker)
             if not left:
                 continue
-            if worker in self.generators and not self.policy.takes(worker.rank.rank, version, left, now):
+            if worker in self.generators and not self.policy.takes(
+                worker.rank.rank, version, left, now
+            ):
                 cause = "tail"
                 continue
             tasks = self._plan(version)
@@ -157,8 +165,17 @@ class Generation:
                 return None
         return cause
 
-    def _start(self, worker: Worker, task: Task, claim: Claim, remaining: int, now: float, moved: float = 0.0) -> None:
-        """Begin a task: adopt weights, move its state and encode its prompt where needed, then post its end."""
+    def _start(
+        self,
+        worker: Worker,
+        task: Task,
+        claim: Claim,
+        remaining: int,
+        now: float,
+        moved: float = 0.0,
+    ) -> None:
+        """Begin a task: adopt weights, move its state and encode its prompt where needed, then post
+        its end."""
         self.end_idle(worker, now)
         rank, factor = worker.rank, self._factor(worker.rank.rank)
         begin = now
@@ -171,7 +188,9 @@ class Generation:
             begin += moved
         if (task.step, task.group) not in worker.encoded:
             worker.encoded.add((task.step, task.group))
-            self._span(rank.rank, "encode", begin, begin + rank.encode_seconds * factor, task.step, {})
+            self._span(
+                rank.rank, "encode", begin, begin + rank.encode_seconds * factor, task.step, {}
+            )
             begin += rank.encode_seconds * factor
         worker.claim, worker.task, worker.remaining, worker.began = claim, task, remaining, begin
         worker.step_time = rank.step_seconds * factor
@@ -184,25 +203,33 @@ class Generation:
     # ---- the end of a loan
 
     def want(self, worker: Worker, now: float) -> None:
-        """Have the policy asked after the present denoising step, because a fragment is ready for this lending
-        trainer."""
+        """Have the policy asked after the present denoising step, because a fragment is ready for
+        this lending trainer."""
         # In lock-step no trainer can leave a loan before the others.
         if self.cluster.lockstep or not worker.busy or worker.wanted == worker.token:
             return
         worker.wanted = worker.token
-        # A ready fragment at the very end of a step must not wait for one more step through a rounding error.
+        # A ready fragment at the very end of a step must not wait for one more step through a
+        # rounding error.
         steps = max(1, math.ceil((now - worker.began) / worker.step_time - 1e-9))
         self._boundary(worker, steps)
 
     def _boundary(self, worker: Worker, steps: int) -> None:
-        """Post a question to the policy after `steps` denoising steps of the task, unless the task ends there."""
+        """Post a question to the policy after `steps` denoising steps of the task, unless the task
+        ends there."""
         if steps < worker.remaining:
-            self._post(worker.began + steps * worker.step_time, "boundary", (worker.rank.rank, worker.token, steps))
+            self._post(
+                worker.began + steps * worker.step_time,
+                "boundary",
+                (worker.rank.rank, worker.token, steps),
+            )
 
     def suspend(self, worker: Worker, steps: int, step: int, now: float) -> Worker | None:
-        """Stop the loan of `worker` after `steps` denoising steps, and return the worker that continues the task.
+        """Stop the loan of `worker` after `steps` denoising steps, and return the worker that
+        continues the task.
 
-        The policy names the receiver. If there is none, the loan goes on until the next step and the result is None.
+        The policy names the receiver. If there is none, the loan goes on until the next step and
+        the result is None.
 
         Args:
             step: RL step of the trainers.
@@ -217,7 +244,9 @@ class Generation:
         worker.remaining -= steps
         other = self.workers[receiver]
         given = Claim(claim.position, receiver, claim.attempt)
-        other.waiting.append(Suspended(task, given, worker.remaining, self._way(worker, other)))
+        other.waiting.append(
+            VirtualSuspended(task, given, worker.remaining, self._way(worker, other))
+        )
         self.record(worker, now)
         self._release(worker)
         return other
@@ -228,7 +257,9 @@ class Generation:
         A line between two places takes as long for it as for a finished task.
         """
         one, other = giver.rank, receiver.rank
-        return self.cluster.move_seconds + (one.pool != other.pool) * max(one.send_seconds, other.send_seconds)
+        return self.cluster.move_seconds + (one.pool != other.pool) * max(
+            one.send_seconds, other.send_seconds
+        )
 
     def finish(self, worker: Worker, now: float) -> Task:
         """End the task of `worker`, mark it as received and return it."""
@@ -244,7 +275,8 @@ class Generation:
     # ---- deaths
 
     def die(self, worker: Worker, now: float) -> None:
-        """Stop `worker`. Its tasks stay claimed until `notice`, as in a run that must first detect the death."""
+        """Stop `worker`. Its tasks stay claimed until `notice`, as in a run that must first detect
+        the death."""
         if worker.claim is not None:
             self.record(worker, now)
         worker.dead = True
@@ -252,7 +284,8 @@ class Generation:
         self._ends_idle(worker)
 
     def notice(self, worker: Worker) -> None:
-        """Return the tasks of a dead worker to the queue, and tell the policy that the rank is gone."""
+        """Return the tasks of a dead worker to the queue, and tell the policy that the rank is
+        gone."""
         rank = worker.rank.rank
         self.store.lost.add(rank)
         worker.claims.lose(rank, "died", trainers=1)
@@ -268,11 +301,15 @@ class Generation:
         assert task is not None
         stage = "lend" if worker.rank.role == "trainer" and not self.colocated else "generate"
         args = {"group": task.group, "task": task.index, "version": task.version}
-        generated = max(worker.began, min(now, now if worker.remaining else now - worker.finish_time))
+        generated = max(
+            worker.began, min(now, now if worker.remaining else now - worker.finish_time)
+        )
         self._span(worker.rank.rank, stage, min(worker.began, now), generated, task.step, args)
         if generated < now:
             share = worker.rank.decode_seconds + worker.rank.score_seconds
-            middle = generated + (now - generated) * (worker.rank.decode_seconds / share if share else 0.0)
+            middle = generated + (now - generated) * (
+                worker.rank.decode_seconds / share if share else 0.0
+            )
             self._span(worker.rank.rank, "decode", generated, middle, task.step, args)
             self._span(worker.rank.rank, "score", middle, now, task.step, args)
 
@@ -282,7 +319,8 @@ class Generation:
         self._announce(worker)
 
     def idle(self, worker: Worker, now: float, cause: str) -> None:
-        """Note that `worker` has nothing to do, and why. A new cause ends the span of the old one."""
+        """Note that `worker` has nothing to do, and why. A new cause ends the span of the old
+        one."""
         if worker.idle_since is None:
             worker.idle_since, worker.idle_cause = now, cause
             self.idle_workers[worker.rank.rank] = worker
@@ -297,7 +335,9 @@ class Generation:
 
     def _waited(self, worker: Worker, now: float) -> None:
         if worker.idle_since is not None and now > worker.idle_since:
-            self._span(worker.rank.rank, "wait", worker.idle_since, now, -1, {"cause": worker.idle_cause})
+            self._span(
+                worker.rank.rank, "wait", worker.idle_since, now, -1, {"cause": worker.idle_cause}
+            )
 
     def _ends_idle(self, worker: Worker) -> None:
         worker.idle_since = None

@@ -1,8 +1,10 @@
-"""Read the seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml) into a hardware profile.
+"""Read the seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml) into
+a hardware profile.
 
-A file has rows of {seconds, samples, engine, tokens, passes, ...} by model (an option of configs/model) and stage. Rows
-fit a workload if their model, tokens, guidance and training are the same. Of these rows the fastest per unit counts.
-Stages without such a row stay computed. The `hardware.seconds` of a profile override all measured rows.
+A file has rows of {seconds, samples, engine, tokens, passes, ...} by model (an option of
+configs/model) and stage. Rows fit a workload if their model, tokens, guidance and training are the
+same. Of these rows the fastest per unit counts. Stages without such a row stay computed. The
+`hardware.seconds` of a profile override all measured rows.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from digenrl.hardware import Hardware
 
 
 def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
-    """Return `hardware` with the measured seconds per unit of this workload on its pools' GPUs, read from `folder`."""
+    """Return `hardware` with the measured seconds per unit of this workload on its pools' GPUs,
+    read from `folder`."""
     seconds = {stage: dict(table) for stage, table in hardware.seconds.items()}
     for pool in hardware.pools:
         for path in sorted(folder.glob("*.yaml")):
@@ -32,7 +35,8 @@ def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
 
 
 def same_gpu(profile: str, measured: str) -> bool:
-    """Return whether a profile's GPU (H100-SXM) is the measured one, whose name is the driver's (h100_80gb_hbm3).
+    """Return whether a profile's GPU (H100-SXM) is the measured one, whose name is the driver's
+    (h100_80gb_hbm3).
 
     The first word with a digit names the chip.
     """
@@ -55,7 +59,11 @@ def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[st
     }
     found: dict[str, float] = {}
     for stage, rows in stages.items():
-        fitting = [row for row in rows if all(row.get(key, value) == value for key, value in wanted.items())]
+        fitting = [
+            row
+            for row in rows
+            if all(row.get(key, value) == value for key, value in wanted.items())
+        ]
         per_unit = [row["seconds"] / row["samples"] / row.get("steps", 1) for row in fitting]
         if per_unit:
             found[stage] = min(per_unit) * (work.steps if stage == "generate" else 1)

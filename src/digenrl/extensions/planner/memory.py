@@ -1,7 +1,8 @@
 """Bytes on one GPU, by role, and on its host.
 
-Weights, gradients and optimizer are exact. Activations follow the counts in the facts of the model's family. A plan
-fills at most `USABLE` of the memory; the rest is for allocations that nobody counts.
+Weights, gradients and optimizer are exact. Activations follow the counts in the facts of the
+model's family. A plan fills at most `USABLE` of the memory; the rest is for allocations that nobody
+counts.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SCORER_PARAMETERS = {
     "aesthetic": 430_000_000,
     "image_reward": 450_000_000,
 }
-"""Parameters of reward models that stay on the GPU in fp32: CLIP-H (twice), CLIP-L (twice), BLIP-L. Others run on the
-CPU or elsewhere."""
+"""Parameters of reward models that stay on the GPU in fp32: CLIP-H (twice), CLIP-L (twice), BLIP-L.
+Others run on the CPU or elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Memory:
     """Bytes of the full parameters of blocks in use (sharded trainers), or of a bf16 cast."""
     activations: int = 0
     workspace: int = 0
-    """Bytes beyond the activations of training, and the reserve. Generation and evaluation need them for a forward
-    without gradients, encoders in use and the VAE decode."""
+    """Bytes beyond the activations of training, and the reserve. Generation and evaluation need
+    them for a forward without gradients, encoders in use and the VAE decode."""
 
     @property
     def total(self) -> int:
@@ -63,23 +64,29 @@ class Memory:
 
 
 def saved_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Return the bytes that autograd and checkpoints keep for `rows` forwards of one sample (samples x steps x passes).
+    """Return the bytes that autograd and checkpoints keep for `rows` forwards of one sample
+    (samples x steps x passes).
 
     The bytes are those of each of `context` ranks that share the sample's tokens.
     """
     kept = {mode: share for mode, share in recompute.shares.items() if share and mode != OFFLOAD}
-    return int(work.sizes["blocks"] * sum(share * work.kept_bytes(mode, rows, context) for mode, share in kept.items()))
+    return int(
+        work.sizes["blocks"]
+        * sum(share * work.kept_bytes(mode, rows, context) for mode, share in kept.items())
+    )
 
 
 def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Return the bytes of `rows` forwards that wait for the backward pass in pinned host memory; as `saved_bytes`."""
+    """Return the bytes of `rows` forwards that wait for the backward pass in pinned host memory; as
+    `saved_bytes`."""
     return int(recompute.offload * work.sizes["blocks"] * work.kept_bytes(ALL, rows, context))
 
 
 def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
     """Return the bytes of one block's activations while they are computed again.
 
-    With off-loading they are the activations of two blocks: one computes while those of the next return from the host.
+    With off-loading they are the activations of two blocks: one computes while those of the next
+    return from the host.
     """
     blocks_per_unit = work.sizes["attention_blocks"] / work.sizes["blocks"]
     whole = work.kept_bytes(ALL, rows, context)
@@ -90,12 +97,14 @@ def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int
 
 
 def whole_bytes(work: Workload, rows: int, context: int) -> int:
-    """Return the bytes of the tokens before the first block, which every rank holds whole, and of their gradient."""
+    """Return the bytes of the tokens before the first block, which every rank holds whole, and of
+    their gradient."""
     return int(2 * rows * work.block_bytes) if context > 1 else 0
 
 
 def text_encoder_bytes(work: Workload) -> int:
-    """Return the bytes of text encoders in bf16; 0 where prompts are stored, because encoders have left memory."""
+    """Return the bytes of text encoders in bf16; 0 where prompts are stored, because encoders have
+    left memory."""
     return 0 if work.stored_prompts else 2 * int(work.sizes["encoders"]["parameters"])
 
 
@@ -112,8 +121,9 @@ def encoder_bytes(work: Workload) -> int:
 def decode_bytes(work: Workload) -> int:
     """Return the bytes of the VAE's weights in fp32 and of a tiled decode.
 
-    The decode needs three buffers of 256 channels x 512 x 512 x 4 frames. Small samples are decoded together, as many
-    as have the pixels of one such frame (`decode_pixels` of digenrl.models.pipeline).
+    The decode needs three buffers of 256 channels x 512 x 512 x 4 frames. Small samples are decoded
+    together, as many as have the pixels of one such frame (`decode_pixels` of
+    digenrl.models.pipeline).
     """
     together = max(1, 512 * 512 // (work.height * work.width * work.frames))
     tile = min(512, work.height) * min(512, work.width) * min(4, work.frames)
@@ -121,14 +131,15 @@ def decode_bytes(work: Workload) -> int:
 
 
 def scorer_bytes(work: Workload, heldout: bool) -> int:
-    """Return the bytes of the reward models on a rank that scores, including `heldout` ones on a rank that
-    evaluates."""
+    """Return the bytes of the reward models on a rank that scores, including `heldout` ones on a
+    rank that evaluates."""
     names = {*work.rewards, *(work.heldout if heldout else ())}
     return sum(4 * SCORER_PARAMETERS.get(name, 0) for name in names)
 
 
 def version_bytes(work: Workload) -> int:
-    """Return the bytes of one version of the trained weights on its way, in the rollouts' dtype (16 bit).
+    """Return the bytes of one version of the trained weights on its way, in the rollouts' dtype (16
+    bit).
 
     Norms, which forwards read in fp32, are neglected.
     """
@@ -138,8 +149,9 @@ def version_bytes(work: Workload) -> int:
 def published_bytes(work: Workload, async_steps: int, told: bool = False) -> int:
     """Return the bytes of published versions in trainer 0's host memory.
 
-    The newest version serves ranks that join. With asynchrony the version before stays for a resumed run, and one more
-    is made meanwhile. If changes are sent (`told`), at least one further version is kept.
+    The newest version serves ranks that join. With asynchrony the version before stays for a
+    resumed run, and one more is made meanwhile. If changes are sent (`told`), at least one further
+    version is kept.
     """
     return (1 + max(2 * async_steps, told)) * version_bytes(work)
 
@@ -147,23 +159,29 @@ def published_bytes(work: Workload, async_steps: int, told: bool = False) -> int
 def sent_bytes(work: Workload, other_nodes: int) -> int:
     """Return the bytes of a version over the network link of trainer 0's node.
 
-    The link carries a copy for each other node with rollouts, and this node passes it on to its own ranks.
+    The link carries a copy for each other node with rollouts, and this node passes it on to its own
+    ranks.
     """
     return other_nodes * version_bytes(work)
 
 
 def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
-    """Return the peak bytes of encoding, of a forward of `rows` samples without gradients, and of decoding.
+    """Return the peak bytes of encoding, of a forward of `rows` samples without gradients, and of
+    decoding.
 
     Args:
         encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
     encoding = 0 if encoders else text_encoder_bytes(work)
-    return int(FRAGMENTATION * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding))
+    return int(
+        FRAGMENTATION
+        * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding)
+    )
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
-    """Return the bytes of a rollout rank: unsharded 16-bit weights (`Policy.only_generate`), forward, decode, rewards.
+    """Return the bytes of a rollout rank: unsharded 16-bit weights (`Policy.only_generate`),
+    forward, decode, rewards.
 
     Args:
         encoders: whether text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
@@ -191,14 +209,17 @@ def trainer_memory(
     encoders: bool = False,
     context: int = 1,
 ) -> Memory:
-    """Return the bytes of a trainer rank that shares its weights with `shards` - 1 others (1 = replicated).
+    """Return the bytes of a trainer rank that shares its weights with `shards` - 1 others (1 =
+    replicated).
 
     Args:
         recompute: what the blocks keep for the backward pass.
-        generates: whether it also generates (colocated, or lending), so that it needs room to encode and decode.
+        generates: whether it also generates (colocated, or lending), so that it needs room to
+            encode and decode.
         keeps_copy: whether it keeps the published trained weights between updates, for lending.
         encoders: whether text encoders and VAE stay on the GPUs that generate.
-        context: number of ranks that share the tokens of a trained forward. Each generates and evaluates alone.
+        context: number of ranks that share the tokens of a trained forward. Each generates and
+            evaluates alone.
     """
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
     full = work.lora_rank is None
@@ -211,7 +232,8 @@ def trainer_memory(
     stays = encoders and makes > 0
     # No rank generates during a micro-batch, so generation may use the room of its activations.
     aside = generating_bytes(work, makes, encoders) - kept if makes else 0
-    # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are scattered.
+    # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are
+    # scattered.
     gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0
     return Memory(
         frozen=0 if full else -(-2 * parameters // shards),

@@ -1,4 +1,5 @@
-"""Outcome of a simulated candidate: the seconds of its RL step, and what separates them from the bound."""
+"""Outcome of a simulated candidate: the seconds of its RL step, and what separates them from the
+bound."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from digenrl.extensions.planner.bound import Bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.records import MOST_STEPS, Simulated
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, Rank, coarsen
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
 from digenrl.extensions.planner.virtual_run import steady
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import Recompute
@@ -29,7 +30,7 @@ SLOW_RANK = 1.15
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CandidateOutcome:
     """Result of simulating a candidate."""
 
     costing: Costing
@@ -47,7 +48,8 @@ class Outcome:
     def expected_s(self) -> float:
         """Seconds per step, at least the candidate's floor.
 
-        A run that has not settled may still consume a buffer of samples, and then looks faster than it is.
+        A run that has not settled may still consume a buffer of samples, and then looks faster than
+        it is.
         """
         return max(self.step_s, self.costing.floor(self.candidate))
 
@@ -76,43 +78,60 @@ class Outcome:
     def evaluation_s(self, drawn: Drawn) -> float:
         """Return the seconds that an evaluation adds to its RL step.
 
-        If trainers evaluate, they do nothing else meanwhile, so all of its time counts. If rollouts evaluate, they
-        begin when their tasks are done and trainers wait for them before the update. Then only the part counts that
-        outlasts the rollouts' normal wait for the update.
+        If trainers evaluate, they do nothing else meanwhile, so all of its time counts. If rollouts
+        evaluate, they begin when their tasks are done and trainers wait for them before the update.
+        Then only the part counts that outlasts the rollouts' normal wait for the update.
         """
         candidate, costing = self.candidate, self.costing
         once = costing.evaluation_seconds(drawn, candidate)
         if not (costing.work.rollouts_evaluate and candidate.rollouts):
             return once
         cluster = costing.cluster(candidate)
-        waits = [s for (_, stage, cause), s in self.result.seconds.items() if (stage, cause) == ("wait", "weights")]
-        # Rollouts spend this part of their wait for weights while the update itself runs, when it is too late to
-        # evaluate.
-        after = cluster.reduce_seconds + cluster.optimizer_seconds + cluster.snapshot_seconds + cluster.publish_seconds
+        waits = [
+            s
+            for (_, stage, cause), s in self.result.seconds.items()
+            if (stage, cause) == ("wait", "weights")
+        ]
+        # Rollouts spend this part of their wait for weights while the update itself runs, when it
+        # is too late to evaluate.
+        after = (
+            cluster.reduce_seconds
+            + cluster.optimizer_seconds
+            + cluster.snapshot_seconds
+            + cluster.publish_seconds
+        )
         return max(0.0, once - max(0.0, sum(waits) / self._steps / candidate.rollouts - after))
 
     @property
     def settled(self) -> bool:
-        """Whether the seconds per step become steady. If not, `step_s` means little and the candidate never wins."""
+        """Whether the seconds per step become steady. If not, `step_s` means little and the
+        candidate never wins."""
         return self.result.settled
 
     def simulated(
-        self, cluster: Cluster | None = None, disturbance: Disturbance | str | None = None, steps: int | None = None
+        self,
+        cluster: Cluster | None = None,
+        disturbance: Disturbance | str | None = None,
+        steps: int | None = None,
     ) -> float:
-        """Return the seconds per step of a quick simulation with other durations or with a disturbance.
+        """Return the seconds per step of a quick simulation with other durations or with a
+        disturbance.
 
         Args:
             cluster: durations; None = those of the candidate.
             disturbance: what to disturb. A role slows down one rank of this role by `SLOW_RANK`.
             steps: RL steps to simulate; None = until the step no longer changes.
         """
-        spec, cluster = self.costing.spec(self.candidate), cluster or self.costing.cluster(self.candidate)
+        spec, cluster = (
+            self.costing.spec(self.candidate),
+            cluster or self.costing.cluster(self.candidate),
+        )
         real = len(cluster.ranks)
         spec, cluster = coarsen(spec, cluster, COARSE_RANKS)
         if isinstance(disturbance, str):
             last = (cluster.trainers if disturbance == "trainer" else cluster.rollouts)[-1].rank
-            # One rank of the coarse cluster stands for several. Of these only one is slow, which rollouts average out.
-            # Trainers wait for the slowest, so there the whole factor counts.
+            # One rank of the coarse cluster stands for several. Of these only one is slow, which
+            # rollouts average out. Trainers wait for the slowest, so there the whole factor counts.
             together = real / len(cluster.ranks) if disturbance == "rollout" else 1.0
             disturbance = Disturbance(stragglers={last: 1 + (SLOW_RANK - 1) / together})
         return steady(spec, cluster, steps, QUICK_STEPS, disturbance).step_s
@@ -135,7 +154,8 @@ class Outcome:
         return self._scaled(total / (trainers + rollouts))
 
     def _scaled(self, seconds: float) -> float:
-        """Correct a quick figure by the ratio of the exact and the quick simulation without disturbances."""
+        """Correct a quick figure by the ratio of the exact and the quick simulation without
+        disturbances."""
         return seconds * self.step_s / self._quick_s
 
     @cached_property
@@ -146,16 +166,20 @@ class Outcome:
     def slower_generation_s(self, factor: float) -> float:
         """Return the seconds per step if denoising takes `factor` times as long as assumed."""
         cluster = self.costing.cluster(self.candidate)
-        ranks = tuple(replace(rank, step_seconds=factor * rank.step_seconds) for rank in cluster.ranks)
+        ranks = tuple(
+            replace(rank, step_seconds=factor * rank.step_seconds) for rank in cluster.ranks
+        )
         return self._scaled(self.simulated(replace(cluster, ranks=ranks)))
 
     @cached_property
     def limits(self) -> list[dict[str, Any]]:
-        """Causes that separate the step from the bound, with their seconds per step, the largest first.
+        """Causes that separate the step from the bound, with their seconds per step, the largest
+        first.
 
-        The causes are switched off one after the other. Each counts by how much the simulated step becomes shorter.
-        What remains is waiting (start of a step, uneven parts) and placement, which the bound of the ranks' roles
-        separates. All of them sum to the difference between step and bound.
+        The causes are switched off one after the other. Each counts by how much the simulated step
+        becomes shorter. What remains is waiting (start of a step, uneven parts) and placement,
+        which the bound of the ranks' roles separates. All of them sum to the difference between
+        step and bound.
         """
         found, before = {}, self._quick_s
         for cause, cluster in self._freed():
@@ -165,7 +189,11 @@ class Outcome:
         found["waiting"] = before - roles + self.step_s - self._quick_s
         found["placement"] = roles - self.bound_s
         ordered = sorted(found.items(), key=lambda item: -abs(item[1]))
-        return [{"cause": cause, "seconds": seconds} for cause, seconds in ordered if abs(seconds) > 1e-9]
+        return [
+            {"cause": cause, "seconds": seconds}
+            for cause, seconds in ordered
+            if abs(seconds) > 1e-9
+        ]
 
     def _freed(self) -> Iterator[tuple[str, Cluster]]:
         """Yield (cause, cluster without this cause and without the earlier ones)."""
@@ -174,13 +202,15 @@ class Outcome:
         units = costing.seconds_per_unit()
         pools = {pool.name: pool for pool in costing.hardware.pools}
 
-        def ranks(change: Callable[[Rank], dict[str, Any]]) -> tuple[Rank, ...]:
+        def ranks(change: Callable[[VirtualRank], dict[str, Any]]) -> tuple[VirtualRank, ...]:
             return tuple(replace(rank, **change(rank)) for rank in cluster.ranks)
 
-        def best(stage: str, rank: Rank) -> float:
+        def best(stage: str, rank: VirtualRank) -> float:
             return size * (units[stage][rank.pool] or 0.0)
 
-        free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0)
+        free = dict.fromkeys(
+            ("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0
+        )
         own = dict.fromkeys(("adopt_seconds", "fetch_seconds", "send_seconds"), 0.0)
         cluster = replace(cluster, ranks=ranks(lambda rank: own), **free)  # type: ignore[arg-type]
         yield "publication, transfers, CPU scorers", cluster
@@ -195,26 +225,32 @@ class Outcome:
         cluster = replace(cluster, optimizer_seconds=0.0, switch_seconds=0.0)
         yield "optimizer, switches", cluster
 
-        def kept(rank: Rank) -> dict[str, float]:
+        def kept(rank: VirtualRank) -> dict[str, float]:
             plain = costs.cell_seconds(pools[rank.pool], size, spec.tsp_batch, Recompute())
             return {"cell_seconds": plain / spec.context if rank.role == "trainer" else 0.0}
 
         cluster = replace(cluster, ranks=ranks(kept))
         yield "recomputation", cluster
 
-        def batched(rank: Rank) -> dict[str, float]:
+        def batched(rank: VirtualRank) -> dict[str, float]:
             cell = best("train", rank) / spec.context if rank.role == "trainer" else 0.0
             return {"cell_seconds": cell, "step_seconds": best("generate", rank) / work.steps}
 
         cluster = replace(cluster, ranks=ranks(batched))
         yield "batch sizes, launches", cluster
-        # Encoding each prompt once is part of the bound; a prompt that several ranks encode is the repetition.
-        spent = {pool: s for (pool, stage, _), s in self.result.seconds.items() if stage == "encode"}
+        # Encoding each prompt once is part of the bound; a prompt that several ranks encode is the
+        # repetition.
+        spent = {
+            pool: s for (pool, stage, _), s in self.result.seconds.items() if stage == "encode"
+        }
         paid = {rank.pool: rank.encode_seconds for rank in cluster.ranks}
-        times = sum(seconds / paid[pool] for pool, seconds in spent.items() if paid[pool]) / self.result.steps
+        times = (
+            sum(seconds / paid[pool] for pool, seconds in spent.items() if paid[pool])
+            / self.result.steps
+        )
         once = min(1.0, work.prompts / times) if times else 1.0
 
-        def resident(rank: Rank) -> dict[str, float]:
+        def resident(rank: VirtualRank) -> dict[str, float]:
             return {
                 "encode_seconds": once * (units["encode"][rank.pool] or 0.0),
                 "decode_seconds": best("decode", rank),
@@ -232,11 +268,12 @@ def evaluate(
     trace: bool = False,
     steps: int | None = None,
     cutoff_s: float = math.inf,
-) -> Outcome:
+) -> CandidateOutcome:
     """Simulate `candidate`.
 
     Args:
-        exact: simulate every rank by itself. Otherwise quick: what equal ranks do at the same time is one event.
+        exact: simulate every rank by itself. Otherwise quick: what equal ranks do at the same time
+            is one event.
         trace: keep the spans.
         steps: RL steps to simulate; None = until the step no longer changes.
         cutoff_s: seconds per step above which a run is stopped early; see `steady`.
@@ -247,6 +284,8 @@ def evaluate(
     most = MOST_STEPS if exact else QUICK_STEPS
     result = steady(spec, cluster, steps, most, trace=trace, cutoff_s=cutoff_s)
     if exact:
-        return Outcome(costing, candidate, result, bound)
-    result = replace(result, made=(), trained=())  # a search keeps many of these, and needs only their seconds
-    return Outcome(costing, candidate, result, bound, result.step_s)
+        return CandidateOutcome(costing, candidate, result, bound)
+    result = replace(
+        result, made=(), trained=()
+    )  # a search keeps many of these, and needs only their seconds
+    return CandidateOutcome(costing, candidate, result, bound, result.step_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.outcome import Outcome
+from digenrl.extensions.planner.outcome import CandidateOutcome
 from digenrl.extensions.planner.planner import Plan
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import AUTO, Recompute
@@ -17,8 +17,9 @@ NEAR_DUPLICATE = 0.01
 """Relative difference of step times below which two candidates of one schedule are shown as one."""
 
 
-def overrides(outcome: Outcome) -> list[str]:
-    """Return the words that run the candidate with `python -m digenrl.cli.train experiment=... hardware=...`."""
+def overrides(outcome: CandidateOutcome) -> list[str]:
+    """Return the words that run the candidate with `python -m digenrl.cli.train experiment=...
+    hardware=...`."""
     candidate, hardware = outcome.candidate, outcome.costing.hardware
     words = [
         f"allocation.trainers={candidate.trainers}",
@@ -50,7 +51,7 @@ def _recompute_word(recompute: Recompute | None) -> str:
     return str(value).lower()
 
 
-def row(outcome: Outcome) -> dict[str, Any]:
+def row(outcome: CandidateOutcome) -> dict[str, Any]:
     """Return one candidate's entry in plan.json."""
     return {
         "overrides": overrides(outcome),
@@ -69,14 +70,16 @@ def row(outcome: Outcome) -> dict[str, Any]:
         "robust_step_s": outcome.robust_s,
         "messages": list(outcome.result.messages),
         "memory_gib": memory_by_role(outcome),
-        "host_gib": {pool: round(gib, 3) for pool, gib in outcome.costing.host_gib(outcome.candidate).items()},
+        "host_gib": {
+            pool: round(gib, 3) for pool, gib in outcome.costing.host_gib(outcome.candidate).items()
+        },
         "recompute": {pool: kept.config for pool, kept in recomputed(outcome).items()},
         "bubble": outcome.bubble,
         "limits": outcome.limits,
     }
 
 
-def memory_by_role(outcome: Outcome) -> dict[str, float]:
+def memory_by_role(outcome: CandidateOutcome) -> dict[str, float]:
     """Return role -> GiB of its fullest rank."""
     table: dict[str, float] = {}
     for (_, role), use in outcome.costing.memory(outcome.candidate).items():
@@ -84,39 +87,55 @@ def memory_by_role(outcome: Outcome) -> dict[str, float]:
     return table
 
 
-def recomputed(outcome: Outcome) -> dict[str, Recompute]:
+def recomputed(outcome: CandidateOutcome) -> dict[str, Recompute]:
     """Return pool of trainers -> what their blocks keep for the backward pass."""
     costing, candidate = outcome.costing, outcome.candidate
     names = dict.fromkeys(name for name, role in costing.placed(candidate) if role == "trainer")
     return {name: costing.recompute(candidate, costing.hardware.pool(name)) for name in names}
 
 
-def repeats(outcome: Outcome) -> str:
-    """Return a table cell for recomputation: `no`, shares of blocks with what they compute again, or `by pool`."""
+def repeats(outcome: CandidateOutcome) -> str:
+    """Return a table cell for recomputation: `no`, shares of blocks with what they compute again,
+    or `by pool`."""
     kept = set(recomputed(outcome).values())
     if len(kept) > 1:
         return "by pool"
     shares = {mode: share for mode, share in kept.pop().shares.items() if share > 0}
     words = {"products": "p", "attention": "a", "inputs": "all"}
-    return "+".join(f"{100 * shares[mode]:.0f}%{word}" for mode, word in words.items() if mode in shares) or "no"
+    return (
+        "+".join(
+            f"{100 * shares[mode]:.0f}%{word}" for mode, word in words.items() if mode in shares
+        )
+        or "no"
+    )
 
 
-def chosen(plan: Plan, asynchronous: bool) -> list[Outcome]:
+def chosen(plan: Plan, asynchronous: bool) -> list[CandidateOutcome]:
     """Return the candidates that the plan may choose from, best first."""
-    return [outcome for outcome in plan.outcomes if asynchronous or outcome.candidate.spec.async_steps == 0]
+    return [
+        outcome
+        for outcome in plan.outcomes
+        if asynchronous or outcome.candidate.spec.async_steps == 0
+    ]
 
 
-def as_json(plan: Plan, asked: Outcome | None, asynchronous: bool, booking: Booking) -> dict[str, Any]:
-    """Return plan.json: the ranked candidates, the run's cost, and the numbers to recompute the bound from.
+def as_json(
+    plan: Plan, asked: CandidateOutcome | None, asynchronous: bool, booking: Booking
+) -> dict[str, Any]:
+    """Return plan.json: the ranked candidates, the run's cost, and the numbers to recompute the
+    bound from.
 
-    `asked` is the run that the configuration describes. Its `misfits` say why it does not fit into memory.
+    `asked` is the run that the configuration describes. Its `misfits` say why it does not fit into
+    memory.
     """
     costing = plan.costing
     best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
     ranked = chosen(plan, asynchronous)
     return {
         "candidates": [row(outcome) for outcome in ranked],
-        "configured": None if asked is None else row(asked) | {"misfits": costing.misfits(asked.candidate)},
+        "configured": None
+        if asked is None
+        else row(asked) | {"misfits": costing.misfits(asked.candidate)},
         "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
         "pools": {pool.name: pool.count for pool in costing.hardware.pools},
         "work": costing.work_units(),
@@ -142,25 +161,32 @@ class Booking:
     drawn: Drawn | None = None
     """Samples that each evaluation draws; None = no evaluations."""
 
-    def hours(self, outcome: Outcome) -> float:
+    def hours(self, outcome: CandidateOutcome) -> float:
         """Return the hours of the whole run, including its evaluations."""
         seconds = self.rl_steps * outcome.step_s
-        if self.drawn is not None:  # the last evaluation overlaps with no training, so all of its time counts
+        if (
+            self.drawn is not None
+        ):  # the last evaluation overlaps with no training, so all of its time counts
             seconds += (self.evaluations - 1) * outcome.evaluation_s(self.drawn)
             seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate)
         return seconds / 3600
 
-    def gpu_hours(self, outcome: Outcome) -> float:
+    def gpu_hours(self, outcome: CandidateOutcome) -> float:
         """Return the GPU-hours of the run. All GPUs of the profile are booked."""
         return self.hours(outcome) * outcome.costing.hardware.gpus
 
-    def price(self, outcome: Outcome) -> float | None:
+    def price(self, outcome: CandidateOutcome) -> float | None:
         """Return the cost of the run in the currency of the price; None if no price is given."""
-        return None if self.price_per_gpu_hour is None else self.gpu_hours(outcome) * self.price_per_gpu_hour
+        return (
+            None
+            if self.price_per_gpu_hour is None
+            else self.gpu_hours(outcome) * self.price_per_gpu_hour
+        )
 
 
 def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
-    """Return the winner's step if denoising took 20% longer than assumed, and the best candidate then."""
+    """Return the winner's step if denoising took 20% longer than assumed, and the best candidate
+    then."""
     ranked = chosen(plan, asynchronous)
     seconds = {outcome.candidate: outcome.slower_generation_s(SLOWER) for outcome in ranked}
     best = min(ranked, key=lambda outcome: seconds[outcome.candidate])
@@ -172,7 +198,7 @@ def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
     }
 
 
-def _seat(outcome: Outcome) -> str:
+def _seat(outcome: CandidateOutcome) -> str:
     candidate = outcome.candidate
     return f"{candidate.name} {candidate.trainers}+{candidate.rollouts}"
 
@@ -183,16 +209,24 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     gpus = ", ".join(f"{pool.count} x {pool.gpu}" for pool in plan.costing.hardware.pools)
     price = booking.price(winner)
     money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
-    evaluators = "rollouts" if plan.costing.work.rollouts_evaluate and winner.candidate.rollouts else "trainers"
+    evaluators = (
+        "rollouts"
+        if plan.costing.work.rollouts_evaluate and winner.candidate.rollouts
+        else "trainers"
+    )
     lines = [
-        f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and {booking.evaluations} "
+        f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
+        f"{booking.evaluations} "
         f"evaluations by {evaluators}): {booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
-        f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if durations vary by 5%, "
+        f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if "
+        "durations vary by 5%, "
         f"{winner.slow_rank_s:.2f} s if one rank is 15% slower.",
     ]
     found = sensitivity(plan, asynchronous)
     other = (
-        "" if found["best"] == _seat(winner) else f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
+        ""
+        if found["best"] == _seat(winner)
+        else f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
     )
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
     words: dict[str, list[str]] = {}
@@ -203,37 +237,48 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
                 stage if len(where) == len(by_pool) else f"{stage} on {'+'.join(where)}"
             )
     lines.append(
-        "Speeds: " + "; ".join(f"{source}: {', '.join(names)}" for source, names in sorted(words.items())) + "."
+        "Speeds: "
+        + "; ".join(f"{source}: {', '.join(names)}" for source, names in sorted(words.items()))
+        + "."
     )
     return lines + [f"In the simulation {message}" for message in winner.result.messages]
 
 
-def table(plan: Plan, asynchronous: bool, booking: Booking, show: int, asked: Outcome | None = None) -> list[str]:
+def table(
+    plan: Plan,
+    asynchronous: bool,
+    booking: Booking,
+    show: int,
+    asked: CandidateOutcome | None = None,
+) -> list[str]:
     """Return a table of the best candidates without near-duplicates, and of the configured run."""
     lines = [
-        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>13}{'GiB T/R':>13}{'s/step':>10}"
+        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>13}{'GiB T/R':>13}{'s/step':>10}"  # noqa: E501
         f"{'jitter':>9}{'slow rank':>11}{'of bound':>10}{'GPU-hours':>11}  waiting; also"
     ]
     shown: dict[tuple[str, str], list[float]] = {}
     for outcome in chosen(plan, asynchronous):
         near = shown.setdefault((outcome.candidate.name, outcome.candidate.sharding), [])
-        if len(lines) <= show and all(abs(outcome.step_s / other - 1) > NEAR_DUPLICATE for other in near):
+        if len(lines) <= show and all(
+            abs(outcome.step_s / other - 1) > NEAR_DUPLICATE for other in near
+        ):
             near.append(outcome.step_s)
             lines.append(_line(outcome, booking))
     return lines if asked is None else [*lines, _line(asked, booking, "as configured")]
 
 
-def _line(outcome: Outcome, booking: Booking, name: str | None = None) -> str:
+def _line(outcome: CandidateOutcome, booking: Booking, name: str | None = None) -> str:
     candidate, memory = outcome.candidate, memory_by_role(outcome)
     gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
     waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
     bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
     settled = "" if outcome.settled else "; does not settle"
     return (
-        f"{name or candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"
+        f"{name or candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"  # noqa: E501
         f"{candidate.spec.task_size:>4}{candidate.spec.tsp_batch:>4}{candidate.spec.gap:>4}"
         f"{repeats(outcome):>13}{gib:>13}{outcome.step_s:>10.2f}{outcome.jitter_s:>9.2f}{outcome.slow_rank_s:>11.2f}"
-        f"{outcome.efficiency:>10.3f}{booking.gpu_hours(outcome):>11.0f}  {bubble or 'none'}{_also(candidate)}{settled}"
+        f"{outcome.efficiency:>10.3f}{booking.gpu_hours(outcome):>11.0f}  "
+        f"{bubble or 'none'}{_also(candidate)}{settled}"
     )
 
 
@@ -256,20 +301,31 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
     winner = ranked[0]
     colocated = plan.best("colocated")
     limits = [limit for limit in winner.limits if limit["seconds"] > 0][:3]
-    causes = ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"
+    causes = (
+        ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"
+    )
     if winner.candidate.rollouts == 0:
         others = [outcome for outcome in ranked if outcome.candidate.rollouts]
-        versus = f"the best disaggregated run takes {others[0].step_s:.2f} s" if others else "no disaggregated run fits"
+        versus = (
+            f"the best disaggregated run takes {others[0].step_s:.2f} s"
+            if others
+            else "no disaggregated run fits"
+        )
         why = f"Colocated wins: {versus}. Disaggregation does not pay here."
     elif colocated is None:
         why = "Disaggregated, because no colocated run fits into memory, or none was asked for."
     else:
         ratio = colocated.step_s / winner.step_s
         why = f"Disaggregated: {ratio:.2f}x the best colocated run ({colocated.step_s:.2f} s)"
-        why += "." if ratio >= 1 else f", {colocated.robust_s / winner.robust_s:.2f}x with jitter or a slow rank."
+        why += (
+            "."
+            if ratio >= 1
+            else f", {colocated.robust_s / winner.robust_s:.2f}x with jitter or a slow rank."
+        )
     idle = plan.costing.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
     return [
-        f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound ({plan.bound_s:.2f} s); "
+        f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound "
+        f"({plan.bound_s:.2f} s); "
         f"what separates them: {causes}.",
         why,
         "All GPUs work." if idle == 0 else f"{idle} GPUs stay idle.",

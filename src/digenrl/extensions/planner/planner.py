@@ -1,8 +1,10 @@
-"""Search for the fastest run: enumerate candidates, drop those that exceed memory, simulate the rest, rank them.
+"""Search for the fastest run: enumerate candidates, drop those that exceed memory, simulate the
+rest, rank them.
 
-Candidates differ in allocation (colocated or disaggregated), roles of pools, task size, fragment size, steps per
-forward (K), sharding, lending and asynchrony. A coarse pass covers the choices that matter most: roles, sharding and
-task size. A fine pass then searches around the best candidates of each kind.
+Candidates differ in allocation (colocated or disaggregated), roles of pools, task size, fragment
+size, steps per forward (K), sharding, lending and asynchrony. A coarse pass covers the choices that
+matter most: roles, sharding and task size. A fine pass then searches around the best candidates of
+each kind.
 """
 
 from __future__ import annotations
@@ -27,23 +29,24 @@ from digenrl.extensions.planner.enumeration import (
     promising,
     task_sizes,
 )
-from digenrl.extensions.planner.outcome import Outcome, evaluate
+from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 
 NEAR = 2
-"""Candidates of each kind whose neighbours are tried. A kind is given by lending, sharding, and the first pool of
-trainers."""
+"""Candidates of each kind whose neighbours are tried. A kind is given by lending, sharding, and the
+first pool of trainers."""
 WORTHWHILE = 0.999
 """Factor on the best step time that a new candidate must beat to be worth a simulation."""
 RIVAL = 1.05
-"""Factor on the best step time up to which candidates with other sharding stay in the search, because they may bear
-disturbances better."""
+"""Factor on the best step time up to which candidates with other sharding stay in the search,
+because they may bear disturbances better."""
 CUTOFF = 1.25
-"""Factor on the best step times. A candidate whose second step takes longer is not simulated to its end."""
+"""Factor on the best step times. A candidate whose second step takes longer is not simulated to its
+end."""
 FINALISTS = 2
 """Candidates of each kind that are simulated rank by rank."""
 MOST_FINALISTS = 10
-"""Most candidates of each kind that are simulated rank by rank, while further quick results look better than the
-exact ones."""
+"""Most candidates of each kind that are simulated rank by rank, while further quick results look
+better than the exact ones."""
 ROUNDS = 4
 """Most rounds of searching around the best candidates."""
 
@@ -58,14 +61,14 @@ class Plan:
 
     costing: Costing
     bound: Bound
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CandidateOutcome, ...]
     simulated: int
 
     @property
     def bound_s(self) -> float:
         return self.bound.seconds
 
-    def best(self, kind: str) -> Outcome | None:
+    def best(self, kind: str) -> CandidateOutcome | None:
         """Return the best outcome of a kind (colocated | on_policy | async), or None."""
         tests = {
             "colocated": lambda c: c.rollouts == 0,
@@ -76,7 +79,10 @@ class Plan:
 
 
 def make_plan(
-    costing: Costing, steps: int | None = None, fixed: Mapping[str, Any] | None = None, asynchronous: bool = True
+    costing: Costing,
+    steps: int | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    asynchronous: bool = True,
 ) -> Plan:
     """Search for the fastest way to run `costing`.
 
@@ -94,7 +100,8 @@ def make_plan(
 
 @contextmanager
 def _collecting_nothing() -> Iterator[None]:
-    """Switch the garbage collector off: a plan leaves no reference cycles, and collecting is a sixth of its time."""
+    """Switch the garbage collector off: a plan leaves no reference cycles, and collecting is a
+    sixth of its time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -104,16 +111,21 @@ def _collecting_nothing() -> Iterator[None]:
             gc.enable()
 
 
-def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], asynchronous: bool) -> Plan:
+def _make_plan(
+    costing: Costing, steps: int | None, fixed: Mapping[str, Any], asynchronous: bool
+) -> Plan:
     bound = costing.bound()
-    seen: dict[Candidate, Outcome] = {}
-    finalists: dict[Candidate, Outcome] = {}
+    seen: dict[Candidate, CandidateOutcome] = {}
+    finalists: dict[Candidate, CandidateOutcome] = {}
 
-    def tried(candidates: Iterable[Candidate], known: Iterable[Outcome] = ()) -> list[Outcome]:
-        """Simulate the candidates that fit and might beat the `known` outcomes; return all of them, best first.
+    def tried(
+        candidates: Iterable[Candidate], known: Iterable[CandidateOutcome] = ()
+    ) -> list[CandidateOutcome]:
+        """Simulate the candidates that fit and might beat the `known` outcomes; return all of them,
+        best first.
 
-        Candidates with low floors come first. Each kind of sharding competes with its like only: a slightly slower run
-        in which fewer ranks wait for each other may bear disturbances better.
+        Candidates with low floors come first. Each kind of sharding competes with its like only: a
+        slightly slower run in which fewer ranks wait for each other may bear disturbances better.
         """
         found = {outcome.candidate: outcome for outcome in known}
         fitting = [
@@ -124,8 +136,15 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
         for candidate in sorted(fitting, key=costing.floor):
             if candidate not in seen:
                 best = sorted(outcome.expected_s for outcome in found.values())[:FINALISTS]
-                alike = (o.expected_s for o in found.values() if o.candidate.sharding == candidate.sharding)
-                limits = [WORTHWHILE * min(alike, default=math.inf), RIVAL * min(best, default=math.inf)]
+                alike = (
+                    o.expected_s
+                    for o in found.values()
+                    if o.candidate.sharding == candidate.sharding
+                )
+                limits = [
+                    WORTHWHILE * min(alike, default=math.inf),
+                    RIVAL * min(best, default=math.inf),
+                ]
                 if known and not candidate.spec.async_steps:
                     limits.append(on_policy)
                 if costing.floor(candidate) >= min(limits):
@@ -142,15 +161,23 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
             candidates = _fixed(costing, disaggregated(costing, async_steps, numbers), fixed)
             coarse.append(iter(promising(costing, candidates)))
     on_policy = math.inf
-    """Seconds per step of the fastest on-policy run. Neighbours of on-policy runs must have a lower floor."""
+    """Seconds per step of the fastest on-policy run. Neighbours of on-policy runs must have a lower
+    floor."""
     for candidates in coarse:
         best = tried(candidates)
         for _ in range(ROUNDS):
-            around = [near for outcome in _centres(best) for near in neighbours(costing, outcome.candidate)]
+            around = [
+                near
+                for outcome in _centres(best)
+                for near in neighbours(costing, outcome.candidate)
+            ]
             before, best = _rivals(best), tried(around, best)
-            if all(seconds >= WORTHWHILE * before.get(held, math.inf) for held, seconds in _rivals(best).items()):
+            if all(
+                seconds >= WORTHWHILE * before.get(held, math.inf)
+                for held, seconds in _rivals(best).items()
+            ):
                 break
-        replayed: list[Outcome] = []
+        replayed: list[CandidateOutcome] = []
         finalists_of_kind = FINALISTS if not best or best[0].expected_s <= RIVAL * on_policy else 1
         for outcome in _contenders(best):
             steady = [other.step_s for other in replayed if other.settled]
@@ -168,49 +195,72 @@ def _make_plan(costing: Costing, steps: int | None, fixed: Mapping[str, Any], as
     return Plan(costing, bound, tuple(_ranked(finalists.values())), len(seen))
 
 
-def _ranked(outcomes: Collection[Outcome]) -> list[Outcome]:
+def _ranked(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:
     """Sort outcomes: settled before unsettled, then by `robust_s`.
 
-    Runs that are more than `RIVAL` times as slow as the fastest come after the others. On-policy runs are compared with
-    on-policy runs only, because asynchronous ones may be left out afterwards.
+    Runs that are more than `RIVAL` times as slow as the fastest come after the others. On-policy
+    runs are compared with on-policy runs only, because asynchronous ones may be left out
+    afterwards.
     """
     settled = [outcome for outcome in outcomes if outcome.settled]
 
-    def slow(outcome: Outcome) -> bool:
-        alike = (o.step_s for o in settled if o.candidate.spec.async_steps <= outcome.candidate.spec.async_steps)
+    def slow(outcome: CandidateOutcome) -> bool:
+        alike = (
+            o.step_s
+            for o in settled
+            if o.candidate.spec.async_steps <= outcome.candidate.spec.async_steps
+        )
         return outcome.step_s > RIVAL * min(alike, default=math.inf)
 
-    return sorted(outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s))
+    return sorted(
+        outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s)
+    )
 
 
-def _rivals(ranked: list[Outcome]) -> dict[str, float]:
-    """Return sharding -> seconds of its best run, without those slower than `RIVAL` times the best."""
+def _rivals(ranked: list[CandidateOutcome]) -> dict[str, float]:
+    """Return sharding -> seconds of its best run, without those slower than `RIVAL` times the
+    best."""
     fastest = {outcome.candidate.sharding: outcome.expected_s for outcome in reversed(ranked)}
-    return {held: seconds for held, seconds in fastest.items() if seconds <= RIVAL * min(fastest.values())}
+    return {
+        held: seconds
+        for held, seconds in fastest.items()
+        if seconds <= RIVAL * min(fastest.values())
+    }
 
 
-def _centres(ranked: list[Outcome]) -> list[Outcome]:
-    """Return the `NEAR` best of each kind, given by lending, sharding and first pool of trainers."""
-    kinds: dict[tuple[bool, str, str | None], list[Outcome]] = {}
+def _centres(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
+    """Return the `NEAR` best of each kind, given by lending, sharding and first pool of
+    trainers."""
+    kinds: dict[tuple[bool, str, str | None], list[CandidateOutcome]] = {}
     for outcome in ranked:
         candidate = outcome.candidate
-        kinds.setdefault((candidate.spec.tag, candidate.sharding, candidate.first), []).append(outcome)
+        kinds.setdefault((candidate.spec.tag, candidate.sharding, candidate.first), []).append(
+            outcome
+        )
     return [outcome for kind in kinds.values() for outcome in kind[:NEAR]]
 
 
-def _contenders(ranked: list[Outcome]) -> list[Outcome]:
+def _contenders(ranked: list[CandidateOutcome]) -> list[CandidateOutcome]:
     """Reorder `ranked`: first the best of each fragment size and sharding, then the others.
 
-    Quick simulations of equal fragment size and sharding have similar errors, so the exact ones should cover each.
+    Quick simulations of equal fragment size and sharding have similar errors, so the exact ones
+    should cover each.
     """
-    kinds: dict[tuple[str, int], list[Outcome]] = {}
+    kinds: dict[tuple[str, int], list[CandidateOutcome]] = {}
     for outcome in ranked:
-        kinds.setdefault((outcome.candidate.sharding, outcome.candidate.spec.gap), []).append(outcome)
-    return [own[0] for own in kinds.values()] + [outcome for own in kinds.values() for outcome in own[1:]]
+        kinds.setdefault((outcome.candidate.sharding, outcome.candidate.spec.gap), []).append(
+            outcome
+        )
+    return [own[0] for own in kinds.values()] + [
+        outcome for own in kinds.values() for outcome in own[1:]
+    ]
 
 
-def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]) -> Iterator[Candidate]:
-    """Yield `candidates` with the user's choices, and with steps per forward that fit these choices."""
+def _fixed(
+    costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str, Any]
+) -> Iterator[Candidate]:
+    """Yield `candidates` with the user's choices, and with steps per forward that fit these
+    choices."""
     for candidate in candidates:
         changed = candidate.but(**fixed) if fixed else candidate
         if not allowed(costing, changed):
@@ -220,23 +270,28 @@ def _fixed(costing: Costing, candidates: Iterable[Candidate], fixed: Mapping[str
         yield changed
 
 
-def sync_run(costing: Costing, gpus: int) -> Outcome | None:
+def sync_run(costing: Costing, gpus: int) -> CandidateOutcome | None:
     """Return the outcome of `schedule=sync` on `gpus` GPUs at its best split.
 
     Nothing overlaps in it, and a forward trains one denoising step.
     """
     found = []
     for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp")):
-        candidate = costing.candidate(trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False)
+        candidate = costing.candidate(
+            trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False
+        )
         if allowed(costing, candidate) and not costing.misfits(candidate):
             found.append(candidate)
     return fastest(costing, found, costing.bound())
 
 
-def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> Outcome | None:
-    """Return the fastest of `candidates`. A candidate whose floor exceeds the best so far is not simulated."""
+def fastest(
+    costing: Costing, candidates: Iterable[Candidate], bound: Bound
+) -> CandidateOutcome | None:
+    """Return the fastest of `candidates`. A candidate whose floor exceeds the best so far is not
+    simulated."""
     floors = {candidate: costing.floor(candidate) for candidate in dict.fromkeys(candidates)}
-    best: Outcome | None = None
+    best: CandidateOutcome | None = None
     for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
         if best is not None and floor >= best.step_s:
             break
@@ -246,15 +301,20 @@ def fastest(costing: Costing, candidates: Iterable[Candidate], bound: Bound) -> 
 
 
 def _why_nothing(costing: Costing) -> str:
-    """Return why even the smallest candidates cannot run: colocated, and half of the GPUs in each role."""
+    """Return why even the smallest candidates cannot run: colocated, and half of the GPUs in each
+    role."""
     gpus, size, pools = costing.hardware.gpus, task_sizes(costing)[0], costing.hardware.pools
-    training, generating = (sum(p.count for p in pools if p.role == role) for role in ("trainer", "rollout"))
+    training, generating = (
+        sum(p.count for p in pools if p.role == role) for role in ("trainer", "rollout")
+    )
     trials = {}
     if not generating:
         trials["colocated"] = costing.candidate(gpus, 0, sharding="fsdp", task_size=size)
     if gpus > 1:
         trainers = max(training, min(gpus // 2, gpus - generating))
-        trials[f"{trainers} trainers"] = costing.candidate(trainers, gpus - trainers, sharding="fsdp", task_size=size)
+        trials[f"{trainers} trainers"] = costing.candidate(
+            trainers, gpus - trainers, sharding="fsdp", task_size=size
+        )
     reasons = [
         f"{name}: {', '.join(costing.misfits(trial))}"
         for name, trial in trials.items()
@@ -262,6 +322,9 @@ def _why_nothing(costing: Costing) -> str:
     ]
     if not reasons:
         roles = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in pools)
-        return f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to auto or trainer."
+        return (
+            f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to "
+            "auto or trainer."
+        )
     remedy = "Use more or larger GPUs, LoRA, a smaller resolution or fewer frames."
     return f"nothing fits: {'; '.join(reasons)}. {remedy}"

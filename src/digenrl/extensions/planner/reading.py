@@ -1,4 +1,5 @@
-"""Read a configuration for the planner: as a `Workload`, a `Candidate`, and a `Costing` on the hardware profile."""
+"""Read a configuration for the planner: as a `Workload`, a `Candidate`, and a `Costing` on the
+hardware profile."""
 
 from __future__ import annotations
 
@@ -42,15 +43,16 @@ CHOICES = {
 
 
 def sized(composed: Composed) -> bool:
-    """Return whether the model is a real build with counted sizes, on pools whose memory is known."""
+    """Return whether the model is a real build with counted sizes, on pools whose memory is
+    known."""
     config: Any = composed.config
     known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
     return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
 
 
 def costing_of(composed: Composed) -> Costing:
-    """Return the costing of the experiment on its hardware profile. Raises ValueError for a model without counted
-    sizes."""
+    """Return the costing of the experiment on its hardware profile. Raises ValueError for a model
+    without counted sizes."""
     work, folder = workload(composed), config_directory() / "hardware" / "measured"
     profile = parse_hardware(composed.config.hardware)
     lines = {pools: as_sent(line, composed.config.network) for pools, line in profile.lines.items()}
@@ -63,10 +65,13 @@ def workload(composed: Composed) -> Workload:
     model_name = composed.choices["model"]
     if model_name not in counted():
         raise ValueError(
-            f"model={model_name} has no counted sizes to plan with (known: {', '.join(sorted(counted()))}). A "
+            f"model={model_name} has no counted sizes to plan with (known: "
+            f"{', '.join(sorted(counted()))}). A "
             "small one is measured faster than planned: `python -m digenrl.cli.train "
-            f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} max_rl_steps=3` ends "
-            "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, once."
+            f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} "
+            "max_rl_steps=3` ends "
+            "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, "
+            "once."
         )
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")
@@ -109,33 +114,45 @@ def workload(composed: Composed) -> Workload:
 def _trained_samples(config: Any) -> int | None:
     """Return 2k if only the k best and k worst samples of a group are trained, else None.
 
-    This needs three settings: only these samples have an advantage, no other loss term needs the others, and cells
-    without a gradient are skipped.
+    This needs three settings: only these samples have an advantage, no other loss term needs the
+    others, and cells without a gradient are skipped.
     """
     k = config.algorithm.advantage.get("best_and_worst")
-    skips = config.schedule.skip_zero and "surrogate" in config.algorithm and not config.algorithm.kl_weight
+    skips = (
+        config.schedule.skip_zero
+        and "surrogate" in config.algorithm
+        and not config.algorithm.kl_weight
+    )
     return 2 * k if k and skips and 2 * k < config.data.group_size else None
 
 
 def _has_room(config: Any, work: Workload) -> bool:
-    """Return whether the samples of an evaluation fit beside the model on every GPU that may be a rollout's."""
+    """Return whether the samples of an evaluation fit beside the model on every GPU that may be a
+    rollout's."""
     pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
     stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
-    need = rollout_memory(replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay).gib
+    need = rollout_memory(
+        replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay
+    ).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
 def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Candidate:
-    """Return the candidate that the configuration describes, with `trained` trained denoising steps."""
+    """Return the candidate that the configuration describes, with `trained` trained denoising
+    steps."""
     asked = config.model.get("gradient_checkpointing", False)
-    if isinstance(asked, ListConfig):  # settled for each trainer before; the planner's own choice gives the same
+    if isinstance(
+        asked, ListConfig
+    ):  # settled for each trainer before; the planner's own choice gives the same
         asked = AUTO
     return Candidate(
         trainers,
         rollouts,
         replace(ScheduleSpec.from_config(config, trained), shares=(), measured_shares=False),
         sharding=sharding(config),
-        shard_group=config.parallel.shard_group if isinstance(config.parallel.shard_group, int) else None,
+        shard_group=config.parallel.shard_group
+        if isinstance(config.parallel.shard_group, int)
+        else None,
         recompute=None if asked == AUTO else parse_recompute(asked),
         encoders=not config.model.get("offload_encoders", True),
         shares=config.schedule.shares != "equal",

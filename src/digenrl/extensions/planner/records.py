@@ -1,4 +1,5 @@
-"""State of trainer units in a virtual run, the result of a run, and the test for a steady step time."""
+"""State of trainer units in a virtual run, the result of a run, and the test for a steady step
+time."""
 
 from __future__ import annotations
 
@@ -52,9 +53,11 @@ class Simulated:
     """Virtual second at which each RL step was published."""
     spans: tuple[Span, ...]
     first: int
-    """Step whose end begins the measured window of `step_s` and `seconds`; -1 = the beginning of the run."""
+    """Step whose end begins the measured window of `step_s` and `seconds`; -1 = the beginning of
+    the run."""
     settled: bool
-    """Whether the window is steady, so that a longer simulation would give the same seconds per step."""
+    """Whether the window is steady, so that a longer simulation would give the same seconds per
+    step."""
     seconds: Mapping[tuple[str, str, str], float]
     """(pool, stage, cause or "") -> seconds in the window, summed over ranks."""
     made: tuple[tuple[int, int, int, int], ...]
@@ -73,19 +76,21 @@ class Simulated:
     @property
     def step_s(self) -> float:
         """Mean seconds per RL step in the window."""
-        return (self.step_ends[-1] - (self.step_ends[self.first] if self.first >= 0 else 0.0)) / self.steps
+        return (
+            self.step_ends[-1] - (self.step_ends[self.first] if self.first >= 0 else 0.0)
+        ) / self.steps
 
 
 def settled_from(ends: Sequence[float], least: float) -> int | None:
     """Return the step whose end begins a steady window, or None.
 
-    A window is steady when its steps repeat with some period. A window without a period is steady when both of its
-    halves have equal means, and when one step more or less does not matter.
+    A window is steady when its steps repeat with some period. A window without a period is steady
+    when both of its halves have equal means, and when one step more or less does not matter.
 
     Args:
         ends: virtual second at which each step ended.
-        least: shortest step, in seconds, that a run without an end can reach. A window with a shorter mean is still
-            consuming a buffer of samples, so it is not steady.
+        least: shortest step, in seconds, that a run without an end can reach. A window with a
+            shorter mean is still consuming a buffer of samples, so it is not steady.
     """
     width = min(MOST_STEPS // 3, (len(ends) - 1) // 2)
     if width < 1:
@@ -95,7 +100,11 @@ def settled_from(ends: Sequence[float], least: float) -> int | None:
     for period in range(1, width + 1):
         if all(abs(a - b) <= TOLERANCE * mean for a, b in zip(steps, steps[period:], strict=False)):
             window = 2 * width // period * period
-            return len(ends) - 1 - window if sum(steps[-window:]) >= (1 - TOLERANCE) * least * window else None
+            return (
+                len(ends) - 1 - window
+                if sum(steps[-window:]) >= (1 - TOLERANCE) * least * window
+                else None
+            )
     if abs(mean - sum(steps[:width]) / width) > TOLERANCE * mean or mean < (1 - TOLERANCE) * least:
         return None
     return None if max(steps) - min(steps) > SPREAD * width * mean else len(ends) - 1 - 2 * width

@@ -1,4 +1,5 @@
-"""Find settings with which a run fits into memory, for its own split of the ranks or for another split."""
+"""Find settings with which a run fits into memory, for its own split of the ranks or for another
+split."""
 
 from __future__ import annotations
 
@@ -16,20 +17,30 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model.offload_encoders=true", {"encoders": False}),
     ("sampling.task_size=1", {"task_size": 1}),
 )
-"""Settings that need less memory, the cheapest first: words of a command line, and choices of a candidate."""
+"""Settings that need less memory, the cheapest first: words of a command line, and choices of a
+candidate."""
 
 
 def remedy(costing: Costing, candidate: Candidate) -> str:
-    """Return a sentence with the fewest settings that make `candidate` fit, or with advice if no settings do."""
-    one_by_one = Costing(replace(costing.work, evaluated=min(1, costing.work.evaluated)), costing.hardware)
+    """Return a sentence with the fewest settings that make `candidate` fit, or with advice if no
+    settings do."""
+    one_by_one = Costing(
+        replace(costing.work, evaluated=min(1, costing.work.evaluated)), costing.hardware
+    )
     apart = Costing(replace(costing.work, rollouts_evaluate=False), costing.hardware)
-    ways = ("", costing), ("sampling.eval.batch=1 ", one_by_one), ("allocation.evaluation=trainers ", apart)
+    ways = (
+        ("", costing),
+        ("sampling.eval.batch=1 ", one_by_one),
+        ("allocation.evaluation=trainers ", apart),
+    )
     for said, way in ways:
         if (words := _changes(way, candidate)) is not None:
             return f"set {said}{' '.join(words)}".rstrip() + "."
     return (
-        "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA (model.lora), take a "
-        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib or host_gib of the "
+        "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA "
+        "(model.lora), take a "
+        "smaller resolution or fewer frames, use more or larger GPUs, or correct memory_gib or "
+        "host_gib of the "
         "profile's pools."
     )
 
@@ -37,13 +48,21 @@ def remedy(costing: Costing, candidate: Candidate) -> str:
 def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
     """Return the settings to name in `remedy`, or None if no settings make the candidate fit."""
     tokens = [(f"parallel.context={n}", {"context": n}) for n in costing.contexts(candidate)[-1:]]
-    known = [(word, change) for word, change in (*CHANGES, *tokens) if candidate.but(**change) != candidate]
+    known = [
+        (word, change)
+        for word, change in (*CHANGES, *tokens)
+        if candidate.but(**change) != candidate
+    ]
     for count in range(len(known) + 1):
         for chosen in itertools.combinations(known, count):
-            trial = candidate.but(**{key: value for _, change in chosen for key, value in change.items()})
+            trial = candidate.but(
+                **{key: value for _, change in chosen for key, value in change.items()}
+            )
             if not costing.misfits(trial):
                 return [word for word, _ in chosen]
-    smallest = candidate.but(**{key: value for _, change in CHANGES for key, value in change.items()})
+    smallest = candidate.but(
+        **{key: value for _, change in CHANGES for key, value in change.items()}
+    )
     gpus = costing.hardware.gpus
     for trainers in range(gpus, 0, -1):
         sharding = "fsdp" if trainers > 1 else "ddp"
@@ -55,7 +74,11 @@ def _changes(costing: Costing, candidate: Candidate) -> list[str] | None:
             except ValueError:  # the roles of the pools do not allow it
                 break
             words = [f"allocation.trainers={trainers}", f"allocation.rollouts={gpus - trainers}"]
-            words += [w for w, change in known if w not in dict(tokens) and (trainers > 1 or "sharding" not in change)]
+            words += [
+                w
+                for w, change in known
+                if w not in dict(tokens) and (trainers > 1 or "sharding" not in change)
+            ]
             words += [f"parallel.context={context}"] * (context != candidate.spec.context)
             return words
     return None

@@ -1,4 +1,5 @@
-"""Ranks of a virtual run: seconds per unit of work on each, and the jitter, stragglers and failures to simulate."""
+"""Ranks of a virtual run: seconds per unit of work on each, and the jitter, stragglers and failures
+to simulate."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from digenrl.schedule.timesteps import without
 
 FEW_TASKS = 200
 FEW_RANKS = 64
-"""Tasks and ranks up to which `coarsen` leaves a run as it is, because simulating each takes no noticeable time."""
+"""Tasks and ranks up to which `coarsen` leaves a run as it is, because simulating each takes no
+noticeable time."""
 
 
 @dataclass(frozen=True)
-class Rank:
+class VirtualRank:
     """One GPU, and the seconds that one unit of each kind of work takes there."""
 
     rank: int
@@ -36,20 +38,28 @@ class Rank:
     score_seconds: float = 0.0
     """Seconds of scoring one task."""
     cell_seconds: float = 0.0
-    """Seconds of forward and backward of one (task, trained step), inside a block of K steps. Trainers only."""
+    """Seconds of forward and backward of one (task, trained step), inside a block of K steps.
+    Trainers only."""
     exposed_seconds: float = 0.0
     """Seconds of one block's communication that its computation does not hide. Trainers only."""
     adopt_seconds: float = 0.0
     """Seconds of loading a received version into the model. Rollout ranks only."""
     fetch_seconds: float = 0.0
-    """Extra seconds of sending a version to this rank's place, compared with the trainers' own place."""
+    """Extra seconds of sending a version to this rank's place, compared with the trainers' own
+    place."""
     send_seconds: float = 0.0
-    """Seconds of a finished task on the line from this rank's place to the trainers'. A line sends one task at a
-    time."""
+    """Seconds of a finished task on the line from this rank's place to the trainers'. A line sends
+    one task at a time."""
 
-    def at(self, speed: float, number: int) -> Rank:
+    def at(self, speed: float, number: int) -> VirtualRank:
         """Return a copy of this rank with launch rank `number`, `speed` times as fast."""
-        names = ("step_seconds", "encode_seconds", "decode_seconds", "score_seconds", "cell_seconds")
+        names = (
+            "step_seconds",
+            "encode_seconds",
+            "decode_seconds",
+            "score_seconds",
+            "cell_seconds",
+        )
         return replace(self, rank=number, **{name: getattr(self, name) / speed for name in names})
 
     def task_seconds(self, denoise_steps: int) -> float:
@@ -61,12 +71,13 @@ class Rank:
 class Cluster:
     """Ranks of a run, and the seconds of what they do together."""
 
-    ranks: tuple[Rank, ...]
+    ranks: tuple[VirtualRank, ...]
     lockstep: bool = False
-    """Whether trainers share weights or tokens, so that micro-batches and lent denoising steps are collectives."""
+    """Whether trainers share weights or tokens, so that micro-batches and lent denoising steps are
+    collectives."""
     together: int = 0
-    """Trainers in one collective (a unit); 0 = all trainers. The first unit decides, and no other unit begins a
-    micro-batch before it."""
+    """Trainers in one collective (a unit); 0 = all trainers. The first unit decides, and no other
+    unit begins a micro-batch before it."""
     reduce_seconds: float = 0.0
     """Seconds of the gradient reduction at the end of an update."""
     optimizer_seconds: float = 0.0
@@ -84,19 +95,20 @@ class Cluster:
     useful: float = 1.0
     """Share of a group's samples that are trained."""
     lends_between_updates: bool = False
-    """Whether trainers keep a copy of the published weights, so that they may lend after the first update of a
-    batch."""
+    """Whether trainers keep a copy of the published weights, so that they may lend after the first
+    update of a batch."""
     static_claims: bool = False
-    """Whether tasks are split equally beforehand (as in published colocated loops) instead of claimed."""
+    """Whether tasks are split equally beforehand (as in published colocated loops) instead of
+    claimed."""
     whole: tuple[ScheduleSpec, Cluster] | None = None
     """The run that a cluster from `coarsen` stands for; None for any other cluster."""
 
     @cached_property
-    def trainers(self) -> tuple[Rank, ...]:
+    def trainers(self) -> tuple[VirtualRank, ...]:
         return tuple(rank for rank in self.ranks if rank.role == "trainer")
 
     @cached_property
-    def rollouts(self) -> tuple[Rank, ...]:
+    def rollouts(self) -> tuple[VirtualRank, ...]:
         return tuple(rank for rank in self.ranks if rank.role == "rollout")
 
     @cached_property
@@ -114,12 +126,13 @@ class Cluster:
 
 
 def coarsen(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[ScheduleSpec, Cluster]:
-    """Return a smaller run with about the same step time: one rank for every w equal ranks, one task for every w tasks.
+    """Return a smaller run with about the same step time: one rank for every w equal ranks, one
+    task for every w tasks.
 
-    Work that w equal ranks do at the same time becomes one event. The number w divides the tasks of a portion and
-    leaves at least `fewest` ranks. It is no larger than needed to bring a step down to `FEW_TASKS` tasks on `FEW_RANKS`
-    ranks. A rank that stands for more or fewer than w ranks is faster or slower in proportion. The result is exact
-    where w divides the numbers of equal ranks.
+    Work that w equal ranks do at the same time becomes one event. The number w divides the tasks of
+    a portion and leaves at least `fewest` ranks. It is no larger than needed to bring a step down
+    to `FEW_TASKS` tasks on `FEW_RANKS` ranks. A rank that stands for more or fewer than w ranks is
+    faster or slower in proportion. The result is exact where w divides the numbers of equal ranks.
     """
     divisors = [n for n in range(1, spec.tasks_per_portion + 1) if spec.tasks_per_portion % n == 0]
     allowed = [n for n in divisors if n == 1 or len(cluster.ranks) >= n * fewest]
@@ -127,33 +140,63 @@ def coarsen(spec: ScheduleSpec, cluster: Cluster, fewest: int) -> tuple[Schedule
     width = next((n for n in allowed if n >= events), allowed[-1])
     if width == 1:
         return spec, cluster
-    runs = [list(run) for _, run in itertools.groupby(cluster.ranks, key=lambda rank: replace(rank, rank=0))]
-    together = spec.context * max(1, round(cluster.together / (width * spec.context))) if cluster.together else 0
+    runs = [
+        list(run)
+        for _, run in itertools.groupby(cluster.ranks, key=lambda rank: replace(rank, rank=0))
+    ]
+    together = (
+        spec.context * max(1, round(cluster.together / (width * spec.context)))
+        if cluster.together
+        else 0
+    )
     units = [together or spec.context if run[0].role == "trainer" else 1 for run in runs]
-    numbers = [unit * max(1, round(len(run) / (width * unit))) for run, unit in zip(runs, units, strict=True)]
-    training = sum(number for run, number in zip(runs, numbers, strict=True) if run[0].role == "trainer") * width
-    ranks: list[Rank] = []
+    numbers = [
+        unit * max(1, round(len(run) / (width * unit)))
+        for run, unit in zip(runs, units, strict=True)
+    ]
+    training = (
+        sum(number for run, number in zip(runs, numbers, strict=True) if run[0].role == "trainer")
+        * width
+    )
+    ranks: list[VirtualRank] = []
     shares: list[float] = []
     for run, number in zip(runs, numbers, strict=True):
-        # Trainers with equal parts all get the same speed factor: else the slowest of them would set the pace.
+        # Trainers with equal parts all get the same speed factor: else the slowest of them would
+        # set the pace.
         trains = run[0].role == "trainer"
-        speed = len(cluster.trainers) / training if trains and not spec.shares else len(run) / (number * width)
-        first = replace(run[0], send_seconds=width * run[0].send_seconds)  # a line sends w tasks one after the other
+        speed = (
+            len(cluster.trainers) / training
+            if trains and not spec.shares
+            else len(run) / (number * width)
+        )
+        first = replace(
+            run[0], send_seconds=width * run[0].send_seconds
+        )  # a line sends w tasks one after the other
         ranks += [first.at(speed, len(ranks) + extra) for extra in range(number)]
         shares += [spec.shares[run[0].rank] * speed] * number if trains and spec.shares else []
     smaller = replace(spec, group_size=spec.group_size // width, shares=tuple(shares))
     return smaller, replace(cluster, ranks=tuple(ranks), together=together, whole=(spec, cluster))
 
 
-def micro_batches(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> tuple[tuple[float, ...], ...]:
-    """Return the seconds of each micro-batch of `fragment` on each trainer, from the placement that the runtime
-    uses."""
-    alike = replace(spec, tag=False, async_steps=0)  # neither changes the placement, so that the cache serves all
-    # A task of one sample is trained or not (see `_useless`). Of a larger task, some rows are skipped.
+def micro_batches(
+    spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]
+) -> tuple[tuple[float, ...], ...]:
+    """Return the seconds of each micro-batch of `fragment` on each trainer, from the placement that
+    the runtime uses."""
+    alike = replace(
+        spec, tag=False, async_steps=0
+    )  # neither changes the placement, so that the cache serves all
+    # A task of one sample is trained or not (see `_useless`). Of a larger task, some rows are
+    # skipped.
     trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful
     return tuple(
-        tuple(rank.cell_seconds * rows_kept * cells + rank.exposed_seconds * blocks for cells, blocks in own)
-        for rank, own in zip(trainers, _loads(alike, len(trainers), cluster.useful, fragment), strict=True)
+        tuple(
+            rank.cell_seconds * rows_kept * cells + rank.exposed_seconds * blocks
+            for cells, blocks in own
+        )
+        for rank, own in zip(
+            trainers, _loads(alike, len(trainers), cluster.useful, fragment), strict=True
+        )
     )
 
 
@@ -165,11 +208,17 @@ def _loads(
     placement = place(spec, trainers, fragment)
     if spec.task_size == 1:
         placement = without(placement, _useless(spec, useful, fragment))
-    return tuple(tuple((sum(len(block.steps) for block in micro), len(micro)) for micro in own) for own in placement)
+    return tuple(
+        tuple((sum(len(block.steps) for block in micro), len(micro)) for micro in own)
+        for own in placement
+    )
 
 
-def _useless(spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]) -> frozenset[tuple[int, int]]:
-    """Return the one-sample tasks (group, part) without a gradient: the share 1 - `useful` of each portion.
+def _useless(
+    spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]
+) -> frozenset[tuple[int, int]]:
+    """Return the one-sample tasks (group, part) without a gradient: the share 1 - `useful` of each
+    portion.
 
     The tasks are drawn at random for each portion, but are the same in every RL step.
     """
@@ -186,7 +235,8 @@ class Disturbance:
     """Jitter, stragglers and failures of a simulated run; neutral by default."""
 
     jitter: float = 0.0
-    """Standard deviation of the logarithm of a duration's factor; each task and each micro-batch has its own."""
+    """Standard deviation of the logarithm of a duration's factor; each task and each micro-batch
+    has its own."""
     seed: int = 0
     stragglers: Mapping[int, float] = field(default_factory=dict)
     """Rank -> factor on all its durations."""
@@ -200,6 +250,7 @@ class Disturbance:
         return random.Random(self.seed)
 
     def factor(self, rank: int, generator: random.Random) -> float:
-        """Return the factor on the next duration of `rank`: its jitter times its straggler factor."""
+        """Return the factor on the next duration of `rank`: its jitter times its straggler
+        factor."""
         noise = math.exp(generator.gauss(0.0, self.jitter)) if self.jitter else 1.0
         return noise * self.stragglers.get(rank, 1.0)

@@ -1,10 +1,12 @@
-"""Simulate a run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations in place of work.
+"""Simulate a run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations
+in place of work.
 
-Only durations are simulated. Every decision (order, claims, fragments, placement, lending, staleness) is made by the
-code of the runtime.
+Only durations are simulated. Every decision (order, claims, fragments, placement, lending,
+staleness) is made by the code of the runtime.
 
-Trainers act as *units*. A unit is the group of trainers whose forwards are collectives, or else a single rank. When
-several units run in lock-step, the first unit decides and the others repeat its moves.
+Trainers act as *units*. A unit is the group of trainers whose forwards are collectives, or else a
+single rank. When several units run in lock-step, the first unit decides and the others repeat its
+moves.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from digenrl.extensions.planner.floor import floor_seconds
-from digenrl.extensions.planner.generation import Generation, Worker
+from digenrl.extensions.planner.generation import VirtualGeneration, Worker
 from digenrl.extensions.planner.records import MOST_STEPS, Led, Simulated, Unit, settled_from
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, micro_batches
 from digenrl.record.spans import Span
@@ -51,7 +53,8 @@ def simulate(
         record: called with every event and every decision of the policy.
 
     Raises:
-        DeadlockError: the schedule stopped before its last step. This is a defect, which the property tests look for.
+        DeadlockError: the schedule stopped before its last step. This is a defect, which the
+            property tests look for.
     """
     run = _VirtualRun(spec, cluster, steps - 1, disturbance or Disturbance(), trace, record)
     return run.until(lambda ends: (0 if steps > 1 else -1) if len(ends) == steps else None)
@@ -69,12 +72,14 @@ def steady(
     """Simulate a run without an end until its seconds per step no longer change.
 
     Args:
-        most: largest number of RL steps to simulate. A run that needs more is returned as unsettled.
-        steps: number of RL steps to simulate (at least 2), of which the later half is measured. None simulates as few
-            as show that the run has settled. Asynchronous runs begin with a buffer of samples, which must first become
-            empty or full for good.
-        cutoff_s: longest second step, in seconds. A slower run is stopped at once and counts as unsettled. Asynchronous
-            runs fill a buffer first, so for them the mean of the third and fourth step counts.
+        most: largest number of RL steps to simulate. A run that needs more is returned as
+            unsettled.
+        steps: number of RL steps to simulate (at least 2), of which the later half is measured.
+            None simulates as few as show that the run has settled. Asynchronous runs begin with a
+            buffer of samples, which must first become empty or full for good.
+        cutoff_s: longest second step, in seconds. A slower run is stopped at once and counts as
+            unsettled. Asynchronous runs fill a buffer first, so for them the mean of the third and
+            fourth step counts.
     """
     run = _VirtualRun(spec, cluster, UNBOUNDED_STEPS, disturbance or Disturbance(), trace, None)
     least = floor_seconds(*(cluster.whole or (spec, cluster)))
@@ -82,14 +87,17 @@ def steady(
     check_at = 2 + 2 * spec.async_steps
 
     def steady_from(ends: list[float]) -> int | None:
-        """Return what `settled_from` finds among the steps since lending last switched itself off."""
+        """Return what `settled_from` finds among the steps since lending last switched itself
+        off."""
         found = settled_from(ends[run.changed :], least)
         return None if found is None else run.changed + found
 
     def window(ends: list[float]) -> int | None:
         if steps is not None:
             return (steps - 1) // 2 if len(ends) == steps else None
-        if len(ends) == check_at and ends[-1] - ends[-2 - spec.async_steps] > cutoff_s * (1 + spec.async_steps):
+        if len(ends) == check_at and ends[-1] - ends[-2 - spec.async_steps] > cutoff_s * (
+            1 + spec.async_steps
+        ):
             return 0
         watched = len(ends) - run.changed
         if len(ends) < fewest or watched < 3 or watched % 2 == 0:
@@ -97,19 +105,23 @@ def steady(
         return max(run.changed, check_at - 1) if len(ends) >= most else steady_from(ends)
 
     result = run.until(window)
-    result = replace(result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None)
+    result = replace(
+        result, settled=disturbance is not None or steady_from(list(result.step_ends)) is not None
+    )
     vars(run).clear()  # break its reference cycles: the planner switches the garbage collector off
     return result
 
 
 def fragment_staleness(spec: ScheduleSpec, version: int, fragment: tuple[int, ...]) -> int:
-    """Return how many versions the oldest samples of `fragment` are behind trainers of `version`."""
+    """Return how many versions the oldest samples of `fragment` are behind trainers of
+    `version`."""
     made = (group_version(spec, version, group) for group in spec.groups_of(fragment))
     return max(check_staleness(own, version, spec.async_steps) for own in made)
 
 
 class _VirtualRun:
-    """One simulated run: an event queue, the state of every trainer unit, and the generating side in `Generation`."""
+    """One simulated run: an event queue, the state of every trainer unit, and the generating side
+    in `VirtualGeneration`."""
 
     def __init__(
         self,
@@ -133,9 +145,13 @@ class _VirtualRun:
             split=cluster.static_claims,
             keeps_copy=cluster.lends_between_updates,
         )
-        self.plan: Callable[[int], Sequence[Task]] = functools.cache(lambda version: queue(spec, version, last_step))
+        self.plan: Callable[[int], Sequence[Task]] = functools.cache(
+            lambda version: queue(spec, version, last_step)
+        )
         self.policy = SchedulePolicy(spec, roles, self.plan, record)
-        self.gen = Generation(spec, cluster, self.policy, self.plan, self._factor, self._post, self._span)
+        self.gen = VirtualGeneration(
+            spec, cluster, self.policy, self.plan, self._factor, self._post, self._span
+        )
         ids = [rank.rank for rank in cluster.trainers]
         self.units = [Unit(ranks) for ranks in cluster.units]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
@@ -144,13 +160,17 @@ class _VirtualRun:
             whole = spec, cluster
         self.micro_batches = functools.cache(functools.partial(micro_batches, *whole))
         self._members = dict(zip(cluster.units, whole[1].units, strict=True))
-        """Unit -> trainers whose cells determine how long the unit trains. A coarsened run takes the trainers of the
-        whole run if both have the same units, because who waits for whom depends on the cells of every trainer."""
+        """Unit -> trainers whose cells determine how long the unit trains. A coarsened run takes
+        the trainers of the whole run if both have the same units, because who waits for whom
+        depends on the cells of every trainer."""
         self.together = self._together if disturbance.jitter else functools.cache(self._together)
         self.led: list[Led] = []
-        """Moves of the first unit in the present update, for the other units in lock-step to repeat."""
+        """Moves of the first unit in the present update, for the other units in lock-step to
+        repeat."""
         self.fragment_staleness = functools.cache(functools.partial(fragment_staleness, spec))
-        self.cells = functools.cache(functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep))
+        self.cells = functools.cache(
+            functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep)
+        )
         for rank in ids:
             self.policy.expected("switch", rank, cluster.switch_seconds)
             concerned = [groups for groups in fragments(spec, 0) if self._concerns(rank, groups)]
@@ -185,7 +205,8 @@ class _VirtualRun:
             "update": self._on_update,
         }
         self._done_at: dict[int, float] = {}
-        """Rank -> virtual second at which it finished, while other ranks of its unit still generate."""
+        """Rank -> virtual second at which it finished, while other ranks of its unit still
+        generate."""
 
     # ---- plumbing
 
@@ -194,17 +215,22 @@ class _VirtualRun:
 
     def _post(self, time: float, kind: str, payload: Any) -> None:
         self._sequence += 1
-        # A bubble comes after all other events of the same moment: a delivery or an update may still bring work.
+        # A bubble comes after all other events of the same moment: a delivery or an update may
+        # still bring work.
         late = 1 if kind == "bubble" else 0
         heapq.heappush(self._events, (time, late, self._sequence, kind, payload))
 
-    def _span(self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]) -> None:
+    def _span(
+        self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]
+    ) -> None:
         if end > start:
-            self.spans.append((rank, stage, start, end, step, args if self.trace else None, args.get("cause", "")))
+            self.spans.append(
+                (rank, stage, start, end, step, args if self.trace else None, args.get("cause", ""))
+            )
 
     def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
-        """Run until `window` returns the first step of the window to measure; it is called with the ends of all
-        steps."""
+        """Run until `window` returns the first step of the window to measure; it is called with the
+        ends of all steps."""
         self._begin_update()
         for time, rank in self.disturbance.failures:
             self._post(time, "fail", rank)
@@ -232,12 +258,13 @@ class _VirtualRun:
             spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args or {})))
         made, trained = tuple(self.gen.made), tuple(self.trained)
         return Simulated(
-            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,
+            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,  # noqa: E501
             self.ledger, tuple(self.messages),
         )  # fmt: skip
 
     def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
-        """Return (pool, stage, cause) -> seconds summed over ranks, between the end of step `first` and now."""
+        """Return (pool, stage, cause) -> seconds summed over ranks, between the end of step `first`
+        and now."""
         begin = self.step_ends[first] if first >= 0 else 0.0
         table: dict[tuple[str, str, str], float] = {}
         for rank, stage, start, end, _, _, cause in self.spans:
@@ -248,8 +275,13 @@ class _VirtualRun:
         return table
 
     def _situation(self) -> str:
-        units, groups = sorted({unit.state for unit in self.units}), len(self.completed[self.version])
-        where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}, "
+        units, groups = (
+            sorted({unit.state for unit in self.units}),
+            len(self.completed[self.version]),
+        )
+        where = (
+            f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}, "
+        )
         return f"{where}{groups} of {self.spec.prompts} groups complete."
 
     # ---- generation
@@ -257,7 +289,8 @@ class _VirtualRun:
     def _versions(self, worker: Worker) -> Sequence[int]:
         """Return the versions that a rank may generate with, the oldest first.
 
-        With asynchrony, a task that was lost with its rank may still need the version before the newest.
+        With asynchrony, a task that was lost with its rank may still need the version before the
+        newest.
         """
         if worker.rank.role == "trainer":
             return (self.version,)
@@ -273,17 +306,23 @@ class _VirtualRun:
             self.gen.idle(worker, self.now, cause)
 
     def _wake(self, cause: str | None = None) -> None:
-        """Let every rank that is idle (for `cause`, if given) look for work again, the fastest first.
+        """Let every rank that is idle (for `cause`, if given) look for work again, the fastest
+        first.
 
-        Called when a task came back, or when a rank to which others had left tasks is free. Colocated trainers look
-        again too.
+        Called when a task came back, or when a rank to which others had left tasks is free.
+        Colocated trainers look again too.
         """
-        idle = [worker for worker in self.gen.idle_workers.values() if cause in (None, worker.idle_cause)]
+        idle = [
+            worker
+            for worker in self.gen.idle_workers.values()
+            if cause in (None, worker.idle_cause)
+        ]
         for worker in sorted(idle, key=lambda w: (w.rank.step_seconds, w.rank.rank)):
             if worker.rank.role == "rollout" and worker.idle_since is not None:
                 self._next_task(worker)
                 if cause is not None and worker.idle_since is not None:
-                    break  # a task that the fastest idle rank declines is declined by slower ranks too
+                    # a task that the fastest idle rank declines is declined by slower ranks too
+                    break
         if self.gen.colocated:
             for unit in self.units:
                 if unit.state == "idle":
@@ -306,7 +345,8 @@ class _VirtualRun:
         task = self.gen.finish(worker, self.now)
         part = task.first_sample // self.spec.task_size
         self.ledger.issue(task.step, task.group, task.samples, part)
-        # A line sends one task after the other, so a task queues behind those of all ranks of its pool.
+        # A line sends one task after the other, so a task queues behind those of all ranks of its
+        # pool.
         sent = max(self.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
         if worker.rank.send_seconds:
             self._lines[worker.rank.pool] = sent
@@ -321,9 +361,16 @@ class _VirtualRun:
             return
         self._done_at[worker.rank.rank] = self.now
         if not any(self.gen.workers[rank].busy for rank in unit.ranks):
-            for rank in unit.ranks:  # sharded trainers leave generation together, so all wait for the slowest
+            for rank in (
+                unit.ranks
+            ):  # sharded trainers leave generation together, so all wait for the slowest
                 self._span(
-                    rank, "wait", self._done_at.pop(rank, self.now), self.now, self.version, {"cause": "straggler"}
+                    rank,
+                    "wait",
+                    self._done_at.pop(rank, self.now),
+                    self.now,
+                    self.version,
+                    {"cause": "straggler"},
                 )
             unit.state, unit.since = "idle", self.now
             self._advance(unit)
@@ -337,14 +384,21 @@ class _VirtualRun:
                 for unit in self.units:
                     if unit.state == "idle":
                         self._advance(unit)
-                    elif unit.state == "lend" and not self.gen.colocated and self._ready(unit) is not None:
+                    elif (
+                        unit.state == "lend"
+                        and not self.gen.colocated
+                        and self._ready(unit) is not None
+                    ):
                         for rank in unit.ranks:
                             self.gen.want(self.gen.workers[rank], self.now)
 
     def _on_fail(self, rank: int) -> None:
         worker = self.gen.workers[rank]
         if worker.rank.role != "rollout":
-            raise ValueError(f"failure of rank {rank}: only rollout ranks die alone; a trainer's death ends the run.")
+            raise ValueError(
+                f"failure of rank {rank}: only rollout ranks die alone; a trainer's death ends the "
+                "run."
+            )
         self.gen.die(worker, self.now)
         self._post(self.now + self.disturbance.detect_seconds, "notice", rank)
 
@@ -368,7 +422,11 @@ class _VirtualRun:
             unit.followed = 0
             # As in the runtime, a trainer begins with the fragments that have cells for it.
             own = [groups for groups in parts if self._concerns(unit.ranks[0], groups)]
-            unit.pending, unit.state, unit.since = own + [g for g in parts if g not in own], "idle", self.now
+            unit.pending, unit.state, unit.since = (
+                own + [g for g in parts if g not in own],
+                "idle",
+                self.now,
+            )
             if self.updates_done == 0:
                 self.policy.step_begun(unit.ranks[0])
         for unit in self.units:
@@ -381,21 +439,25 @@ class _VirtualRun:
         return next_fragment(self.spec, unit.pending, self.completed[self.version])
 
     def _left(self, unit: Unit, version: int) -> int:
-        """Return how many unclaimed tasks of the version are left for `unit` and for the units that repeat its
-        moves."""
+        """Return how many unclaimed tasks of the version are left for `unit` and for the units that
+        repeat its moves."""
         everyone = self.cluster.static_claims and self.cluster.lockstep
         ranks = [rank for each in self.units for rank in each.ranks] if everyone else unit.ranks[:1]
         return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
 
     def _move(self, unit: Unit, granted: int | None = None) -> str:
         done, ready = len(self.completed[self.version]), self._ready(unit)
-        # Counting the tasks that are left is slow, and in all other cases the move does not depend on their number.
+        # Counting the tasks that are left is slow, and in all other cases the move does not depend
+        # on their number.
         asks = self.gen.colocated or (self.spec.tag and ready is None)
         left = self._left(unit, self.version) if asks else 0
-        return self.policy.next_move(unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted)
+        return self.policy.next_move(
+            unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted
+        )
 
     def _advance(self, unit: Unit) -> None:
-        """Let a free unit train, lend, wait for a fragment, or wait for the other units at the end of the update."""
+        """Let a free unit train, lend, wait for a fragment, or wait for the other units at the end
+        of the update."""
         if not unit.pending:
             unit.state, unit.since = "barrier", self.now
             self.arrived += 1
@@ -428,7 +490,9 @@ class _VirtualRun:
                 pending = (*unit.pending, *later_fragments(self.spec, self.updates_done))
                 older = self._left(unit, self.version - 1) if self.version else 0
                 left = (older, self._left(unit, self.version))
-                move = self._move(unit, self.policy.lend(unit.ranks[0], self.version, pending, left, self.now))
+                move = self._move(
+                    unit, self.policy.lend(unit.ranks[0], self.version, pending, left, self.now)
+                )
             self._do(unit, move)
 
     def _do(self, unit: Unit, move: str) -> None:
@@ -463,8 +527,8 @@ class _VirtualRun:
     def _generate(self, unit: Unit) -> None:
         """Let every rank of the unit take a task, if one is left for it.
 
-        A unit in lock-step without a task generates samples that are thrown away, which keeps the collectives of all
-        trainers in step.
+        A unit in lock-step without a task generates samples that are thrown away, which keeps the
+        collectives of all trainers in step.
         """
         started, since = False, unit.since
         for rank in unit.ranks:
@@ -474,10 +538,14 @@ class _VirtualRun:
             else:
                 self._done_at[rank] = self.now
         if not started and self.cluster.lockstep:
-            seconds = self.spec.denoise_steps * max(self.gen.workers[rank].rank.step_seconds for rank in unit.ranks)
+            seconds = self.spec.denoise_steps * max(
+                self.gen.workers[rank].rank.step_seconds for rank in unit.ranks
+            )
             for rank in unit.ranks:
                 self._done_at.pop(rank)
-                self._span(rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True})
+                self._span(
+                    rank, "lend", self.now, self.now + seconds, self.version, {"discarded": True}
+                )
             self._post(self.now + seconds, "trained", unit)
         if started or self.cluster.lockstep:
             self._waited(unit, since)
@@ -492,7 +560,8 @@ class _VirtualRun:
             self._span(rank, "wait", since, self.now, self.version, {"cause": cause})
 
     def _together(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the seconds of each micro-batch of `fragment` on `unit`: those of its slowest rank."""
+        """Return the seconds of each micro-batch of `fragment` on `unit`: those of its slowest
+        rank."""
         table, members = self.micro_batches(fragment), self._members[unit.ranks]
         alike = (unit.ranks[i * len(unit.ranks) // len(members)] for i in range(len(members)))
         pairs = zip(alike, members, strict=True)
@@ -505,7 +574,9 @@ class _VirtualRun:
         unit.state = "train"
         begin = self.now
         if unit.lent and not self.gen.colocated:
-            begin += 2 * self.cluster.switch_seconds  # to generation and back; a loan is charged when it ends
+            begin += (
+                2 * self.cluster.switch_seconds
+            )  # to generation and back; a loan is charged when it ends
         unit.lent = False
         self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
         own = self.together(unit, fragment)
@@ -516,9 +587,13 @@ class _VirtualRun:
                 end, first = max(end, first) + seconds, first + its
         for rank in unit.ranks:
             self.trained.append((self.version, rank, fragment))
-            self._span(rank, "train", begin, end, self.version, {"groups": self.spec.groups_of(fragment)})
+            self._span(
+                rank, "train", begin, end, self.version, {"groups": self.spec.groups_of(fragment)}
+            )
         if self._concerns(unit.ranks[0], fragment):
-            self.policy.measured("train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin))
+            self.policy.measured(
+                "train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin)
+            )
         self._post(end, "trained", unit)
         self._leads(unit, Led(fragment, begin, own))
 
@@ -563,6 +638,10 @@ class _VirtualRun:
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
             for seconds in self.visible:
-                self._post(self.now + self.cluster.publish_seconds + seconds, "visible", (self.version, seconds))
+                self._post(
+                    self.now + self.cluster.publish_seconds + seconds,
+                    "visible",
+                    (self.version, seconds),
+                )
         else:
             self._begin_update()

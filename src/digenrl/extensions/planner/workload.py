@@ -18,7 +18,8 @@ REWARD_FLOPS = {
     "aesthetic": 0.17e12,
     "dino_similarity": 0.04e12,
 }
-"""FLOPs per image of scorers on the GPU (2 x parameters x tokens of their ViT). Other scorers run on the CPU."""
+"""FLOPs per image of scorers on the GPU (2 x parameters x tokens of their ViT). Other scorers run
+on the CPU."""
 
 REWARD_CPU_SECONDS = {
     "ocr": 0.3,
@@ -29,7 +30,8 @@ REWARD_CPU_SECONDS = {
     "edit": 0.003,
     "edit_done": 0.01,
 }
-"""Seconds per sample of scorers in a CPU thread beside the GPU. They delay a group, but occupy no GPU."""
+"""Seconds per sample of scorers in a CPU thread beside the GPU. They delay a group, but occupy no
+GPU."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Drawn:
     steps: int
     """Steps of the ODE."""
     compared: int = 0
-    """Samples of each prompt that are drawn once more as in rollouts. Each step then takes two forwards: the policy's
-    and the base model's."""
+    """Samples of each prompt that are drawn once more as in rollouts. Each step then takes two
+    forwards: the policy's and the base model's."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Workload:
     heldout: tuple[str, ...] = ()
     """Rewards that only evaluation uses."""
     evaluated: int = 0
-    """Samples that an evaluating rank makes at once; 0 = no evaluation. Trainers always have room for them, because
-    they evaluate when no rollout is left."""
+    """Samples that an evaluating rank makes at once; 0 = no evaluation. Trainers always have room
+    for them, because they evaluate when no rollout is left."""
     rollouts_evaluate: bool = False
     """Whether rollouts evaluate while trainers go on; otherwise trainers evaluate."""
     engine: str = "eager"
@@ -86,7 +88,8 @@ class Workload:
     fused_attention: bool = False
     """Whether attention is a kernel written for the GPU."""
     passes_apart: bool = False
-    """Whether the forwards of classifier-free guidance run one after the other (published rows) or as one batch."""
+    """Whether the forwards of classifier-free guidance run one after the other (published rows) or
+    as one batch."""
     storage_bytes: int = 2
     """Bytes of one stored latent element."""
     trained_samples: int | None = None
@@ -96,13 +99,16 @@ class Workload:
     updates_split: Literal["groups", "samples"] = "groups"
     """Unit that updates divide among themselves (`ScheduleSpec.updates_split`)."""
     stored_prompts: bool = False
-    """Whether prompts were encoded before the first step (`data.prompt_store`), so that no rank holds text encoders."""
+    """Whether prompts were encoded before the first step (`data.prompt_store`), so that no rank
+    holds text encoders."""
     whole_batch: bool = False
-    """Whether advantages need every reward of the batch, so that training begins after all generation (gap=0)."""
+    """Whether advantages need every reward of the batch, so that training begins after all
+    generation (gap=0)."""
 
     @property
     def spec(self) -> ScheduleSpec:
-        """Schedule that the planner starts from: tasks of one sample, fragments of one group, sharded steps."""
+        """Schedule that the planner starts from: tasks of one sample, fragments of one group,
+        sharded steps."""
         return ScheduleSpec(
             prompts=self.prompts,
             oversample=self.oversample,
@@ -159,7 +165,8 @@ class Workload:
 
     @property
     def block_bytes(self) -> float:
-        """Bytes of one [tokens, hidden] in 16 bit, including text tokens where they go through the blocks."""
+        """Bytes of one [tokens, hidden] in 16 bit, including text tokens where they go through the
+        blocks."""
         joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
         return 2.0 * float(self.sizes["hidden"]) * (self.tokens + joint)
 
@@ -177,11 +184,16 @@ class Workload:
     @property
     def cells(self) -> int:
         """Cells of an RL step that take a backward pass."""
-        return (self.prompts - self.oversample) * (self.trained_samples or self.group_size) * self.trained_steps
+        return (
+            (self.prompts - self.oversample)
+            * (self.trained_samples or self.group_size)
+            * self.trained_steps
+        )
 
     @property
     def trained_parameters(self) -> int:
-        """Exact number of trained parameters: LoRA's (in + out) x rank over the target layers, or every parameter."""
+        """Exact number of trained parameters: LoRA's (in + out) x rank over the target layers, or
+        every parameter."""
         if self.lora_rank is None:
             return int(self.sizes["parameters"])
         return int(self.sizes["lora_parameters_per_rank"][self.lora_targets]) * self.lora_rank
@@ -192,13 +204,16 @@ class Workload:
         return "full" if self.lora_rank is None else self.lora_targets
 
     def attention_flops(self) -> float:
-        """Return the FLOPs of the attention products in one forward: 4 x hidden x blocks x tokens^2."""
+        """Return the FLOPs of the attention products in one forward: 4 x hidden x blocks x
+        tokens^2."""
         joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
-        return float(4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * (self.tokens + joint) ** 2)
+        return float(
+            4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * (self.tokens + joint) ** 2
+        )
 
     def forward_flops(self) -> float:
-        """Return the FLOPs of one forward of one sample: attention exactly, the rest linear through two counted
-        points."""
+        """Return the FLOPs of one forward of one sample: attention exactly, the rest linear through
+        two counted points."""
         (n0, f0), (n1, f1) = ((point["tokens"], point["flops"]) for point in self.sizes["flops"])
         joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
         scale = 4 * self.sizes["hidden"] * self.sizes["attention_blocks"]
@@ -209,15 +224,16 @@ class Workload:
     def backward_flops(self) -> float:
         """Return the FLOPs of one backward.
 
-        Attention takes twice its forward. The rest takes twice its forward if all weights are trained, and once with
-        LoRA, because the frozen base has no weight gradients.
+        Attention takes twice its forward. The rest takes twice its forward if all weights are
+        trained, and once with LoRA, because the frozen base has no weight gradients.
         """
         attention = self.attention_flops()
         rest = self.forward_flops() - attention
         return 2.0 * attention + (2.0 if self.lora_rank is None else 1.0) * rest
 
     def repeated_flops(self, mode: str) -> float:
-        """Return the FLOPs that a backward repeats of one sample's forward when all blocks keep `mode`.
+        """Return the FLOPs that a backward repeats of one sample's forward when all blocks keep
+        `mode`.
 
         Attention is exact. Of the rest it is the counted share.
         """
@@ -226,23 +242,32 @@ class Workload:
         return (attention if mode == INPUTS else 0.0) + share * (self.forward_flops() - attention)
 
     def repeated_bytes(self, mode: str) -> float:
-        """Return the bytes that this repetition writes and reads: twice the activations that were not kept."""
-        return 2.0 * float(self.sizes["blocks"]) * (self.kept_bytes(ALL, 1) - self.kept_bytes(mode, 1))
+        """Return the bytes that this repetition writes and reads: twice the activations that were
+        not kept."""
+        return (
+            2.0 * float(self.sizes["blocks"]) * (self.kept_bytes(ALL, 1) - self.kept_bytes(mode, 1))
+        )
 
     def kept_bytes(self, mode: str, rows: int, context: int = 1) -> float:
-        """Return the bytes that one unit of blocks keeps of a forward of `rows` samples for the backward pass.
+        """Return the bytes that one unit of blocks keeps of a forward of `rows` samples for the
+        backward pass.
 
         `context` ranks share the tokens of the picture, and each of them holds all text tokens.
         """
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
     def forward_bytes(self, rows: int) -> float:
-        """Return the peak bytes of a forward of `rows` samples without gradients, with weights in 16 bit."""
+        """Return the peak bytes of a forward of `rows` samples without gradients, with weights in
+        16 bit."""
         return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context
-        row = entry["row"] + entry["token"] * tokens + entry["text"] * float(self.sizes["text_tokens"])
+        row = (
+            entry["row"]
+            + entry["token"] * tokens
+            + entry["text"] * float(self.sizes["text_tokens"])
+        )
         return entry["forward"] + rows * row
 
     def decode_flops(self) -> float:
@@ -263,7 +288,7 @@ class Workload:
         return sum(REWARD_CPU_SECONDS.get(name, 0.0) for name in self.rewards)
 
     def encode_flops(self) -> float:
-        """Return the FLOPs of the text encoders per prompt. The negative prompt is equal for all and stays in the
-        cache."""
+        """Return the FLOPs of the text encoders per prompt. The negative prompt is equal for all
+        and stays in the cache."""
         encoders = self.sizes["encoders"]
         return 2.0 * encoders["parameters"] * encoders["tokens"]

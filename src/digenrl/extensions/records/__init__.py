@@ -4,6 +4,8 @@ from digenrl.cli.commands import Command
 
 COMMANDS = {
     "replay": Command(
-        "digenrl.cli.train", "train again from a run's trajectories, with nothing generated: replay RUN", "replay"
+        "digenrl.cli.train",
+        "train again from a run's trajectories, with nothing generated: replay RUN",
+        "replay",
     ),
 }

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
-from digenrl.extensions.records.replay import Recording, Replay, step_bytes
+from digenrl.extensions.records.replay import RecordedSource, Recording, step_bytes
 from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
 from digenrl.record.run_dir import TRAJECTORIES, append_event, free_space
 from digenrl.rollout.engine import RolloutEngine
@@ -19,7 +19,8 @@ from digenrl.schedule import ScheduleSpec, group_tasks
 
 
 def recording(config: DictConfig, world: World, session: Session) -> Recording | None:
-    """Return the recording of a trainer's messages; None on a rollout. Trainers share the allowed bytes equally."""
+    """Return the recording of a trainer's messages; None on a rollout. Trainers share the allowed
+    bytes equally."""
     if not world.is_trainer:
         return None
     room = config.record.trajectories_mib * 2**20 / world.trainers
@@ -28,14 +29,15 @@ def recording(config: DictConfig, world: World, session: Session) -> Recording |
 
 def source(run: str) -> Any:
     """Return the maker of a fragment source that replays the run in directory `run`."""
-    return partial(Replay, Recorded(Path(run)))
+    return partial(RecordedSource, Recorded(Path(run)))
 
 
 def check(config: DictConfig, means: bool, final: bool) -> None:
     """Refuse to replay a run whose record lacks data that this run trains on.
 
     Args:
-        means, final: whether the algorithm needs the rollout's transition means, and the clean latents.
+        means, final: whether the algorithm needs the rollout's transition means, and the clean
+            latents.
 
     Raises:
         TrajectoryError: steps, rewards, means or clean latents are missing.

@@ -1,7 +1,8 @@
 """Record and replay trajectories (`record.trajectories`, `replay`).
 
-Trainers write the messages that they train on. Another run reads them in the order in which they came, and generates
-nothing. Replaying the scheduling *decisions* of a run is a different feature (`digenrl.schedule.policy`).
+Trainers write the messages that they train on. Another run reads them in the order in which they
+came, and generates nothing. Replaying the scheduling *decisions* of a run is a different feature
+(`digenrl.schedule.policy`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Fragment = tuple[int, ...]
 
 
 class Recording:
-    """`digenrl.strategy.stream.TrajectoryRecord` that writes the messages of a trainer into `files`."""
+    """`digenrl.strategy.stream.TrajectoryRecord` that writes the messages of a trainer into
+    `files`."""
 
     def __init__(self, files: TrajectoryFiles) -> None:
         self._files = files
@@ -43,8 +45,14 @@ class Recording:
 
     def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
         """Write the base model's transition means [b, K, *L] of a block's cells."""
-        cells = {"group": block.group, "first_sample": block.first_sample, "steps": block.steps.tolist()}
-        self._files.take(block.step, encode(Message(MessageKind.BASE_MEANS, cells, {"base_means": means.cpu()})))
+        cells = {
+            "group": block.group,
+            "first_sample": block.first_sample,
+            "steps": block.steps.tolist(),
+        }
+        self._files.take(
+            block.step, encode(Message(MessageKind.BASE_MEANS, cells, {"base_means": means.cpu()}))
+        )
 
     def finish(self, step: int) -> None:
         """Complete the record of RL step `step`, after it was trained."""
@@ -55,17 +63,20 @@ class Recording:
         self._files.close()
 
 
-class Replay:
+class RecordedSource:
     """Source of fragments that come from a record instead of from ranks that generate.
 
-    Every trainer reads the files of all recorded trainers, so the number of trainers and the placement of cells may
-    differ from the recorded run. Tasks keep the order in which they came to trainer 0.
+    Every trainer reads the files of all recorded trainers, so the number of trainers and the
+    placement of cells may differ from the recorded run. Tasks keep the order in which they came to
+    trainer 0.
 
     Args:
         hooks: hooks of the Strategy, of which `cut_fragment` is used.
     """
 
-    def __init__(self, recorded: Recorded, inbox: Inbox, hooks: Hooks, sampler: PromptSampler, spans: SpanLog) -> None:
+    def __init__(
+        self, recorded: Recorded, inbox: Inbox, hooks: Hooks, sampler: PromptSampler, spans: SpanLog
+    ) -> None:
         self._recorded, self._inbox, self._cut_fragment = recorded, inbox, hooks.cut_fragment
         self._sampler, self._spans = sampler, spans
 
@@ -84,7 +95,9 @@ class Replay:
                 self._fill(board.step)
             fragment = self._cut_fragment(pending, board)
         if fragment is None:
-            raise TrajectoryError(f"replay: the record of RL step {board.step} lacks groups of {pending[0]}.")
+            raise TrajectoryError(
+                f"replay: the record of RL step {board.step} lacks groups of {pending[0]}."
+            )
         return fragment
 
     def _fill(self, step: int) -> None:
@@ -105,7 +118,8 @@ class Replay:
             part = Part(message)
             if part.meta["uid"] != prompts[task[0]].uid:
                 raise TrajectoryError(
-                    f"data.prompts: group {task[0]} of RL step {step} was recorded with another prompt than "
+                    f"data.prompts: group {task[0]} of RL step {step} was recorded with another "
+                    "prompt than "
                     f"{prompts[task[0]].text!r}; give the prompt file of the recorded run."
                 )
             self._inbox.add(part)
@@ -125,9 +139,11 @@ class Replay:
 def _with_base_means(
     tasks: Mapping[tuple[int, int], Message], base: Mapping[tuple[int, int], Mapping[int, Tensor]]
 ) -> Mapping[tuple[int, int], Message]:
-    """Return the messages with the base model's means [b, *L] of their steps, if `base` has all of them.
+    """Return the messages with the base model's means [b, *L] of their steps, if `base` has all of
+    them.
 
-    If one is missing, no message gets means: sharded trainers must agree on whether to compute the base model.
+    If one is missing, no message gets means: sharded trainers must agree on whether to compute the
+    base model.
     """
     found = {}
     for task, message in tasks.items():
@@ -135,11 +151,15 @@ def _with_base_means(
         means = [known[step] for step in message.tensors["steps"].tolist() if step in known]
         if [len(mean) for mean in means] != [rows] * len(message.tensors["steps"]):
             return tasks
-        found[task] = replace(message, tensors={**message.tensors, "base_means": torch.stack(means, dim=1)})
+        found[task] = replace(
+            message, tensors={**message.tensors, "base_means": torch.stack(means, dim=1)}
+        )
     return found
 
 
-def step_bytes(spec: ScheduleSpec, trainers: int, lockstep: bool, outline: Trajectory, base: Tensor | None) -> int:
+def step_bytes(
+    spec: ScheduleSpec, trainers: int, lockstep: bool, outline: Trajectory, base: Tensor | None
+) -> int:
     """Return the bytes that all trainers record in an RL step.
 
     Args:
@@ -150,7 +170,10 @@ def step_bytes(spec: ScheduleSpec, trainers: int, lockstep: bool, outline: Traje
 
     def size(rank: int, part: int) -> int:
         positions = owned_positions(spec, partial(place, spec, trainers), rank, 0, part, lockstep)
-        return sum(tensor.nbytes for tensor in pack(outline, positions, Claim(0, 0, 0), 0.0).tensors.values())
+        return sum(
+            tensor.nbytes
+            for tensor in pack(outline, positions, Claim(0, 0, 0), 0.0).tensors.values()
+        )
 
     cells = 0 if base is None else spec.prompts * spec.group_size * spec.trained_steps * base.nbytes
     sizes = (size(rank, part) for rank in range(trainers) for part in range(spec.tasks_per_group))

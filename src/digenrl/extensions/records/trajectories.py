@@ -3,8 +3,9 @@
 trajectories/rank-000/step-000012.cells   the messages of an RL step, back to back, as they came to trainer 0
                       index.jsonl         a line per finished step: bytes, digest, and what the messages hold
 
-                      This module handles bytes only; `digenrl.extensions.records.replay` reads their content.
-"""
+                      This module handles bytes only; `digenrl.extensions.records.replay` reads
+                      their content.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class TrajectoryError(ValueError):
 class TrajectoryFiles:
     """Writer of the messages that one trainer rank consumes.
 
-    A record never ends a run. If a step has no room, the record ends with the step before, and an event says so.
+    A record never ends a run. If a step has no room, the record ends with the step before, and an
+    event says so.
 
     Args:
         limit: most bytes of this rank's record.
@@ -59,7 +61,9 @@ class TrajectoryFiles:
                 self._kept[step] += len(buffer)
                 if sum(self._kept.values()) > self._limit:
                     mib = self._limit / 2**20
-                    return self._end(f"this rank's part of record.trajectories_mib, {mib:.4g} MiB, is full")
+                    return self._end(
+                        f"this rank's part of record.trajectories_mib, {mib:.4g} MiB, is full"
+                    )
                 digest.update(buffer)
                 file.write(buffer)
         except OSError as error:
@@ -118,7 +122,8 @@ class Recorded:
         return step
 
     def require(self, steps: int, means: bool, final: bool, rewards: Iterable[str]) -> None:
-        """Raise TrajectoryError, which names the key, if the record lacks data that a run would read.
+        """Raise TrajectoryError, which names the key, if the record lacks data that a run would
+        read.
 
         Args:
             steps: RL steps of the run.
@@ -128,7 +133,8 @@ class Recorded:
         """
         if not self.steps:
             raise TrajectoryError(
-                f"replay = {self.run_dir}: has no trajectories from RL step 0 on; name a run that was made with "
+                f"replay = {self.run_dir}: has no trajectories from RL step 0 on; name a run that "
+                "was made with "
                 "record.trajectories=true."
             )
         if steps > self.steps:
@@ -139,17 +145,22 @@ class Recorded:
         first = self.ranks[0][0]
         if means and not first["means"]:
             raise TrajectoryError(
-                f"algorithm.surrogate: needs the means of the rollout's transitions, which replay = {self.run_dir} "
-                "does not hold; record with a surrogate that needs them (grpo_guard, dppo), or take another one."
+                "algorithm.surrogate: needs the means of the rollout's transitions, which replay "
+                f"= {self.run_dir} "
+                "does not hold; record with a surrogate that needs them (grpo_guard, dppo), or "
+                "take another one."
             )
         if final != first["final"]:
             raise TrajectoryError(
-                f"algorithm: {'needs' if final else 'does not train on'} clean latents, and replay = {self.run_dir} "
-                f"holds {'transitions' if final else 'clean latents'}; keep the record's algorithm._target_."
+                f"algorithm: {'needs' if final else 'does not train on'} clean latents, and replay "
+                f"= {self.run_dir} "
+                f"holds {'transitions' if final else 'clean latents'}; keep the record's "
+                "algorithm._target_."
             )
         if unknown := sorted(set(rewards) - set(first["rewards"])):
             raise TrajectoryError(
-                f"reward.rewards: {', '.join(unknown)} is not in replay = {self.run_dir}, which holds the scores of "
+                f"reward.rewards: {', '.join(unknown)} is not in replay = {self.run_dir}, which "
+                "holds the scores of "
                 f"{', '.join(first['rewards'])}."
             )
 
@@ -166,7 +177,8 @@ class Recorded:
             raise TrajectoryError(f"{path}: cannot be read ({error.strerror or error}).") from error
         if (len(data), xxhash.xxh3_64_hexdigest(data)) != (row["bytes"], row["xxh3"]):
             raise TrajectoryError(
-                f"{path} is damaged: it is not what its index says ({row['bytes']} bytes, xxh3 {row['xxh3']}); restore "
+                f"{path} is damaged: it is not what its index says ({row['bytes']} bytes, xxh3 "
+                f"{row['xxh3']}); restore "
                 f"it, or set max_rl_steps={step}."
             )
         return memoryview(data)
@@ -181,7 +193,8 @@ def _file(directory: Path, step: int) -> Path:
 
 
 def _index(directory: Path) -> dict[int, Row]:
-    """Return RL step -> its newest whole line of the index. A resumed run may have written a step twice."""
+    """Return RL step -> its newest whole line of the index. A resumed run may have written a step
+    twice."""
     rows: dict[int, Row] = {}
     with suppress(OSError):
         for line in (directory / _INDEX).read_text(encoding="utf-8").splitlines():

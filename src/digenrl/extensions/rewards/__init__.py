@@ -3,5 +3,7 @@
 from digenrl.cli.commands import Command
 
 COMMANDS = {
-    "serve-reward": Command("digenrl.extensions.rewards.cli.serve_reward", "serve a reward over HTTP"),
+    "serve-reward": Command(
+        "digenrl.extensions.rewards.cli.serve_reward", "serve a reward over HTTP"
+    ),
 }

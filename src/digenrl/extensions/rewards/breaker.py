@@ -1,7 +1,9 @@
-"""Circuit breaker and Retry-After: when a service may be asked again. Pure functions; the caller brings the clock.
+"""Circuit breaker and Retry-After: when a service may be asked again. Pure functions; the caller
+brings the clock.
 
-A closed breaker lets calls pass. An open breaker refuses calls until `open_s` seconds have passed. Then it is half-open
-and lets one probe pass: a success closes the breaker, a failure opens it again.
+A closed breaker lets calls pass. An open breaker refuses calls until `open_s` seconds have passed.
+Then it is half-open and lets one probe pass: a success closes the breaker, a failure opens it
+again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Breaker:
     probing: bool = False
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until a call may be made: 0 = now; `open_s` while a probe is in progress."""
+        """Return the seconds until a call may be made: 0 = now; `open_s` while a probe is in
+        progress."""
         if self.opened_at is None:
             return 0.0
         if self.probing:
@@ -49,7 +52,8 @@ class Breaker:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header (number or HTTP date); None if it is absent or malformed."""
+    """Return the seconds of a Retry-After header (number or HTTP date); None if it is absent or
+    malformed."""
     if value is None:
         return None
     try:

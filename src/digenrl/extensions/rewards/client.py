@@ -9,7 +9,7 @@ An answer that cannot be trusted becomes a missing score or an error, never a nu
 | 3xx, other 4xx | RewardError at once: the set-up is wrong, and a redirect is never followed |
 | not the schema, wrong ids, order or number, too long | missing, not retried; the third in a row is a RewardError |
 | another model_id or weights_digest than pinned | RewardError at once |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from typing import Any, TypeVar
 
 import httpx
 import torch
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_random_exponential,
+)
 from torch import Tensor
 
 from digenrl.extensions.rewards import frames
@@ -42,7 +48,8 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 _JSON_ALLOWANCE = 2048
-"""Bytes of JSON reserved per sample, beside its prompt, when a batch is cut to the service's body limit."""
+"""Bytes of JSON reserved per sample, beside its prompt, when a batch is cut to the service's body
+limit."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +70,28 @@ class ClientOptions:
     max_malformed: int = 3
     """Malformed answers in a row that end the run."""
     dtype: frames.DtypeName = "float32"
-    """Dtype on the wire: float32 is exact; uint8 takes a quarter of the bytes and rounds to 1/255."""
+    """Dtype on the wire: float32 is exact; uint8 takes a quarter of the bytes and rounds to
+    1/255."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name != "dtype" and not value > 0:
                 raise ValueError(f"{name} is {value}: it must be positive, every wait is bounded.")
         if self.dtype not in frames.WIRE_DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: choose one of {', '.join(frames.WIRE_DTYPES)}.")
+            raise ValueError(
+                f"dtype is {self.dtype!r}: choose one of {', '.join(frames.WIRE_DTYPES)}."
+            )
 
 
 class _Retry(Exception):
     """An attempt failed in a way that a retry may not."""
 
     def __init__(
-        self, endpoint: _Endpoint, cause: str, status: int | None = None, after_s: float | None = None
+        self,
+        endpoint: _Endpoint,
+        cause: str,
+        status: int | None = None,
+        after_s: float | None = None,
     ) -> None:
         """status: None = no answer came."""
         super().__init__(f"{endpoint.url}: {cause}")
@@ -116,10 +130,12 @@ class RewardClient:
     """Client that scores media through one or more equal services.
 
     Args:
-        urls: base URLs, `http(s)://host:port`, without user information (secrets come from the environment).
+        urls: base URLs, `http(s)://host:port`, without user information (secrets come from the
+            environment).
         options: bounds.
         pinned: identity that every answer must have; None = that of the first answer.
-        token_env: environment variable with the bearer token; no token is sent if the variable is unset or empty.
+        token_env: environment variable with the bearer token; no token is sent if the variable is
+            unset or empty.
         token: the bearer token itself, in place of the variable's.
         quarantine: folder for malformed answers (first 64 KiB, token removed); None = only logged.
     """
@@ -151,12 +167,15 @@ class RewardClient:
         """Return scores [B] fp32; NaN = the service has no score for the sample.
 
         Raises:
-            RewardUnavailable: some or all samples got no scores; `scores` holds the others. It is `Unanswered` if no
-                service answered at all.
-            RewardError: wrong set-up, changed identity or repeated malformed answers; see the module's table.
+            RewardUnavailable: some or all samples got no scores; `scores` holds the others. It is
+                `Unanswered` if no service answered at all.
+            RewardError: wrong set-up, changed identity or repeated malformed answers; see the
+                module's table.
         """
         deadline = time.monotonic() + self.options.deadline_s
-        outcome = self._loop.run(self._score(media, prompts, deadline), self.options.deadline_s + 5.0)
+        outcome = self._loop.run(
+            self._score(media, prompts, deadline), self.options.deadline_s + 5.0
+        )
         if outcome.errors:
             unanswered = any(isinstance(error, Unanswered) for error in outcome.errors)
             kind = Unanswered if unanswered else RewardUnavailable
@@ -164,7 +183,8 @@ class RewardClient:
         return outcome.scores
 
     def identity(self) -> Identity:
-        """Return the pinned identity, and ask a service for it if none has answered yet. Raises as `score` does."""
+        """Return the pinned identity, and ask a service for it if none has answered yet. Raises as
+        `score` does."""
         if self.pinned is None:
             deadline = time.monotonic() + self.options.deadline_s
             self._loop.run(self._attempts(None, deadline), self.options.deadline_s + 5.0)
@@ -201,7 +221,9 @@ class RewardClient:
             async with gate:
                 try:
                     request_id = uuid.uuid4().hex
-                    body = frames.encode_request(media[rows], prompts[rows], request_id, self.options.dtype, images)
+                    body = frames.encode_request(
+                        media[rows], prompts[rows], request_id, self.options.dtype, images
+                    )
                     scores = await self._attempts((body, request_id, len(prompts[rows])), deadline)
                     assert scores is not None
                     outcome.scores[rows] = scores
@@ -217,26 +239,39 @@ class RewardClient:
         return outcome
 
     def _cut(self, media: Tensor, prompts: Sequence[Prompt], images: bool) -> list[slice]:
-        """Return the rows of each request: as many as the known service with the smallest limits takes."""
+        """Return the rows of each request: as many as the known service with the smallest limits
+        takes."""
         limits = [endpoint.limits for endpoint in self._endpoints if endpoint.limits is not None]
         sample_bytes = media[0].numel() * frames.WIRE_DTYPES[self.options.dtype].itemsize
-        longest = max(len(repr(prompt)) * 6 for prompt in prompts)  # JSON writes a character as at most 6 bytes
-        files = max(sum(image.size for image in prompt.images) for prompt in prompts) if images else 0
+        longest = max(
+            len(repr(prompt)) * 6 for prompt in prompts
+        )  # JSON writes a character as at most 6 bytes
+        files = (
+            max(sum(image.size for image in prompt.images) for prompt in prompts) if images else 0
+        )
         room = sample_bytes + longest + files + _JSON_ALLOWANCE
         fits = min((limit.max_body_bytes - frames.HEADER.size) // room for limit in limits)
         pixels = media[0].numel() // media.shape[-3]
         if fits < 1 or pixels > min(limit.max_pixels for limit in limits):
             raise RewardError(
-                f"A sample {list(media.shape[1:])} ({self.options.dtype}) is {sample_bytes + files} bytes, {pixels} "
+                f"A sample {list(media.shape[1:])} ({self.options.dtype}) is "
+                f"{sample_bytes + files} bytes, {pixels} "
                 f"pixels; the reward service takes {limits}: raise its limits, or send dtype=uint8."
             )
         step = min(fits, *(limit.max_samples for limit in limits))
-        return [slice(start, min(start + step, len(prompts))) for start in range(0, len(prompts), step)]
+        return [
+            slice(start, min(start + step, len(prompts))) for start in range(0, len(prompts), step)
+        ]
 
-    async def _attempts(self, request: tuple[bytes, str, int] | None, deadline: float) -> Tensor | None:
-        """Attempts until one succeeds: scores of `request`, or None after a description (`request` None)."""
+    async def _attempts(
+        self, request: tuple[bytes, str, int] | None, deadline: float
+    ) -> Tensor | None:
+        """Attempts until one succeeds: scores of `request`, or None after a description (`request`
+        None)."""
         stop = stop_after_attempt(self.options.max_attempts)
-        retrying = AsyncRetrying(stop=stop, wait=self._failed, retry=retry_if_exception_type(_Retry), reraise=True)
+        retrying = AsyncRetrying(
+            stop=stop, wait=self._failed, retry=retry_if_exception_type(_Retry), reraise=True
+        )
         try:
             return await retrying(self._attempt, request, deadline)
         except _Retry as failure:
@@ -251,7 +286,9 @@ class RewardClient:
         assert isinstance(failure, _Retry)
         endpoint, now = failure.endpoint, time.monotonic()
         endpoint.failure = failure
-        endpoint.not_before = now + (self._backoff(state) if failure.after_s is None else failure.after_s)
+        endpoint.not_before = now + (
+            self._backoff(state) if failure.after_s is None else failure.after_s
+        )
         endpoint.breaker.succeed() if failure.status == 429 else endpoint.breaker.fail(now)
         return 0.0
 
@@ -260,7 +297,9 @@ class RewardClient:
         cause = failure or "no attempt was possible"
         return kind(f"no scores within {self.options.deadline_s:g} s; last failure: {cause}")
 
-    async def _attempt(self, request: tuple[bytes, str, int] | None, deadline: float) -> Tensor | None:
+    async def _attempt(
+        self, request: tuple[bytes, str, int] | None, deadline: float
+    ) -> Tensor | None:
         """One attempt, at the endpoint that may be asked soonest."""
         endpoint, wait = self._choose(time.monotonic())
         if time.monotonic() + wait >= deadline:
@@ -279,29 +318,41 @@ class RewardClient:
         return scores
 
     def _choose(self, now: float) -> tuple[_Endpoint, float]:
-        """Return the endpoint that may be called soonest (in turn among equals), and the seconds until then."""
+        """Return the endpoint that may be called soonest (in turn among equals), and the seconds
+        until then."""
         self._turn += 1
         first = self._turn % len(self._endpoints)
         order = self._endpoints[first:] + self._endpoints[:first]
-        waits = [max(endpoint.breaker.wait_s(now), endpoint.not_before - now, 0.0) for endpoint in order]
+        waits = [
+            max(endpoint.breaker.wait_s(now), endpoint.not_before - now, 0.0) for endpoint in order
+        ]
         return order[waits.index(min(waits))], min(waits)
 
-    async def _ask(self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None) -> Tensor | None:
+    async def _ask(
+        self, endpoint: _Endpoint, request: tuple[bytes, str, int] | None
+    ) -> Tensor | None:
         if endpoint.limits is None:
-            description = self._parse(frames.decode_description, await self._exchange(endpoint, "GET", "/identity"))
+            description = self._parse(
+                frames.decode_description, await self._exchange(endpoint, "GET", "/identity")
+            )
             self._pin(endpoint, description.identity)
             endpoint.limits, endpoint.images = description.limits, description.images
         if request is None:
             return None
         body, request_id, samples = request
         raw = await self._exchange(endpoint, "POST", "/score", body)
-        scores, identity = self._parse(lambda document: frames.decode_response(document, request_id, samples), raw)
+        scores, identity = self._parse(
+            lambda document: frames.decode_response(document, request_id, samples), raw
+        )
         self._pin(endpoint, identity)
         self._malformed_in_row = 0
         return scores
 
-    async def _exchange(self, endpoint: _Endpoint, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Body of a 200 answer, at most `max_response_bytes`. Raises _Retry, _Malformed, RewardError, httpx errors."""
+    async def _exchange(
+        self, endpoint: _Endpoint, method: str, path: str, body: bytes | None = None
+    ) -> bytes:
+        """Body of a 200 answer, at most `max_response_bytes`. Raises _Retry, _Malformed,
+        RewardError, httpx errors."""
         url = endpoint.url + path
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
         if self._token:
@@ -319,11 +370,14 @@ class RewardClient:
             async for chunk in response.aiter_raw(1 << 16):
                 raw += chunk
                 if len(raw) > self.options.max_response_bytes:
-                    self._reject(raw, f"{url}: the answer exceeds {self.options.max_response_bytes} bytes")
+                    self._reject(
+                        raw, f"{url}: the answer exceeds {self.options.max_response_bytes} bytes"
+                    )
         return bytes(raw)
 
     async def _cause(self, response: httpx.Response) -> str:
-        """Return what a service says about its refusal, as ": ...", without the token; "" where it says nothing."""
+        """Return what a service says about its refusal, as ": ...", without the token; "" where it
+        says nothing."""
         async for raw in response.aiter_raw(1024):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 cause = " ".join(str(json.loads(raw)["error"]).split())
@@ -334,11 +388,12 @@ class RewardClient:
     def _parse(self, decode: Any, raw: bytes) -> Any:
         try:
             return decode(raw)
-        except frames.WireError as error:
+        except frames.FrameError as error:
             self._reject(raw, f"malformed answer: {error}")
 
     def _reject(self, raw: bytes | bytearray, cause: str) -> None:
-        """Keep the payload for a person to look at; raise _Malformed, or RewardError for the last one allowed."""
+        """Keep the payload for a person to look at; raise _Malformed, or RewardError for the last
+        one allowed."""
         self._malformed_in_row += 1
         log.warning("Reward service: %s", cause)
         if self._quarantine is not None:
@@ -349,7 +404,8 @@ class RewardClient:
             (self._quarantine / f"{uuid.uuid4().hex}.bin").write_bytes(kept)
         if self._malformed_in_row >= self.options.max_malformed:
             raise RewardError(
-                f"{self._malformed_in_row} malformed answers in a row from the reward service; the last: {cause}"
+                f"{self._malformed_in_row} malformed answers in a row from the reward service; the "
+                f"last: {cause}"
             )
         raise _Malformed(cause)
 
@@ -365,7 +421,8 @@ class RewardClient:
 
 
 class _LoopThread:
-    """Private event loop that gives a blocking call a strict total deadline (socket timeouts are per read)."""
+    """Private event loop that gives a blocking call a strict total deadline (socket timeouts are
+    per read)."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -376,7 +433,9 @@ class _LoopThread:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run_and_close, args=(self._loop,), name="reward-client", daemon=True).start()
+                threading.Thread(
+                    target=_run_and_close, args=(self._loop,), name="reward-client", daemon=True
+                ).start()
             loop = self._loop
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
@@ -405,5 +464,8 @@ def _refusal(method: str, url: str, response: httpx.Response) -> str:
         403: "set the token's environment variable to the service's token",
         404: "check that the URL is a digenrl reward service",
         413: "raise the service's limits, or send smaller batches",
-    }.get(response.status_code, "redirects are not followed" if response.is_redirect else "check service and URL")
+    }.get(
+        response.status_code,
+        "redirects are not followed" if response.is_redirect else "check service and URL",
+    )
     return f"{method} {url} answered HTTP {response.status_code}: {remedy}."

@@ -1,12 +1,13 @@
-"""Wire format of requests for scores and their answers: strict JSON and raw tensor bytes, never pickle.
+"""Wire format of requests for scores and their answers: strict JSON and raw tensor bytes, never
+pickle.
 
-A *frame* is `MAGIC | json bytes (u32) | payload bytes (u64) | json | payload`, integers big-endian. A request's payload
-is the media as contiguous bytes. Their number follows from shape and dtype, so nothing is ever decompressed. For a
-scorer that needs them, the files of the prompts' images follow, each once and with declared length. A response is only
-the JSON of `ScoreResponse`.
+A *frame* is `MAGIC | json bytes (u32) | payload bytes (u64) | json | payload`, integers big-endian.
+A request's payload is the media as contiguous bytes. Their number follows from shape and dtype, so
+nothing is ever decompressed. For a scorer that needs them, the files of the prompts' images follow,
+each once and with declared length. A response is only the JSON of `ScoreResponse`.
 
-Every model is strict. An unknown field, `true` or "0.5" for a number, NaN, infinity and null are refused. Each score
-names its sample.
+Every model is strict. An unknown field, `true` or "0.5" for a number, NaN, infinity and null are
+refused. Each score names its sample.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 from torch import Tensor
 
 from digenrl.images import ROLES, ImageError, ImageLimits, PromptImage, received
@@ -30,14 +39,18 @@ from digenrl.types import Prompt
 MAGIC = b"dgr1"
 HEADER = struct.Struct(">4sIQ")
 MAX_JSON_BYTES = 4 << 20
-WIRE_DTYPES: dict[str, torch.dtype] = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32}
+WIRE_DTYPES: dict[str, torch.dtype] = {
+    "uint8": torch.uint8,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 DtypeName = Literal["uint8", "float16", "float32"]
 _Model = TypeVar("_Model", bound=BaseModel)
 _Protocol = Annotated[int, Field(ge=1, le=1)]
 _Positive = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-class WireError(ValueError):
+class FrameError(ValueError):
     """The bytes are not in the format of this module."""
 
 
@@ -46,7 +59,8 @@ class _Strict(BaseModel):
 
 
 class MediaHeader(_Strict):
-    """Shape [B, C, H, W] or [B, F, C, H, W] and dtype of the payload; uint8 means 0..255 for [0, 1]."""
+    """Shape [B, C, H, W] or [B, F, C, H, W] and dtype of the payload; uint8 means 0..255 for [0,
+    1]."""
 
     shape: list[_Positive] = Field(min_length=4, max_length=5)
     dtype: DtypeName
@@ -104,7 +118,8 @@ class ScoreRequest(_Strict):
         rows = self.media.shape[0]
         if not rows == len(self.ids) == len(self.prompts) or len(set(self.ids)) != rows:
             raise ValueError(
-                f"{rows} samples, {len(self.ids)} ids, {len(self.prompts)} prompts: need one unique id each"
+                f"{rows} samples, {len(self.ids)} ids, {len(self.prompts)} prompts: need one "
+                "unique id each"
             )
         return self
 
@@ -158,22 +173,30 @@ def encode_frame(document: str, payload: bytes = b"") -> bytes:
 
 
 def parse_header(raw: bytes) -> tuple[int, int]:
-    """Return (json bytes, payload bytes) of a frame's first `HEADER.size` bytes. Raises WireError."""
+    """Return (json bytes, payload bytes) of a frame's first `HEADER.size` bytes. Raises
+    WireError."""
     magic, json_bytes, payload_bytes = HEADER.unpack(raw)
     if magic != MAGIC:
-        raise WireError(f"A frame begins with {MAGIC!r}, these bytes with {magic!r}.")
+        raise FrameError(f"A frame begins with {MAGIC!r}, these bytes with {magic!r}.")
     if json_bytes > MAX_JSON_BYTES:
-        raise WireError(f"The frame declares {json_bytes} bytes of JSON; at most {MAX_JSON_BYTES} are read.")
+        raise FrameError(
+            f"The frame declares {json_bytes} bytes of JSON; at most {MAX_JSON_BYTES} are read."
+        )
     return json_bytes, payload_bytes
 
 
 def encode_request(
-    media: Tensor, prompts: Sequence[Prompt], request_id: str, dtype: DtypeName = "float32", images: bool = False
+    media: Tensor,
+    prompts: Sequence[Prompt],
+    request_id: str,
+    dtype: DtypeName = "float32",
+    images: bool = False,
 ) -> bytes:
-    """Return the frame that asks for scores of `media` [B, ...] in [0, 1]; with `images`, it carries those of the
-    prompts.
+    """Return the frame that asks for scores of `media` [B, ...] in [0, 1]; with `images`, it
+    carries those of the prompts.
 
-    Raises WireError if a prompt's metadata is no JSON, and ImageError for an image that changed since it was read.
+    Raises WireError if a prompt's metadata is no JSON, and ImageError for an image that changed
+    since it was read.
     """
     if dtype == "uint8":
         media = media.clamp(0, 1).mul(255).round()
@@ -186,39 +209,57 @@ def encode_request(
         "media": {"shape": list(tensor.shape), "dtype": dtype},
         "ids": [f"{request_id[:8]}-{row}" for row in range(len(prompts))],
         "prompts": [
-            {"text": p.text, "negative": p.negative, "target": p.target, "metadata": dict(p.metadata)}
-            | ({"images": [{"role": image.role, "digest": image.digest} for image in p.images]} if sent else {})
+            {
+                "text": p.text,
+                "negative": p.negative,
+                "target": p.target,
+                "metadata": dict(p.metadata),
+            }
+            | (
+                {"images": [{"role": image.role, "digest": image.digest} for image in p.images]}
+                if sent
+                else {}
+            )
             for p in prompts
         ],
     }
     if sent:  # a service from before there were images knows no such field
-        document["images"] = [{"digest": digest, "size": len(content)} for digest, content in files.items()]
+        document["images"] = [
+            {"digest": digest, "size": len(content)} for digest, content in files.items()
+        ]
     try:
         text = json.dumps(document, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise WireError(f"Prompt metadata must be JSON (finite numbers, strings, lists, objects): {error}") from error
+        raise FrameError(
+            f"Prompt metadata must be JSON (finite numbers, strings, lists, objects): {error}"
+        ) from error
     return encode_frame(text, tensor.numpy().tobytes() + b"".join(files.values()))
 
 
 def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
-    """Return the request of a frame's JSON, checked against the length of its payload. Raises WireError."""
+    """Return the request of a frame's JSON, checked against the length of its payload. Raises
+    WireError."""
     request = _validate(ScoreRequest, document)
     if request.payload_bytes != payload_bytes:
-        raise WireError(
-            f"Media {request.media.shape} {request.media.dtype} and {len(request.images)} images have "
+        raise FrameError(
+            f"Media {request.media.shape} {request.media.dtype} and {len(request.images)} images "
+            "have "
             f"{request.payload_bytes} bytes, the frame carries {payload_bytes}."
         )
     return request
 
 
 def decode_media(header: MediaHeader, payload: bytearray) -> Tensor:
-    """Return the media, fp32 in [0, 1], from the beginning of a payload. They share its memory if the dtype allows."""
+    """Return the media, fp32 in [0, 1], from the beginning of a payload. They share its memory if
+    the dtype allows."""
     array = np.frombuffer(payload, dtype=np.dtype(header.dtype), count=math.prod(header.shape))
     media = torch.from_numpy(array).reshape(header.shape)
     return media.float().div(255) if header.dtype == "uint8" else media.float()
 
 
-def decode_prompts(request: ScoreRequest, payload: bytes | bytearray = b"", max_pixels: int = 1 << 26) -> list[Prompt]:
+def decode_prompts(
+    request: ScoreRequest, payload: bytes | bytearray = b"", max_pixels: int = 1 << 26
+) -> list[Prompt]:
     """Return the request's prompts, with the images at the end of its payload.
 
     Raises WireError for an image that is broken, has more than `max_pixels`, or was not sent.
@@ -232,14 +273,23 @@ def decode_prompts(request: ScoreRequest, payload: bytes | bytearray = b"", max_
     @cache
     def image_of(role: str, digest: str) -> PromptImage:
         if role not in ROLES or digest not in found:
-            raise WireError(f"No image {digest!r} of role {role!r} came with the request; roles: {', '.join(ROLES)}.")
+            raise FrameError(
+                f"No image {digest!r} of role {role!r} came with the request; roles: "
+                f"{', '.join(ROLES)}."
+            )
         try:
             return received(role, digest, found[digest], ImageLimits(max_pixels=max_pixels))
         except ImageError as error:
-            raise WireError(f"The image {digest!r} {error}") from error
+            raise FrameError(f"The image {digest!r} {error}") from error
 
     return [
-        Prompt(p.text, p.negative, p.target, p.metadata, tuple(image_of(each.role, each.digest) for each in p.images))
+        Prompt(
+            p.text,
+            p.negative,
+            p.target,
+            p.metadata,
+            tuple(image_of(each.role, each.digest) for each in p.images),
+        )
         for p in request.prompts
     ]
 
@@ -247,30 +297,44 @@ def decode_prompts(request: ScoreRequest, payload: bytes | bytearray = b"", max_
 def encode_response(request: ScoreRequest, scores: Tensor, identity: Identity) -> str:
     """Return the JSON that answers `request` with `scores` [B]; NaN becomes `missing`."""
     items: list[dict[str, Any]] = [
-        {"id": id_, "missing": "the scorer gave no score"} if math.isnan(score) else {"id": id_, "score": score}
+        {"id": id_, "missing": "the scorer gave no score"}
+        if math.isnan(score)
+        else {"id": id_, "score": score}
         for id_, score in zip(request.ids, scores.tolist(), strict=True)
     ]
-    document = {"protocol": 1, "request_id": request.request_id, "identity": vars(identity), "scores": items}
+    document = {
+        "protocol": 1,
+        "request_id": request.request_id,
+        "identity": vars(identity),
+        "scores": items,
+    }
     return json.dumps(document, allow_nan=False)
 
 
 def decode_response(document: bytes, request_id: str, samples: int) -> tuple[Tensor, Identity]:
-    """Return (scores [samples] fp32 with NaN = missing, identity) of a response to request `request_id`.
+    """Return (scores [samples] fp32 with NaN = missing, identity) of a response to request
+    `request_id`.
 
-    Raises WireError unless it is exactly that: same request, every id, in order, finite fp32 numbers.
+    Raises WireError unless it is exactly that: same request, every id, in order, finite fp32
+    numbers.
     """
     response = _validate(ScoreResponse, document)
     if response.request_id != request_id:
-        raise WireError(f"The response answers request {response.request_id!r}, asked was {request_id!r}.")
+        raise FrameError(
+            f"The response answers request {response.request_id!r}, asked was {request_id!r}."
+        )
     expected = [f"{request_id[:8]}-{row}" for row in range(samples)]
     got = [item.id for item in response.scores]
     if got != expected:
-        raise WireError(
-            f"{len(got)} scores for ids {got[:4]}..., expected {samples} for {expected[:4]}..., in this order."
+        raise FrameError(
+            f"{len(got)} scores for ids {got[:4]}..., expected {samples} for {expected[:4]}..., in "
+            "this order."
         )
-    scores = torch.tensor([math.nan if item.score is None else item.score for item in response.scores])
+    scores = torch.tensor(
+        [math.nan if item.score is None else item.score for item in response.scores]
+    )
     if torch.isinf(scores).any():
-        raise WireError("A score exceeds the range of fp32.")
+        raise FrameError("A score exceeds the range of fp32.")
     return scores, response.identity
 
 
@@ -285,4 +349,4 @@ def _validate(model: type[_Model], document: bytes) -> _Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise WireError(f"Not a {model.__name__}: {where}: {first['msg']}.") from error
+        raise FrameError(f"Not a {model.__name__}: {where}: {first['msg']}.") from error

@@ -1,9 +1,10 @@
 """Run a scorer in a separate process, which isolates its threads, its memory and its crashes.
 
-The child, `python -m digenrl.extensions.rewards.process`, is the reward service (`service.py`) on a free port of
-127.0.0.1, behind a token that only parent and child know. It reads {"node": ..., "token": ...} from its standard input
-and answers {"url": ...} on its standard output, later {"error": ...} if the scorer fails. It ends when its standard
-input ends, so it ends also when the parent is killed.
+The child, `python -m digenrl.extensions.rewards.process`, is the reward service (`service.py`) on a
+free port of 127.0.0.1, behind a token that only parent and child know. It reads {"node": ...,
+"token": ...} from its standard input and answers {"url": ...} on its standard output, later
+{"error": ...} if the scorer fails. It ends when its standard input ends, so it ends also when the
+parent is killed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from digenrl.rewards.protocol import (
 from digenrl.types import Prompt
 
 _UNBOUNDED = 1 << 40
-"""Limit of bytes, pixels and seconds in the child: practically none, because the parent is the same program on the same
-machine and bounds the time itself."""
+"""Limit of bytes, pixels and seconds in the child: practically none, because the parent is the same
+program on the same machine and bounds the time itself."""
 
 
 class ProcessScorer:
@@ -49,9 +50,18 @@ class ProcessScorer:
     """
 
     def __init__(
-        self, node: Mapping[str, Any], start_s: float = 600.0, call_s: float = 240.0, max_deaths: int = 3
+        self,
+        node: Mapping[str, Any],
+        start_s: float = 600.0,
+        call_s: float = 240.0,
+        max_deaths: int = 3,
     ) -> None:
-        self._node, self._start_s, self._call_s, self._max_deaths = dict(node), start_s, call_s, max_deaths
+        self._node, self._start_s, self._call_s, self._max_deaths = (
+            dict(node),
+            start_s,
+            call_s,
+            max_deaths,
+        )
         self._child: subprocess.Popen[str] | None = None
         self._client: RewardClient | None = None
         self._identity: Identity | None = None
@@ -99,7 +109,8 @@ class ProcessScorer:
             return self._identity
 
     def _start(self) -> RewardClient:
-        """Return a client of a child with a built scorer. A restarted child must have the old identity."""
+        """Return a client of a child with a built scorer. A restarted child must have the old
+        identity."""
         if self._client is not None and self._child is not None and self._child.poll() is None:
             return self._client
         self._end()
@@ -113,7 +124,9 @@ class ProcessScorer:
         )
         assert self._child.stdin is not None
         try:
-            print(json.dumps({"node": self._node, "token": token}), file=self._child.stdin, flush=True)
+            print(
+                json.dumps({"node": self._node, "token": token}), file=self._child.stdin, flush=True
+            )
             url = self._told(self._start_s)["url"]
         except (OSError, KeyError) as error:
             self._lost(error, self._start_s)
@@ -137,7 +150,9 @@ class ProcessScorer:
         told: dict[str, str] = json.loads(self._child.stdout.readline() or "{}")
         if "error" in told:
             self._end()
-            raise RewardError(f"The scorer {self._node.get('_target_')} failed in its process: {told['error']}")
+            raise RewardError(
+                f"The scorer {self._node.get('_target_')} failed in its process: {told['error']}"
+            )
         return told
 
     def _lost(self, error: Exception, seconds: float) -> NoReturn:
@@ -157,7 +172,9 @@ class ProcessScorer:
         )
         message = f"The process of scorer {self._node.get('_target_')} {what}"
         if self._deaths >= self._max_deaths:
-            raise RewardError(f"{message}, {self._deaths} times in a row: run it inline to see why.") from error
+            raise RewardError(
+                f"{message}, {self._deaths} times in a row: run it inline to see why."
+            ) from error
         raise RewardUnavailable(f"{message}; it starts again with the next batch.") from error
 
     def _end(self) -> None:
@@ -203,8 +220,8 @@ class _Reporting:
 
 
 def _end_with_parent() -> None:
-    """End the process when its standard input ends. A thread waits for this, because a scorer may compute for
-    minutes."""
+    """End the process when its standard input ends. A thread waits for this, because a scorer may
+    compute for minutes."""
     sys.stdin.read()
     os._exit(1)
 
@@ -219,10 +236,16 @@ def main() -> None:
     os.dup2(2, 1)  # what a scorer prints belongs to the run's log
     scorer = _Reporting(asked["node"], answers)
     try:
-        from digenrl.extensions.rewards.service import Limits, RewardService, serve
+        from digenrl.extensions.rewards.service import RewardService, ServiceLimits, serve
     except ImportError as error:
         scorer.fail(error)
-    limits = Limits(_UNBOUNDED, max_samples=1 << 20, max_pixels=_UNBOUNDED, body_s=_UNBOUNDED, score_s=_UNBOUNDED)
+    limits = ServiceLimits(
+        _UNBOUNDED,
+        max_samples=1 << 20,
+        max_pixels=_UNBOUNDED,
+        body_s=_UNBOUNDED,
+        score_s=_UNBOUNDED,
+    )
     service = RewardService(scorer, limits, asked["token"])
     serve(service, "127.0.0.1", 0, lambda url: scorer.tell({"url": url}))
 

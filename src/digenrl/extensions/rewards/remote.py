@@ -13,7 +13,8 @@ from digenrl.types import Prompt
 
 
 class RemoteScorer:
-    """Scorer that asks a reward service. See `digenrl.extensions.rewards.client` for retries and errors.
+    """Scorer that asks a reward service. See `digenrl.extensions.rewards.client` for retries and
+    errors.
 
     Args:
         urls: equal services; requests are spread over them.
@@ -39,10 +40,19 @@ class RemoteScorer:
         quarantine: str | None = None,
     ) -> None:
         if (model_id is None) != (weights_digest is None):
-            raise ValueError("Pin both model_id and weights_digest (see GET /identity of the service), or neither.")
-        pinned = Identity(model_id, weights_digest) if model_id is not None and weights_digest is not None else None
+            raise ValueError(
+                "Pin both model_id and weights_digest (see GET /identity of the service), or "
+                "neither."
+            )
+        pinned = (
+            Identity(model_id, weights_digest)
+            if model_id is not None and weights_digest is not None
+            else None
+        )
         attempt_s = deadline_s / 2 if attempt_s is None else attempt_s
-        options = ClientOptions(deadline_s=deadline_s, attempt_s=attempt_s, max_attempts=max_attempts, dtype=dtype)
+        options = ClientOptions(
+            deadline_s=deadline_s, attempt_s=attempt_s, max_attempts=max_attempts, dtype=dtype
+        )
         self.client = RewardClient(list(urls), options, pinned, token_env, quarantine)
 
     @property

@@ -1,11 +1,13 @@
-"""Reward service: one scorer behind HTTP, bounded in bytes, samples, pixels, time and waiting requests.
+"""Reward service: one scorer behind HTTP, bounded in bytes, samples, pixels, time and waiting
+requests.
 
     GET  /health    200 {"status": "ok"}: the process lives; needs no token.
     GET  /identity  `ServiceDescription`: what scores, and what a request may hold.
     POST /score     a request frame (`digenrl.extensions.rewards.frames`) -> `ScoreResponse`.
 
-The body is checked while it streams in: its header declares every length, and nothing beyond the limits is kept. A
-request beyond `max_pending` is refused with 429 before its body is read. With a token, every path but /health needs it.
+The body is checked while it streams in: its header declares every length, and nothing beyond the
+limits is kept. A request beyond `max_pending` is refused with 429 before its body is read. With a
+token, every path but /health needs it.
 """
 
 from __future__ import annotations
@@ -45,16 +47,18 @@ try:
     from starlette.routing import Route
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    raise ImportError("a reward service needs starlette and uvicorn: pip install 'digenrl[serve]'") from error
+    raise ImportError(
+        "a reward service needs starlette and uvicorn: pip install 'digenrl[serve]'"
+    ) from error
 
 log = logging.getLogger(__name__)
 _CLOSING = frozenset({400, 401, 408, 413, 422})
-"""Refusals after which the connection is closed. On an open connection the server would read and discard the rest of
-the body."""
+"""Refusals after which the connection is closed. On an open connection the server would read and
+discard the rest of the body."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServiceLimits:
     """Bounds of one service."""
 
     max_body_bytes: int = 64 << 20
@@ -64,20 +68,25 @@ class Limits:
     max_pending: int = 4
     """Most requests that are being read, wait or are scored; the next one gets 429."""
     max_connections: int = 64
-    """Most open connections. A further connection closes the one that has waited longest for a request."""
+    """Most open connections. A further connection closes the one that has waited longest for a
+    request."""
     head_s: float = 10.0
     """Seconds within which a connection must send the head of its next request, or it is closed."""
     body_s: float = 30.0
     """Seconds within which a body must be complete, or it is refused (408)."""
     score_s: float = 300.0
-    """Seconds of scoring after which the answer is 504. The request's place stays taken until the scorer returns."""
+    """Seconds of scoring after which the answer is 504. The request's place stays taken until the
+    scorer returns."""
     retry_after_s: float = 1.0
     """Seconds of Retry-After in a 429."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}: every limit of a reward service is a positive, finite number.")
+                raise ValueError(
+                    f"{name} is {value}: every limit of a reward service is a positive, finite "
+                    "number."
+                )
 
 
 class _Refused(Exception):
@@ -97,8 +106,10 @@ class RewardService:
         token: bearer token that requests must carry; None = no token (loopback only, see `serve`).
     """
 
-    def __init__(self, scorer: Scorer, limits: Limits | None = None, token: str | None = None) -> None:
-        self.scorer, self.limits, self._token = scorer, limits or Limits(), token
+    def __init__(
+        self, scorer: Scorer, limits: ServiceLimits | None = None, token: str | None = None
+    ) -> None:
+        self.scorer, self.limits, self._token = scorer, limits or ServiceLimits(), token
         self.identity: Identity = identity_of(scorer)
         self._pending = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward-service")
@@ -114,11 +125,13 @@ class RewardService:
         )
 
     def server(self) -> uvicorn.Server:
-        """Return a server of the application that also bounds connections, which uvicorn itself does not."""
+        """Return a server of the application that also bounds connections, which uvicorn itself
+        does not."""
         config = uvicorn.Config(
             self.app(),
             http=partial(_Connection, limits=self.limits),  # type: ignore[arg-type]  # called as the class would be
-            backlog=self.limits.max_connections,  # accepted at once, before any of them can be refused
+            # accepted at once, before any of them can be refused
+            backlog=self.limits.max_connections,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -132,7 +145,9 @@ class RewardService:
     async def _describe(self, request: Request) -> Response:
         limits = {name: getattr(self.limits, name) for name in frames.WireLimits.model_fields}
         images = bool(getattr(self.scorer, "reads_images", False))
-        return JSONResponse({"protocol": 1, "identity": vars(self.identity), "limits": limits, "images": images})
+        return JSONResponse(
+            {"protocol": 1, "identity": vars(self.identity), "limits": limits, "images": images}
+        )
 
     async def _score(self, request: Request) -> Response:
         if self._pending >= self.limits.max_pending:
@@ -145,13 +160,18 @@ class RewardService:
                 async with asyncio.timeout(self.limits.body_s):
                     asked, payload = await self._read(request)
             except TimeoutError as error:
-                raise _Refused(408, f"the body was not complete after {self.limits.body_s:g} s") from error
-            running = asyncio.get_running_loop().run_in_executor(self._worker, self._call, asked, payload)
+                raise _Refused(
+                    408, f"the body was not complete after {self.limits.body_s:g} s"
+                ) from error
+            running = asyncio.get_running_loop().run_in_executor(
+                self._worker, self._call, asked, payload
+            )
             done, _ = await asyncio.wait({running}, timeout=self.limits.score_s)
             if not done:
                 raise _Refused(504, f"scoring took longer than {self.limits.score_s:g} s")
             return Response(
-                frames.encode_response(asked, running.result(), self.identity), media_type="application/json"
+                frames.encode_response(asked, running.result(), self.identity),
+                media_type="application/json",
             )
         finally:
             if running is None or running.done():
@@ -176,20 +196,24 @@ class RewardService:
             if expected == limit and len(raw) >= frames.HEADER.size:
                 expected = frames.HEADER.size + sum(self._lengths(raw))
                 if expected > limit or len(raw) > expected:
-                    raise _Refused(413, f"the frame declares {expected} bytes; at most {limit} are read")
+                    raise _Refused(
+                        413, f"the frame declares {expected} bytes; at most {limit} are read"
+                    )
         if len(raw) < frames.HEADER.size or len(raw) != expected:
             raise _Refused(400, f"the body ends after {len(raw)} bytes, its frame is longer")
         json_bytes, payload_bytes = self._lengths(raw)
         head = frames.HEADER.size + json_bytes
         try:
             asked = frames.decode_request(bytes(raw[frames.HEADER.size : head]), payload_bytes)
-        except frames.WireError as error:
+        except frames.FrameError as error:
             raise _Refused(422, str(error)) from error
         shape = asked.media.shape
         pixels = math.prod(shape[1:]) // shape[-3]
         if shape[0] > self.limits.max_samples or pixels > self.limits.max_pixels:
             raise _Refused(
-                413, f"media {shape} exceeds {self.limits.max_samples} samples of {self.limits.max_pixels} pixels"
+                413,
+                f"media {shape} exceeds {self.limits.max_samples} samples of "
+                f"{self.limits.max_pixels} pixels",
             )
         del raw[:head]
         return asked, raw
@@ -198,7 +222,7 @@ class RewardService:
     def _lengths(raw: bytearray) -> tuple[int, int]:
         try:
             return frames.parse_header(bytes(raw[: frames.HEADER.size]))
-        except frames.WireError as error:
+        except frames.FrameError as error:
             raise _Refused(422, str(error)) from error
 
     def _call(self, asked: frames.ScoreRequest, payload: bytearray) -> Tensor:
@@ -210,13 +234,17 @@ class RewardService:
             raise _Refused(422, str(error)) from error
         try:
             with torch.no_grad(), contained(self.identity.model_id):
-                return check_scores(self.identity.model_id, self.scorer(media, prompts), len(prompts))
+                return check_scores(
+                    self.identity.model_id, self.scorer(media, prompts), len(prompts)
+                )
         except RewardUnavailable as error:
             raise _Refused(503, str(error)) from error
         except ValueError as error:
             raise _Refused(422, str(error)) from error
 
-    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         """Return `handler` with a check of the token and with every refusal as JSON."""
 
         async def guarded(request: Request) -> Response:
@@ -248,19 +276,28 @@ class RewardService:
 class _Connection(H11Protocol):
     """HTTP connection with a timeout for the head of a request."""
 
-    def __init__(self, *, limits: Limits, **server: Any) -> None:
+    def __init__(self, *, limits: ServiceLimits, **server: Any) -> None:
         super().__init__(**server)
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._limits.max_connections:
-            waiting = [other for other in self.connections if isinstance(other, _Connection) and other._timer]
-            oldest = min(waiting, key=lambda other: other._timer.when() if other._timer else 0.0, default=None)
+            waiting = [
+                other
+                for other in self.connections
+                if isinstance(other, _Connection) and other._timer
+            ]
+            oldest = min(
+                waiting,
+                key=lambda other: other._timer.when() if other._timer else 0.0,
+                default=None,
+            )
             if oldest is None:
                 transport.abort()
             else:
-                # Its end is told later. Left in the set, it would be chosen again for each of a burst of connections.
+                # Its end is told later. Left in the set, it would be chosen again for each of a
+                # burst of connections.
                 oldest._stop_timer()
                 self.connections.discard(oldest)
                 oldest.transport.abort()
@@ -280,7 +317,8 @@ class _Connection(H11Protocol):
         self._stop_timer()
 
     def _set_timer(self) -> None:
-        """Start the timer that runs from the end of a request to the end of the next request's head."""
+        """Start the timer that runs from the end of a request to the end of the next request's
+        head."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_timer()
         elif self._timer is None:
@@ -316,7 +354,9 @@ def serve(service: RewardService, host: str, port: int, announce: Callable[[str]
         OSError: the address cannot be bound.
     """
     if not is_loopback(host) and service._token is None:
-        raise ValueError(f"{host} can be reached from outside: a reward service needs a token there.")
+        raise ValueError(
+            f"{host} can be reached from outside: a reward service needs a token there."
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
         bound = listener.getsockname()[1]

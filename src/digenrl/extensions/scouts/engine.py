@@ -1,4 +1,5 @@
-"""Rollout engine that tries several initial noises per sample before it generates (Sol-RL, arXiv:2604.06916)."""
+"""Rollout engine that tries several initial noises per sample before it generates (Sol-RL,
+arXiv:2604.06916)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from digenrl.types import Prompt
 
 
 class ScoutingEngine(RolloutEngine):
-    """Rollout engine that generates each task from the initial noises whose cheap samples score best and worst.
+    """Rollout engine that generates each task from the initial noises whose cheap samples score
+    best and worst.
 
     Args:
         candidates: initial noises tried for each sample of a task.
@@ -31,29 +33,39 @@ class ScoutingEngine(RolloutEngine):
         """Take one denoising step of all rows. The first step starts from the chosen noises."""
         if generation.state.next_step == 0:
             rows = self._chosen(generation.task, generation.prompt)
-            generation = replace(generation, state=self._start(replace(generation.state.key, samples=rows)))
+            generation = replace(
+                generation, state=self._start(replace(generation.state.key, samples=rows))
+            )
         return super().advance(generation)
 
     @torch.no_grad()
     def _chosen(self, task: Task, prompt: Prompt) -> tuple[int, ...]:
-        """Return the numbers of the noises that the task keeps, ascending: the best half and the worst half.
+        """Return the numbers of the noises that the task keeps, ascending: the best half and the
+        worst half.
 
-        A noise's score is the reward of its ODE sample with few steps. A missing score counts as the median. Sol-RL
-        makes its trial samples in FP4. Both work because the initial noise largely decides what an ODE draws.
+        A noise's score is the reward of its ODE sample with few steps. A missing score counts as
+        the median. Sol-RL makes its trial samples in FP4. Both work because the initial noise
+        largely decides what an ODE draws.
         """
         condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(self._scout_steps)
         first, tried = task.first_sample * self._candidates, []
         for turn in range(self._candidates):
             numbers = range(first + turn * task.samples, first + (turn + 1) * task.samples)
             start = self._start(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
-            media = self.policy.decode(denoise.ode_sample(self.policy, condition, start.latents, grid))
+            media = self.policy.decode(
+                denoise.ode_sample(self.policy, condition, start.latents, grid)
+            )
             found = self._scorer.submit(media, [prompt] * task.samples)
             tried.append(combine(found.result(), self._rewards.weights))
         scores = torch.cat(tried)
-        order = scores.nan_to_num(float(scores.nanmedian().nan_to_num())).argsort(stable=True).tolist()
+        order = (
+            scores.nan_to_num(float(scores.nanmedian().nan_to_num())).argsort(stable=True).tolist()
+        )
         best = (task.samples + 1) // 2
         kept = order[: task.samples - best] + order[len(order) - best :]
         return tuple(sorted(first + number for number in kept))
 
     def _start(self, key: denoise.SampleKey) -> denoise.SampleState:
-        return denoise.start(key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device)
+        return denoise.start(
+            key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device
+        )

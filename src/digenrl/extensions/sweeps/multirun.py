@@ -1,7 +1,9 @@
-"""Hydra multirun (`-m`) with each job in a fresh process, one after the other, and one table at the end.
+"""Hydra multirun (`-m`) with each job in a fresh process, one after the other, and one table at the
+end.
 
-Jobs come from Hydra's own sweep syntax (`seed=0,1,2`, `gap=range(1,4)`, `experiment=glob(wan*)`) on the command line
-and from `hydra.sweeper.params` of the experiment. A job that fails leaves a row with its cause, and the sweep goes on.
+Jobs come from Hydra's own sweep syntax (`seed=0,1,2`, `gap=range(1,4)`, `experiment=glob(wan*)`) on
+the command line and from `hydra.sweeper.params` of the experiment. A job that fails leaves a row
+with its cause, and the sweep goes on.
 """
 
 from __future__ import annotations
@@ -26,22 +28,25 @@ from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help
 from digenrl.config.loading import EXIT_CODE, SWEEP_FLAGS, load, without_flags
 from digenrl.config.shipped import config_directory
-from digenrl.extensions.sweeps.table import Job, result_of, write_tables
+from digenrl.extensions.sweeps.table import SweepJob, result_of, write_tables
 from digenrl.record.redact import redact_text
 
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[Job]]:
-    """Return the sweep's directory and its jobs, in the order of Hydra's sweeper. Nothing is written.
+def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[SweepJob]]:
+    """Return the sweep's directory and its jobs, in the order of Hydra's sweeper. Nothing is
+    written.
 
     Raises:
         ConfigError: the words cannot be parsed, or their common part cannot be composed.
     """
     words = [word for word in argv if word not in SWEEP_FLAGS]
     single = [word for word in words if not _is_sweep(word)]
-    config, problems = compose_words([word for word in single if not word.startswith("resume=")], config_name)
+    config, problems = compose_words(
+        [word for word in single if not word.startswith("resume=")], config_name
+    )
     if problems:
         raise ConfigError(problems)
     sweep_dir = Path(str(HydraConfig.get().sweep.dir)).absolute()
@@ -51,24 +56,36 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
         try:
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-            batches = BasicSweeper.split_arguments(parser.parse_overrides(words), max_batch_size=None)
+            batches = BasicSweeper.split_arguments(
+                parser.parse_overrides(words), max_batch_size=None
+            )
         except HydraException as error:
             raise ConfigError([redact_text(" ".join(str(error).split()))]) from error
     swept = {word.partition("=")[0] for word in words if _is_sweep(word)}
     jobs = []
     for number, job_words in enumerate(batches[0] if batches else []):
-        varied = {key: value for key, _, value in (word.partition("=") for word in job_words) if key in swept}
-        varied |= {key: value.lower() for key, value in varied.items() if value in ("True", "False")}  # as YAML says it
-        jobs.append(Job(number, tuple(job_words), varied, sweep_dir / f"job-{number}"))
+        varied = {
+            key: value
+            for key, _, value in (word.partition("=") for word in job_words)
+            if key in swept
+        }
+        varied |= {
+            key: value.lower() for key, value in varied.items() if value in ("True", "False")
+        }  # as YAML says it
+        jobs.append(SweepJob(number, tuple(job_words), varied, sweep_dir / f"job-{number}"))
     return sweep_dir, jobs
 
 
-def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: str = "train") -> int:
-    """Run every job of the sweep as `python -m <module>` and return the exit code (0 = every job completed).
+def sweep(
+    argv: Sequence[str], module: str = "digenrl.cli.train", config_name: str = "train"
+) -> int:
+    """Run every job of the sweep as `python -m <module>` and return the exit code (0 = every job
+    completed).
 
-    Standard output has one line per job, the table, and as the last line the sweep's directory. The directory holds a
-    run directory and a log for each job, sweep.csv, sweep.json and sweep.png. The files are written before and after
-    every job, so that a killed sweep keeps what it has. `--cfg` prints the configuration of every job instead.
+    Standard output has one line per job, the table, and as the last line the sweep's directory. The
+    directory holds a run directory and a log for each job, sweep.csv, sweep.json and sweep.png. The
+    files are written before and after every job, so that a killed sweep keeps what it has. `--cfg`
+    prints the configuration of every job instead.
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
@@ -87,7 +104,11 @@ def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: s
     with stop:
         for job in jobs:
             if job.status == "waiting":
-                print(f"[{job.number + 1}/{len(jobs)}] {_label(job)}: log {job.log}", file=sys.stderr, flush=True)
+                print(
+                    f"[{job.number + 1}/{len(jobs)}] {_label(job)}: log {job.log}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 job.status = "running"
                 write_tables(sweep_dir, jobs, plot=False)
                 _run(job, module, stop)
@@ -107,7 +128,8 @@ def sweep(argv: Sequence[str], module: str = "digenrl.cli.train", config_name: s
 
 
 class _Signals:
-    """Context in which signals that stop a run also stop the job in progress, and end the sweep after it."""
+    """Context in which signals that stop a run also stop the job in progress, and end the sweep
+    after it."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -128,11 +150,15 @@ class _Signals:
             self.process.send_signal(number)
 
 
-def _show(jobs: Sequence[Job], config_name: str) -> int:
+def _show(jobs: Sequence[SweepJob], config_name: str) -> int:
     """Print every job's composed configuration."""
     for job in jobs:
         print(f"# job {job.number}: {_label(job)}")
-        print(f"# {job.cause}" if job.status == "refused" else OmegaConf.to_yaml(load(job.words, config_name).config))
+        print(
+            f"# {job.cause}"
+            if job.status == "refused"
+            else OmegaConf.to_yaml(load(job.words, config_name).config)
+        )
     return 0
 
 
@@ -143,11 +169,11 @@ def _is_sweep(word: str) -> bool:
         return False  # reported when all words are parsed
 
 
-def _label(job: Job) -> str:
+def _label(job: SweepJob) -> str:
     return " ".join(f"{key}={value}" for key, value in job.varied.items()) or "the only job"
 
 
-def _refuse_bad(jobs: Sequence[Job], config_name: str) -> None:
+def _refuse_bad(jobs: Sequence[SweepJob], config_name: str) -> None:
     """Mark the jobs whose configuration is wrong; raise if that is all of them."""
     problems: list[str] = []
     for job in jobs:
@@ -157,10 +183,12 @@ def _refuse_bad(jobs: Sequence[Job], config_name: str) -> None:
             job.status, job.cause = "refused", "; ".join(error.problems)
             problems += error.problems
     if all(job.status == "refused" for job in jobs):
-        raise ConfigError(problems or ["the sweep has no job: give several values, e.g. seed=0,1,2"])
+        raise ConfigError(
+            problems or ["the sweep has no job: give several values, e.g. seed=0,1,2"]
+        )
 
 
-def _run(job: Job, module: str, stop: _Signals) -> None:
+def _run(job: SweepJob, module: str, stop: _Signals) -> None:
     """Run one job to its end and fill in its result."""
     command = [sys.executable, "-m", module, *job.words, f"hydra.run.dir={job.run_dir}"]
     began = time.monotonic()
@@ -192,5 +220,9 @@ def _stop_with_parent() -> None:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     return redact_text(lines[-1]) if lines else "no output"

@@ -28,13 +28,13 @@ COLUMNS = (
     "first_ratio_max_dev",
     "wall_s",
 )
-"""Columns after the swept keys: results of `result_of`, and `ratio`, samples_per_s over that of the first completed
-job."""
+"""Columns after the swept keys: results of `result_of`, and `ratio`, samples_per_s over that of the
+first completed job."""
 _PLOTTED = ("samples_per_s", "step_s", "heldout_last", "reward_last")
 
 
 @dataclass
-class Job:
+class SweepJob:
     """One run of a sweep."""
 
     number: int
@@ -58,9 +58,9 @@ class Job:
 def result_of(run_dir: Path) -> dict[str, Any]:
     """Return the results that a job wrote; {} if it wrote nothing.
 
-    For a run they are its summary.json. For a plan they are the costs of the configuration, or of the planner's best
-    candidate if the configuration leaves the allocation open. `bubble` becomes the share of all ranks' time that was
-    lost, by cause.
+    For a run they are its summary.json. For a plan they are the costs of the configuration, or of
+    the planner's best candidate if the configuration leaves the allocation open. `bubble` becomes
+    the share of all ranks' time that was lost, by cause.
     """
     summary, plan = run_dir / "summary.json", run_dir / "plan.json"
     if summary.is_file():
@@ -77,25 +77,36 @@ def result_of(run_dir: Path) -> dict[str, Any]:
         planned = json.loads(plan.read_text(encoding="utf-8"))
         row = planned["configured"] or planned["candidates"][0]
         ranks = f"{row['trainers']}+{row['rollouts']}"
-        shown = {"ranks": f"{ranks}: does not fit"} if row.get("misfits") else row | {"ranks": ranks}
+        shown = (
+            {"ranks": f"{ranks}: does not fit"} if row.get("misfits") else row | {"ranks": ranks}
+        )
         return shown | {"status": "completed"}
     return {}
 
 
-def rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
     """Return one row per job.
 
-    It has the job's number, the swept keys, `COLUMNS`, the share of lost time by cause, the cause of a failure, and the
-    run directory.
+    It has the job's number, the swept keys, `COLUMNS`, the share of lost time by cause, the cause
+    of a failure, and the run directory.
     """
     table = []
-    base = next((s for job in jobs if job.status == "completed" and (s := job.summary.get("samples_per_s"))), None)
+    base = next(
+        (
+            s
+            for job in jobs
+            if job.status == "completed" and (s := job.summary.get("samples_per_s"))
+        ),
+        None,
+    )
     for job in jobs:
         row: dict[str, Any] = {"job": job.number, **job.varied}
         row.update({key: job.summary.get(key) for key in COLUMNS})
         speed = job.summary.get("samples_per_s")
         row["ratio"] = speed / base if speed and base else None
-        row.update({f"lost:{cause}": share for cause, share in (job.summary.get("bubble") or {}).items()})
+        row.update(
+            {f"lost:{cause}": share for cause, share in (job.summary.get("bubble") or {}).items()}
+        )
         row.update(status=job.status, cause=job.cause, run=str(job.run_dir))
         if row["wall_s"] is None:
             row["wall_s"] = round(job.wall_s, 3)
@@ -103,12 +114,16 @@ def rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return table
 
 
-def write_tables(sweep_dir: Path, jobs: Sequence[Job], plot: bool) -> str:
+def write_tables(sweep_dir: Path, jobs: Sequence[SweepJob], plot: bool) -> str:
     """Write sweep.csv, sweep.json and, if `plot`, sweep.png; return the table as text."""
     table = rows(jobs)
     names = sorted({name for row in table for name in row if name.startswith("lost:")})
     ends = ["cause", "run"]
-    names = [*dict.fromkeys(n for row in table for n in row if n not in (*names, *ends)), *names, *ends]
+    names = [
+        *dict.fromkeys(n for row in table for n in row if n not in (*names, *ends)),
+        *names,
+        *ends,
+    ]
     text = io.StringIO()
     writer = csv.DictWriter(text, names)
     writer.writeheader()
@@ -121,16 +136,27 @@ def write_tables(sweep_dir: Path, jobs: Sequence[Job], plot: bool) -> str:
 
 
 def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """Return aligned columns. Columns without values are left out, and columns without differences are printed once."""
+    """Return aligned columns. Columns without values are left out, and columns without differences
+    are printed once."""
     names = [name for name in names if any(row.get(name) not in (None, "") for row in table)]
     told = ("status", "rl_steps", "ranks", "reward_first", "heldout_first", "first_ratio_max_dev")
-    same = [n for n in names if n in told and len(table) > 1 and len({_cell(n, row.get(n)) for row in table}) == 1]
+    same = [
+        n
+        for n in names
+        if n in told and len(table) > 1 and len({_cell(n, row.get(n)) for row in table}) == 1
+    ]
     names = [name for name in names if name not in same]
     cells = [list(names), *([_cell(name, row.get(name)) for name in names] for row in table)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
     if same:
-        lines.append("the same in all: " + ", ".join(f"{name} {_cell(name, table[0][name])}" for name in same))
+        lines.append(
+            "the same in all: "
+            + ", ".join(f"{name} {_cell(name, table[0][name])}" for name in same)
+        )
     return "\n".join(lines)
 
 
@@ -143,9 +169,14 @@ def _cell(name: str, value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _plot(path: Path, jobs: Sequence[Job]) -> None:
-    """Draw a bar chart of each figure that at least one job reported, and of the time lost by cause."""
-    shown = [key for key in _PLOTTED if any(isinstance(job.summary.get(key), (int, float)) for job in jobs)]
+def _plot(path: Path, jobs: Sequence[SweepJob]) -> None:
+    """Draw a bar chart of each figure that at least one job reported, and of the time lost by
+    cause."""
+    shown = [
+        key
+        for key in _PLOTTED
+        if any(isinstance(job.summary.get(key), (int, float)) for job in jobs)
+    ]
     if not shown:
         return
     import matplotlib
@@ -153,15 +184,24 @@ def _plot(path: Path, jobs: Sequence[Job]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    labels = [", ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in job.varied.items()) for job in jobs]
+    labels = [
+        ", ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in job.varied.items())
+        for job in jobs
+    ]
     lost = [job.summary.get("bubble") or {} for job in jobs]
     causes = sorted({cause for shares in lost for cause, share in shares.items() if share})
     panels = len(shown) + bool(causes)
     size = (3.4 * panels, 1.3 + 0.35 * len(jobs))
-    figure, axes = pyplot.subplots(1, panels, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, panels, figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, key in zip(axes[0], shown, strict=False):
-        bars = axis.barh(range(len(jobs)), [job.summary.get(key) or 0.0 for job in jobs], color="#4477aa")
-        texts = [_cell(key, job.summary.get(key)) if job.summary.get(key) else job.status for job in jobs]
+        bars = axis.barh(
+            range(len(jobs)), [job.summary.get(key) or 0.0 for job in jobs], color="#4477aa"
+        )
+        texts = [
+            _cell(key, job.summary.get(key)) if job.summary.get(key) else job.status for job in jobs
+        ]
         axis.bar_label(bars, texts, padding=3, fontsize=8)
         axis.margins(x=0.22)
         axis.set_xlabel(key)
@@ -170,7 +210,9 @@ def _plot(path: Path, jobs: Sequence[Job]) -> None:
         for number, cause in enumerate(causes):
             widths = [100 * shares.get(cause, 0.0) for shares in lost]
             colour = pyplot.get_cmap("YlOrRd")((number + 1) / (len(causes) + 1))
-            axes[0][-1].barh(range(len(jobs)), widths, left=left, color=colour, label=cause.replace("_", " "))
+            axes[0][-1].barh(
+                range(len(jobs)), widths, left=left, color=colour, label=cause.replace("_", " ")
+            )
             left = [base + width for base, width in zip(left, widths, strict=True)]
         axes[0][-1].set_xlabel("% of all ranks' time lost")
         axes[0][-1].legend(fontsize=7)

@@ -1,14 +1,19 @@
-"""The embedded digits family: a text-conditional flow model of 8x8 handwritten digits that needs no download.
+"""The embedded digits family: a text-conditional flow model of 8x8 handwritten digits that needs no
+download.
 
-The network is a small diffusers `FluxTransformer2DModel` (the architecture class of FLUX.1, 312k parameters), so a run
-exercises the transformer, LoRA and SDE paths of the real families. Two things are simpler, on purpose:
+The network is a small diffusers `FluxTransformer2DModel` (the architecture class of FLUX.1, 312k
+parameters), so a run exercises the transformer, LoRA and SDE paths of the real families. Two things
+are simpler, on purpose:
 
-* There is no VAE. Latents are pixels in [-1, 1], in 2x2 patches packed as FLUX packs its VAE latents -> [16, 4]. *
-There is no tokenizer and no text encoder. Text features are frozen hashes: a word is a fixed pseudo-random vector, the
-  sequence input is a prompt's first words, the pooled input their bag. A word unseen in pretraining means nothing.
+* There is no VAE. Latents are pixels in [-1, 1], in 2x2 patches packed as FLUX packs its VAE
+latents -> [16, 4]. * There is no tokenizer and no text encoder. Text features are frozen hashes: a
+word is a fixed pseudo-random vector, the
+  sequence input is a prompt's first words, the pooled input their bag. A word unseen in pretraining
+  means nothing.
 
-The committed base model (`make pretrain`) learned from captions of which a share is wrong *on purpose*. Without these
-errors pretraining solves the task (0.96 of samples right), and reinforcement learning has nothing to improve.
+The committed base model (`make pretrain`) learned from captions of which a share is wrong *on
+purpose*. Without these errors pretraining solves the task (0.96 of samples right), and
+reinforcement learning has nothing to improve.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ TEXT_LENGTH = 4
 
 
 def build_transformer() -> FluxTransformer2DModel:
-    """Return the untrained network: one double-stream and two single-stream FLUX blocks, 4 heads of 16."""
+    """Return the untrained network: one double-stream and two single-stream FLUX blocks, 4 heads of
+    16."""
     return FluxTransformer2DModel(
         patch_size=1,
         in_channels=CHANNELS,
@@ -61,14 +67,16 @@ def build_transformer() -> FluxTransformer2DModel:
 
 @lru_cache(maxsize=4096)
 def word_vector(word: str, salt: str) -> tuple[float, ...]:
-    """Return 32 values of unit variance from the word's 64-byte hash, equal on every machine and library version."""
+    """Return 32 values of unit variance from the word's 64-byte hash, equal on every machine and
+    library version."""
     digest = hashlib.blake2b(f"{salt}:{word}".encode(), digest_size=2 * TEXT_WIDTH).digest()
     units = [int.from_bytes(digest[2 * i : 2 * i + 2], "big") for i in range(TEXT_WIDTH)]
     return tuple(math.sqrt(3.0) * ((unit + 0.5) / 32768.0 - 1.0) for unit in units)
 
 
 def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
-    """Return frozen hash features of B texts: `text` [B, 4, 32] (zeros after the last word), `pooled` [B, 32], fp32."""
+    """Return frozen hash features of B texts: `text` [B, 4, 32] (zeros after the last word),
+    `pooled` [B, 32], fp32."""
     text = torch.zeros(len(texts), TEXT_LENGTH, TEXT_WIDTH)
     pooled = torch.zeros(len(texts), TEXT_WIDTH)
     for row, content in enumerate(texts):
@@ -92,7 +100,8 @@ def base_network(
     """Return an embedded family's network with weights, in `dtype`.
 
     Args:
-        path: file of the weights; None = the `committed` file, "random" = untrained weights from `seed`.
+        path: file of the weights; None = the `committed` file, "random" = untrained weights from
+            `seed`.
         command: the command that makes the file, for the error message.
 
     Raises:
@@ -105,12 +114,17 @@ def base_network(
     if path != "random":
         file = Path(path or committed)
         if not file.is_file():
-            raise FileNotFoundError(f"no base weights at {file}; run `{command}`, or set model.path=null")
+            raise FileNotFoundError(
+                f"no base weights at {file}; run `{command}`, or set model.path=null"
+            )
         weights, own = load_file(file), transformer.state_dict()
-        wrong = sorted(set(own) ^ set(weights)) or [key for key in own if own[key].shape != weights[key].shape]
+        wrong = sorted(set(own) ^ set(weights)) or [
+            key for key in own if own[key].shape != weights[key].shape
+        ]
         if wrong:
             raise ValueError(
-                f"{file} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run `{command}`"
+                f"{file} holds another network: {len(wrong)} tensors differ ({wrong[0]}, ...); run "
+                f"`{command}`"
             )
         transformer.load_state_dict(weights)
     storage = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -123,10 +137,11 @@ class DigitsPolicy(Policy):
     Args:
         path: safetensors with the base weights; None = the committed file, "random" = untrained.
         lora: {rank, alpha, targets, ...}, or None to train every weight (312k).
-        dtype: compute and storage dtype; float32 keeps replay bit-equal to sampling for any number of steps per forward
-            (measured on x86 CPUs, tests/extensions/tasks/test_digits.py).
+        dtype: compute and storage dtype; float32 keeps replay bit-equal to sampling for any number
+            of steps per forward (measured on x86 CPUs, tests/extensions/tasks/test_digits.py).
         shift: static sigma shift (`digenrl.diffusion.sigmas`); 1 = linear, right at 64 pixels.
-        guidance_scale: only 1.0: the base was never trained without a caption, so there is no unconditional branch.
+        guidance_scale: only 1.0: the base was never trained without a caption, so there is no
+            unconditional branch.
         height, width: only 8.
         keep_reference: with lora=None, keep the frozen base for the KL term.
         seed: seed of the untrained weights.
@@ -156,11 +171,13 @@ class DigitsPolicy(Policy):
     ) -> None:
         if (height, width) != (SIDE, SIDE):
             raise ValueError(
-                f"digits are 8x8, got height={height}, width={width}; set sampling.height=8 sampling.width=8"
+                f"digits are 8x8, got height={height}, width={width}; set sampling.height=8 "
+                "sampling.width=8"
             )
         if guidance_scale != 1.0:
             raise ValueError(
-                f"digits has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
+                f"digits has no unconditional branch: guidance_scale={guidance_scale}; set "
+                "sampling.guidance_scale=1"
             )
         super().__init__(
             base_network(build_transformer, path, BASE_FILE, "make pretrain", dtype, seed),
@@ -173,12 +190,14 @@ class DigitsPolicy(Policy):
         )
         self.shift = float(shift)
         patches = SIDE // PATCH
-        self.register_buffer("image_positions", token_positions(patches, patches).float(), persistent=False)
+        self.register_buffer(
+            "image_positions", token_positions(patches, patches).float(), persistent=False
+        )
         self.register_buffer("text_positions", torch.zeros(TEXT_LENGTH, 3), persistent=False)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Return the velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4, 32], `pooled` [B,
-        32]."""
+        """Return the velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4,
+        32], `pooled` [B, 32]."""
         return self.network(
             hidden_states=latents,
             timestep=sigmas.to(latents.dtype),
@@ -192,7 +211,8 @@ class DigitsPolicy(Policy):
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """Return `text_features` on the policy's device."""
         return {
-            key: value.to(self.device) for key, value in text_features([wording.text for wording in wordings]).items()
+            key: value.to(self.device)
+            for key, value in text_features([wording.text for wording in wordings]).items()
         }
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
     python -m digenrl.extensions.tasks.generate_prompts [DIRECTORY]
     python -m digenrl.extensions.tasks.generate_prompts DIRECTORY 20000    # training sets of 20,000 prompts instead
 
-A set and its held-out split come from one stream, so that they have the same distribution and share no prompt. No
-held-out sign has the text of a training sign. A candidate whose words overlap too much with an accepted prompt is
-skipped. In a large set only the overlap with held-out prompts counts.
-"""
+A set and its held-out split come from one stream, so that they have the same distribution and share
+no prompt. No held-out sign has the text of a training sign. A candidate whose words overlap too
+much with an accepted prompt is skipped. In a large set only the overlap with held-out prompts
+counts.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ MAX_OVERLAP = 0.6
 
 
 class _Deck:
-    """Draws from a list without repetition until all entries are used, so that each occurs about equally often."""
+    """Draws from a list without repetition until all entries are used, so that each occurs about
+    equally often."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -56,25 +58,35 @@ def sign_candidates() -> Iterator[Record]:
     while True:
         match deck.draw(kinds):
             case "shop":
-                text, surface = f"{deck.draw(v.first_names)} {deck.draw(v.trades)}", deck.draw(v.shop_surfaces)
+                text, surface = (
+                    f"{deck.draw(v.first_names)} {deck.draw(v.trades)}",
+                    deck.draw(v.shop_surfaces),
+                )
             case "notice":
                 text, surface = deck.draw(v.notices), deck.draw(v.notice_surfaces)
             case "direction":
                 number = deck.draw([str(n) for n in range(2, 60)])
                 text, surface = f"{deck.draw(v.places)} {number}", deck.draw(v.direction_surfaces)
             case "title":
-                text, surface = f"{deck.draw(v.title_heads)} {deck.draw(v.title_tails)}", deck.draw(v.title_surfaces)
+                text, surface = (
+                    f"{deck.draw(v.title_heads)} {deck.draw(v.title_tails)}",
+                    deck.draw(v.title_surfaces),
+                )
             case _:
                 text, surface = (
                     f"{deck.draw(v.label_goods)} {deck.draw(v.label_qualifiers)}",
                     deck.draw(v.label_surfaces),
                 )
         verb = deck.draw(("that reads", "that says", "with the words", "bearing the text"))
-        yield {"prompt": f'{_capital(surface)} {verb} "{text}", {deck.draw(v.sign_lights)}', "target": text}
+        yield {
+            "prompt": f'{_capital(surface)} {verb} "{text}", {deck.draw(v.sign_lights)}',
+            "target": text,
+        }
 
 
 def scene_candidates() -> Iterator[Record]:
-    """Yield {prompt} records without end: described scenes, and compositions of counted and coloured objects."""
+    """Yield {prompt} records without end: described scenes, and compositions of counted and
+    coloured objects."""
     deck = _Deck("scenes")
     while True:
         if deck.draw(("scene", "scene", "composition")) == "scene":
@@ -91,11 +103,15 @@ def scene_candidates() -> Iterator[Record]:
 
 
 def video_candidates() -> Iterator[Record]:
-    """Yield {prompt} records without end: a subject, its movement, a place, and a movement of the camera."""
+    """Yield {prompt} records without end: a subject, its movement, a place, and a movement of the
+    camera."""
     deck = _Deck("videos")
     while True:
         kind = v.videos[deck.draw(list(v.videos))]
-        who = f"{_capital(deck.draw(kind['movers']))} {deck.draw(kind['motions'])} {deck.draw(kind['places'])}"
+        who = (
+            f"{_capital(deck.draw(kind['movers']))} {deck.draw(kind['motions'])} "
+            f"{deck.draw(kind['places'])}"
+        )
         yield {"prompt": f"{who}, {deck.draw(v.cameras)}"}
 
 
@@ -107,7 +123,8 @@ _CANDIDATES: dict[str, Callable[[], Iterator[Record]]] = {
 
 
 def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
-    """Return the first `count` candidates that neither repeat a target nor overlap too much with an earlier one."""
+    """Return the first `count` candidates that neither repeat a target nor overlap too much with an
+    earlier one."""
     accepted: list[Record] = []
     word_sets: list[frozenset[str]] = []
     texts: set[str] = set()
@@ -124,19 +141,26 @@ def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
 
 
 def apart(candidates: Iterator[Record], count: int, heldout: Sequence[Record]) -> list[Record]:
-    """Return the first `count` different candidates that neither share a target nor overlap too much with `heldout`.
+    """Return the first `count` different candidates that neither share a target nor overlap too
+    much with `heldout`.
 
     Raises ValueError when a hundred times as many candidates contain too few.
     """
     texts, word_sets = {_text(record) for record in heldout}, [_words(record) for record in heldout]
     accepted: dict[str, Record] = {}
     for record in itertools.islice(candidates, 100 * count):
-        if record["prompt"] in accepted or _text(record) in texts or _overlaps(_words(record), word_sets):
+        if (
+            record["prompt"] in accepted
+            or _text(record) in texts
+            or _overlaps(_words(record), word_sets)
+        ):
             continue
         accepted[record["prompt"]] = record
         if len(accepted) == count:
             return list(accepted.values())
-    raise ValueError(f"the vocabulary gives {len(accepted)} prompts, {count} were asked for: ask for fewer")
+    raise ValueError(
+        f"the vocabulary gives {len(accepted)} prompts, {count} were asked for: ask for fewer"
+    )
 
 
 def _text(record: Record) -> str:
@@ -155,17 +179,19 @@ def split(name: str) -> tuple[list[Record], list[Record]]:
     """Return the project's own training and held-out records of one set."""
     train, heldout = SETS[name]
     records = distinct(_CANDIDATES[name](), train + heldout)
-    # Every (train + heldout) / heldout-th record is held out, so that both halves have the same mix of kinds.
+    # Every (train + heldout) / heldout-th record is held out, so that both halves have the same mix
+    # of kinds.
     stride = len(records) // heldout
     kept = [record for index, record in enumerate(records) if index % stride != stride - 1]
     return kept, [record for index, record in enumerate(records) if index % stride == stride - 1]
 
 
 def drawn_scenes() -> tuple[list[Record], list[Record]]:
-    """Return training and held-out prompts of scenes of one or two objects (`reward_models.drawn_scenes`).
+    """Return training and held-out prompts of scenes of one or two objects
+    (`reward_models.drawn_scenes`).
 
-    Training has none of the kinds in `drawn_held_out`. Held out are 24 prompts without these kinds, and 24 with only
-    these kinds.
+    Training has none of the kinds in `drawn_held_out`. Held out are 24 prompts without these kinds,
+    and 24 with only these kinds.
     """
     objects = [" ".join(kind) for kind in itertools.product(v.drawn_colours, v.drawn_shapes)]
     kept, seen, unseen = list[Record](), list[Record](), list[Record]()
@@ -190,16 +216,24 @@ def drawn_scenes() -> tuple[list[Record], list[Record]]:
 
 def contents() -> dict[str, str]:
     """Return file name -> content of every generated prompt file."""
-    digits = [{"prompt": f"number {word}", "target": str(value)} for value, word in enumerate(v.digits)]
+    digits = [
+        {"prompt": f"number {word}", "target": str(value)} for value, word in enumerate(v.digits)
+    ]
     files = {"digits.jsonl": _json_lines(digits)}
-    for name, (kept, held) in {**{name: split(name) for name in SETS}, "drawn_scenes": drawn_scenes()}.items():
+    for name, (kept, held) in {
+        **{name: split(name) for name in SETS},
+        "drawn_scenes": drawn_scenes(),
+    }.items():
         files |= dict([_file(name, kept), _file(f"{name}_heldout", held)])
     return files
 
 
 def large(count: int) -> dict[str, str]:
-    """Return file name -> content of training sets of `count` prompts, for the held-out sets of `contents`."""
-    return dict(_file(f"{name}_{count}", apart(_CANDIDATES[name](), count, split(name)[1])) for name in SETS)
+    """Return file name -> content of training sets of `count` prompts, for the held-out sets of
+    `contents`."""
+    return dict(
+        _file(f"{name}_{count}", apart(_CANDIDATES[name](), count, split(name)[1])) for name in SETS
+    )
 
 
 def _file(name: str, records: list[Record]) -> tuple[str, str]:

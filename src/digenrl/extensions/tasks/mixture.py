@@ -1,15 +1,18 @@
-"""Tilted mixture: a flow whose data are a Gaussian mixture, so that base and optimum are known in closed form.
+"""Tilted mixture: a flow whose data are a Gaussian mixture, so that base and optimum are known in
+closed form.
 
-p(x) = sum_k w_k N(x; m_k, d^2 I). With x_s = (1-s) x + s eps, a component's x_s is N((1-s) m_k, c I), where
-c = (1-s)^2 d^2 + s^2. The velocity E[eps - x | x_s] is the mean over the components' posterior of
+p(x) = sum_k w_k N(x; m_k, d^2 I). With x_s = (1-s) x + s eps, a component's x_s is N((1-s) m_k, c
+I), where c = (1-s)^2 d^2 + s^2. The velocity E[eps - x | x_s] is the mean over the components'
+posterior of
 
     (s - (1-s) d^2) / c (x_s - (1-s) m_k) - m_k.
 
-A residual network that begins at zero is trained. Its output is multiplied by s / (1 - 0.7 s). This is about the shape
-over sigma of the push that costs least KL under Flow-SDE: its variance times how far a push at s reaches.
+A residual network that begins at zero is trained. Its output is multiplied by s / (1 - 0.7 s). This
+is about the shape over sigma of the push that costs least KL under Flow-SDE: its variance times how
+far a push at s reaches.
 
-For a reward <a, x> the optimum of E_q[r] - beta KL(q || p) is p exp(r/beta) / Z. It is the mixture with means
-m_k + d^2 a/beta and weights w_k exp(<a, m_k>/beta).
+For a reward <a, x> the optimum of E_q[r] - beta KL(q || p) is p exp(r/beta) / Z. It is the mixture
+with means m_k + d^2 a/beta and weights w_k exp(<a, m_k>/beta).
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ SPAN = 8.0
 
 
 class MixtureFlow(nn.Module):
-    """Closed-form velocity of the mixture, plus a residual network of `depth` blocks that is zero at first.
+    """Closed-form velocity of the mixture, plus a residual network of `depth` blocks that is zero
+    at first.
 
     Args:
         means: means of the components, [K][D].
@@ -43,21 +47,31 @@ class MixtureFlow(nn.Module):
     log_weights: Tensor
 
     def __init__(
-        self, means: Sequence[Sequence[float]], weights: Sequence[float], deviation: float, width: int, depth: int
+        self,
+        means: Sequence[Sequence[float]],
+        weights: Sequence[float],
+        deviation: float,
+        width: int,
+        depth: int,
     ) -> None:
         super().__init__()
-        self.register_buffer("means", torch.tensor([list(mean) for mean in means]), persistent=False)
+        self.register_buffer(
+            "means", torch.tensor([list(mean) for mean in means]), persistent=False
+        )
         self.register_buffer("log_weights", torch.tensor(list(weights)).log(), persistent=False)
         self.variance = float(deviation) ** 2
         size = self.means.shape[1]
         self.enter = nn.Linear(2 * size + 1, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.SiLU(), nn.Linear(width, width)) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.SiLU(), nn.Linear(width, width)) for _ in range(depth)
+        )
         self.leave = nn.Linear(width, size)
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(self.leave.bias)
 
     def forward(self, latents: Tensor, sigmas: Tensor, direction: Tensor) -> Tensor:
-        """Return the velocity [B, D] of latents [B, D] at sigmas [B], conditioned on `direction` [B, D]."""
+        """Return the velocity [B, D] of latents [B, D] at sigmas [B], conditioned on `direction`
+        [B, D]."""
         s, x = sigmas.to(latents.dtype)[:, None], latents
         hidden = self.enter(torch.cat([x, direction.to(x.dtype), s], dim=1))
         for block in self.blocks:
@@ -74,12 +88,14 @@ class MixtureFlow(nn.Module):
 
 
 class MixturePolicy(Policy):
-    """Policy of the mixture's flow. A prompt names the axis along which the reward rises, as in "along -3".
+    """Policy of the mixture's flow. A prompt names the axis along which the reward rises, as in
+    "along -3".
 
     Args:
         means, weights, deviation: the mixture, as in `MixtureFlow`; D is even.
         width, depth: size of the residual network.
-        dtype, keep_reference: as in `DigitsPolicy`; all weights of the residual network are trained.
+        dtype, keep_reference: as in `DigitsPolicy`; all weights of the residual network are
+            trained.
         seed: seed of the residual network's first layers.
     """
 
@@ -101,20 +117,24 @@ class MixturePolicy(Policy):
             torch.manual_seed(seed)
             network = MixtureFlow(means, weights, deviation, width, depth)
         self.axes = network.means.shape[1]
-        super().__init__(network, latent_shape=(self.axes,), dtype=dtype, keep_reference=keep_reference)
+        super().__init__(
+            network, latent_shape=(self.axes,), dtype=dtype, keep_reference=keep_reference
+        )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Return the velocity [B, D]."""
         return self.network(latents, sigmas, condition["direction"])
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Return `direction` [B, D], with a 1 or -1 at one coordinate. Raises ValueError for a text that names no
-        axis."""
+        """Return `direction` [B, D], with a 1 or -1 at one coordinate. Raises ValueError for a text
+        that names no axis."""
         found = torch.zeros(len(wordings), self.axes, device=self.device)
         for row, (text, _) in enumerate(wordings):
             named = re.fullmatch(r"along ([+-])(\d+)", text)
             if named is None or int(named[2]) >= self.axes:
-                raise ValueError(f"prompt {text!r}: the mixture knows `along +0` .. `along -{self.axes - 1}`.")
+                raise ValueError(
+                    f"prompt {text!r}: the mixture knows `along +0` .. `along -{self.axes - 1}`."
+                )
             found[row, int(named[2])] = 1.0 if named[1] == "+" else -1.0
         return {"direction": found}
 

@@ -1,15 +1,17 @@
-"""The embedded scenes family: a text-conditional flow model of drawn scenes, 24x24 RGB, that needs no download.
+"""The embedded scenes family: a text-conditional flow model of drawn scenes, 24x24 RGB, that needs
+no download.
 
-Like the digits (`extensions/tasks/digits.py`) it is a small diffusers `FluxTransformer2DModel` (0.83M parameters) on
-frozen hashes of words, with pixels as latents: 4x4 patches, tokens [36, 48]. Two things let so small a network draw
-sharp edges. It sees the row and column of each token as 12 more input channels. And its output is the clean picture,
-from which the velocity follows.
+Like the digits (`extensions/tasks/digits.py`) it is a small diffusers `FluxTransformer2DModel`
+(0.83M parameters) on frozen hashes of words, with pixels as latents: 4x4 patches, tokens [36, 48].
+Two things let so small a network draw sharp edges. It sees the row and column of each token as 12
+more input channels. And its output is the clean picture, from which the velocity follows.
 
-The committed base model (`make pretrain-scenes`) learned from captions of which a share is wrong in one word on
-purpose, so that reinforcement learning has something to improve.
+The committed base model (`make pretrain-scenes`) learned from captions of which a share is wrong in
+one word on purpose, so that reinforcement learning has something to improve.
 
-`ScenesEditPolicy` is the same network with a picture as further input channels, which it edits. Its base model began as
-that of the scenes. It learned from edits of which a share goes wrong on purpose.
+`ScenesEditPolicy` is the same network with a picture as further input channels, which it edits. Its
+base model began as that of the scenes. It learned from edits of which a share goes wrong on
+purpose.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ TEXT_LENGTH = 7
 
 
 def build_transformer(sources: int = 0) -> FluxTransformer2DModel:
-    """Return the untrained network: one double-stream and three single-stream FLUX blocks, 4 heads of 24.
+    """Return the untrained network: one double-stream and three single-stream FLUX blocks, 4 heads
+    of 24.
 
-    Its input channels are those of the noisy picture, of row and column, and of `sources` pictures to edit.
+    Its input channels are those of the noisy picture, of row and column, and of `sources` pictures
+    to edit.
     """
     return FluxTransformer2DModel(
         patch_size=1,
@@ -73,17 +77,22 @@ def build_transformer(sources: int = 0) -> FluxTransformer2DModel:
 def text_features(texts: Sequence[str]) -> dict[str, Tensor]:
     """Return frozen features of B texts: `text` [B, 7, 40] and `pooled` [B, 64].
 
-    `text` has each word's hash and its one-hot place. `pooled` is the bag of the words at their places. Places are
-    needed because FLUX gives text tokens no positions, and the order of words has a meaning here.
+    `text` has each word's hash and its one-hot place. `pooled` is the bag of the words at their
+    places. Places are needed because FLUX gives text tokens no positions, and the order of words
+    has a meaning here.
     """
     text, pooled = torch.zeros(len(texts), TEXT_LENGTH, 40), torch.zeros(len(texts), 64)
     for row, content in enumerate(texts):
-        words = [word.rstrip("s") for word in re.findall(r"\w+", content.lower()) if word != "of"][:TEXT_LENGTH]
+        words = [word.rstrip("s") for word in re.findall(r"\w+", content.lower()) if word != "of"][
+            :TEXT_LENGTH
+        ]
         for place, word in enumerate(words):
             text[row, place, :32] = torch.tensor(word_vector(word, "sequence"))
             text[row, place, 32 + place] = 2.0
             halves = (word_vector(f"{place} {word}", salt) for salt in ("bag", "second bag"))
-            pooled[row] += torch.cat([torch.tensor(half) for half in halves]) / math.sqrt(len(words))
+            pooled[row] += torch.cat([torch.tensor(half) for half in halves]) / math.sqrt(
+                len(words)
+            )
     return {"text": text, "pooled": pooled}
 
 
@@ -135,16 +144,23 @@ class ScenesPolicy(Policy):
     ) -> None:
         if (height, width) != (SIDE, SIDE):
             raise ValueError(
-                f"scenes are {SIDE}x{SIDE}, got height={height}, width={width}; set sampling.height={SIDE} "
+                f"scenes are {SIDE}x{SIDE}, got height={height}, width={width}; set "
+                f"sampling.height={SIDE} "
                 f"sampling.width={SIDE}"
             )
         if guidance_scale != 1.0:
             raise ValueError(
-                f"scenes has no unconditional branch: guidance_scale={guidance_scale}; set sampling.guidance_scale=1"
+                f"scenes has no unconditional branch: guidance_scale={guidance_scale}; set "
+                "sampling.guidance_scale=1"
             )
         super().__init__(
             base_network(
-                partial(build_transformer, len(self.reads)), path, self.base_file, "make pretrain-scenes", dtype, seed
+                partial(build_transformer, len(self.reads)),
+                path,
+                self.base_file,
+                "make pretrain-scenes",
+                dtype,
+                seed,
             ),
             latent_shape=(TOKENS, CHANNELS),
             guidance_scale=guidance_scale,
@@ -156,13 +172,15 @@ class ScenesPolicy(Policy):
         self.shift = float(shift)
         positions = token_positions(ROWS, ROWS)
         self.register_buffer("image_positions", 2 * positions.float(), persistent=False)
-        self.register_buffer("where", one_hot(positions[:, 1:], ROWS).flatten(1).float(), persistent=False)
+        self.register_buffer(
+            "where", one_hot(positions[:, 1:], ROWS).flatten(1).float(), persistent=False
+        )
         self.register_buffer("text_positions", torch.zeros(TEXT_LENGTH, 3), persistent=False)
         self.register_buffer("paper", PAPER[:, None, None].clone(), persistent=False)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Return the velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7, 40], `pooled` [B,
-        64]."""
+        """Return the velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7,
+        40], `pooled` [B, 64]."""
         seen = [self.where.expand(len(latents), -1, -1), *(condition[role] for role in self.reads)]
         clean = self.network(
             hidden_states=torch.cat([latents, *(each.to(latents.dtype) for each in seen)], 2),
@@ -191,7 +209,8 @@ class ScenesPolicy(Policy):
 
 
 class ScenesEditPolicy(ScenesPolicy):
-    """Policy of the scenes flow model that edits the picture of its prompt; arguments in `ScenesPolicy`."""
+    """Policy of the scenes flow model that edits the picture of its prompt; arguments in
+    `ScenesPolicy`."""
 
     family = "scenes_edit"
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
@@ -199,6 +218,8 @@ class ScenesEditPolicy(ScenesPolicy):
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """Return `text_features`, and the packed pictures `image` [B, 36, 48]."""
-        fitted = np.stack([np.asarray(wording.images[0].fitted(SIDE, SIDE)) for wording in wordings])
+        fitted = np.stack(
+            [np.asarray(wording.images[0].fitted(SIDE, SIDE)) for wording in wordings]
+        )
         pictures = torch.from_numpy(fitted).movedim(-1, 1) / 255.0
         return {**super().encode_prompts(wordings), "image": pack(pictures).to(self.device)}

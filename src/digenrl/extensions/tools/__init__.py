@@ -1,14 +1,18 @@
-"""Commands around a run: skeletons of your own parts, published prompt sets, a check of this machine."""
+"""Commands around a run: skeletons of your own parts, published prompt sets, a check of this
+machine."""
 
 from digenrl.cli.commands import Command
 
 COMMANDS = {
-    "check": Command("digenrl.extensions.tools.cli.check", "check this machine: versions, devices, memory, disk"),
+    "check": Command(
+        "digenrl.extensions.tools.cli.check", "check this machine: versions, devices, memory, disk"
+    ),
     "new": Command(
         "digenrl.extensions.tools.cli.new",
         "write a working skeleton with its test: new reward|model|hardware|experiment NAME",
     ),
     "prompts": Command(
-        "digenrl.extensions.tools.cli.prompts", "use a published prompt set: its download, its check, its settings"
+        "digenrl.extensions.tools.cli.prompts",
+        "use a published prompt set: its download, its check, its settings",
     ),
 }

@@ -1,6 +1,8 @@
-"""Prompt sets that others have published: the place of each file, and a check of its content. Standard library only.
+"""Prompt sets that others have published: the place of each file, and a check of its content.
+Standard library only.
 
-The user downloads the files, and this repository holds none. A file is known by the name that git gives its content.
+The user downloads the files, and this repository holds none. A file is known by the name that git
+gives its content.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from digenrl.prompts import PromptFileError, read
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedSource:
     """File of a public repository."""
 
     repository: str
@@ -37,16 +39,18 @@ class PublishedSet:
     """Training prompts, and prompts of the evaluation if there are any."""
 
     about: str
-    train: Source
-    heldout: Source | None = None
+    train: PublishedSource
+    heldout: PublishedSource | None = None
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[PublishedSource, ...]:
         return (self.train, self.heldout) if self.heldout else (self.train,)
 
 
-def _flow_grpo(path: str, blob: str) -> Source:
-    return Source("yifan123/flow_grpo", "ac4c86e8cae021841f1fde853d340e0db67690dd", f"dataset/{path}", blob)
+def _flow_grpo(path: str, blob: str) -> PublishedSource:
+    return PublishedSource(
+        "yifan123/flow_grpo", "ac4c86e8cae021841f1fde853d340e0db67690dd", f"dataset/{path}", blob
+    )
 
 
 _MIX_GRPO = ("Tencent-Hunyuan/MixGRPO", "e5cdd6a427778d8c8b2e7a48ce16972141adbe7c")
@@ -69,17 +73,26 @@ SETS = {
     ),
     "geneval_unseen": PublishedSet(
         "the same, with objects in the evaluation that training does not show",
-        _flow_grpo("geneval_unseen_objects/train_metadata.jsonl", "05715c3713940177a2a20fd0575ec972a3bf2e89"),
-        _flow_grpo("geneval_unseen_objects/test_metadata.jsonl", "d070709b18f5fb694756aa3ce9f6fba42ebcc39c"),
+        _flow_grpo(
+            "geneval_unseen_objects/train_metadata.jsonl",
+            "05715c3713940177a2a20fd0575ec972a3bf2e89",
+        ),
+        _flow_grpo(
+            "geneval_unseen_objects/test_metadata.jsonl", "d070709b18f5fb694756aa3ce9f6fba42ebcc39c"
+        ),
     ),
     "images": PublishedSet(
         "the image prompts of DanceGRPO and MixGRPO, with MixGRPO's evaluation",
-        Source(*_MIX_GRPO, "data/prompts.txt", "b47234e475645222ca9a0bb7742ebf4d08123855"),
-        Source(*_MIX_GRPO, "data/prompts_test.txt", "69323d42374806447d4768a257f376a7db683e07"),
+        PublishedSource(*_MIX_GRPO, "data/prompts.txt", "b47234e475645222ca9a0bb7742ebf4d08123855"),
+        PublishedSource(
+            *_MIX_GRPO, "data/prompts_test.txt", "69323d42374806447d4768a257f376a7db683e07"
+        ),
     ),
     "videos": PublishedSet(
         "DanceGRPO's video prompts",
-        Source(*_DANCE_GRPO, "assets/video_prompts.txt", "2a7457f2d7b59ff7915be588de1ddb8fa95c8028"),
+        PublishedSource(
+            *_DANCE_GRPO, "assets/video_prompts.txt", "2a7457f2d7b59ff7915be588de1ddb8fa95c8028"
+        ),
     ),
 }
 """Name -> set. Ids and paths are those of the commits named."""
@@ -97,7 +110,8 @@ def blob_id(path: Path) -> str:
 def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
     """Yield a line about each file of the set in `folder`, then the settings that use the set.
 
-    If training prompts are also among the held-out prompts, a copy without them is written and used.
+    If training prompts are also among the held-out prompts, a copy without them is written and
+    used.
 
     Raises:
         FileNotFoundError: files are missing. The message has the commands that fetch them.
@@ -106,17 +120,23 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
     missing = [source for source in chosen.sources if not (folder / source.name).is_file()]
     if missing:
         fetch = [f"    curl -fL --create-dirs -o {folder / s.name} {s.address}" for s in missing]
-        raise FileNotFoundError("\n".join([f"{chosen.about}: not here yet. Fetch with", *fetch, "and run it again."]))
+        raise FileNotFoundError(
+            "\n".join([f"{chosen.about}: not here yet. Fetch with", *fetch, "and run it again."])
+        )
     files = {}
     for source in chosen.sources:
         path = folder / source.name
         if (found := blob_id(path)) != source.blob:
             raise PromptFileError(
-                f"{path}: not the published file (git object {found[:12]}, published {source.blob[:12]} in "
+                f"{path}: not the published file (git object {found[:12]}, published "
+                f"{source.blob[:12]} in "
                 f"{source.repository} at {source.commit[:7]}); fetch it again from {source.address}"
             )
         files[source] = read(path)
-        yield f"{path}: as published, {len(files[source].records)} prompts and {len(files[source].duplicates)} repeated"
+        yield (
+            f"{path}: as published, {len(files[source].records)} prompts and "
+            f"{len(files[source].duplicates)} repeated"
+        )
     used = folder / chosen.train.name
     if chosen.heldout is None:
         yield f"data.prompts={used}"
@@ -126,6 +146,8 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
     if shared:
         lines = used.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
         used = used.with_stem(f"{used.stem}_without_heldout")
-        used.write_bytes(b"\n".join(line for number, line in enumerate(lines, 1) if number not in shared))
+        used.write_bytes(
+            b"\n".join(line for number, line in enumerate(lines, 1) if number not in shared)
+        )
         yield f"{used}: without what is held out, {len(shared)} fewer"
     yield f"data.prompts={used} data.heldout={folder / chosen.heldout.name}"

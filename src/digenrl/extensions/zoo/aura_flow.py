@@ -1,4 +1,5 @@
-"""AuraFlow (fal/AuraFlow): UMT5 text without a mask, classifier-free guidance, latents [4, h, w]."""
+"""AuraFlow (fal/AuraFlow): UMT5 text without a mask, classifier-free guidance, latents [4, h,
+w]."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ FEED_FORWARD = ("linear_1", "linear_2", "out_projection")
 class AuraFlowPolicy(DiffusersPolicy):
     """Policy of AuraFlow; arguments in `DiffusersPolicy`.
 
-    The network reads the padding of the text (zeros), so velocities depend on `max_sequence_length`, 256 in its
-    pipeline. Its learned positions form a square that is cut around the middle. A larger image would read the positions
-    of others.
+    The network reads the padding of the text (zeros), so velocities depend on
+    `max_sequence_length`, 256 in its pipeline. Its learned positions form a square that is cut
+    around the middle. A larger image would read the positions of others.
     """
 
     family = "aura_flow"
@@ -31,7 +32,9 @@ class AuraFlowPolicy(DiffusersPolicy):
     block_lists = ("joint_transformer_blocks", "single_transformer_blocks")
     depths = ("num_mmdit_layers", "num_single_dit_layers")
     attention = ATTENTION
-    feed_forward = tuple(f"{part}.{layer}" for part in ("ff", "ff_context") for layer in FEED_FORWARD)
+    feed_forward = tuple(
+        f"{part}.{layer}" for part in ("ff", "ff_context") for layer in FEED_FORWARD
+    )
     single_attention = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     single_feed_forward = tuple(f"ff.{layer}" for layer in FEED_FORWARD)
 
@@ -43,7 +46,8 @@ class AuraFlowPolicy(DiffusersPolicy):
         for name in ("height", "width"):
             if settings[name] > side:
                 raise ValueError(
-                    f"sampling.{name}={settings[name]}: {cls.family} has positions for {side} pixels at most"
+                    f"sampling.{name}={settings[name]}: {cls.family} has positions for {side} "
+                    "pixels at most"
                 )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:

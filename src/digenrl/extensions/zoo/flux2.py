@@ -1,4 +1,5 @@
-"""FLUX.2 klein (black-forest-labs/flux2): states of three Qwen3 layers as text, latents packed into tokens [N, 128]."""
+"""FLUX.2 klein (black-forest-labs/flux2): states of three Qwen3 layers as text, latents packed into
+tokens [N, 128]."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from digenrl.models.pipeline import DiffusersPolicy
 
 
 class Flux2KleinPolicy(DiffusersPolicy):
-    """Policy of FLUX.2 klein base, before its distillation to four steps; arguments in `DiffusersPolicy`.
+    """Policy of FLUX.2 klein base, before its distillation to four steps; arguments in
+    `DiffusersPolicy`.
 
     The network reads the padding of prompts like text, without a mask, as it was trained.
     """
@@ -30,8 +32,16 @@ class Flux2KleinPolicy(DiffusersPolicy):
     packed = True
     channels = 32
     attention = ATTENTION
-    feed_forward = ("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out")
-    single_attention = ("attn.to_qkv_mlp_proj", "attn.to_out")  # one product for attention and feed-forward
+    feed_forward = (
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+    )
+    single_attention = (
+        "attn.to_qkv_mlp_proj",
+        "attn.to_out",
+    )  # one product for attention and feed-forward
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         text = condition["text"]
@@ -49,11 +59,14 @@ class Flux2KleinPolicy(DiffusersPolicy):
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Return Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
         self.report_long_turn(pipeline.tokenizer, text, enable_thinking=False)
-        states, _ = pipeline.encode_prompt(text, device=pipeline.device, max_sequence_length=self.max_sequence_length)
+        states, _ = pipeline.encode_prompt(
+            text, device=pipeline.device, max_sequence_length=self.max_sequence_length
+        )
         return {"text": states}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """Decode tokens, which were normalised channel by channel with the running statistics of the autoencoder."""
+        """Decode tokens, which were normalised channel by channel with the running statistics of
+        the autoencoder."""
         std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
         tokens = latents * std.to(latents) + vae.bn.running_mean.to(latents)
         return vae.decode(unpack(tokens, *self.image_grid()), return_dict=False)[0]

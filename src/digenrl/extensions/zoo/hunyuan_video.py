@@ -1,4 +1,5 @@
-"""HunyuanVideo (arXiv:2412.03603): LLaMA and pooled CLIP text, embedded guidance, latents [16, f, h, w]."""
+"""HunyuanVideo (arXiv:2412.03603): LLaMA and pooled CLIP text, embedded guidance, latents [16, f,
+h, w]."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TEMPLATE_TOKENS = 95
 class JointAttention(HunyuanVideoAttnProcessor2_0):
     """Joint attention that a context group computes together.
 
-    Each rank has its part of the video's tokens and all text tokens, whose number need not divide by the ranks.
+    Each rank has its part of the video's tokens and all text tokens, whose number need not divide
+    by the ranks.
     """
 
     def __call__(
@@ -34,14 +36,21 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
         image_rotary_emb: Any = None,
     ) -> Any:
         if self._parallel_config is None:
-            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
         own = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k)
-        added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k)
+        added = (
+            (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
+            (attn.norm_added_q, attn.norm_added_k),
+        )
         single = attn.add_q_proj is None  # single-stream blocks project both alike
         video = _projected(hidden_states, attn.heads, *own)
         text = _projected(encoder_hidden_states, attn.heads, *(own if single else added))
         video[:2] = [apply_rotary_emb(part, image_rotary_emb, sequence_dim=1) for part in video[:2]]
-        seen, read = attend_together(self._parallel_config, video, text, attention_mask, self._attention_backend)
+        seen, read = attend_together(
+            self._parallel_config, video, text, attention_mask, self._attention_backend
+        )
         if not single:
             seen, read = attn.to_out[1](attn.to_out[0](seen)), attn.to_add_out(read)
         return seen, read
@@ -71,18 +80,23 @@ class _Unmasked(JointAttention):
 
 
 CONTEXT_PLAN: dict[str, Any] = {
-    "rope": {part: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True) for part in (0, 1)},
+    "rope": {
+        part: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)
+        for part in (0, 1)
+    },
     "transformer_blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
     "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
 }
-"""Division of tokens among ranks in a network with `JointAttention`: video tokens are split, text is on every rank."""
+"""Division of tokens among ranks in a network with `JointAttention`: video tokens are split, text
+is on every rank."""
 
 
 class HunyuanVideoPolicy(DiffusersPolicy):
     """Policy of HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
 
-    Without a second branch of guidance, the rows of a forward have one text length and its blocks need no mask. LoRA
-    leaves the token refiner frozen, although its layer names end like those of the blocks.
+    Without a second branch of guidance, the rows of a forward have one text length and its blocks
+    need no mask. LoRA leaves the token refiner frozen, although its layer names end like those of
+    the blocks.
     """
 
     family = "hunyuan_video"
@@ -114,13 +128,17 @@ class HunyuanVideoPolicy(DiffusersPolicy):
             hidden_states=latents,
             timestep=sigmas * 1000,
             encoder_hidden_states=text,
-            encoder_attention_mask=torch.ones_like(text[..., 0], dtype=torch.bool) if mask is None else mask,
+            encoder_attention_mask=torch.ones_like(text[..., 0], dtype=torch.bool)
+            if mask is None
+            else mask,
             pooled_projections=condition["pooled"],
             guidance=guidance,  # the caller multiplies, unlike FLUX
             return_dict=False,
         )[0]
 
-    def _by_length(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor], lengths: Tensor) -> Tensor:
+    def _by_length(
+        self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor], lengths: Tensor
+    ) -> Tensor:
         """Return what `predict` does, with one forward for each text length among the rows."""
         velocity = torch.empty_like(latents)
         for length in lengths.unique().tolist():
@@ -132,16 +150,19 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     def pipeline_components(self) -> dict[str, Any]:
         """Return the components, with a tokenizer from AutoTokenizer.
 
-        The published model_index names LlamaTokenizerFast, which makes wrong ids from a byte-level tokenizer.json under
-        transformers 5.
+        The published model_index names LlamaTokenizerFast, which makes wrong ids from a byte-level
+        tokenizer.json under transformers 5.
         """
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(self.path, subfolder="tokenizer", local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            self.path, subfolder="tokenizer", local_files_only=True
+        )
         return super().pipeline_components() | {"tokenizer": tokenizer}
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP vector [1, d]."""
+        """Return LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP
+        vector [1, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer_2, text, 77)
         embeddings, pooled, mask = pipeline.encode_prompt(
@@ -153,7 +174,10 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         return vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
 
     def check_encoders(self, pipeline: Any) -> None:
-        """Check that the template before the prompt is exactly the 95 tokens that the pipeline crops."""
+        """Check that the template before the prompt is exactly the 95 tokens that the pipeline
+        crops."""
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-        self.require_template(pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS)
+        self.require_template(
+            pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS
+        )

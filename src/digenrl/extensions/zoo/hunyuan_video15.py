@@ -1,4 +1,5 @@
-"""HunyuanVideo 1.5 (arXiv:2511.18870): Qwen2.5-VL text, letters in quotation marks by ByT5, classifier-free guidance.
+"""HunyuanVideo 1.5 (arXiv:2511.18870): Qwen2.5-VL text, letters in quotation marks by ByT5,
+classifier-free guidance.
 
 Latents are [32, f, h, w]; a latent pixel stands for 16 x 16 pixels."""
 
@@ -26,9 +27,10 @@ GLYPH = "glyph_"
 class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
     """diffusers' network for text only, under the name that checkpoints use.
 
-    The original carries the tokens of an absent image under a mask, and sorts text tokens by their mask row after row.
-    These shapes depend on values, so the processor waits for the GPU in every forward. Attention does not see the order
-    of text, so here tokens stay where they are, and an absent image has no tokens.
+    The original carries the tokens of an absent image under a mask, and sorts text tokens by their
+    mask row after row. These shapes depend on values, so the processor waits for the GPU in every
+    forward. Attention does not see the order of text, so here tokens stay where they are, and an
+    absent image has no tokens.
     """
 
     @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]  # configurations are read by it
@@ -50,20 +52,29 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         """Return the velocity of the first channels.
 
         Args:
-            hidden_states: [B, 65, f, h, w]: latents, those of a given frame, and whether it is given.
+            hidden_states: [B, 65, f, h, w]: latents, those of a given frame, and whether it is
+                given.
             timestep: [B], 1000 sigma.
-            text: [B, tokens, d] of Qwen2.5-VL; mask: [B, tokens], which of them are read, None = all.
+            text: [B, tokens, d] of Qwen2.5-VL; mask: [B, tokens], which of them are read, None =
+                all.
             glyph_text, glyph_mask: the same of ByT5.
         """
         rotary = self.rope(hidden_states)
         states = self.x_embedder(hidden_states)
-        clock = self.time_embed.timestep_embedder(self.time_embed.time_proj(timestep).to(states.dtype))
+        clock = self.time_embed.timestep_embedder(
+            self.time_embed.time_proj(timestep).to(states.dtype)
+        )
         words = self.context_embedder(text, timestep, mask) + self.cond_type_embed.weight[0]
         glyphs = self.context_embedder_2(glyph_text) + self.cond_type_embed.weight[1]
         both, read = torch.cat([glyphs, words], dim=1), None
         if mask is not None or glyph_mask is not None:
-            every = both.new_ones(both.shape[:2], dtype=torch.bool).split([glyphs.shape[1], words.shape[1]], dim=1)
-            masks = [own if given is None else given for own, given in zip(every, (glyph_mask, mask), strict=True)]
+            every = both.new_ones(both.shape[:2], dtype=torch.bool).split(
+                [glyphs.shape[1], words.shape[1]], dim=1
+            )
+            masks = [
+                own if given is None else given
+                for own, given in zip(every, (glyph_mask, mask), strict=True)
+            ]
             told = torch.cat(masks, dim=1)
             both = both.masked_fill(~told.unsqueeze(-1), 0.0)
             pixels = told.new_ones(len(told), states.shape[1])
@@ -71,7 +82,9 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         checkpointed = torch.is_grad_enabled() and self.gradient_checkpointing
         for block in self.transformer_blocks:
             given = states, both, clock, read, rotary
-            states, both = self._gradient_checkpointing_func(block, *given) if checkpointed else block(*given)
+            states, both = (
+                self._gradient_checkpointing_func(block, *given) if checkpointed else block(*given)
+            )
         velocity = self.proj_out(self.norm_out(states, clock))
         return (velocity.transpose(1, 2).unflatten(2, hidden_states.shape[2:]),)
 
@@ -93,13 +106,20 @@ class HunyuanVideo15Policy(DiffusersPolicy):
     attention = ATTENTION
     feed_forward = FEED_FORWARD
     unread = frozenset(
-        {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"}
+        {
+            "attn.add_q_proj",
+            "attn.norm_added_q",
+            "attn.to_add_out",
+            "ff_context.net.0.proj",
+            "ff_context.net.2",
+        }
     )
     unused = ("image_embedder",)
     context_plan = CONTEXT_PLAN
 
     def trimmed(self, condition: Condition) -> Condition:
-        """Trim text and letters, each by its own mask. If neither branch has letters, none are left."""
+        """Trim text and letters, each by its own mask. If neither branch has letters, none are
+        left."""
         letters = {key: value for key, value in condition.items() if GLYPH in key}
         words = {key: value for key, value in condition.items() if key not in letters}
         return super().trimmed(words) | super().trimmed(letters)
@@ -111,31 +131,44 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         return velocity
 
     def pipeline_components(self) -> dict[str, Any]:
-        """Return the components with an empty autoencoder: the pipeline asks for its strides even to encode text
-        only."""
+        """Return the components with an empty autoencoder: the pipeline asks for its strides even
+        to encode text only."""
         return super().pipeline_components() | {
             "vae": deferred.empty(self.vae_class, self.path, "vae", self.vae_dtype),
             "guider": None,
         }
 
     def check_encoders(self, pipeline: Any) -> None:
-        """Check that the template before the prompt is exactly the 108 tokens that the pipeline cuts."""
+        """Check that the template before the prompt is exactly the 108 tokens that the pipeline
+        cuts."""
         pipeline.vae = None
         before, _ = pipeline.tokenizer.apply_chat_template(
-            [{"role": "system", "content": pipeline.system_message}, {"role": "user", "content": "\0"}], tokenize=False
+            [
+                {"role": "system", "content": pipeline.system_message},
+                {"role": "user", "content": "\0"},
+            ],
+            tokenize=False,
         ).split("\0")
         self.require_template(pipeline.tokenizer, before, pipeline.prompt_template_encode_start_idx)
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return Qwen2.5-VL states [1, max_sequence_length, d], and ByT5 states [1, 256, d] of the text in quotation
-        marks, each with its mask."""
+        """Return Qwen2.5-VL states [1, max_sequence_length, d], and ByT5 states [1, 256, d] of the
+        text in quotation marks, each with its mask."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
-        self.report_long_prompt(pipeline.tokenizer_2, extract_glyph_texts(text) or "", pipeline.tokenizer_2_max_length)
+        self.report_long_prompt(
+            pipeline.tokenizer_2, extract_glyph_texts(text) or "", pipeline.tokenizer_2_max_length
+        )
         pipeline.tokenizer_max_length = self.max_sequence_length
         states, mask, glyphs, glyph_mask = pipeline.encode_prompt(text, device=pipeline.device)
-        return {"text": states, "mask": mask.bool(), f"{GLYPH}text": glyphs, f"{GLYPH}mask": glyph_mask.bool()}
+        return {
+            "text": states,
+            "mask": mask.bool(),
+            f"{GLYPH}text": glyphs,
+            f"{GLYPH}mask": glyph_mask.bool(),
+        }
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """Decode one sample at a time, because the mask of the autoencoder's attention is made for one sample."""
+        """Decode one sample at a time, because the mask of the autoencoder's attention is made for
+        one sample."""
         rows = (latents / vae.config.scaling_factor).split(1)
         return torch.cat([vae.decode(row, return_dict=False)[0] for row in rows])

@@ -1,8 +1,9 @@
-"""LTX-2 (arXiv:2601.03233): Gemma 3 text, classifier-free guidance, latents [N, 128] of a video and then its sound.
+"""LTX-2 (arXiv:2601.03233): Gemma 3 text, classifier-free guidance, latents [N, 128] of a video and
+then its sound.
 
-Video and sound are one state of the network. In each block, each of the two reads the other. Only the video is decoded,
-scored and trained. Video tokens get the noise of an SDE and have log-probs. Sound tokens follow the ODE from each
-sample's own noise.
+Video and sound are one state of the network. In each block, each of the two reads the other. Only
+the video is decoded, scored and trained. Video tokens get the noise of an SDE and have log-probs.
+Sound tokens follow the ODE from each sample's own noise.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 
 FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
-"""Frames per second of videos, by the pipeline's default, and latents per second of sound. 16000 sound samples a second
-give a spectrogram step per 160 samples, and a latent per four steps."""
+"""Frames per second of videos, by the pipeline's default, and latents per second of sound. 16000
+sound samples a second give a spectrogram step per 160 samples, and a latent per four steps."""
 
 
 class LTX2Policy(DiffusersPolicy):
     """Policy of LTX-2 text-to-video; arguments in `DiffusersPolicy`.
 
-    Guidance is plain. The pipeline's further branches (without self-attention in some blocks, without the other stream)
-    and its rescaling are off. LoRA adapts the layers that video tokens go through. Full fine-tuning trains also the
-    layers whose output they read.
+    Guidance is plain. The pipeline's further branches (without self-attention in some blocks,
+    without the other stream) and its rescaling are off. LoRA adapts the layers that video tokens go
+    through. Full fine-tuning trains also the layers whose output they read.
     """
 
     family = "ltx2"
@@ -60,8 +61,9 @@ class LTX2Policy(DiffusersPolicy):
         """Refuse also autoencoders that decode with a noise level of their own."""
         super().check_checkpoint(path)
         if pretrained.component_config(cls.vae_class, path, "vae").get("timestep_conditioning"):
-            raise pretrained.CheckpointError(
-                f"the autoencoder of model.path={path} adds noise before it decodes, which the {cls.family} adapter "
+            raise pretrained.PretrainedError(
+                f"the autoencoder of model.path={path} adds noise before it decodes, which the "
+                f"{cls.family} adapter "
                 "does not: use Lightricks/LTX-2"
             )
 
@@ -89,10 +91,12 @@ class LTX2Policy(DiffusersPolicy):
         return super().pipeline_components() | {"audio_vae": None, "vocoder": None}
 
     def check_encoders(self, pipeline: Any) -> None:
-        """Check that padding becomes learned registers, which are read like text: the adapter has no mask."""
+        """Check that padding becomes learned registers, which are read like text: the adapter has
+        no mask."""
         if pipeline.connectors.config.video_connector_num_learnable_registers is None:
             raise ValueError(
-                f"the connectors of {self.path} have no learned registers, and leave padding to a mask that the "
+                f"the connectors of {self.path} have no learned registers, and leave padding to a "
+                "mask that the "
                 f"{self.family} adapter does not have: use Lightricks/LTX-2"
             )
 
@@ -106,20 +110,30 @@ class LTX2Policy(DiffusersPolicy):
             max_sequence_length=self.max_sequence_length,
             device=pipeline.device,
         )
-        video, sound, _ = pipeline.connectors(states, mask, padding_side=pipeline.tokenizer.padding_side)
+        video, sound, _ = pipeline.connectors(
+            states, mask, padding_side=pipeline.tokenizer.padding_side
+        )
         return {"text": video, "audio_text": sound}
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode the tokens of the video only."""
         grid = self._grid(self.height, self.width, self.frames)
         video = latents[:, : self.drawn].transpose(1, 2).unflatten(2, grid)
-        mean, std = (value.view(1, -1, 1, 1, 1).to(video) for value in (vae.latents_mean, vae.latents_std))
-        return vae.decode(video * std / vae.config.scaling_factor + mean, None, return_dict=False)[0]
+        mean, std = (
+            value.view(1, -1, 1, 1, 1).to(video) for value in (vae.latents_mean, vae.latents_std)
+        )
+        return vae.decode(video * std / vae.config.scaling_factor + mean, None, return_dict=False)[
+            0
+        ]
 
     @classmethod
     def _grid(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
         """Return (frames, rows, columns) of the video's tokens."""
-        return (frames - 1) // cls.temporal_stride + 1, height // cls.vae_stride, width // cls.vae_stride
+        return (
+            (frames - 1) // cls.temporal_stride + 1,
+            height // cls.vae_stride,
+            width // cls.vae_stride,
+        )
 
     @classmethod
     def _video_tokens(cls, height: int, width: int, frames: int) -> int:
@@ -132,7 +146,16 @@ class LTX2Policy(DiffusersPolicy):
         return cls._video_tokens(height, width, frames) + sound, cls.channels
 
     def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
-        """Return the shift mu, linear in the number of video tokens, between the pipeline's own bounds
-        (Lightricks/LTX-2)."""
-        bounds = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
-        return float(calculate_shift(self.drawn, *(config.get(name, usual) for name, usual in bounds.items())))
+        """Return the shift mu, linear in the number of video tokens, between the pipeline's own
+        bounds (Lightricks/LTX-2)."""
+        bounds = {
+            "base_image_seq_len": 1024,
+            "max_image_seq_len": 4096,
+            "base_shift": 0.95,
+            "max_shift": 2.05,
+        }
+        return float(
+            calculate_shift(
+                self.drawn, *(config.get(name, usual) for name, usual in bounds.items())
+            )
+        )

@@ -1,7 +1,8 @@
-"""Qwen-Image (arXiv:2508.02324): Qwen2.5-VL text, norm-preserving guidance, latents packed into tokens [N, 64].
+"""Qwen-Image (arXiv:2508.02324): Qwen2.5-VL text, norm-preserving guidance, latents packed into
+tokens [N, 64].
 
-The editing models read an image twice. The language model sees the image before the text, and the image's tokens follow
-those of the noise.
+The editing models read an image twice. The language model sees the image before the text, and the
+image's tokens follow those of the noise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
+    CONDITION_IMAGE_SIZE,
+    calculate_dimensions,
+)
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -22,7 +26,8 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.prompt_store import Wording
 
 TEMPLATE_TOKENS, EDIT_TEMPLATE_TOKENS = 34, 64
-"""Tokens of the chat template before the prompt (before the image), which the pipeline drops from the hidden states."""
+"""Tokens of the chat template before the prompt (before the image), which the pipeline drops from
+the hidden states."""
 
 
 class QwenImagePolicy(DiffusersPolicy):
@@ -37,7 +42,13 @@ class QwenImagePolicy(DiffusersPolicy):
     feed_forward = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
     checkpoint_names: ClassVar[Names] = {}
     unread = frozenset(
-        {"attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2"}
+        {
+            "attn.add_q_proj",
+            "attn.norm_added_q",
+            "attn.to_add_out",
+            "txt_mlp.net.0.proj",
+            "txt_mlp.net.2",
+        }
     )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
@@ -51,18 +62,20 @@ class QwenImagePolicy(DiffusersPolicy):
         )[0]
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """Return (frames, rows, columns) of all tokens that `predict` gets, one picture after the other."""
+        """Return (frames, rows, columns) of all tokens that `predict` gets, one picture after the
+        other."""
         return [(1, self.height // 16, self.width // 16)]
 
     def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
-        """Apply guidance, rescaled token by token to the norm of the conditional velocity (diffusers
-        QwenImagePipeline)."""
+        """Apply guidance, rescaled token by token to the norm of the conditional velocity
+        (diffusers QwenImagePipeline)."""
         combined = super().guide(conditional, unconditional, scale)
         norm = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True)
         return combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return Qwen2.5-VL states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
+        """Return Qwen2.5-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
+        max_sequence_length]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
         embeddings, mask = pipeline.encode_prompt(
             text, device=pipeline.device, max_sequence_length=self.max_sequence_length
@@ -80,14 +93,16 @@ class QwenImagePolicy(DiffusersPolicy):
         return vae.decode(images, return_dict=False)[0][:, :, 0]
 
     def check_encoders(self, pipeline: Any) -> None:
-        """Check that the template before the prompt is exactly the 34 tokens that the pipeline drops."""
+        """Check that the template before the prompt is exactly the 34 tokens that the pipeline
+        drops."""
         self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
 
 
 class QwenImageEditPolicy(QwenImagePolicy):
     """Policy of Qwen-Image-Edit from 2509 on, with one image; arguments in `DiffusersPolicy`.
 
-    The image is fitted to the size of the samples. diffusers' pipeline would give the network an image of a megapixel.
+    The image is fitted to the size of the samples. diffusers' pipeline would give the network an
+    image of a megapixel.
     """
 
     family = "qwen_image_edit"
@@ -103,18 +118,22 @@ class QwenImageEditPolicy(QwenImagePolicy):
         return super().grids() * 2
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Return Qwen2.5-VL states of image and text with their mask, as `encode_text` does, and the image's tokens.
+        """Return Qwen2.5-VL states of image and text with their mask, as `encode_text` does, and
+        the image's tokens.
 
         The tokens [1, N, 64] are the mode of the autoencoder's distribution.
         """
         image = wording.images[0]
         width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, self.width / self.height)
         seen = pipeline.image_processor.resize(image.fitted(self.height, self.width), height, width)
-        embeddings, mask = pipeline.encode_prompt(wording.text, image=[seen], device=pipeline.device)
+        embeddings, mask = pipeline.encode_prompt(
+            wording.text, image=[seen], device=pipeline.device
+        )
         beside = embeddings.shape[1] - len(pipeline.tokenizer(wording.text).input_ids)
         if beside >= self.max_sequence_length:
             raise ValueError(
-                f"model.max_sequence_length={self.max_sequence_length}: the image takes {beside} tokens of it, nothing "
+                f"model.max_sequence_length={self.max_sequence_length}: the image takes {beside} "
+                "tokens of it, nothing "
                 f"is left for text; set it to {beside + 256} or more"
             )
         self.report_long_prompt(pipeline.tokenizer, wording.text, self.max_sequence_length - beside)
@@ -123,5 +142,8 @@ class QwenImageEditPolicy(QwenImagePolicy):
         return {**self._padded(embeddings, mask), "image": pack(latents[:, :, 0])}
 
     def check_encoders(self, pipeline: Any) -> None:
-        """Check that the template before the image is exactly the 64 tokens that the pipeline drops."""
-        self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, EDIT_TEMPLATE_TOKENS)
+        """Check that the template before the image is exactly the 64 tokens that the pipeline
+        drops."""
+        self.require_template(
+            pipeline.tokenizer, pipeline.prompt_template_encode, EDIT_TEMPLATE_TOKENS
+        )

@@ -1,4 +1,5 @@
-"""Z-Image (arXiv:2511.22699): Qwen3 text, one stream of image and text tokens, latents [16, h, w]."""
+"""Z-Image (arXiv:2511.22699): Qwen3 text, one stream of image and text tokens, latents [16, h,
+w]."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ from digenrl.models.pipeline import DiffusersPolicy
 
 
 class ZImagePolicy(DiffusersPolicy):
-    """Policy of Z-Image, the model before its distillation to few steps; arguments in `DiffusersPolicy`.
+    """Policy of Z-Image, the model before its distillation to few steps; arguments in
+    `DiffusersPolicy`.
 
-    diffusers' ZImagePipeline counts guidance from the conditional velocity, so its scale is one less than here. LoRA
-    leaves the refiners of image and text tokens frozen.
+    diffusers' ZImagePipeline counts guidance from the conditional velocity, so its scale is one
+    less than here. LoRA leaves the refiners of image and text tokens frozen.
     """
 
     family = "z_image"
@@ -31,13 +33,20 @@ class ZImagePolicy(DiffusersPolicy):
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         texts, mask = condition["text"], condition.get("mask")
-        rows = list(texts) if mask is None else [text[kept] for text, kept in zip(texts, mask, strict=True)]
+        rows = (
+            list(texts)
+            if mask is None
+            else [text[kept] for text, kept in zip(texts, mask, strict=True)]
+        )
         # The network's clock runs from noise at 0 to the image at 1, and so does its velocity.
-        velocities = self.network(list(latents.unsqueeze(2)), 1.0 - sigmas, rows, return_dict=False)[0]
+        velocities = self.network(
+            list(latents.unsqueeze(2)), 1.0 - sigmas, rows, return_dict=False
+        )[0]
         return -torch.stack(velocities).squeeze(2)
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1, max_sequence_length]."""
+        """Return Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1,
+        max_sequence_length]."""
         self.report_long_turn(pipeline.tokenizer, text, enable_thinking=True)
         (states,), _ = pipeline.encode_prompt(
             text,
@@ -47,7 +56,10 @@ class ZImagePolicy(DiffusersPolicy):
         )
         padding = self.max_sequence_length - len(states)
         mask = torch.ones(len(states), dtype=torch.bool, device=states.device)
-        return {"text": pad(states, (0, 0, 0, padding)).unsqueeze(0), "mask": pad(mask, (0, padding)).unsqueeze(0)}
+        return {
+            "text": pad(states, (0, 0, 0, padding)).unsqueeze(0),
+            "mask": pad(mask, (0, padding)).unsqueeze(0),
+        }
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(unscale(latents, vae.config), return_dict=False)[0]

@@ -1,17 +1,18 @@
-"""`make benchmark RUN=... SUITE=geneval|dpg|parti|vbench|scenes`: a standard benchmark of a checkpoint and its base.
+"""`make benchmark RUN=... SUITE=geneval|dpg|parti|vbench|scenes`: a standard benchmark of a
+checkpoint and its base.
 
     digenrl benchmark run=RUN suite=scenes
     digenrl benchmark run=RUN suite=geneval detector=DIR colours=DIR [step=base|last|N] [file=PATH]
     digenrl benchmark suite=dpg step=base experiment=sd35_flowgrpo model.path=DIR [reward=vlm_judge]
 
-Prompts come from your copy of the suite's published file. Images of the base model and, unless step=base, of a
-checkpoint are made from the same noise. They are written as the suite's own tool reads them, and existing images are
-not made again. GenEval's rules score them with a detector of yours. The embedded scenes have their own detector, and
-reward=NAME scores any suite with a reward.
+Prompts come from your copy of the suite's published file. Images of the base model and, unless
+step=base, of a checkpoint are made from the same noise. They are written as the suite's own tool
+reads them, and existing images are not made again. GenEval's rules score them with a detector of
+yours. The embedded scenes have their own detector, and reward=NAME scores any suite with a reward.
 
-ranks=N processes share the prompts, with a GPU each; the numbers are those of one process. A benchmark that was killed
-continues where it was. Further key=value change the run's configuration. The last line of standard output is the path
-of benchmark.json.
+ranks=N processes share the prompts, with a GPU each; the numbers are those of one process. A
+benchmark that was killed continues where it was. Further key=value change the run's configuration.
+The last line of standard output is the path of benchmark.json.
 """
 
 from __future__ import annotations
@@ -58,33 +59,53 @@ Scorer = Callable[[Item, "list[Tensor]"], list[tuple[float, str]]]
 """Function from a prompt and its images to (score, fault) of each image; NaN = missing score."""
 
 
-class Request(Arguments):
+class BenchmarkKeys(Arguments):
     """Arguments of the command line."""
 
     suite: Literal["geneval", "dpg", "parti", "vbench", "scenes"] = Field(
         description="scenes: the embedded drawn scenes"
     )
-    run: RunDirectory | None = Field(None, description="null: the words name an experiment; then step=base")
-    step: str = Field("last", pattern=r"^(base|last|\d+)$", description="base, last, or a checkpoint's RL step")
-    file: str | None = Field(None, description="the suite's published file; null: suites/SUITE/ and its name there")
-    out: Folder | None = Field(None, description="where images go; null: RUN/benchmark or outputs/benchmark/EXPERIMENT")
-    samples: int | None = Field(None, ge=1, description="images of each prompt; null: as the suite asks")
+    run: RunDirectory | None = Field(
+        None, description="null: the words name an experiment; then step=base"
+    )
+    step: str = Field(
+        "last", pattern=r"^(base|last|\d+)$", description="base, last, or a checkpoint's RL step"
+    )
+    file: str | None = Field(
+        None, description="the suite's published file; null: suites/SUITE/ and its name there"
+    )
+    out: Folder | None = Field(
+        None, description="where images go; null: RUN/benchmark or outputs/benchmark/EXPERIMENT"
+    )
+    samples: int | None = Field(
+        None, ge=1, description="images of each prompt; null: as the suite asks"
+    )
     prompts: int | None = Field(None, ge=1, description="only the first so many; null: all")
     seed: int = Field(1234, ge=0, description="of the noise, the same for base and checkpoint")
-    detector: Folder | None = Field(None, description="geneval: a transformers object detector; null: images alone")
+    detector: Folder | None = Field(
+        None, description="geneval: a transformers object detector; null: images alone"
+    )
     colours: Folder | None = Field(None, description="geneval: the CLIP model that tells colours")
     threshold: float = Field(0.3, ge=0, le=1, description="geneval: only detections above count")
-    counting_threshold: float = Field(0.9, ge=0, le=1, description="geneval: the same for prompts that count")
-    max_overlap: float = Field(1.0, ge=0, le=1, description="geneval: of boxes that overlap more the surest stays")
-    reward: str | None = Field(None, description="option of the group `reward` that scores the images; null: the rules")
-    ranks: int | None = Field(None, ge=1, description="processes that share the prompts; null: one for each GPU")
+    counting_threshold: float = Field(
+        0.9, ge=0, le=1, description="geneval: the same for prompts that count"
+    )
+    max_overlap: float = Field(
+        1.0, ge=0, le=1, description="geneval: of boxes that overlap more the surest stays"
+    )
+    reward: str | None = Field(
+        None, description="option of the group `reward` that scores the images; null: the rules"
+    )
+    ranks: int | None = Field(
+        None, ge=1, description="processes that share the prompts; null: one for each GPU"
+    )
 
 
 @dataclass(frozen=True)
-class Work:
+class BenchmarkWork:
     """Images to make and score, as every rank gets them."""
 
-    request: Request
+    request: BenchmarkKeys
     words: tuple[str, ...]
     config: Any
     suite: Suite
@@ -107,13 +128,18 @@ class Work:
             return "GenEval's rules over the detector of the drawn scenes"
         if self.suite.name == "geneval" and request.detector:
             keys = ("detector", "colours", "threshold", "counting_threshold", "max_overlap")
-            return f"GenEval's rules over {' '.join(f'{key}={getattr(request, key)}' for key in keys)}"
+            return (
+                f"GenEval's rules over {' '.join(f'{key}={getattr(request, key)}' for key in keys)}"
+            )
         return None
 
     def files(self, folder: Path, item: Item) -> list[Path]:
         """Return the image files of a prompt, in order of samples."""
         number = self.samples if "{sample" in self.suite.kind.layout else 1
-        names = (self.suite.kind.layout.format(key=item.key, prompt=item.prompt, sample=i) for i in range(number))
+        names = (
+            self.suite.kind.layout.format(key=item.key, prompt=item.prompt, sample=i)
+            for i in range(number)
+        )
         return [folder / name for name in names]
 
     def note(self, folder: Path, item: Item) -> Path:
@@ -121,7 +147,8 @@ class Work:
         return folder.parent / SCORES / folder.name / f"{item.key}.json"
 
     def scores(self, folder: Path, item: Item) -> list[tuple[float, str]] | None:
-        """Return the score and fault of each image of a prompt; None if not scored, or scored by another scorer."""
+        """Return the score and fault of each image of a prompt; None if not scored, or scored by
+        another scorer."""
         try:
             note = json.loads(self.note(folder, item).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -131,7 +158,7 @@ class Work:
         return [(math.nan if value is None else value, reason) for value, reason in note["scores"]]
 
 
-def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
+def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     """Make the missing images, score all, write OUT/SUITE/benchmark.json and return its path.
 
     Args:
@@ -140,30 +167,52 @@ def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
     Raises:
         ConfigError: no such run, or words that do not fit.
         NoCheckpoint: the run has no such checkpoint.
-        SuiteError: a missing or malformed file, images of other settings, a detector that does not fit.
+        SuiteError: a missing or malformed file, images of other settings, a detector that does not
+            fit.
     """
     if request.run is None and request.step != "base":
         raise SuiteError(
-            f"step={request.step}: there is no run whose checkpoint it could be; name run=RUN or step=base."
+            f"step={request.step}: there is no run whose checkpoint it could be; name run=RUN or "
+            "step=base."
         )
-    suite = read_suite(request.suite, None if request.file is None else Path(request.file).expanduser())
+    suite = read_suite(
+        request.suite, None if request.file is None else Path(request.file).expanduser()
+    )
     known = {True: ", as published", False: ", not the published file", None: ""}[suite.published]
-    print(f"{suite.name}: {len(suite.items)} prompts, sha256 {suite.digest}{known}", file=sys.stderr)
-    changes = [*words] if request.run is None else mirrored(read_stored(request.run, "run")[0], words)
+    print(
+        f"{suite.name}: {len(suite.items)} prompts, sha256 {suite.digest}{known}", file=sys.stderr
+    )
+    changes = (
+        [*words] if request.run is None else mirrored(read_stored(request.run, "run")[0], words)
+    )
     composed = configuration.load(changes, stored=request.run)
     config, items = composed.config, suite.items[: request.prompts]
     samples = request.samples or suite.kind.samples
-    above = Path("outputs/benchmark", config.experiment_name) if request.run is None else request.run / "benchmark"
+    above = (
+        Path("outputs/benchmark", config.experiment_name)
+        if request.run is None
+        else request.run / "benchmark"
+    )
     out = (request.out or above) / suite.name
     checkpoint = None if request.step == "base" else _checkpoint(composed.run_dir, request.step)
-    folders = {name: out / name for name in ("base", *([] if checkpoint is None else [_name(checkpoint)]))}
+    folders = {
+        name: out / name for name in ("base", *([] if checkpoint is None else [_name(checkpoint)]))
+    }
     ranks = _ranks(request.ranks, len(items))
-    work = Work(request, tuple(words), config, suite, items, samples, folders, checkpoint, ranks)
+    work = BenchmarkWork(
+        request, tuple(words), config, suite, items, samples, folders, checkpoint, ranks
+    )
     for name, folder in folders.items():
-        settings: dict[str, Any] = {"digest": suite.digest, "samples": samples, "seed": request.seed}
+        settings: dict[str, Any] = {
+            "digest": suite.digest,
+            "samples": samples,
+            "seed": request.seed,
+        }
         for group in ("model", "sampling"):
             settings |= {f"{group}.{key}": value for key, value in _plain(config[group]).items()}
-        settings["weights"] = "base" if checkpoint is None or name == "base" else _identity(checkpoint)
+        settings["weights"] = (
+            "base" if checkpoint is None or name == "base" else _identity(checkpoint)
+        )
         _same_settings(folder, settings)
     with _other_ranks(work) as others:
         share(work, 0, others)
@@ -177,19 +226,26 @@ def benchmark(request: Request, words: Sequence[str] = ()) -> Path:
         "samples_per_prompt": samples,
         "seed": request.seed,
         "scored_by": work.scored_by,
-        "official": {name: suite.kind.then.format(folder=folder) for name, folder in folders.items()},
+        "official": {
+            name: suite.kind.then.format(folder=folder) for name, folder in folders.items()
+        },
     }
     if work.scored_by is not None:
         result |= _numbers_of(work)
         shutil.rmtree(out / SCORES)
-    for line in _table(result) if work.scored_by else [f"official scores: {v}" for v in result["official"].values()]:
+    for line in (
+        _table(result)
+        if work.scored_by
+        else [f"official scores: {v}" for v in result["official"].values()]
+    ):
         print(line, file=sys.stderr)
     write_json(out / RESULT, result)
     return out / RESULT
 
 
-def share(work: Work, rank: int, between: Callable[[float], None]) -> None:
-    """Make the missing images of every `ranks`-th prompt, and score prompts that no rank has scored yet.
+def share(work: BenchmarkWork, rank: int, between: Callable[[float], None]) -> None:
+    """Make the missing images of every `ranks`-th prompt, and score prompts that no rank has scored
+    yet.
 
     `between` is called before each prompt.
 
@@ -228,7 +284,9 @@ def _ranks(asked: int | None, prompts: int) -> int:
 
     gpus = torch.cuda.device_count()
     if asked is not None and 0 < gpus < asked:
-        raise SuiteError(f"ranks={asked}: this machine has {gpus} GPUs, and each process takes one; lower it.")
+        raise SuiteError(
+            f"ranks={asked}: this machine has {gpus} GPUs, and each process takes one; lower it."
+        )
     return min(asked or max(1, gpus), prompts)
 
 
@@ -237,17 +295,19 @@ class RankLost(RuntimeError):
 
 
 @contextmanager
-def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
+def _other_ranks(work: BenchmarkWork) -> Iterator[Callable[[float | None], None]]:
     """Run the shares of ranks 1 and up in processes, which end with the body.
 
-    Yields a function that raises the failure of any process. It waits for news for its argument in seconds; None waits
-    until all processes are done.
+    Yields a function that raises the failure of any process. It waits for news for its argument in
+    seconds; None waits until all processes are done.
     """
     context, processes = get_context("spawn"), list[Any]()
     waiting: dict[Any, int] = {}
     for rank in range(1, work.ranks):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_other_rank, args=(work, rank, theirs), daemon=True))
+        processes.append(
+            context.Process(target=_other_rank, args=(work, rank, theirs), daemon=True)
+        )
         processes[-1].start()
         theirs.close()
         waiting[ours] = rank
@@ -262,7 +322,10 @@ def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
                 except EOFError:
                     processes[rank - 1].join()
                     code = processes[rank - 1].exitcode
-                    kind, told = RankLost, f"it died (exit code {code}); the same command goes on where it was"
+                    kind, told = (
+                        RankLost,
+                        f"it died (exit code {code}); the same command goes on where it was",
+                    )
                 if told:
                     raise kind(f"rank {rank}: {told}")
 
@@ -274,14 +337,17 @@ def _other_ranks(work: Work) -> Iterator[Callable[[float | None], None]]:
             process.join()
 
 
-def _other_rank(work: Work, rank: int, pipe: connection.Connection) -> None:
-    """Do the share of one rank in a process of its own, then send its failure or nothing to the parent."""
+def _other_rank(work: BenchmarkWork, rank: int, pipe: connection.Connection) -> None:
+    """Do the share of one rank in a process of its own, then send its failure or nothing to the
+    parent."""
 
     def between(_: float) -> None:
         if not (parent := parent_process()) or not parent.is_alive():
             raise SystemExit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all, and the first rank ends the others
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all, and the first rank ends the others
     try:
         share(work, rank, between)
         answer: tuple[type[Exception], str] = (RankLost, "")
@@ -298,7 +364,7 @@ def _plain(group: Any) -> dict[str, Any]:
     return dict(plain)
 
 
-def _scorer(work: Work, stack: ExitStack) -> Scorer | None:
+def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
     """Return the scorer of the images; None if they are only made here."""
     request, suite, words = work.request, work.suite, work.words
     if request.reward is not None:
@@ -306,7 +372,11 @@ def _scorer(work: Work, stack: ExitStack) -> Scorer | None:
         from digenrl.rewards.suite import combine
         from digenrl.types import Prompt
 
-        own = [word for word in words if word.startswith(("hydra.searchpath=", "allow_targets=", "hardware.build="))]
+        own = [
+            word
+            for word in words
+            if word.startswith(("hydra.searchpath=", "allow_targets=", "hardware.build="))
+        ]
         rewards = reward_suite(reward_config([f"reward={request.reward}", *own], "serve_reward"))
         stack.callback(rewards.close)
 
@@ -325,14 +395,17 @@ def _scorer(work: Work, stack: ExitStack) -> Scorer | None:
         from digenrl.extensions.bench.detectors import TransformersDetector
 
         least = min(request.threshold, request.counting_threshold)
-        detector = TransformersDetector(request.detector, request.colours, least, request.max_overlap)
+        detector = TransformersDetector(
+            request.detector, request.colours, least, request.max_overlap
+        )
     else:
         return None
     from digenrl.extensions.bench.geneval import verdict
 
     def by_rules(item: Item, images: list[Tensor]) -> list[tuple[float, str]]:
         wrong = [
-            verdict(item.rules, image, detector, request.threshold, request.counting_threshold) for image in images
+            verdict(item.rules, image, detector, request.threshold, request.counting_threshold)
+            for image in images
         ]
         return [(float(not reason), reason) for reason in wrong]
 
@@ -350,7 +423,9 @@ def _checkpoint(run_dir: Path, step: str) -> Path:
             return newest_valid(folder, say=partial(print, file=sys.stderr))
         if step not in there:
             names = ", ".join(sorted(there, key=int)) or "none"
-            raise NoCheckpoint(f"step={step}: {run_dir} keeps no checkpoint of it; there are: {names}.")
+            raise NoCheckpoint(
+                f"step={step}: {run_dir} keeps no checkpoint of it; there are: {names}."
+            )
         verify(there[step])
         return there[step]
     except CheckpointError as error:
@@ -372,16 +447,20 @@ def _identity(checkpoint: Path) -> str:
 
 
 def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write down the settings of a folder's images; raise SuiteError if it holds images of other settings."""
+    """Write down the settings of a folder's images; raise SuiteError if it holds images of other
+    settings."""
     note = folder / SETTINGS
     settings = json.loads(json.dumps(settings))
     if note.exists():
         before = json.loads(note.read_text())
-        changed = {key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key)}
+        changed = {
+            key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key)
+        }
         if changed:
             first = min(changed)
             raise SuiteError(
-                f"{folder} holds images of another {first} ({before.get(first)}, asked for {settings.get(first)}): "
+                f"{folder} holds images of another {first} ({before.get(first)}, asked for "
+                f"{settings.get(first)}): "
                 "remove the folder, or write elsewhere: out=DIRECTORY."
             )
         return
@@ -389,7 +468,9 @@ def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
     write_json(note, settings)
 
 
-def _make(work: Work, own: Sequence[Item], rank: int, between: Callable[[float], None]) -> None:
+def _make(
+    work: BenchmarkWork, own: Sequence[Item], rank: int, between: Callable[[float], None]
+) -> None:
     """Make the missing images of the `own` prompts, those of the base model first."""
     missing = {
         name: [item for item in own if not all(path.exists() for path in work.files(folder, item))]
@@ -416,12 +497,21 @@ def _make(work: Work, own: Sequence[Item], rank: int, between: Callable[[float],
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
                 between(0.0)
-                media, _ = ode_samples(policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed)
+                media, _ = ode_samples(
+                    policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed
+                )
                 _write(work.files(folder, item), media, work.suite, item)
                 if rank == 0 and sys.stderr.isatty():
-                    print(f"\r{name}: {done + 1} of {len(missing[name])} prompts", end="", file=sys.stderr)
+                    print(
+                        f"\r{name}: {done + 1} of {len(missing[name])} prompts",
+                        end="",
+                        file=sys.stderr,
+                    )
         told = f" by rank {rank} of {work.ranks}" if work.ranks > 1 else ""
-        print(f"{name}: {len(missing[name])} of {len(own)} prompts sampled{told}, in {folder}", file=sys.stderr)
+        print(
+            f"{name}: {len(missing[name])} of {len(own)} prompts sampled{told}, in {folder}",
+            file=sys.stderr,
+        )
 
 
 def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
@@ -429,8 +519,14 @@ def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item)
     from digenrl.models.sample_files import image_grid, write_mp4
 
     if suite.kind.video != (media.ndim == 5):
-        remedy = "take a video model" if suite.kind.video else "set sampling.frames=1, or take an image model"
-        raise SuiteError(f"suite={suite.name}: the model gives media of shape {list(media.shape[1:])}; {remedy}.")
+        remedy = (
+            "take a video model"
+            if suite.kind.video
+            else "set sampling.frames=1, or take an image model"
+        )
+        raise SuiteError(
+            f"suite={suite.name}: the model gives media of shape {list(media.shape[1:])}; {remedy}."
+        )
     files[0].parent.mkdir(parents=True, exist_ok=True)
     if files[0].parent.name == "samples":
         write_json(files[0].parent.parent / "metadata.jsonl", dict(item.rules), indent=None)
@@ -456,8 +552,9 @@ def _images(files: Sequence[Path], samples: int) -> list[Tensor]:
     return [tile for row in media[0].chunk(rows, 1) for tile in row.chunk(columns, 2)][:samples]
 
 
-def _numbers_of(work: Work) -> dict[str, Any]:
-    """Return the numbers of benchmark.json, and write a line per image to `images.jsonl` of each folder."""
+def _numbers_of(work: BenchmarkWork) -> dict[str, Any]:
+    """Return the numbers of benchmark.json, and write a line per image to `images.jsonl` of each
+    folder."""
     values: dict[str, dict[str, float]] = {}
     models: dict[str, Any] = {}
     for name, folder in work.folders.items():
@@ -468,14 +565,21 @@ def _numbers_of(work: Work) -> dict[str, Any]:
             for row, (value, reason) in enumerate(scores):
                 file = files[min(row, len(files) - 1)].relative_to(folder)
                 facts = {"file": str(file), "sample": row, "tags": item.tags, "prompt": item.prompt}
-                lines.append(facts | {"score": None if math.isnan(value) else value, "reason": reason})
+                lines.append(
+                    facts | {"score": None if math.isnan(value) else value, "reason": reason}
+                )
             if there := [value for value, _ in scores if not math.isnan(value)]:
                 values[name][item.key] = fmean(there)
         with replaced(folder / IMAGES) as unfinished:
-            unfinished.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+            unfinished.write_text(
+                "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            )
         estimate = of_shares if work.request.reward is None else of_values
         tags = _by_tag(work.items, values[name], estimate)
-        models[name] = _numbers(tags) | {"folder": folder, "missing": sum(line["score"] is None for line in lines)}
+        models[name] = _numbers(tags) | {
+            "folder": folder,
+            "missing": sum(line["score"] is None for line in lines),
+        }
     result: dict[str, Any] = {"models": models}
     if len(values) == 2:
         before, after = values.values()
@@ -503,27 +607,39 @@ def _numbers(tags: dict[str, Estimate]) -> dict[str, Any]:
 
 
 def _table(result: dict[str, Any]) -> list[str]:
-    """Return a table with a row per tag: mean and 95 % interval of each model, and of the difference."""
-    columns = result["models"] | ({"difference": result["difference"]} if "difference" in result else {})
+    """Return a table with a row per tag: mean and 95 % interval of each model, and of the
+    difference."""
+    columns = result["models"] | (
+        {"difference": result["difference"]} if "difference" in result else {}
+    )
     lines = [f"{'':<24}{'prompts':>8}" + "".join(f"{name:>26}" for name in columns)]
     first = next(iter(columns.values()))
     for tag in [*first["tags"], "overall"]:
-        cells = [column["tags"].get(tag) if tag in first["tags"] else column["overall"] for column in columns.values()]
-        shown = [f"{c['mean']:.3f} [{c['low']:.3f}, {c['high']:.3f}]" if c else "missing" for c in cells]
-        lines.append(f"{tag:<24}{(cells[0] or {}).get('prompts', 0):>8}" + "".join(f"{cell:>26}" for cell in shown))
+        cells = [
+            column["tags"].get(tag) if tag in first["tags"] else column["overall"]
+            for column in columns.values()
+        ]
+        shown = [
+            f"{c['mean']:.3f} [{c['low']:.3f}, {c['high']:.3f}]" if c else "missing" for c in cells
+        ]
+        lines.append(
+            f"{tag:<24}{(cells[0] or {}).get('prompts', 0):>8}"
+            + "".join(f"{cell:>26}" for cell in shown)
+        )
     return lines
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
-    0 is success. 2 means that arguments, run, suite or configuration do not fit. 1 means no checkpoint or no score.
+    0 is success. 2 means that arguments, run, suite or configuration do not fit. 1 means no
+    checkpoint or no score.
     """
 
-    def work(request: Request, words: list[str]) -> None:
+    def work(request: BenchmarkKeys, words: list[str]) -> None:
         print(benchmark(request, words).absolute())
 
-    return own_command(Request, __doc__, arguments, work, others=True, failures=RuntimeError)
+    return own_command(BenchmarkKeys, __doc__, arguments, work, others=True, failures=RuntimeError)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     digenrl score reward=ocr images=DIR prompts=FILE
 
-File i of the folder (in order of name; other files are ignored) is scored against prompt i of the file (one a line).
-Prints a table and writes outputs/scores/<time>.json (output=FILE: elsewhere): `scores` is a list of {file, prompt,
-score, rewards}, `score` the mixture's weighted sum (null = missing). Every key of configs/score.yaml may follow as
-key=value. The last line of standard output is that file's path.
+File i of the folder (in order of name; other files are ignored) is scored against prompt i of the
+file (one a line). Prints a table and writes outputs/scores/<time>.json (output=FILE: elsewhere):
+`scores` is a list of {file, prompt, score, rewards}, `score` the mixture's weighted sum (null =
+missing). Every key of configs/score.yaml may follow as key=value. The last line of standard output
+is that file's path.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ def score(config: DictConfig) -> Path:
     files, asked = media_files(Path(config.images)), aligned_prompts(config.prompts)
     if len(files) != len(asked):
         raise ValueError(
-            f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} prompts: "
+            f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} "
+            "prompts: "
             "give one prompt a file, in the files' order of name."
         )
-    if problems := unscorable(config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]):
+    if problems := unscorable(
+        config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]
+    ):
         raise ValueError("\n".join(problems))
     suite = reward_suite(config)
     try:
@@ -63,14 +67,20 @@ def score(config: DictConfig) -> Path:
     _print_table(rows)
     if all(row["score"] is None for row in rows):
         raise RewardUnavailable("no file could be scored; the causes are above.")
-    path = Path(config.output or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json").absolute()
+    path = Path(
+        config.output or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
+    ).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"reward": dict(suite.weights), "scores": rows}, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(
+        json.dumps({"reward": dict(suite.weights), "scores": rows}, indent=2, ensure_ascii=False)
+        + "\n"
+    )
     return path
 
 
 def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
-    """Return (line, prompt) of every line of a prompt file, also of repeated ones: files are matched by position."""
+    """Return (line, prompt) of every line of a prompt file, also of repeated ones: files are
+    matched by position."""
     from digenrl.data import prompt_of
 
     file = prompts.read(name, ImageLimits())
@@ -103,7 +113,8 @@ def _rows(
 def _batches(
     config: DictConfig, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[list[tuple[Path, Prompt, Tensor]]]:
-    """Yield neighbouring files of equal size to score together: at most `batch` files and `max_pixels` pixels."""
+    """Yield neighbouring files of equal size to score together: at most `batch` files and
+    `max_pixels` pixels."""
     from digenrl.extensions.bench.media_files import read_media
 
     group: list[tuple[Path, Prompt, Tensor]] = []
@@ -145,7 +156,8 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     if known:
         mean = statistics.fmean(known)
         console.print(
-            f"{len(known)} of {len(rows)} scored; mean {mean:.4f}, lowest {min(known):.4f}, highest {max(known):.4f}"
+            f"{len(known)} of {len(rows)} scored; mean {mean:.4f}, lowest {min(known):.4f}, "
+            f"highest {max(known):.4f}"
         )
 
 

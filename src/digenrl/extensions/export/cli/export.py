@@ -1,14 +1,18 @@
-"""`make export RUN=...`: write a run's trained weights for a plain diffusers pipeline, with a model card.
+"""`make export RUN=...`: write a run's trained weights for a plain diffusers pipeline, with a model
+card.
 
     digenrl export run=RUN [out=FOLDER] [weights=evaluated|trained|average]
-        [format=diffusers|comfyui|kohya] [merge=true] [push=OWNER/NAME] [allow_targets=[PACKAGE]] [confirm_hosts=[HOST]]
+        [format=diffusers|comfyui|kohya] [merge=true] [push=OWNER/NAME] [allow_targets=[PACKAGE]]
+        [confirm_hosts=[HOST]]
 
-Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md with the run's
-curves, and the last evaluation's samples as PNG or MP4. The weights are those that the run evaluates with: the moving
-average if it keeps one (algorithm.ema), otherwise the trained weights. format=comfyui or kohya adds the adapter under
-the names that these tools read (families with `checkpoint_names`). merge=true writes transformer/ with the adapter
-merged into the base's weights. The files of a second transformer (Wan2.2 A14B) end in _2. push uploads the folder to a
-model repository of the hub, with the token of `hf auth login`. The last line on standard output is the folder.
+Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md
+with the run's curves, and the last evaluation's samples as PNG or MP4. The weights are those that
+the run evaluates with: the moving average if it keeps one (algorithm.ema), otherwise the trained
+weights. format=comfyui or kohya adds the adapter under the names that these tools read (families
+with `checkpoint_names`). merge=true writes transformer/ with the adapter merged into the base's
+weights. The files of a second transformer (Wan2.2 A14B) end in _2. push uploads the folder to a
+model repository of the hub, with the token of `hf auth login`. The last line on standard output is
+the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +30,10 @@ from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
 
 NOTES = {
     "trained": "the weights after the last update",
-    "average": "the moving average, which the run evaluates with; weights=trained takes those of the last update",
+    "average": (
+        "the moving average, which the run evaluates with; weights=trained takes those of the last "
+        "update"
+    ),
 }
 
 
@@ -35,48 +42,61 @@ class NotPushed(RuntimeError):
 
 
 class NoWeights(RuntimeError):
-    """The run has no complete checkpoint, or the checkpoint lacks the weights that were asked for."""
+    """The run has no complete checkpoint, or the checkpoint lacks the weights that were asked
+    for."""
 
 
-class Request(Arguments):
+class ExportKeys(Arguments):
     """Arguments of the command line."""
 
     run: RunDirectory = Field(description="with a whole checkpoint")
     out: Folder | None = Field(None, description="where to write; null: RUN/export")
     weights: Literal["evaluated", "trained", "average"] = Field(
-        "evaluated", description="evaluated: the moving average where the run keeps one, else the trained ones"
+        "evaluated",
+        description="evaluated: the moving average where the run keeps one, else the trained ones",
     )
     format: Literal["diffusers", "comfyui", "kohya"] = Field(
-        "diffusers", description="comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those"
+        "diffusers",
+        description="comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those",
     )
-    merge: bool = Field(False, description="the adapter added to the base's weights, in their dtype, as transformer/")
+    merge: bool = Field(
+        False,
+        description="the adapter added to the base's weights, in their dtype, as transformer/",
+    )
     push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = Field(
-        None, description="model repository of the hub to upload the folder to; made private if new; null: nowhere"
+        None,
+        description="model repository of the hub to upload the folder to; made private if new; "
+        "null: nowhere",
     )
 
 
-def export(request: Request, words: Sequence[str] = ()) -> Path:
+def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     """Build the run's policy, give it the checkpoint's weights, write the folder and return it.
 
     Args:
-        words: changes of the run's configuration that only the command line may make: `allow_targets`, `confirm_hosts`.
+        words: changes of the run's configuration that only the command line may make:
+            `allow_targets`, `confirm_hosts`.
 
     Raises:
         ConfigError: there is no such run.
         ValueError: merge without an adapter or with a format of adapters, push without a network.
-        NoWeights: no complete checkpoint, no moving average in it, or an average that is still the base model.
+        NoWeights: no complete checkpoint, no moving average in it, or an average that is still the
+            base model.
         NotPushed: the hub refused, or was not reached.
-        digenrl.extensions.export.diffusers_export.ExportError: the written files could not be read back.
+        digenrl.extensions.export.diffusers_export.ExportError: the written files could not be read
+        back.
     """
     from huggingface_hub import constants
 
     if request.merge and request.format != "diffusers":
         raise ValueError(
-            f"merge = true with format = {request.format}: that format is for adapters; leave one of them out"
+            f"merge = true with format = {request.format}: that format is for adapters; leave one "
+            "of them out"
         )
     if request.push is not None and constants.is_offline_mode():
         raise ValueError(
-            f"push = {request.push}: HF_HUB_OFFLINE is set; unset it, or export without push and run `hf upload "
+            f"push = {request.push}: HF_HUB_OFFLINE is set; unset it, or export without push and "
+            "run `hf upload "
             f"{request.push} FOLDER` where there is a network"
         )
     composed = configuration.load(words, stored=request.run)
@@ -98,13 +118,18 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
     policy.load_trained_parameters(tensors)
     if request.merge:
         if policy.lora is None:
-            raise ValueError(f"merge = true: {request.run} trained all weights, which are whole already; leave it out")
+            raise ValueError(
+                f"merge = true: {request.run} trained all weights, which are whole already; leave "
+                "it out"
+            )
         policy.merge_adapter()
     export_policy(policy, out)
     if request.format != "diffusers":
         export_layout(policy, out, request.format)
     samples = []
-    evaluations = sorted((composed.run_dir / "samples").glob("eval-*.npz"), key=lambda p: int(p.stem.split("-")[1]))
+    evaluations = sorted(
+        (composed.run_dir / "samples").glob("eval-*.npz"), key=lambda p: int(p.stem.split("-")[1])
+    )
     if evaluations:
         with np.load(evaluations[-1], allow_pickle=False) as stored:
             samples = write_samples(out, stored["media"])
@@ -116,7 +141,8 @@ def export(request: Request, words: Sequence[str] = ()) -> Path:
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload `folder` to a model repository of the hub. A missing repository is made, as a private one.
+    """Upload `folder` to a model repository of the hub. A missing repository is made, as a private
+    one.
 
     Raises:
         NotPushed: the hub refused, or was not reached.
@@ -129,8 +155,10 @@ def push(folder: Path, repository: str) -> None:
         api.upload_folder(repo_id=repository, folder_path=folder)
     except Exception as error:  # of the hub's client, whose HTTP library depends on its version
         raise NotPushed(
-            f"push = {repository}: {folder} is written, and was not uploaded ({' '.join(str(error).split())[:300]}). "
-            f"Run `hf auth login` with a token that may write there, then `hf upload {repository} {folder}`."
+            f"push = {repository}: {folder} is written, and was not uploaded "
+            f"({' '.join(str(error).split())[:300]}). "
+            f"Run `hf auth login` with a token that may write there, then `hf upload {repository} "
+            f"{folder}`."
         ) from error
     print(f"export: uploaded to https://huggingface.co/{repository}", file=sys.stderr)
 
@@ -142,10 +170,12 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
         every: optimizer steps between two updates of the moving average.
 
     Returns:
-        (tensors by the names of `policy.trained_parameters()`, kind of the weights: trained | average).
+        (tensors by the names of `policy.trained_parameters()`, kind of the weights: trained |
+        average).
 
     Raises:
-        NoWeights: no complete checkpoint, no moving average in it, or an average that has not moved.
+        NoWeights: no complete checkpoint, no moving average in it, or an average that has not
+            moved.
     """
     from safetensors.torch import load_file
 
@@ -162,25 +192,35 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
     average: dict[str, Any] = kept["ema"]
     if average and kept["ema_steps"] < every:
         raise NoWeights(
-            f"{checkpoint}: the moving average is still the base model, because it follows every {every} optimizer "
+            f"{checkpoint}: the moving average is still the base model, because it follows every "
+            f"{every} optimizer "
             f"steps (algorithm.ema.every) and there were {kept['ema_steps']}; use weights=trained"
         )
     if not average and weights == "evaluated":
         return load_file(checkpoint / POLICY), "trained"
     if not average:
-        raise NoWeights(f"{checkpoint} keeps no moving average (algorithm.ema=null); use weights=trained")
+        raise NoWeights(
+            f"{checkpoint} keeps no moving average (algorithm.ema=null); use weights=trained"
+        )
     return average, "average"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
-    0 is success. 2 means that arguments, run or configuration do not fit. 1 means that there are no usable weights.
+    0 is success. 2 means that arguments, run or configuration do not fit. 1 means that there are no
+    usable weights.
     """
-    allowance = [word for word in arguments if word.startswith(("allow_targets=", "confirm_hosts="))]
+    allowance = [
+        word for word in arguments if word.startswith(("allow_targets=", "confirm_hosts="))
+    ]
     own = [word for word in arguments if word not in allowance]
     return own_command(
-        Request, __doc__, own, lambda request, _: print(export(request, allowance)), failures=RuntimeError
+        ExportKeys,
+        __doc__,
+        own,
+        lambda request, _: print(export(request, allowance)),
+        failures=RuntimeError,
     )
 
 

@@ -2,9 +2,10 @@
 
     digenrl watch run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
 
-The page shows the report as it would be now (curves, pictures, timeline), the state of the run, and the end of each
-rank's log. The server listens on the loopback interface only, answers only the address that it prints, reads only the
-run's directory and writes nothing there. Ctrl-C ends it. From another machine: `ssh -L PORT:127.0.0.1:PORT`.
+The page shows the report as it would be now (curves, pictures, timeline), the state of the run, and
+the end of each rank's log. The server listens on the loopback interface only, answers only the
+address that it prints, reads only the run's directory and writes nothing there. Ctrl-C ends it.
+From another machine: `ssh -L PORT:127.0.0.1:PORT`.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ from digenrl.report.tables import duration, number
 
 ADDRESS = "127.0.0.1"
 REST = 10.0
-"""Pause before the next drawing, in durations of the last one, because drawing shares the processor with the run."""
+"""Pause before the next drawing, in durations of the last one, because drawing shares the processor
+with the run."""
 
 
-class Request(Arguments):
+class WatchKeys(Arguments):
     """Arguments of the command line."""
 
     run: RunDirectory = Field(description="finished, crashed or still running")
     port: Port | None = Field(None, description="to listen on; null: any that is free")
     refresh_s: Positive | None = Field(
-        None, description="seconds between two drawings, at least; null: ten times as long as one takes"
+        None,
+        description="seconds between two drawings, at least; null: ten times as long as one takes",
     )
     log_kib: AtLeast1 = Field(16, description="KiB of each rank's log that are shown, from its end")
 
@@ -54,19 +57,26 @@ class Request(Arguments):
 class Live:
     """Page of a run directory, drawn when a browser asks for it and the files have changed."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: WatchKeys) -> None:
         self._request, self._run = request, read_run(request.run)
         self._nonce = secrets.token_urlsafe(12)
-        self._metrics, self._steps, self._evals = JsonlTail(request.run / METRICS), list[Row](), list[Row]()
+        self._metrics, self._steps, self._evals = (
+            JsonlTail(request.run / METRICS),
+            list[Row](),
+            list[Row](),
+        )
         self._lock = threading.Lock()
         self._page, self._version, self._again_at = b"", "", 0.0
 
     @property
     def policy(self) -> str:
-        """Content security policy: a browser may run the page's one script, which may ask only this server."""
+        """Content security policy: a browser may run the page's one script, which may ask only this
+        server."""
         return (
-            f"default-src 'none'; script-src 'nonce-{self._nonce}'; style-src 'unsafe-inline'; img-src data:; "
-            "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            f"default-src 'none'; script-src 'nonce-{self._nonce}'; style-src 'unsafe-inline'; "
+            "img-src data:; "
+            "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+            "frame-ancestors 'none'"
         )
 
     def page(self) -> bytes:
@@ -77,12 +87,14 @@ class Live:
                 began = time.monotonic()
                 self._run = read_run(self._request.run)
                 self._page, self._version = self._draw(version).encode(errors="replace"), version
-                self._again_at = began + (self._request.refresh_s or REST * (time.monotonic() - began))
+                self._again_at = began + (
+                    self._request.refresh_s or REST * (time.monotonic() - began)
+                )
             return self._page
 
     def state(self) -> dict[str, Any]:
-        """Return the state that the page asks for every two seconds. A new `version` means that there is a newer
-        page."""
+        """Return the state that the page asks for every two seconds. A new `version` means that
+        there is a newer page."""
         with self._lock:
             for row in self._metrics.read():
                 kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
@@ -103,7 +115,8 @@ class Live:
         return int(total) if is_number(total) else 0
 
     def _due(self) -> str:
-        """Return the state of the files to draw from; the state of the last page while drawing must pause."""
+        """Return the state of the files to draw from; the state of the last page while drawing must
+        pause."""
         if time.monotonic() < self._again_at:
             return self._version
         run = self._request.run
@@ -114,14 +127,24 @@ class Live:
         """Return a line about the state of the run."""
         run, done = self._request.run, int(self._steps[-1]["rl_step"]) if self._steps else 0
         parts = [f"RL step {done} of {self._total}"]
-        for rows, key, name in ((self._steps, "reward", "reward"), (self._evals, "heldout", "held-out")):
-            parts += [f"{name} {number(rows[-1][key])}"] if rows and is_number(rows[-1].get(key)) else []
+        for rows, key, name in (
+            (self._steps, "reward", "reward"),
+            (self._evals, "heldout", "held-out"),
+        ):
+            parts += (
+                [f"{name} {number(rows[-1][key])}"] if rows and is_number(rows[-1].get(key)) else []
+            )
         recent = [float(row["step_s"]) for row in self._steps[-10:] if is_number(row.get("step_s"))]
         if recent and done < self._total:
             pace = median(recent)
-            parts += [f"{duration(pace)} per step", f"{duration(pace * (self._total - done))} to go"]
+            parts += [
+                f"{duration(pace)} per step",
+                f"{duration(pace * (self._total - done))} to go",
+            ]
         files = [run / METRICS, run / EVENTS, *run.glob("spans/*"), *run.glob("logs/*")]
-        ago = time.time() - max((file.stat().st_mtime for file in files if file.exists()), default=time.time())
+        ago = time.time() - max(
+            (file.stat().st_mtime for file in files if file.exists()), default=time.time()
+        )
         return ", ".join([*parts, f"last sign of life {duration(max(0.0, ago))} ago"])
 
     def _draw(self, version: str) -> str:
@@ -133,7 +156,9 @@ class Live:
             attempt(name, partial(_keep, pictures, name, run, plot), summary["warnings"])
         attempt("the gallery", lambda: shown.append(showing(run)), summary["warnings"])
         live = {"nonce": self._nonce, "version": version}
-        return html.render(run, summary, pictures, shown[0] if shown else None, "watch.html.j2", **live)
+        return html.render(
+            run, summary, pictures, shown[0] if shown else None, "watch.html.j2", **live
+        )
 
 
 def _keep(pictures: dict[str, bytes], name: str, run: Run, plot: Plot) -> None:
@@ -162,7 +187,8 @@ def _tail(path: Path, size: int) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """HTTP server for the paths below a secret word, which other users of this machine do not know."""
+    """HTTP server for the paths below a secret word, which other users of this machine do not
+    know."""
 
     daemon_threads = True
 
@@ -184,14 +210,21 @@ class Handler(BaseHTTPRequestHandler):
     """Seconds within which a connection must send its request."""
 
     def do_GET(self) -> None:
-        # Another name in Host is a page elsewhere on the web that had its name resolved to this machine.
-        known = self.headers.get("Host") in [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
+        # Another name in Host is a page elsewhere on the web that had its name resolved to this
+        # machine.
+        known = self.headers.get("Host") in [
+            f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")
+        ]
         here, _, asked = self.path.lstrip("/").partition("/")
         if not known or not secrets.compare_digest(here.encode(), self.server.word.encode()):
             return self.send_error(404)
         if asked == "state":
             return self._answer("application/json", json.dumps(self.server.live.state()).encode())
-        return self._answer("text/html; charset=utf-8", self.server.live.page()) if not asked else self.send_error(404)
+        return (
+            self._answer("text/html; charset=utf-8", self.server.live.page())
+            if not asked
+            else self.send_error(404)
+        )
 
     def _answer(self, kind: str, body: bytes) -> None:
         self.send_response(200)
@@ -212,18 +245,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until Ctrl-C and return exit code 0; 2 if the arguments or the directory do not fit, or the port is
-    taken."""
+    """Serve until Ctrl-C and return exit code 0; 2 if the arguments or the directory do not fit, or
+    the port is taken."""
 
-    def work(request: Request, _: list[str]) -> None:
+    def work(request: WatchKeys, _: list[str]) -> None:
         live = Live(request)
         try:
             server = Server(live, request.port or 0)
         except OSError as error:
-            raise OSError(f"port = {request.port}: {error.strerror}; leave it out for any free one.") from error
+            raise OSError(
+                f"port = {request.port}: {error.strerror}; leave it out for any free one."
+            ) from error
         with server:
             print(
-                f"Report, timeline and logs of {request.run}, on this machine alone; Ctrl-C ends it:", file=sys.stderr
+                f"Report, timeline and logs of {request.run}, on this machine alone; Ctrl-C ends "
+                "it:",
+                file=sys.stderr,
             )
             print(server.url, flush=True)
             try:
@@ -231,7 +268,7 @@ def main(arguments: Sequence[str]) -> int:
             except KeyboardInterrupt:
                 print("", file=sys.stderr)
 
-    return own_command(Request, __doc__, arguments, work)
+    return own_command(WatchKeys, __doc__, arguments, work)
 
 
 if __name__ == "__main__":

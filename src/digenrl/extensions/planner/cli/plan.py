@@ -7,7 +7,8 @@
     --cfg             print the composed configuration and stop
     --json            print plan.json and nothing else, for machines
 
-What to book and what it costs, why, and the table; the last line on standard output is the path of plan.json. Exit
+What to book and what it costs, why, and the table; the last line on standard output is the path of
+plan.json. Exit
 codes: 2 for a wrong configuration, 3 when nothing fits (the message says what would).
 """
 
@@ -28,8 +29,16 @@ from digenrl.config.relations import most_rollouts
 from digenrl.extension import extension
 from digenrl.extensions.planner.advice import planned_schedule, planned_split
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.outcome import Outcome, evaluate
-from digenrl.extensions.planner.plan_text import Booking, as_json, booked, chosen, explanation, overrides, table
+from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
+from digenrl.extensions.planner.plan_text import (
+    Booking,
+    as_json,
+    booked,
+    chosen,
+    explanation,
+    overrides,
+    table,
+)
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given
 from digenrl.extensions.planner.workload import Drawn
@@ -46,10 +55,14 @@ STOCK_STRATEGY = "digenrl.strategy.disaggregated.DisaggregatedStrategy"
 def main(words: list[str]) -> int:
     """Plan once, or with -m once per combination, and return the exit code."""
     if is_multirun(words):
-        sweep = extension("digenrl.extensions.sweeps.multirun.sweep", "-m", "plan each combination by itself")
+        sweep = extension(
+            "digenrl.extensions.sweeps.multirun.sweep", "-m", "plan each combination by itself"
+        )
         return int(sweep(words, "digenrl.extensions.planner.cli.plan", "plan"))
     machine = "--json" in words
-    composed = configuration.load_or_exit([word for word in words if word != "--json"], "plan", __doc__)
+    composed = configuration.load_or_exit(
+        [word for word in words if word != "--json"], "plan", __doc__
+    )
     settings: Any = composed.config
     try:
         made = planned(composed)
@@ -60,7 +73,13 @@ def main(words: list[str]) -> int:
         print(f"cannot plan: {error}", file=sys.stderr)
         return 2
     run_dir = configuration.prepare_run_dir_or_exit(composed)
-    plan, winner, asked, asynchronous, booking = made.plan, made.winner, made.asked, made.asynchronous, made.booking
+    plan, winner, asked, asynchronous, booking = (
+        made.plan,
+        made.winner,
+        made.asked,
+        made.asynchronous,
+        made.booking,
+    )
     costing = plan.costing
     path = write(made, settings.plan.plot, run_dir)
     if machine:
@@ -74,7 +93,8 @@ def main(words: list[str]) -> int:
     if made.idle:
         better = winner.candidate
         print(
-            f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} leaves {made.idle} of "
+            f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} "
+            f"leaves {made.idle} of "
             f"{costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
             f"allocation.rollouts={better.rollouts}, as planned above.",
             file=sys.stderr,
@@ -84,9 +104,13 @@ def main(words: list[str]) -> int:
         said = "; ".join(costing.misfits(asked.candidate)) or said
         print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
     if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
-        print(f"The plan simulates the stock hooks: what {target} overrides is not in these figures.")
+        print(
+            f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
+        )
     choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
-    kept = [word for path in own_directories(composed.overrides) for word in ("--config-dir", str(path))]
+    kept = [
+        word for path in own_directories(composed.overrides) for word in ("--config-dir", str(path))
+    ]
     kept += [word for word in composed.overrides if word.startswith("allow_targets=")]
     print(f"\npython -m digenrl.cli.train {choices} {shlex.join([*kept, *overrides(winner)])}")
     print(path)
@@ -98,8 +122,8 @@ class Made:
     """A plan, and its answers to the configuration."""
 
     plan: Plan
-    winner: Outcome
-    asked: Outcome | None
+    winner: CandidateOutcome
+    asked: CandidateOutcome | None
     """Outcome of `as_configured`."""
     idle: int
     """Number of GPUs that the allocation leaves idle (`idle_gpus`)."""
@@ -129,15 +153,18 @@ def planned(composed: Composed) -> Made:
         raise PlanError("no on-policy candidate fits; try plan.async=true")
     free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
     found = chosen(plan, bool(settings.schedule.async_steps)) if free else []
-    winner, asked = chosen(plan, asynchronous)[0], found[0] if found else as_configured(composed, costing)
+    winner, asked = (
+        chosen(plan, asynchronous)[0],
+        found[0] if found else as_configured(composed, costing),
+    )
     return Made(plan, winner, asked, idle, asynchronous, booking_of(settings))
 
 
-def as_configured(composed: Composed, costing: Costing) -> Outcome | None:
+def as_configured(composed: Composed, costing: Costing) -> CandidateOutcome | None:
     """Simulate the run that `train` would start from this configuration.
 
-    It has the configured schedule and allocation, or those that `train` would choose for `auto`. The result is None if
-    `train` would find none.
+    It has the configured schedule and allocation, or those that `train` would choose for `auto`.
+    The result is None if `train` would find none.
     """
     config: Any = composed.config
     if config.schedule.auto:
@@ -161,13 +188,16 @@ def booking_of(settings: Any) -> Booking:
         prompts=evaluation.max_prompts or settings.data.prompts_per_batch,
         samples=samples,
         steps=evaluation.steps or settings.sampling.steps,
-        compared=min(evaluation.kl_samples, samples) if model.get("lora") or model.get("keep_reference") else 0,
+        compared=min(evaluation.kl_samples, samples)
+        if model.get("lora") or model.get("keep_reference")
+        else 0,
     )
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
 
 
 def idle_gpus(costing: Costing, allocation: Any) -> int:
-    """Return how many GPUs the configured allocation leaves idle. Raises ValueError when it cannot be placed."""
+    """Return how many GPUs the configured allocation leaves idle. Raises ValueError when it cannot
+    be placed."""
     trainers, rollouts = allocation.trainers, most_rollouts(allocation.rollouts)
     if not isinstance(trainers, int) or not isinstance(rollouts, int):
         return 0
@@ -176,11 +206,16 @@ def idle_gpus(costing: Costing, allocation: Any) -> int:
 
 
 def write(made: Made, plot: bool, run_dir: Path) -> Path:
-    """Write plan.json, trace.json and, if `plot`, a Gantt chart of the winner; return the path of plan.json."""
-    traced = evaluate(made.plan.costing, made.winner.candidate, made.plan.bound, exact=True, trace=True)
+    """Write plan.json, trace.json and, if `plot`, a Gantt chart of the winner; return the path of
+    plan.json."""
+    traced = evaluate(
+        made.plan.costing, made.winner.candidate, made.plan.bound, exact=True, trace=True
+    )
     write_trace(run_dir / TRACE, perfetto(traced.result.spans))
     if plot:
-        draw = extension("digenrl.extensions.page.timeline.gantt", "plots/gantt.png", "read plan.json")
+        draw = extension(
+            "digenrl.extensions.page.timeline.gantt", "plots/gantt.png", "read plan.json"
+        )
         draw(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
     path = run_dir / "plan.json"
     path.write_text(json.dumps(made.json(), indent=1) + "\n", encoding="utf-8")

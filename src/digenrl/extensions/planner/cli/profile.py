@@ -2,9 +2,10 @@
 
     digenrl profile experiment=... hardware=... [pool=NAME] [key=value ...]
 
-The experiment's own policy, rewards and algorithm run one rollout task and one training block at their configured
-sizes, on one device, without a cluster. The resulting profile.yaml replaces the `seconds:` line of the profile's YAML.
-Its path is the last line on standard output. `pool` names the pool that this machine stands for, if there are several.
+The experiment's own policy, rewards and algorithm run one rollout task and one training block at
+their configured sizes, on one device, without a cluster. The resulting profile.yaml replaces the
+`seconds:` line of the profile's YAML. Its path is the last line on standard output. `pool` names
+the pool that this machine stands for, if there are several.
 """
 
 from __future__ import annotations
@@ -29,14 +30,22 @@ if TYPE_CHECKING:
 
 REPEATS = 5
 """Timed calls of each kind of work, after one warm-up call."""
-UNITS = {"encode": "prompt", "generate": "sample", "decode": "sample", "score": "sample", "train": "cell"}
+UNITS = {
+    "encode": "prompt",
+    "generate": "sample",
+    "decode": "sample",
+    "score": "sample",
+    "train": "cell",
+}
 """Stage -> unit of work in `digenrl.hardware.Hardware.seconds`."""
 
 
-class Request(Arguments):
+class ProfileKeys(Arguments):
     """Keys of this command beside those of a run."""
 
-    pool: str | None = Field(None, description="pool of the profile that this machine stands for, where it has several")
+    pool: str | None = Field(
+        None, description="pool of the profile that this machine stands for, where it has several"
+    )
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,11 @@ class Measured:
 def main(words: Sequence[str]) -> int:
     """Measure, print the table and write profile.yaml; return the exit code."""
     own = [word for word in words if word.startswith("pool=")]
-    doc = command_help(__doc__, Request)
+    doc = command_help(__doc__, ProfileKeys)
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
         composed = with_task_size(composed)
-        pool = chosen_pool(composed.config.hardware, read_arguments(Request, own)[0].pool)
+        pool = chosen_pool(composed.config.hardware, read_arguments(ProfileKeys, own)[0].pool)
     except (configuration.ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
@@ -79,10 +88,13 @@ def chosen_pool(hardware: Any, name: str | None) -> str:
     """
     pools = [str(pool) for pool in hardware.pools]
     if hardware.emulate:
-        raise ValueError("hardware.emulate = true: sleeps cannot be measured; set hardware.emulate=false.")
+        raise ValueError(
+            "hardware.emulate = true: sleeps cannot be measured; set hardware.emulate=false."
+        )
     if name is None and len(pools) > 1:
         raise ValueError(
-            f"pool: the profile has {', '.join(pools)}; say which of them this machine is, pool={pools[0]}."
+            f"pool: the profile has {', '.join(pools)}; say which of them this machine is, "
+            f"pool={pools[0]}."
         )
     if name is not None and name not in pools:
         raise ValueError(f"pool = {name}: the profile has no such pool; use {', '.join(pools)}.")
@@ -90,7 +102,8 @@ def chosen_pool(hardware: Any, name: str | None) -> str:
 
 
 def measure(config: Any) -> dict[str, Measured]:
-    """Return stage -> seconds per unit on this machine (on its GPU if it has one), in the order of a sample's life."""
+    """Return stage -> seconds per unit on this machine (on its GPU if it has one), in the order of
+    a sample's life."""
     import torch
 
     from digenrl import run
@@ -108,7 +121,14 @@ def measure(config: Any) -> dict[str, Measured]:
     module.on_train_start()  # algorithms that keep copies of the weights make them here
     sampling = run.sampling_spec(config)
     engine = RolloutEngine(
-        policy, rewards, module.sde, module.train_steps, sampling, config.seed, module.needs_means, module.needs_final
+        policy,
+        rewards,
+        module.sde,
+        module.train_steps,
+        sampling,
+        config.seed,
+        module.needs_means,
+        module.needs_final,
     )
     spec = run.schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1)
     prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
@@ -122,10 +142,14 @@ def measure(config: Any) -> dict[str, Measured]:
         return generation
 
     try:
-        encode = _timed(lambda: torch.no_grad()(policy.encode_prompts)(policy.wordings([prompt])[0]), 1)
+        encode = _timed(
+            lambda: torch.no_grad()(policy.encode_prompts)(policy.wordings([prompt])[0]), 1
+        )
         generation = generate()
         media = engine.decode(generation)
-        batch = training_batch(engine.score(generation, media).result(), spec, engine.reward_weights).to(device)
+        batch = training_batch(
+            engine.score(generation, media).result(), spec, engine.reward_weights
+        ).to(device)
 
         def train() -> None:
             module.training_step(batch, 0).backward()
@@ -152,7 +176,9 @@ def training_batch(trajectory: Trajectory, spec: Any, weights: Mapping[str, floa
 
     steps = range(len(trajectory.steps))
     block = Part(pack(trajectory, steps, Claim(0, 0, 0), 0.0)).block(steps[: spec.tsp_batch])
-    ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(spec.prompts, 1)  # unequal, so that every loss term counts
+    ranks = torch.linspace(0.0, 1.0, spec.group_size).repeat(
+        spec.prompts, 1
+    )  # unequal, so that every loss term counts
     return TrainBatch(
         blocks=(block,),
         rewards={name: ranks.clone() for name in weights},
@@ -190,7 +216,11 @@ def lines(table: Mapping[str, Measured]) -> list[str]:
 def snippet(table: Mapping[str, Measured], pool: str, composed: Composed) -> str:
     """Return YAML that replaces the `seconds:` line of the hardware profile."""
     choices = composed.choices
-    source = f"experiment={choices['experiment']} hardware={choices['hardware']}" if choices else composed.run_dir.name
+    source = (
+        f"experiment={choices['experiment']} hardware={choices['hardware']}"
+        if choices
+        else composed.run_dir.name
+    )
     rows = [f"  {stage}: {{{pool}: {measured.median:.6g}}}" for stage, measured in table.items()]
     note = f"# Seconds per unit (median of {REPEATS}), measured by `digenrl profile {source}`"
     return "\n".join([note, "seconds:", *rows]) + "\n"

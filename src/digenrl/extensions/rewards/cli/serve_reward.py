@@ -2,9 +2,10 @@
 
     digenrl serve-reward reward=ocr port=8700
 
-Every key of configs/serve_reward.yaml may follow as key=value. Except on loopback the service needs a token. It comes
-from the variable named by `token_env`, or is made and written to `token_file` (mode 0600). A run that uses the service
-reads it from the variable DIGENRL_REWARD_TOKEN. The line with the URL is printed when requests are accepted.
+Every key of configs/serve_reward.yaml may follow as key=value. Except on loopback the service needs
+a token. It comes from the variable named by `token_env`, or is made and written to `token_file`
+(mode 0600). A run that uses the service reads it from the variable DIGENRL_REWARD_TOKEN. The line
+with the URL is printed when requests are accepted.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(config: DictConfig) -> None:
-    from digenrl.extensions.rewards.service import Limits, RewardService, describe, serve
+    from digenrl.extensions.rewards.service import RewardService, ServiceLimits, describe, serve
 
-    limits = Limits(**OmegaConf.to_container(config.limits))  # type: ignore[arg-type]
+    limits = ServiceLimits(**OmegaConf.to_container(config.limits))  # type: ignore[arg-type]
     token = service_token(config.host, config.token_env, Path(config.token_file))
     suite = reward_suite(config)
     try:
@@ -55,9 +56,11 @@ def _chosen(config: DictConfig, suite: RewardSuite) -> str:
 
 
 def service_token(host: str, variable: str, file: Path) -> str | None:
-    """Return the token that requests must carry: from the environment, or a new one in `file`; None on loopback.
+    """Return the token that requests must carry: from the environment, or a new one in `file`; None
+    on loopback.
 
-    Raises FileExistsError if `file` exists: a token is neither overwritten nor taken from a file of unknown origin.
+    Raises FileExistsError if `file` exists: a token is neither overwritten nor taken from a file of
+    unknown origin.
     """
     from digenrl.extensions.rewards.service import is_loopback
 
@@ -68,7 +71,9 @@ def service_token(host: str, variable: str, file: Path) -> str | None:
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
-        raise FileExistsError(f"{file} exists: set {variable} to its content, or remove it for a new token.") from error
+        raise FileExistsError(
+            f"{file} exists: set {variable} to its content, or remove it for a new token."
+        ) from error
     with os.fdopen(descriptor, "w") as target:
         target.write(token)
     print(f"serve_reward: the token was written to {file.absolute()}", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""`make pretrain`: train the digits base model and its two judges again, into the files that the repository commits.
+"""`make pretrain`: train the digits base model and its two judges again, into the files that the
+repository commits.
 
     digenrl pretrain [key=value ...]
 
-Deterministic on one machine with one thread; about two minutes on one core. `wrong_captions` sets how much
-reinforcement learning has left to improve.
+Deterministic on one machine with one thread; about two minutes on one core. `wrong_captions` sets
+how much reinforcement learning has left to improve.
 """
 
 from __future__ import annotations
@@ -32,9 +33,15 @@ if TYPE_CHECKING:  # torch is imported only when the settings are read
 class PretrainSettings(Arguments):
     """Settings of the command line."""
 
-    base: File | None = Field(None, description="where the base model is written; null: the committed file")
-    judges: File | None = Field(None, description="where the judges are written; null: the committed file")
-    wrong_captions: Share = Field(0.45, description="share of the captions that name a random digit")
+    base: File | None = Field(
+        None, description="where the base model is written; null: the committed file"
+    )
+    judges: File | None = Field(
+        None, description="where the judges are written; null: the committed file"
+    )
+    wrong_captions: Share = Field(
+        0.45, description="share of the captions that name a random digit"
+    )
     steps: AtLeast1 = Field(1500, description="optimizer steps of the base model")
     batch: AtLeast1 = Field(128, description="images of a step")
     lr: Positive = Field(2e-3, description="learning rate at its peak")
@@ -42,11 +49,11 @@ class PretrainSettings(Arguments):
 
 
 def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:
-    """Train by flow matching on all real digits: regress eps - x0 at sigma ~ logit-normal(0, 1) (SD3, arXiv:2403.03206,
-    3.1).
+    """Train by flow matching on all real digits: regress eps - x0 at sigma ~ logit-normal(0, 1)
+    (SD3, arXiv:2403.03206, 3.1).
 
-    Each draw of an image keeps its caption with probability 1 - wrong_captions. Otherwise its caption is a random
-    digit.
+    Each draw of an image keeps its caption with probability 1 - wrong_captions. Otherwise its
+    caption is a random digit.
     """
     import torch
     from torch.nn import functional
@@ -71,17 +78,25 @@ def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:
         noise = torch.randn(clean[index].shape, generator=generator)
         sigmas = torch.sigmoid(torch.randn(settings.batch, generator=generator))
         latents = torch.lerp(clean[index], noise, sigmas[:, None, None])
-        velocity = policy.velocity(latents, sigmas, {key: value[captions] for key, value in conditions.items()})
+        velocity = policy.velocity(
+            latents, sigmas, {key: value[captions] for key, value in conditions.items()}
+        )
         loss = functional.mse_loss(velocity, noise - clean[index])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if (step + 1) % 250 == 0 or step + 1 == settings.steps:
-            print(f"step {step + 1}/{settings.steps} loss {loss.item():.3f}", file=sys.stderr, flush=True)
+            print(
+                f"step {step + 1}/{settings.steps} loss {loss.item():.3f}",
+                file=sys.stderr,
+                flush=True,
+            )
     return policy
 
 
-def sample_digits(policy: DigitsPolicy, per_prompt: int, steps: int, seed: int = 0) -> tuple[Tensor, list[Prompt]]:
+def sample_digits(
+    policy: DigitsPolicy, per_prompt: int, steps: int, seed: int = 0
+) -> tuple[Tensor, list[Prompt]]:
     """Return images [10 * per_prompt, 1, 8, 8] by the plain Euler ODE, and their prompts."""
     import torch
 
@@ -91,7 +106,9 @@ def sample_digits(policy: DigitsPolicy, per_prompt: int, steps: int, seed: int =
     with torch.no_grad():
         condition, grid = policy.encode(prompts), policy.sigma_grid(steps)
         for sigma, after in itertools.pairwise(grid):
-            latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(len(prompts)), condition)
+            latents = latents + (after - sigma) * policy.velocity(
+                latents, sigma.expand(len(prompts)), condition
+            )
         return policy.decode(latents), prompts
 
 
@@ -103,7 +120,8 @@ def _prompts() -> list[Prompt]:
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write safetensors under a temporary name, then rename, so that a stopped run never leaves half a file."""
+    """Write safetensors under a temporary name, then rename, so that a stopped run never leaves
+    half a file."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,18 +145,33 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from digenrl.extensions.tasks.digits import BASE_FILE
-    from reward_models.digit_judge import HALVES, JUDGES_FILE, DigitJudge, DigitStatistics, fit_judge
+    from reward_models.digit_judge import (
+        HALVES,
+        JUDGES_FILE,
+        DigitJudge,
+        DigitStatistics,
+        fit_judge,
+    )
 
     base, judges_file = settings.base or str(BASE_FILE), settings.judges or str(JUDGES_FILE)
     torch.set_num_threads(1)
     started = time.monotonic()
-    judges = {judge: fit_judge(judge, seed=settings.seed + parity) for judge, parity in HALVES.items()}
-    weights = {f"{judge}.{key}": item for judge, model in judges.items() for key, item in model.state_dict().items()}
+    judges = {
+        judge: fit_judge(judge, seed=settings.seed + parity) for judge, parity in HALVES.items()
+    }
+    weights = {
+        f"{judge}.{key}": item
+        for judge, model in judges.items()
+        for key, item in model.state_dict().items()
+    }
     save(weights, Path(judges_file))
     policy = pretrain_base(settings)
     save(policy.transformer.state_dict(), Path(base))
     media, prompts = sample_digits(policy, per_prompt=50, steps=6)
-    judged = {judge: DigitJudge(judge, "accuracy", judges_file)(media, prompts).mean().item() for judge in HALVES}
+    judged = {
+        judge: DigitJudge(judge, "accuracy", judges_file)(media, prompts).mean().item()
+        for judge in HALVES
+    }
     statistics = DigitStatistics()(media, prompts)
     print(
         f"base model: judge A {judged['a']:.3f}, judge B {judged['b']:.3f}, "

@@ -1,11 +1,13 @@
-"""`make pretrain-scenes`: train the scenes base model and its judge again, into the files that the repository commits.
+"""`make pretrain-scenes`: train the scenes base model and its judge again, into the files that the
+repository commits.
 
-    digenrl pretrain-scenes [key=value ...]
-    digenrl pretrain-scenes task=edits steps=1664 decay_steps=2600 wrong_captions=0.4 wrong_from=1344
+    digenrl pretrain-scenes [key=value ...] digenrl pretrain-scenes task=edits steps=1664
+    decay_steps=2600 wrong_captions=0.4 wrong_from=1344
 
-Training is deterministic on one machine with one thread. It takes about fifteen minutes on one core. `budget_s` cuts it
-into pieces, and the same command then continues. `wrong_captions` sets how much is left for reinforcement learning to
-improve. task=edits trains the base model of the edits, which begins as that of the scenes; both share the judge.
+Training is deterministic on one machine with one thread. It takes about fifteen minutes on one
+core. `budget_s` cuts it into pieces, and the same command then continues. `wrong_captions` sets how
+much is left for reinforcement learning to improve. task=edits trains the base model of the edits,
+which begins as that of the scenes; both share the judge.
 """
 
 from __future__ import annotations
@@ -36,31 +38,48 @@ CHUNK = 2048
 """Number of pictures that are drawn together."""
 EMA = 0.997
 MUON_LR = 6e-3
-"""Learning rate of the blocks' matrices, with updates of the size of AdamW's. Other weights take the settings' rate."""
+"""Learning rate of the blocks' matrices, with updates of the size of AdamW's. Other weights take
+the settings' rate."""
 
 
 class Settings(Arguments):
     """Settings of the command line."""
 
-    task: Literal["scenes", "edits"] = Field("scenes", description="whose base model; scenes: and the judge")
-    base: File | None = Field(None, description="where the base model is written; null: the committed file")
-    judge: File | None = Field(None, description="where the judge is written; null: the committed file")
-    wrong_captions: Share = Field(0.2, description="share of the captions that are wrong in one word, or of the edits")
-    wrong_from: AtLeast0 = Field(0, description="step before which half as many are wrong, so that words are learned")
+    task: Literal["scenes", "edits"] = Field(
+        "scenes", description="whose base model; scenes: and the judge"
+    )
+    base: File | None = Field(
+        None, description="where the base model is written; null: the committed file"
+    )
+    judge: File | None = Field(
+        None, description="where the judge is written; null: the committed file"
+    )
+    wrong_captions: Share = Field(
+        0.2, description="share of the captions that are wrong in one word, or of the edits"
+    )
+    wrong_from: AtLeast0 = Field(
+        0, description="step before which half as many are wrong, so that words are learned"
+    )
     steps: AtLeast1 = Field(3200, description="optimizer steps of the base model")
-    decay_steps: AtLeast1 | None = Field(None, description="of the base, over which the rate falls; null: all")
+    decay_steps: AtLeast1 | None = Field(
+        None, description="of the base, over which the rate falls; null: all"
+    )
     judge_steps: AtLeast1 = Field(2400, description="optimizer steps of the judge")
     batch: AtLeast1 = Field(64, description="pictures of a step of the base model")
     lr: Positive = Field(2e-3, description="learning rate at its peak, of what Muon does not train")
     seed: int = Field(0, description="of scenes, noise, captions and initial weights")
-    budget_s: Positive | None = Field(None, description="seconds until the base is put away for later; null: none")
+    budget_s: Positive | None = Field(
+        None, description="seconds until the base is put away for later; null: none"
+    )
 
 
 def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
-    """Train by flow matching on drawn scenes or edits: regress eps - x0 at sigma ~ shift(logit-normal(0, 1)).
+    """Train by flow matching on drawn scenes or edits: regress eps - x0 at sigma ~
+    shift(logit-normal(0, 1)).
 
-    A share of the captions is wrong. The result is the moving average of the weights. It is None when
-    `settings.budget_s` is spent. Then the state is in the file `unfinished`, and the next call continues from there.
+    A share of the captions is wrong. The result is the moving average of the weights. It is None
+    when `settings.budget_s` is spent. Then the state is in the file `unfinished`, and the next call
+    continues from there.
     """
     import torch
     from torch.nn import functional
@@ -70,7 +89,11 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
 
     started = time.monotonic()
     editing = settings.task == "edits"
-    policy = _with_scenes(ScenesEditPolicy("random")) if editing else ScenesPolicy("random", seed=settings.seed)
+    policy = (
+        _with_scenes(ScenesEditPolicy("random"))
+        if editing
+        else ScenesPolicy("random", seed=settings.seed)
+    )
     drawn = _edited if editing else _captioned
     network = policy.transformer
     matrices = [p for n, p in network.named_parameters() if p.ndim == 2 and "blocks." in n]
@@ -113,14 +136,23 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
                     },
                     unfinished,
                 )
-                print(f"step {step}/{settings.steps}: the time is spent; the same command goes on", file=sys.stderr)
+                print(
+                    f"step {step}/{settings.steps}: the time is spent; the same command goes on",
+                    file=sys.stderr,
+                )
                 return None
-            chunk = drawn(settings.wrong_captions * (1.0 if step >= settings.wrong_from else 0.5), generator)
+            chunk = drawn(
+                settings.wrong_captions * (1.0 if step >= settings.wrong_from else 0.5), generator
+            )
         rows = slice(step % per_chunk * settings.batch, (step % per_chunk + 1) * settings.batch)
         clean, condition = chunk[0][rows], {key: value[rows] for key, value in chunk[1].items()}
         noise = torch.randn(clean.shape, generator=generator)
-        sigmas = static_shift(torch.sigmoid(torch.randn(len(clean), generator=generator)), policy.shift)
-        velocity = policy.velocity(torch.lerp(clean, noise, sigmas[:, None, None]), sigmas, condition)
+        sigmas = static_shift(
+            torch.sigmoid(torch.randn(len(clean), generator=generator)), policy.shift
+        )
+        velocity = policy.velocity(
+            torch.lerp(clean, noise, sigmas[:, None, None]), sigmas, condition
+        )
         loss = functional.mse_loss(velocity, noise - clean)
         network.zero_grad()
         loss.backward()
@@ -140,7 +172,8 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
 
 
 def _with_scenes(policy: ScenesEditPolicy) -> ScenesEditPolicy:
-    """Return the policy with the weights of the scenes' base model, and zero weights for the channels of the source."""
+    """Return the policy with the weights of the scenes' base model, and zero weights for the
+    channels of the source."""
     from safetensors.torch import load_file
     from torch.nn.functional import pad
 
@@ -193,7 +226,10 @@ def _edited(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[str,
         edit.mistakes[int(choice[row] * len(edit.mistakes))] if mistaken[row] else edit.after
         for row, edit in enumerate(edits)
     ]
-    before, after = (draw([scene.kinds for scene in s], places) for s in ([edit.before for edit in edits], results))
+    before, after = (
+        draw([scene.kinds for scene in s], places)
+        for s in ([edit.before for edit in edits], results)
+    )
     return pack(after), _features([edit.text for edit in edits]) | {"image": pack(before)}
 
 
@@ -211,7 +247,9 @@ def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: i
     return _sampled(policy, _features([scene.text for scene in scenes]), steps, seed)
 
 
-def sample_edits(policy: ScenesPolicy, edits: list[Edit], steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def sample_edits(
+    policy: ScenesPolicy, edits: list[Edit], steps: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return the drawn sources and the results [N, 3, 24, 24] of N edits."""
     import torch
 
@@ -219,7 +257,9 @@ def sample_edits(policy: ScenesPolicy, edits: list[Edit], steps: int, seed: int 
     from reward_models.drawn_scenes import draw, draw_places
 
     before = [edit.before for edit in edits]
-    sources = draw([s.kinds for s in before], draw_places(before, torch.Generator().manual_seed(seed)))
+    sources = draw(
+        [s.kinds for s in before], draw_places(before, torch.Generator().manual_seed(seed))
+    )
     condition = _features([edit.text for edit in edits]) | {"image": pack(sources)}
     return sources, _sampled(policy, condition, steps, seed)
 
@@ -231,14 +271,17 @@ def _sampled(policy: ScenesPolicy, condition: dict[str, Tensor], steps: int, see
     latents = torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         for sigma, after in pairwise(policy.sigma_grid(steps)):
-            latents = latents + (after - sigma) * policy.velocity(latents, sigma.expand(rows), condition)
+            latents = latents + (after - sigma) * policy.velocity(
+                latents, sigma.expand(rows), condition
+            )
         return policy.decode(latents)
 
 
 def fit_judge(seed: int, steps: int = 1200, batch: int = 96) -> torch.nn.Sequential:
     """Train the held-out judge on real scenes and on scenes of one to three unrelated objects.
 
-    The pictures are blurred and noisy, so that the judge can judge what a model draws and not only perfect scenes.
+    The pictures are blurred and noisy, so that the judge can judge what a model draws and not only
+    perfect scenes.
     """
     import torch
     from torch.nn import functional
@@ -260,10 +303,14 @@ def fit_judge(seed: int, steps: int = 1200, batch: int = 96) -> torch.nn.Sequent
         blur, noise = torch.rand(2, batch, 1, 1, 1, generator=generator)
         clear = pictures[rows]
         soft = functional.avg_pool2d(functional.pad(clear, (1, 1, 1, 1), mode="replicate"), 3, 1)
-        seen = torch.lerp(clear, soft, 0.6 * blur) + 0.06 * noise * torch.randn(clear.shape, generator=generator)
+        seen = torch.lerp(clear, soft, 0.6 * blur) + 0.06 * noise * torch.randn(
+            clear.shape, generator=generator
+        )
         out = model(2 * seen - 1).view(batch, len(KINDS), COUNTS + 2)
         there = (counts[rows] > 0)[..., None]
-        loss = len(KINDS) * functional.cross_entropy(out[..., :COUNTS].flatten(0, 1), counts[rows].flatten())
+        loss = len(KINDS) * functional.cross_entropy(
+            out[..., :COUNTS].flatten(0, 1), counts[rows].flatten()
+        )
         loss = loss + 20 * ((out[..., COUNTS:] - centres[rows]) ** 2 * there).sum() / there.sum()
         optimizer.zero_grad()
         loss.backward()
@@ -273,8 +320,8 @@ def fit_judge(seed: int, steps: int = 1200, batch: int = 96) -> torch.nn.Sequent
 
 
 def _counted(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pictures [CHUNK, 3, 24, 24], the number of objects of each kind [CHUNK, 12], and their mean centre / 24
-    [..., 2]."""
+    """Return pictures [CHUNK, 3, 24, 24], the number of objects of each kind [CHUNK, 12], and their
+    mean centre / 24 [..., 2]."""
     import torch
 
     from reward_models.drawn_scenes import KINDS, SIDE, draw, draw_places, draw_scenes
@@ -291,14 +338,18 @@ def _counted(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     chosen = torch.randint(len(KINDS), (half, 3), generator=generator)
     others = [tuple(KINDS[int(chosen[row, k])] for k in range(3)) for row in range(half)]
     several: list[tuple[Kind, ...]] = []
-    for row in range(half):  # one object as often lies over another: then the judge must count what is visible
+    for row in range(
+        half
+    ):  # one object as often lies over another: then the judge must count what is visible
         apart = [k for k in range(int(number[row])) if mixed[row, k, 2] > 0]
         several.append(tuple(others[row][k] for k in apart))
         mixed[row, : len(apart)] = mixed[row, apart]
     pictures = torch.cat([real, draw(several, mixed)])
     counts = torch.zeros(CHUNK, len(KINDS), dtype=torch.int64)
     centres = torch.zeros(CHUNK, len(KINDS), 2)
-    for row, (own, at) in enumerate([*zip(kinds, places, strict=True), *zip(several, mixed, strict=True)]):
+    for row, (own, at) in enumerate(
+        [*zip(kinds, places, strict=True), *zip(several, mixed, strict=True)]
+    ):
         for kind, place in zip(own, at, strict=False):
             counts[row, KINDS.index(kind)] += 1
             centres[row, KINDS.index(kind)] += place[:2] / SIDE
@@ -326,7 +377,10 @@ def main(arguments: Sequence[str]) -> int:
         save(_halved(policy.transformer), base)
         if editing:
             edits = list(EDITS[::7])
-            scenes, pictures = [edit.after for edit in edits], sample_edits(policy, edits, steps=6)[1]
+            scenes, pictures = (
+                [edit.after for edit in edits],
+                sample_edits(policy, edits, steps=6)[1],
+            )
         else:
             save(_halved(fit_judge(settings.seed + 3, settings.judge_steps)), judge_file)
             scenes = [scene for scene in SCENES[::11] for _ in range(8)]
@@ -335,13 +389,18 @@ def main(arguments: Sequence[str]) -> int:
         judged = SceneJudge(str(judge_file)).judge(pictures, scenes).mean()
         told = "" if editing else f"; centres spread by {spread(pictures, scenes)[1]:.2f} pixels"
         counted = f"({len(scenes)} samples){told}"
-        print(f"base model: all assertions hold in {perfect:.3f}, by the judge {judged:.3f} {counted}")
+        print(
+            f"base model: all assertions hold in {perfect:.3f}, by the judge {judged:.3f} {counted}"
+        )
 
     return own_command(Settings, __doc__, arguments, work)
 
 
 def _halved(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: value.half() if value.is_floating_point() else value for name, value in module.state_dict().items()}
+    return {
+        name: value.half() if value.is_floating_point() else value
+        for name, value in module.state_dict().items()
+    }
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     digenrl check
 
-A `warning` line says what will be slower or unavailable; a `fix` line says what to do before anything runs, and makes
-the exit code 1.
+A `warning` line says what will be slower or unavailable; a `fix` line says what to do before
+anything runs, and makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -47,12 +47,17 @@ class Finding:
 
 def python_version() -> Iterator[Finding]:
     """Python itself."""
-    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Finding(
+        "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
 
 
 def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
-    """Every dependency is there, and whether it is the version that the tests ran with. Extras may be absent."""
-    required = importlib.metadata.requires("digenrl") or [] if requirements is None else requirements
+    """Every dependency is there, and whether it is the version that the tests ran with. Extras may
+    be absent."""
+    required = (
+        importlib.metadata.requires("digenrl") or [] if requirements is None else requirements
+    )
     pinned, missing, absent, different = _pinned(), [], set(), []
     for line in required:
         name = re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0]
@@ -69,14 +74,20 @@ def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
         if wanted is not None and version.partition("+")[0] != wanted:
             different.append(f"{name} {version} (tested: {wanted})")
     if missing:
-        yield Finding("packages", "fix", f"missing: {', '.join(missing)}; run `rm -f .venv/.stamp && make setup`")
+        yield Finding(
+            "packages",
+            "fix",
+            f"missing: {', '.join(missing)}; run `rm -f .venv/.stamp && make setup`",
+        )
     if different:
         yield Finding("packages", "warning", f"not the tested versions: {', '.join(different)}")
     if not missing and not different:
         yield Finding("packages", "ok", f"{len(required)} dependencies, the tested versions")
     if absent:
         extras = ",".join(sorted(absent))
-        yield Finding("extras", "ok", f"not installed: {extras}; `pip install -e '.[{extras}]'` adds them")
+        yield Finding(
+            "extras", "ok", f"not installed: {extras}; `pip install -e '.[{extras}]'` adds them"
+        )
 
 
 def _pinned() -> dict[str, str]:
@@ -97,12 +108,20 @@ def torch_and_devices() -> Iterator[Finding]:
         import torchvision
     except Exception as error:
         yield Finding(
-            "torch", "fix", f"cannot be imported ({type(error).__name__}: {error}); `rm -rf .venv && make setup`"
+            "torch",
+            "fix",
+            f"cannot be imported ({type(error).__name__}: {error}); `rm -rf .venv && make setup`",
         )
         return
-    yield Finding("torch", "ok", f"torch {torch.__version__}, torchvision {torchvision.__version__}")
+    yield Finding(
+        "torch", "ok", f"torch {torch.__version__}, torchvision {torchvision.__version__}"
+    )
     if not torch.cuda.is_available():
-        yield Finding("devices", "ok", "no GPU: runs on CPU, with tiny models (hardware=cpu_tiny) and the digits")
+        yield Finding(
+            "devices",
+            "ok",
+            "no GPU: runs on CPU, with tiny models (hardware=cpu_tiny) and the digits",
+        )
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         name, memory = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)
         free, total = (value / _GIB for value in memory)
@@ -110,12 +129,16 @@ def torch_and_devices() -> Iterator[Finding]:
         note = "" if level == "ok" else "; another process uses it"
         yield Finding(f"gpu {index}", level, f"{name}, {free:.0f} of {total:.0f} GiB free{note}")
     if torch.cuda.is_available() and not torch.distributed.is_nccl_available():
-        yield Finding("nccl", "fix", "torch was built without NCCL; install the CUDA build of torch from PyPI")
+        yield Finding(
+            "nccl", "fix", "torch was built without NCCL; install the CUDA build of torch from PyPI"
+        )
 
 
 def processor() -> Iterator[Finding]:
     """Cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     slow = "1: rollout and trainer ranks take turns, expect twice the time"
     yield Finding("cores", "ok", str(cores)) if cores > 1 else Finding("cores", "warning", slow)
 
@@ -133,9 +156,17 @@ def disk() -> Iterator[Finding]:
     here = Path.cwd()
     free = shutil.disk_usage(here).free / _GIB
     if not os.access(here, os.W_OK):
-        yield Finding("disk", "fix", f"{here} is not writable; run elsewhere or set output_root=/a/writable/directory")
+        yield Finding(
+            "disk",
+            "fix",
+            f"{here} is not writable; run elsewhere or set output_root=/a/writable/directory",
+        )
     elif free < MIN_DISK_GIB:
-        yield Finding("disk", "warning", f"{free:.1f} GiB free in {here}; runs of large models need {MIN_DISK_GIB:.0f}")
+        yield Finding(
+            "disk",
+            "warning",
+            f"{free:.1f} GiB free in {here}; runs of large models need {MIN_DISK_GIB:.0f}",
+        )
     else:
         yield Finding("disk", "ok", f"{free:.0f} GiB free in {here}")
 
@@ -158,7 +189,8 @@ def configurations() -> Iterator[Finding]:
         yield Finding("configuration", "fix", " ".join(error.problems))
         return
     counts = ", ".join(
-        f"{len(names)} {name}" for name, names in config.group_options(config.config_directory()).items()
+        f"{len(names)} {name}"
+        for name, names in config.group_options(config.config_directory()).items()
     )
     yield Finding("configuration", "ok", f"{composed.config.experiment_name} composes; {counts}")
 
@@ -190,7 +222,11 @@ def main(words: Sequence[str] = ()) -> int:
         table.add_row(f"[{style}]{finding.level}[/{style}]", finding.subject, finding.text)
     Console().print(table)
     broken = any(finding.level == "fix" for finding in findings)
-    print("Fix the lines above first." if broken else "Ready: `make train`, or `digenrl train`, starts the first run.")
+    print(
+        "Fix the lines above first."
+        if broken
+        else "Ready: `make train`, or `digenrl train`, starts the first run."
+    )
     return 1 if broken else 0
 
 

@@ -1,11 +1,12 @@
-"""`digenrl new KIND NAME`: a reward, model, hardware profile or experiment of your own, with its test.
+"""`digenrl new KIND NAME`: a reward, model, hardware profile or experiment of your own, with its
+test.
 
     digenrl new reward brightness
     digenrl new hardware my_node out=somewhere
 
-Writes into the working directory (or `out`): configs/KIND/NAME.yaml, test_NAME.py and, of rewards and models, NAME.py.
-All of it runs as it stands; nothing that exists is overwritten. The last line on standard output is a command that uses
-it, from the directory that it was written into.
+Writes into the working directory (or `out`): configs/KIND/NAME.yaml, test_NAME.py and, of rewards
+and models, NAME.py. All of it runs as it stands; nothing that exists is overwritten. The last line
+on standard output is a command that uses it, from the directory that it was written into.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ KINDS = {
     "experiment": "digenrl train --config-dir {configs} experiment={name}",
     "hardware": "digenrl plan --config-dir {configs} experiment=sd35_flowgrpo hardware={name}",
     "model": (
-        "digenrl train --config-dir {configs} experiment=sd35_flowgrpo hardware=cpu_tiny model={name} "
+        "digenrl train --config-dir {configs} experiment=sd35_flowgrpo hardware=cpu_tiny "
+        "model={name} "
         "allow_targets=[{name}] max_rl_steps=1"
     ),
-    "reward": "digenrl train --config-dir {configs} reward={name} allow_targets=[{name}] max_rl_steps=2",
+    "reward": (
+        "digenrl train --config-dir {configs} reward={name} allow_targets=[{name}] max_rl_steps=2"
+    ),
 }
 """Kind -> the command that uses one, from the directory that it was written into."""
 
 
-class Request(Arguments):
+class NewKeys(Arguments):
     """What the command line asks for."""
 
     kind: str = Field(description=" | ".join(KINDS))
@@ -51,15 +55,15 @@ def main(arguments: Sequence[str]) -> int:
     words = [f"{key}={word}" for key, word in zip(keys, bare, strict=False)] + [*bare[len(keys) :]]
     words += [word for word in arguments if word not in bare]
 
-    def work(request: Request, _: list[str]) -> None:
+    def work(request: NewKeys, _: list[str]) -> None:
         for path in write(request):
             print(path, file=sys.stderr)
         print(KINDS[request.kind].format(name=request.name, configs="configs"))
 
-    return own_command(Request, __doc__, words, work)
+    return own_command(NewKeys, __doc__, words, work)
 
 
-def write(request: Request) -> list[Path]:
+def write(request: NewKeys) -> list[Path]:
     """Writes the files; returns their paths.
 
     Raises:
@@ -70,15 +74,26 @@ def write(request: Request) -> list[Path]:
     if kind not in KINDS:
         close = nearest(kind, KINDS)
         raise ValueError(
-            f"kind = {kind}: there is none; " + (f"nearest: {close}." if close else f"use {', '.join(KINDS)}.")
+            f"kind = {kind}: there is none; "
+            + (f"nearest: {close}." if close else f"use {', '.join(KINDS)}.")
         )
     if not (name.isidentifier() and name.isascii() and name.islower()) or keyword.iskeyword(name):
-        raise ValueError(f"name = {name}: becomes a module and a key; use small letters, digits and _, a letter first.")
-    if name in group_options(config_directory())[kind] or importlib.util.find_spec(name) is not None:
-        raise ValueError(f"name = {name}: there is a {kind} or a Python module of that name already; choose another.")
+        raise ValueError(
+            f"name = {name}: becomes a module and a key; use small letters, digits and _, a letter "
+            "first."
+        )
+    if (
+        name in group_options(config_directory())[kind]
+        or importlib.util.find_spec(name) is not None
+    ):
+        raise ValueError(
+            f"name = {name}: there is a {kind} or a Python module of that name already; choose "
+            "another."
+        )
     title = "".join(part.capitalize() for part in name.split("_"))
     skeletons = {
-        request.out / str(path.relative_to(SKELETONS / kind)).replace("NAME", name).removesuffix(".j2"): path
+        request.out
+        / str(path.relative_to(SKELETONS / kind)).replace("NAME", name).removesuffix(".j2"): path
         for path in sorted((SKELETONS / kind).rglob("*.j2"))
     }
     if there := [str(path) for path in skeletons if path.exists()]:
@@ -86,7 +101,9 @@ def write(request: Request) -> list[Path]:
     engine = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     for path, skeleton in skeletons.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(engine.from_string(skeleton.read_text(encoding="utf-8")).render(name=name, title=title))
+        path.write_text(
+            engine.from_string(skeleton.read_text(encoding="utf-8")).render(name=name, title=title)
+        )
     return list(skeletons)
 
 

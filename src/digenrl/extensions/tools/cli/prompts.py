@@ -2,8 +2,8 @@
 
     digenrl prompts name=pickscore [folder=DIR]
 
-Says where its files are published, checks that yours are those, and prints the settings that train on them as the last
-line of standard output. Nothing is downloaded; a folder per set, of its name.
+Says where its files are published, checks that yours are those, and prints the settings that train
+on them as the last line of standard output. Nothing is downloaded; a folder per set, of its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from digenrl.config.help import Arguments, Folder, own_command
 from digenrl.extensions.tools.published import SETS, check
 
 
-class Request(Arguments):
+class PromptsKeys(Arguments):
     """What the command line asks for."""
 
     name: str = Field(description=" | ".join(SETS))
@@ -27,12 +27,13 @@ class Request(Arguments):
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code: 0; 2 when there is no such set, or its files are not here or not the published ones."""
+    """Exit code: 0; 2 when there is no such set, or its files are not here or not the published
+    ones."""
     first = [f"name={words[0]}", *words[1:]] if words and words[0].isidentifier() else list(words)
-    return own_command(Request, __doc__, first, _show)
+    return own_command(PromptsKeys, __doc__, first, _show)
 
 
-def _show(request: Request, _: list[str]) -> None:
+def _show(request: PromptsKeys, _: list[str]) -> None:
     if request.name not in SETS:
         close = nearest(request.name, SETS)
         hint = f"nearest: {close}." if close else f"there are {', '.join(SETS)}."
