@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from digenrl.config.loading import is_multirun
-from digenrl.extensions.sweeps.multirun import Job, expand, sweep
+from digenrl.extensions.sweeps.multirun import SweepJob, expand, sweep
 from digenrl.extensions.sweeps.table import result_of, rows
 
 pytestmark = pytest.mark.processes
@@ -127,7 +127,7 @@ def test_rows_compare_with_the_first_job_and_share_out_the_lost_time(tmp_path: P
         }
         (directory / "summary.json").write_text(json.dumps(found))
         summary = result_of(directory)
-        jobs.append(Job(number, (), {"seed": str(number)}, directory, "completed", summary=summary))
+        jobs.append(SweepJob(number, (), {"seed": str(number)}, directory, "completed", summary=summary))
     table = rows(jobs)
     assert [row["ratio"] for row in table] == [1.0, 2.5]
     assert [(row["lost:tail"], row["lost:weights"], row["ranks"]) for row in table] == [
