@@ -61,7 +61,7 @@ def test_a_rank_is_assembled_from_the_configuration_alone(tmp_path: Path) -> Non
     rank = run.build(config, World(0, 1, 1), session)
     assert rank.trainer.max_epochs == 7
     assert rank.strategy.world.role == "trainer"
-    assert rank.trainer.accumulate_grad_batches == rank.strategy.micro_batches_per_update == 2 * 2 * 3
+    assert rank.trainer.accumulate_grad_batches == rank.strategy.rank_setup.micro_batches_per_update == 2 * 2 * 3
     assert rank.strategy.engine.policy is rank.module.policy
     assert {type(callback).__name__ for callback in rank.trainer.callbacks} >= {"Recorder", "Checkpoint"}  # type: ignore[attr-defined]
     assert not (tmp_path / "checkpoints").exists()

@@ -45,6 +45,7 @@ from digenrl.schedule.shares import relative
 from digenrl.settle import shard_group, sharding, trainer_speeds, trainers_must_evaluate
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.strategy.setup import RankSetup
 from digenrl.transport.link import Line, LinkMaker, socket_link
 from digenrl.types import Prompt, StepGivenUp
 
@@ -180,7 +181,7 @@ def _strategy(
     config, world, session = given.config, given.world, given.session
     keep = config.record.keep_mib * 2**20
     limit_events(keep / 4)
-    strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(
+    setup = RankSetup(
         world,
         session,
         spec,
@@ -189,16 +190,16 @@ def _strategy(
         last_step=config.max_rl_steps - 1,
         sharding=sharding(config),
         shard_group=shard_group(config, world.trainers),
-        unequal=len(kinds_of_trainers(config, world)) > 1,
+        unequal_gpus=len(kinds_of_trainers(config, world)) > 1,
         split_claims=config.schedule.claims == "split",
         expected=given.advice.expected,
         record_bytes=keep / world.size,
         recording=_records(config, "recording")(config, world, session) if config.record.trajectories else None,
         source=None if config.replay is None else _records(config, "source")(config.replay),
         evaluated=_drawn_by_rollouts(config, callbacks, world),
-        checkpoint_io=DirectoryCheckpointIO(),
         link=link_maker(config, given.stand_in),
     )
+    strategy: DisaggregatedStrategy = configuration.instantiate(config.strategy)(setup, DirectoryCheckpointIO())
     return strategy
 
 

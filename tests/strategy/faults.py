@@ -31,6 +31,7 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule.claims import Claims
 from digenrl.strategy import checkpoint_storage, gradients
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.strategy.publishing import Publisher
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import SocketLink
 from digenrl.types import Prompt
@@ -49,7 +50,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "receive": (SocketLink, "receive"),
     "accumulate": (PolicyModule, "training_step"),
     "reduce": (gradients, "average"),
-    "publish": (DisaggregatedStrategy, "publish"),
+    "publish": (Publisher, "publish"),
 }
 """Besides these: `before_join` and `after_join`, around the moment when a rank joins the control store."""
 

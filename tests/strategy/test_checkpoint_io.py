@@ -30,6 +30,7 @@ from digenrl.strategy.checkpoint_io import (
     verify,
 )
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
+from digenrl.strategy.trainer_state import TrainerState
 
 pytestmark = pytest.mark.heavy
 
@@ -245,8 +246,11 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: 
 class _Alone(SingleDeviceStrategy):
     """The only trainer; notes the cause of a stop that it is asked for."""
 
-    stop, version, previous, shares = "", 0, None, SimpleNamespace(state=lambda version: {})
-    saving, full = SimpleNamespace(future=SimpleNamespace(done=lambda: True)), False
+    stop, full, state = "", False, TrainerState()
+    parts = SimpleNamespace(
+        shares=SimpleNamespace(state=lambda version: {}),
+        checkpoints=SimpleNamespace(writing=SimpleNamespace(future=SimpleNamespace(done=lambda: True))),
+    )
 
     def saved(self) -> None:
         if self.full:

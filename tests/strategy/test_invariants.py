@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,6 +26,7 @@ from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import worker
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.lending import Lending
+from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.worker import RolloutWorker, TaskRunner
 from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
 from digenrl.transport.suspended import Suspended, pack_state
@@ -232,12 +233,12 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
     def lend_always(rank: run.Rank, world: World) -> None:
         if not world.is_trainer:
             return hold_back(rank)
-        strategy, lend, publish, generate = rank.strategy, Lending._lend, rank.strategy.publish, TaskRunner.run
+        strategy, lend, publish, generate = rank.strategy, Lending._lend, Publisher.publish, TaskRunner.run
         early: set[int] = set()
         published: dict[str, Tensor] = {}
 
-        def remember(version: int, tensors: dict[str, Tensor] | None = None) -> None:
-            publish(version, tensors)
+        def remember(publisher: Publisher, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+            publish(publisher, version, tensors)
             published.update(_weights(rank))
 
         def with_published_weights(runner: TaskRunner, *words: Any) -> None:
@@ -261,12 +262,12 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name], after[name]) for name in before)
             accumulated = any(name.startswith("grad/") for name in before)
-            moment = "between" if strategy.updates_done else "open" if accumulated else "before"
+            moment = "between" if strategy.state.updates_done else "open" if accumulated else "before"
             (tmp_path / f"{moment}-{board.step}").touch()
 
         Lending._lend = watched  # type: ignore[method-assign]
         TaskRunner.run = with_published_weights  # type: ignore[method-assign]
-        strategy.publish = remember  # type: ignore[method-assign]
+        Publisher.publish = remember  # type: ignore[method-assign]
 
     words = ("schedule.gap=1", "schedule.tag=true", "algorithm.updates_per_batch=2", "algorithm.optimizer.momentum=0.9")
     config = configured(*LIGHT, *[f"+{w}" if "momentum" in w else w for w in words], "data.prompts_per_batch=6")
@@ -396,7 +397,7 @@ def test_I12_loans_that_end_in_mid_trajectory_change_no_bit(tmp_path: Path, asyn
     def lend_slowly(rank: run.Rank, world: World) -> None:
         slow(rank, seconds=0.3 if world.is_trainer else 0.1)
         strategy, held = rank.strategy, [-1]
-        strategy.on_bubble = lambda board, pending: int(strategy.runner.left(board.step) <= 6)  # type: ignore[method-assign]
+        strategy.on_bubble = lambda board, pending: int(strategy.parts.runner.left(board.step) <= 6)  # type: ignore[method-assign]
         adopt, resume = RolloutWorker._adopt, TaskRunner.resume
 
         def adopted(self: RolloutWorker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,11 @@ def test_replicas_on_unequal_gpus_take_the_first_ones_weights(tmp_path: Path, un
 
     def drift(rank: run.Rank, world: World) -> None:
         strategy = rank.strategy
-        strategy._unequal, step = unequal, strategy.optimizer_step
+        strategy.rank_setup = replace(strategy.rank_setup, unequal_gpus=unequal)
+        step = strategy.optimizer_step
 
         def rounds_otherwise(*args: Any, **kwargs: Any) -> Any:
-            parameter = next(iter(strategy._trained().values()))
+            parameter = next(iter(strategy.engine.policy.trained_parameters().values()))
             if world.rank == 1:
                 parameter.data.view(-1)[0].add_(1e-6)
             return step(*args, **kwargs)

@@ -67,7 +67,7 @@ class Checkpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         strategy: Any = trainer.strategy
-        several = strategy.updates_done == 0 and strategy.spec.updates_per_batch > 1
+        several = strategy.state.updates_done == 0 and strategy.spec.updates_per_batch > 1
         if several and self._finished > self._saved and strategy.engine.policy.lora is not None:
             dumped = _dump(trainer)
             kept = {name: dumped[name] for name in ("state_dict", "optimizer_states", "algorithm")}
@@ -77,7 +77,7 @@ class Checkpoint(pl.Callback):
         if not isinstance(exception, StepGivenUp):
             return
         self._settle(trainer)
-        version = trainer.strategy.version  # type: ignore[attr-defined]
+        version = trainer.strategy.state.version  # type: ignore[attr-defined]
         if version > self._finished:  # the evaluation after that step was given up
             self._begin(trainer, version, trainer.save_checkpoint)
         elif self._finished > self._saved:
@@ -115,7 +115,8 @@ class Checkpoint(pl.Callback):
     def _written(self, trainer: pl.Trainer) -> bool:
         """Return whether the checkpoint in progress is complete or has failed on every trainer."""
         strategy: Any = trainer.strategy
-        here = strategy.saving is None or strategy.saving.future.done()
+        writing = strategy.parts.checkpoints.writing
+        here = writing is None or writing.future.done()
         return self._writing is not None and strategy.reduce_boolean_decision(here, all=True)
 
     def _settle(self, trainer: pl.Trainer, last: bool = False) -> None:
@@ -152,8 +153,8 @@ class Checkpoint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         torch.set_rng_state(checkpoint[KEY]["rng"])
-        trainer.strategy.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
-        trainer.strategy.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
+        trainer.strategy.state.previous = checkpoint[KEY]["previous"] or None  # type: ignore[attr-defined]
+        trainer.strategy.parts.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
 
 
 def _pauses(seconds: float) -> list[float]:
@@ -185,9 +186,9 @@ def _own(trainer: pl.Trainer) -> dict[str, Any]:
     strategy: Any = trainer.strategy
     return {
         "rng": torch.get_rng_state(),
-        "version": strategy.version,
-        "previous": strategy.previous or {},
-        "shares": strategy.shares.state(strategy.version),
+        "version": strategy.state.version,
+        "previous": strategy.state.previous or {},
+        "shares": strategy.parts.shares.state(strategy.state.version),
     }
 
 

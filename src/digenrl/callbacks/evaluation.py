@@ -217,7 +217,7 @@ class Evaluation(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
         """Let rollouts evaluate the present weights, or evaluate them here."""
-        evaluations: Any = getattr(trainer.strategy, "evaluations", None)
+        evaluations: Any = getattr(getattr(trainer.strategy, "parts", None), "evaluations", None)
         if evaluations is not None and evaluations.on_rollouts:
             evaluations.open(rl_step)
             self._open = rl_step
@@ -234,7 +234,7 @@ class Evaluation(pl.Callback):
         evaluates."""
         if self._open is not None:
             rl_step, self._open = self._open, None
-            trainer.strategy.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
+            trainer.strategy.parts.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
 
     def _assemble(self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece], missing: Sequence[int]) -> None:
         """Write the evaluation of `pieces` on trainer 0 and of the `missing` pieces, which trainers make first."""
@@ -251,8 +251,8 @@ class Evaluation(pl.Callback):
 
     def _sampled(self, trainer: pl.Trainer, pieces: Sequence[int]) -> Pictures:
         """Make `pieces` with all trainers together, and return their pictures on every trainer."""
-        stop_vote = getattr(trainer.strategy, "stop_vote", None)
-        begin = (lambda: None) if stop_vote is None else stop_vote.begin
+        parts: Any = getattr(trainer.strategy, "parts", None)
+        begin = (lambda: None) if parts is None else parts.stop_vote.begin
         with getattr(trainer.lightning_module, "averaged", nullcontext)():  # the moving average, where there is one
             local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces)
         begin()

@@ -45,7 +45,7 @@ class SamplingSpec:
     eval_steps: int = 0
     """ODE steps of evaluation; 0 = as in rollouts."""
     eval_guidance_scale: float | None = None
-    """Of evaluation; None = as in rollouts."""
+    """Steps of an evaluation. None: as in rollouts."""
     eval_solver: denoise.Solver = "euler"
     eval_batch: int | None = None
     """Samples of evaluation at once; None = all of a prompt."""

@@ -1,7 +1,7 @@
 """What an evaluation draws: the same prompts with the same noise every time, in pieces that any rank makes alike.
 
-A piece is one prompt with all its samples. Who makes it draws, decodes and scores it as one batch, so that the numbers
-of an evaluation do not depend on who made what.
+A piece is one prompt with all its samples. A rank draws, decodes and scores a piece as one batch. The numbers of an
+evaluation therefore do not depend on which rank made which piece.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Writing:
 
     future: concurrent.futures.Future[Any]
     temporary: Path
-    """Where, until it is complete."""
+    """Directory of the files until the checkpoint is complete."""
 
     def result(self) -> None:
         """Wait until it is complete; every trainer is told alike.

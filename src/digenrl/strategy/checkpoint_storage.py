@@ -51,16 +51,16 @@ from digenrl.transport.wire import tensor_bytes
 
 POLICY = "policy.safetensors"
 PREFIX = "policy.transformer."
-"""Where the LightningModule's state dict holds the transformer."""
+"""Prefix of the transformer's entries in the LightningModule's state dict."""
 _WHERE = f"state_dict/{PREFIX}"
-"""Where the checkpoint holds it."""
+"""Prefix of the transformer's entries in a checkpoint."""
 _PART = ".part"
 _SAFETENSORS = ".safetensors"
 _ROWS = "first_rows"
 """Key of a part's header: name -> the row of the whole tensor at which it begins."""
 
 Description = dict[str, Any]
-"""Of a file: `bytes` and `xxh3`."""
+"""Facts of a file: `bytes` and `xxh3`."""
 
 
 class PartWriter(StorageWriter):

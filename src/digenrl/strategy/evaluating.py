@@ -4,18 +4,17 @@
     rollouts   run V's tasks; then they take V's pieces, one at a time, and send each to trainer 0
     trainers   wait for the pieces before their next update: no rollout can leave V before V's evaluation is complete
 
-A piece depends on the weights and its number alone (`digenrl.rollout.evaluation`), so that it does not matter who makes
-it, or whether two do. That of a rank that is lost is taken by another; what no rollout is left for, or what was lost
-with two of them, the trainers make: all of them meet before the update, and still hold V.
+A piece depends on the weights and its number alone (`digenrl.rollout.evaluation`), so any rank may make a piece, even
+two ranks. Another rollout takes the piece of a rank that is lost. The trainers make a piece that two rollouts were lost
+with, and all pieces when no rollout is left. Trainers meet before the update, so all of them still hold V.
 
-Where V's evaluation is of other weights than V's, of a moving average or of those that an algorithm trains but does not
-sample with, they are published too, as version -1 - V. A rollout has them in use while it makes a piece; meanwhile
-their memory keeps V.
+An evaluation may be of other weights than V's: a moving average, or weights that an algorithm trains but does not
+sample with. Trainers publish these as version -1 - V, and a rollout exchanges them with V's while it makes a piece.
 
 On the control store:
-    evaluation               "version pieces digest" of the one that is open; no digest: it is of V's own weights
+    evaluation               "version pieces digest" of the open evaluation; no digest: of V's own weights
     evaluation/v{V}          the counter: one atomic add takes the next piece
-    evaluation/v{V}/{piece}  "rank attempt": who makes it, changed by compare-and-set; "" as soon as trainer 0 has it
+    evaluation/v{V}/{piece}  "rank attempt" of the piece's owner, changed by compare-and-set; "": received
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _POLL_S = 0.2
 
 def evaluation_version(version: int) -> int:
     """Return the version number under which the weights for evaluating `version` are published, if they differ from
-    the policy's (for example a moving average). It is negative, so it never collides with a training version."""
+    the policy's (for example a moving average). A negative number never collides with a training version."""
     return -1 - version
 
 
@@ -54,7 +53,7 @@ def _owner_keys(version: int, pieces: Iterable[int]) -> list[str]:
 
 
 class EvaluationWorker:
-    """A rollout rank's part in evaluations: it takes pieces, and makes them.
+    """A rollout rank's part in evaluations: taking pieces, and making them.
 
     Args:
         drawn: samples of every evaluation. None: rollouts evaluate nothing.
@@ -82,7 +81,7 @@ class EvaluationWorker:
             self._weights = None
 
     def take(self, version: int) -> int | None:
-        """A piece of the evaluation of `version` for this rank; None where there is none."""
+        """Return the number of a piece of the evaluation of `version` for this rank, or None if there is none."""
         if self._drawn is None or not (opened := self._control.get(_OPEN)):
             return None
         number, pieces, *wanted = opened.split()
@@ -90,7 +89,7 @@ class EvaluationWorker:
             return None
         self._wanted, count = "".join(wanted), int(pieces)
         if self._wanted and (self._weights is None or self._weights.digest != self._wanted):
-            return None  # on their way; none come to who joined meanwhile
+            return None  # the weights are on their way; a rank that joined meanwhile gets none
         while self._control.add(_counter(version), 0) < count:
             piece = self._control.add(_counter(version), 1) - 1
             if piece < count and self._own(version, piece, "0 0", 1):
@@ -101,7 +100,7 @@ class EvaluationWorker:
             if not owner:
                 continue
             rank, attempt = (int(word) for word in owner.split())
-            # Never owned: whoever counted it is lost, or will not get it any more.
+            # Attempt 0: counted but never owned. The rank that counted it died in between, or loses the exchange below.
             free = attempt == 0 or (rank in lost and attempt < MAX_ATTEMPTS)
             if free and self._own(version, piece, owner, attempt + 1):
                 return piece
@@ -112,7 +111,7 @@ class EvaluationWorker:
         return self._control.compare_set(key, before, f"{self._rank} {attempt}")
 
     def make(self, version: int, number: int, before_step: Callable[[], None]) -> Message:
-        """A piece, as it travels."""
+        """Make a piece, and return the message for trainer 0."""
         assert self._drawn is not None, "a piece was taken"
         with self._in_use():
             pictures = self._drawn.draw(self._engine, [number], before_step)
@@ -122,7 +121,7 @@ class EvaluationWorker:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Inside, the engine has the weights that the open evaluation is of."""
+        """Inside, the engine holds the weights of the open evaluation."""
         if not self._wanted:
             yield
             return
@@ -136,14 +135,13 @@ class EvaluationWorker:
 
 
 class Evaluations:
-    """The trainers' part: they open an evaluation, and wait for its pieces before their next update.
+    """The trainers' part: opening an evaluation, and waiting for its pieces before the next update.
 
     Args:
-        drawn: what rollouts draw; None: they draw nothing, and trainers evaluate by themselves.
-        receive: takes one message if there is one within so many seconds.
-        agree: trainer 0's number, on every trainer.
-        publish: send rollouts the weights that a version's evaluation is of, where they hold others; their digest, ""
-            where they hold them. All trainers call it.
+        drawn: samples that rollouts draw. None: trainers evaluate by themselves.
+        receive: `Inbox.receive`.
+        agree: `Agreement.choose`.
+        publish: `Publisher.publish_evaluated`.
     """
 
     def __init__(
@@ -163,8 +161,9 @@ class Evaluations:
         self._publish = publish
         self._version = -1
         self._makers: list[int] | None = None
-        """Rollouts that were sent the weights that the open evaluation is of; None: all have them."""
+        """Rollouts that were sent the weights of the open evaluation. None: every rollout holds them."""
         self._arrived: dict[int, Piece] = {}
+        """Pieces that trainer 0 has received."""
 
     @property
     def on_rollouts(self) -> bool:
@@ -192,15 +191,19 @@ class Evaluations:
             self._control.set(self._keys()[number], "")
 
     def finish(self, then: Callable[[Mapping[int, Piece], Sequence[int]], None]) -> None:
-        """Wait for the open evaluation, which every trainer does at the same place, before the weights change; `then`
-        is given its pieces (on trainer 0) and the numbers of those that the trainers must make. This counts neither as
-        training nor as the step's time.
+        """Wait for the open evaluation. Every trainer calls this at the same place, before the weights change. The wait
+        counts neither as training nor as the step's time.
+
+        Args:
+            then: called with the pieces that arrived (on trainer 0) and the numbers of those that trainers must make.
 
         Raises:
             StepGivenUp: the step in progress ends instead.
         """
         with self._ledger.paused():
             with self._spans.span("wait", cause="evaluation", step=self._version):
+                # Trainer 0 alone waits for messages. The others poll for its grant, outside any collective: a long wait
+                # in a collective would run into its limit.
                 missing = self._missing() if self._world.rank == 0 else []
                 self._stop_vote.begin()
                 together = self._agree(sum(1 << number for number in missing))
@@ -215,7 +218,7 @@ class Evaluations:
         return _owner_keys(self._version, range(len(self._drawn.prompts)))
 
     def _missing(self) -> list[int]:
-        """The pieces that no rollout makes, when all others have come."""
+        """Wait for all pieces that rollouts make. Return the numbers of the others."""
         assert self._drawn is not None
         every = range(len(self._drawn.prompts))
         while left := [number for number in every if number not in self._arrived]:
@@ -227,7 +230,7 @@ class Evaluations:
         return left
 
     def _without_maker(self, pieces: Sequence[int]) -> list[int]:
-        """Those of `pieces` for which no rollout is there, or that were lost with as many as may be."""
+        """Return the `pieces` that no rollout will make: none is there, or `MAX_ATTEMPTS` owners were lost."""
         there = self._control.survivors(self._world.rollout_ranks)
         if not (there if self._makers is None else set(there).intersection(self._makers)):
             return list(pieces)

@@ -36,13 +36,14 @@ class Learner(Protocol):
 
 
 class PublishedCopy:
-    """The published adapter beside the one in training, for trainers that lend between the updates of a batch (I6).
+    """Copy of the published adapter beside the one in training, for trainers that lend between updates (I6).
 
     Only replicas with an adapter keep one: a copy of a whole model would not fit, and a sharded one would have to be
     gathered. The others lend before the first update alone.
     """
 
-    def __init__(self, policy: Policy, spec: ScheduleSpec, sharding: str) -> None:
+    def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, sharding: str) -> None:
+        self._learner = learner
         self._parameters = policy.trained_parameters()
         whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
         adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
@@ -50,15 +51,15 @@ class PublishedCopy:
         self._tensors: dict[str, Tensor] = {}
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """The values of `tensors` are the version from now on."""
+        """Copy `tensors`, which are the published version from now on."""
         if self.kept:
             self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     @contextmanager
-    def in_use(self, learner: Learner, updates_done: int) -> Iterator[None]:
-        """Inside, the policy holds the published version; afterwards its own weights, bit by bit."""
+    def in_use(self, updates_done: int) -> Iterator[None]:
+        """Inside, the policy holds the published version; afterwards its own weights, bit by bit (I6)."""
         if updates_done == 0:
-            with learner.rollout_weights():
+            with self._learner.rollout_weights():
                 yield
             return
         own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}

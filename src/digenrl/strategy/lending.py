@@ -5,12 +5,9 @@ Every move is the policy's. This file shows it what there is to see, and carries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-
-from torch import Tensor
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
@@ -18,32 +15,19 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, Task, fragments
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN
+from digenrl.strategy.agreement import Agreement
+from digenrl.strategy.hooks import Fragment, Hooks
+from digenrl.strategy.learner import PublishedCopy
 from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stream import Inbox
+from digenrl.strategy.trainer_state import TrainerState
 from digenrl.strategy.worker import Interrupt, TaskRunner
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.weights import publish
 
-Fragment = tuple[int, ...]
 _POLL_S = 0.2
 """Longest wait for a message before the trainer looks at everything again."""
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What the Strategy lends to a waiting trainer; the first three are the researcher's hooks."""
-
-    plan_tasks: Callable[[int], tuple[Task, ...]]
-    cut_fragment: Callable[[Sequence[Fragment], StepBoard], Fragment | None]
-    on_bubble: Callable[[StepBoard, Sequence[Fragment]], int]
-    receive: Callable[[float], bool]
-    """Take one message if there is one within so many seconds."""
-    published: Callable[[int], AbstractContextManager[None]]
-    """updates done -> inside, the model holds the published weights."""
-    agree: Callable[[int], int]
-    """Trainer 0's number, on every trainer."""
-    versions: Callable[[], tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor]]]
-    """Weights of the version before, where they are kept, and of the present one."""
 
 
 class Lending:
@@ -52,8 +36,12 @@ class Lending:
     Args:
         spec: the schedule.
         world: this rank's place.
-        runner: generates.
-        hooks: see `Hooks`.
+        runner: generates tasks.
+        hooks: the researcher's decisions.
+        inbox: takes messages while this trainer waits.
+        published: the published weights, which every lent task uses.
+        agreement: trainer 0's choices, where trainers move together.
+        state: weights of the present version and of the one before.
     """
 
     def __init__(
@@ -62,12 +50,17 @@ class Lending:
         world: World,
         runner: TaskRunner,
         hooks: Hooks,
+        inbox: Inbox,
+        published: PublishedCopy,
+        agreement: Agreement,
+        state: TrainerState,
         control: Control,
         link: Link,
         spans: SpanLog,
         stop_vote: StopVote,
     ) -> None:
         self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
+        self._inbox, self._published, self._agreement, self._state = inbox, published, agreement, state
         self._hooks, self._control, self._link, self._spans, self._stop_vote = hooks, control, link, spans, stop_vote
         self._stage = "lend" if world.rollouts else "generate"
         chooses = spec.tag or not world.rollouts
@@ -77,7 +70,7 @@ class Lending:
         self._lost: frozenset[int] = frozenset()
 
     def next_fragment(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment:
-        """The fragment of `pending` to train now, as soon as there is one.
+        """Wait for a fragment of `pending` that can be trained now, and return it.
 
         Sharded trainers that may generate move together, since their every forward is a collective: rank 0 decides
         (train this fragment, or lend one round), and the others follow.
@@ -88,8 +81,8 @@ class Lending:
             return fragment
         while True:
             first = self._wait(board, update, pending) if self._world.rank == 0 else None
-            self._stop_vote.begin(self._hooks.receive)
-            choice = self._hooks.agree(-1 if first is None else pending.index(first))
+            self._stop_vote.begin(self._inbox.receive)
+            choice = self._agreement.choose(-1 if first is None else pending.index(first))
             if choice >= 0:
                 self._wait_for_cells(board, pending[choice])
                 return pending[choice]
@@ -98,13 +91,13 @@ class Lending:
     # ---- waiting
 
     def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
-        """The fragment to train now, as soon as there is one; None as soon as a task should be generated."""
+        """Wait. Return the fragment to train, or None as soon as this trainer should generate a task."""
         first = update == 0 and len(pending) == len(fragments(self._spec, 0))
         wait = self._spans.span("wait", cause="first_fragment" if first else "tail", step=board.step)
         waited = False
         with ExitStack() as span:
             while True:
-                while self._hooks.receive(0.0):
+                while self._inbox.receive(0.0):
                     pass
                 self._see_losses()
                 fragment = self._cut(board, pending)
@@ -118,8 +111,8 @@ class Lending:
                 self._pause()
 
     def _cut(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
-        """The fragment that could be trained now. Trainers that move together need one that all of them hold: a rollout
-        may have died when it had sent its results to some of them."""
+        """Return the fragment that could be trained now. Trainers that move together need one that all of them hold: a
+        rollout may have died when it had sent its results to some of them."""
         fragment = self._hooks.cut_fragment(pending, board)
         if fragment is None or not (self._together and self._world.rollouts):
             return fragment
@@ -127,7 +120,7 @@ class Lending:
         return fragment if all(held(version, claim.position) for version, claim in board.made_under(fragment)) else None
 
     def _move(self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None) -> str:
-        """The policy's move, the search having been asked where the policy wants that."""
+        """Return the policy's move. Ask the search first if the policy wants that."""
         facts = self._world.rank, update, pending, fragment, len(board.completed), self._runner.left(board.step)
         move = self._policy.next_move(*facts)
         if move != ASK:
@@ -142,16 +135,16 @@ class Lending:
             self._runner.see()
 
     def _wait_for_cells(self, board: StepBoard, fragment: Fragment) -> None:
-        """Until this rank has what rank 0 had when it chose `fragment`."""
+        """Wait until this rank holds every cell that rank 0 held when it chose `fragment`."""
         needed = tuple(range(self._spec.prompts)) if self._spec.gap == 0 else fragment
         with self._spans.span("wait", cause="straggler", step=board.step):
             while not board.is_complete(needed):
-                self._hooks.receive(_POLL_S)
+                self._inbox.receive(_POLL_S)
                 self._control.check()
                 self._stop_vote.check()
 
     def _pause(self) -> None:
-        self._hooks.receive(_POLL_S)
+        self._inbox.receive(_POLL_S)
         self._runner.settle()
         self._control.check()
         self._stop_vote.check()
@@ -168,7 +161,7 @@ class Lending:
             self._stop_vote.between_steps()
             if not self._world.rollouts:
                 return None
-            while self._hooks.receive(0.0):
+            while self._inbox.receive(0.0):
                 pass
             ready = self._hooks.cut_fragment(pending, board) is not None
             if ready:
@@ -192,7 +185,7 @@ class Lending:
     def _generate(self, task: Task, update: int, interrupt: Interrupt) -> None:
         """Run one task with the published weights; what taking them up and putting them away costs is measured."""
         began = self._spans.now()
-        with self._hooks.published(update):
+        with self._published.in_use(update):
             loaned = self._spans.now()
             self._runner.run(task, self._stage, interrupt)
             done = self._spans.now()
@@ -201,7 +194,7 @@ class Lending:
             self._policy.measured("switch", self._world.rank, switch)
 
     def predicted_end(self, step: int) -> float | None:
-        """When RL step `step`, which begins, should end on the run's clock; None before costs are known."""
+        """Return the second of the run's clock at which RL step `step` should end. None before costs are known."""
         self._runner.see()
         left = (self._runner.left(step - 1), self._runner.left(step))
         everything = (*fragments(self._spec, 0), *later_fragments(self._spec, 0))
@@ -216,9 +209,9 @@ class Lending:
     # ---- deaths
 
     def _recall(self, version: int) -> None:
-        """One-step asynchrony: a task of the version before came back, and perhaps no rank holds those weights any
-        more. One rollout rank gets them again, and then the present ones."""
-        before, present = self._hooks.versions()
+        """Publish the version before again if a task of it came back (one-step asynchrony). Perhaps no rank holds those
+        weights any more. One rollout gets that version, and then the present one."""
+        before, present = self._state.previous, self._state.current
         if self._world.rank != 0 or before is None:
             return
         waiting = self._runner.claims.returned(version - 1, len(self._hooks.plan_tasks(version - 1)))
@@ -226,7 +219,7 @@ class Lending:
             self._runner.see()
             receiver = self._policy.first_free(self._spans.now())
             rollouts = self._control.survivors(self._world.rollout_ranks)
-            if not rollouts:  # who joins next gets the present version, and then this one
+            if not rollouts:  # a rank that joins later asks for the present version, and this is called again
                 return
             if receiver is None:
                 receiver = rollouts[0]

@@ -22,9 +22,9 @@ from digenrl.schedule.shares import adjusted
 from digenrl.types import TrainBatch
 
 _WEIGHT = 0.2
-"""Of a new measurement in a running mean."""
+"""Weight of a new measurement in a running mean."""
 _FORGET_AFTER = 16
-"""Steps; nobody asks for the shares of one that is so old."""
+"""RL steps for which fixed shares are kept. No rank asks for older ones."""
 
 
 class Shares:

@@ -58,7 +58,7 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
 
 
 def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
-    """In which dtypes parameters are gathered and gradients reduced.
+    """Return the dtypes in which parameters are gathered and gradients reduced.
 
     All weights trained, with a 16-bit forward: the fp32 masters of matrix products and convolutions are gathered in the
     dtype to which autocast would cast them anyway, which halves the gather and leaves every activation the rollout's.
@@ -77,7 +77,7 @@ def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
 
 
 def synchronise_gradients(policy: Policy, on: bool) -> None:
-    """Whether the next backward pass reduces gradients (only an update's last micro-batch does).
+    """Switch the reduction of gradients in the next backward pass. Only an update's last micro-batch reduces.
 
     The gradients of all weights are too large to wait unsharded: they are scattered after every micro-batch, and only
     their sum over the nodes waits.

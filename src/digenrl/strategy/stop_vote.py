@@ -1,11 +1,12 @@
 """Giving a step up: every trainer drops the step in progress at the same place, or none does.
 
-What has begun together must end together: a trainer that left alone would leave the others in a collective for ever.
-The work is counted in pieces that need all trainers: an update where they are replicas, a micro-batch where weights are
-sharded, a denoising step where all of them sample. Trainer 0 grants each piece, or gives the step up in its place; the
-others wait for its word on the store. Nothing of a dropped step stays: gradients alone were summed up, and of several
-updates the state before the first is kept (`callbacks.checkpoint`) where an adapter is trained. Whole weights would not
-fit beside themselves: there the updates that follow the first are finished.
+A trainer that left alone would leave the others in a collective for ever. So the work is counted in pieces that need
+all trainers: an update (replicas), a micro-batch (sharded weights), a denoising step (all of them sample). Trainer 0
+grants each piece, or gives the step up in its place. The others wait for that word on the store.
+
+Nothing of a dropped step stays. Before the first update only gradients were summed up. Between updates an adapter's
+state before the first one is kept (`callbacks.checkpoint`). Whole weights would not fit twice, so their remaining
+updates are finished.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ from digenrl.types import StepGivenUp
 
 _POLL_S = 0.001
 _SELDOM_S = 0.05
-"""Between two looks at the store from within a task, however short its denoising steps are."""
+"""Seconds between two looks at the store from within a task, however short its denoising steps are."""
 
 
 class StopVote:
-    """One trainer's view of the pieces.
+    """One trainer's view of the pieces, which are numbered alike on every trainer.
 
     Args:
-        sharded: every forward is a collective of the trainers.
-        droppable: whether the step in progress could be dropped now: nothing of it has been applied, or what it changed
-            is kept. Asked on trainer 0.
+        sharded: whether every forward is a collective of the trainers.
+        droppable: returns whether the step in progress could be dropped now: nothing of it has been applied, or the
+            state before it is kept. Asked on trainer 0.
     """
 
     def __init__(self, control: Control, world: World, sharded: bool, droppable: Callable[[], bool]) -> None:
         self._control, self._world, self._sharded, self._droppable = control, world, sharded, droppable
         self._piece = 0
+        """Number of the next piece."""
         self._looked = 0.0
+        """Second of the monotonic clock of the last look at the store."""
 
     def check(self) -> None:
-        """Between pieces.
+        """Look, between two pieces, whether the step is given up.
 
         Raises:
             StepGivenUp: this trainer's next piece will not be begun.
@@ -46,20 +49,21 @@ class StopVote:
             if self._control.get("give_up") is not None and self._droppable():
                 self._control.set("given_up", str(self._piece))
                 raise StepGivenUp
+        # A trainer behind the others still finishes the pieces that were granted: its peers are inside them.
         elif (first := self._control.get("given_up")) is not None and self._piece >= int(first):
             raise StepGivenUp
 
     def between_steps(self) -> None:
-        """Between two denoising steps of a task. Raises: see `check`."""
+        """Look between two denoising steps of a task, but seldom: each look is a request. Raises: see `check`."""
         if time.monotonic() - self._looked > _SELDOM_S:
             self._looked = time.monotonic()
             self.check()
 
     def begin(self, pause: Callable[[float], object] = time.sleep) -> None:
-        """A piece begins, on every trainer.
+        """Begin a piece, on every trainer. Trainer 0 grants it, the others wait for the grant.
 
         Args:
-            pause: what a trainer does that waits for trainer 0's word, for so many seconds at most.
+            pause: called between two looks with the seconds that it may take.
 
         Raises: see `check`.
         """
@@ -73,10 +77,10 @@ class StopVote:
         self._piece += 1
 
     def begin_micro_batch(self) -> None:
-        """A micro-batch begins. Raises: see `check`."""
+        """Begin a micro-batch. Raises: see `check`."""
         self.begin() if self._sharded else self.check()
 
     def begin_update(self) -> None:
-        """The gradients of an update are complete. Raises: see `check`."""
+        """Begin the reduction of an update's gradients. Raises: see `check`."""
         if not self._sharded:
             self.begin()

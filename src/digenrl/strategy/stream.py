@@ -23,6 +23,7 @@ from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.trainer_state import TrainerState
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.wire import Message, MessageKind
@@ -30,17 +31,17 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 class FragmentSource(Protocol):
-    """Where fragments come from: ranks that generate (`lending`), or an extension such as a recorded run."""
+    """Supplier of fragments: ranks that generate (`lending`), or an extension such as a recorded run."""
 
     def predicted_end(self, step: int) -> float | None:
-        """When RL step `step`, which begins, should end on the run's clock; None: nobody knows."""
+        """Return the second of the run's clock at which RL step `step`, which begins, should end. None: unknown."""
 
     def next_fragment(self, board: StepBoard, update: int, pending: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The fragment of `pending` to train now, as soon as there is one."""
+        """Wait for a fragment of `pending` that can be trained now, and return it."""
 
 
 class TrajectoryRecord(Protocol):
-    """What is told everything that a trainer trains on. An extension may write it down."""
+    """A record of everything that a trainer trains on. An extension may write it to files."""
 
     def take(self, step: int, message: Message) -> None:
         """Note a message of RL step `step` that counts."""
@@ -56,7 +57,7 @@ class TrajectoryRecord(Protocol):
 
 
 class NoTrajectoryRecord:
-    """A `TrajectoryRecord` that forgets everything."""
+    """A `TrajectoryRecord` that keeps nothing."""
 
     def take(self, step: int, message: Message) -> None:
         """Forget the message."""
@@ -76,9 +77,7 @@ class Inbox:
 
     Args:
         new_board: RL step -> an empty board.
-        serve: sends the present version to a rank that joined.
-        keep: is given every message that counts.
-        evaluated: is given every piece of an evaluation.
+        recording: record of every message that counts.
     """
 
     def __init__(
@@ -88,45 +87,45 @@ class Inbox:
         policy: SchedulePolicy,
         ledger: StepLedger,
         new_board: Callable[[int], StepBoard],
-        serve: Callable[[int], None],
-        keep: Callable[[int, Message], None] = lambda step, message: None,
-        evaluated: Callable[[Message], None] = lambda message: None,
+        recording: TrajectoryRecord,
     ) -> None:
-        self._evaluated = evaluated
-        self._serve = serve
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
-        self._new_board, self._keep = new_board, keep
+        self._new_board, self._recording = new_board, recording
+        self._handlers: dict[MessageKind, Callable[[Message], None]] = {}
         self._boards: dict[int, StepBoard] = {}
         self._step = 0
 
+    def handle(self, kind: MessageKind, handler: Callable[[Message], None]) -> None:
+        """Give messages of `kind`, which are no cells, to `handler`."""
+        self._handlers[kind] = handler
+
     def open(self, step: int) -> StepBoard:
-        """The board of RL step `step`, which begins; those of earlier steps are forgotten."""
+        """Return the board of RL step `step`, which is in progress, and forget those of earlier steps."""
         self._step = step
         self._boards = {number: board for number, board in self._boards.items() if number >= step}
         return self._board(step)
 
     def receive(self, timeout: float) -> bool:
-        """Take one message if there is one within `timeout` seconds."""
+        """Take one message. Return False if none came within `timeout` seconds."""
         message = self._link.receive(timeout)
         if message is None:
             return False
-        if message.kind is MessageKind.ASK:
-            self._serve(int(message.meta["rank"]))
-        if message.kind is MessageKind.EVALUATION:
-            self._evaluated(message)
+        if (handler := self._handlers.get(message.kind)) is not None:
+            handler(message)
         if message.kind is MessageKind.CELLS:
             part = Part(message)
             step, version = part.meta["step"], part.meta["version"]
-            # Refused: a late result of a task that went back when its owner was lost.
+            # Refused: a late result of a task that went back when its owner was lost. Its new owner sends the same
+            # cells, and counting both would train them twice (I2).
             if step >= self._step and self._claims.accepts(version, part.claim):
                 self._policy.measured("generate", part.claim.rank, part.seconds)
                 if self.add(part):
                     self._claims.received(version, part.claim.position)
-                    self._keep(step, message)
+                    self._recording.take(step, message)
         return True
 
     def add(self, part: Part) -> bool:
-        """Put a task's part on its board; whether it was new."""
+        """Put a task's part on its board. Return whether the part was new."""
         new = self._board(part.meta["step"]).add(part)
         if new:
             self._ledger.issue(part)
@@ -143,28 +142,28 @@ class FragmentStream:
 
     Args:
         spec: the schedule.
-        micro_batches: of one update, on every trainer rank.
-        step: the RL step in progress.
+        micro_batches: micro-batches of one update, equal on every trainer rank.
+        state: counters of this trainer, of which `version` is the RL step in progress.
     """
 
     def __init__(
         self,
         spec: ScheduleSpec,
         micro_batches: int,
-        step: Callable[[], int],
+        state: TrainerState,
         inbox: Inbox,
         source: FragmentSource,
         ledger: StepLedger,
         stop_vote: StopVote,
     ) -> None:
-        self._spec, self._micro_batches, self._step = spec, micro_batches, step
+        self._spec, self._micro_batches, self._state = spec, micro_batches, state
         self._inbox, self._source, self._ledger, self._stop_vote = inbox, source, ledger, stop_vote
 
     def __len__(self) -> int:
         return self._micro_batches * self._spec.updates_per_batch
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        board = self._inbox.open(self._step())
+        board = self._inbox.open(self._state.version)
         self._ledger.open(self._source.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
             # A replica does not wait for what others train while something of its own is ready.

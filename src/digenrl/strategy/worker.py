@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
 
 from digenrl.cluster.claims import StoredClaims, announce, digest_of, work_of
 from digenrl.cluster.control import Control
@@ -30,6 +29,7 @@ from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
 from digenrl.strategy.evaluating import EvaluationWorker
+from digenrl.strategy.hooks import Fragment
 from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended, pack_state
@@ -43,7 +43,7 @@ or None to go on."""
 
 
 _NOTICED_S = 0.001
-"""A shorter wait for the scorer is no wait."""
+"""Seconds below which a wait for the scorer is not recorded."""
 
 
 class TaskRunner:
@@ -64,7 +64,7 @@ class TaskRunner:
         world: World,
         policy: SchedulePolicy,
         plan: Callable[[int], tuple[Task, ...]],
-        place: Callable[..., Placement],
+        place: Callable[[Fragment, int], Placement],
         engine: RolloutEngine,
         sampler: PromptSampler,
         control: Control,
@@ -75,7 +75,7 @@ class TaskRunner:
         self._spec, self._world, self.policy, self._plan, self._place = spec, world, policy, plan, place
         self._engine, self._sampler, self._control, self._link, self._spans = engine, sampler, control, link, spans
         self.claims = Claims(StoredClaims(control), world.rank)
-        self._held: dict[tuple[int, int], Claim] = {}
+        self._held: dict[tuple[int, int], Claim] = {}  # touched by this thread alone, so it needs no lock
         """(step, index) -> claim of each task that this rank has begun and not shipped."""
         self._step_seconds = 0.0
         """Measured seconds of one denoising step on this rank; 0 before the first."""
@@ -95,7 +95,7 @@ class TaskRunner:
                 self.policy.saw_rank(rank, work)
 
     def withdraw(self) -> None:
-        """Count no longer among those that take tasks: this rank leaves."""
+        """Stop counting as a rank that takes tasks, because this rank leaves."""
         self._withdrawn = True
         announce(self._control, self._world.rank, None)
 
@@ -227,6 +227,7 @@ class TaskRunner:
         task, first = generation.task, generation.state.next_step
         while left := self._engine.steps_left(generation):
             done = generation.state.next_step - first
+            # The first step is never given up: a task that moved on without progress could move for ever.
             receiver = interrupt(task, left) if interrupt is not None and done else None
             if receiver == NOBODY or (receiver is not None and self._give(task, receiver)):
                 return generation, receiver
@@ -245,7 +246,11 @@ class TaskRunner:
         try:
             trajectory = scored.result()
             part = task.first_sample // self._spec.task_size
-            place, lockstep = partial(self._place, step=task.step), self.policy.roles.lockstep
+
+            def place(fragment: Fragment) -> Placement:
+                return self._place(fragment, task.step)
+
+            lockstep = self.policy.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
                     positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
@@ -258,7 +263,7 @@ class TaskRunner:
 
 
 class _Leaving(Exception):
-    """This rank leaves in the middle of a piece, which another one makes."""
+    """Raised when this rank leaves in the middle of a piece, which another rank then makes."""
 
 
 class RolloutWorker:
@@ -295,11 +300,11 @@ class RolloutWorker:
         self._asked: list[tuple[int, int]] = []
         """(rank that joined, the least version that it wants)."""
         self._source: int | None = None
-        """Who was asked for weights, where this rank joined."""
+        """Rank that was asked for weights after this rank joined, or None."""
         self._version = -1
         self._idle_since: float | None = None
         self._idle = ExitStack()
-        """The stage of the wait in progress."""
+        """Stage of the wait in progress, for heartbeats."""
 
     def run(self) -> None:
         """Work until a trainer says that the run is done, or until this rank shall leave."""
@@ -373,6 +378,7 @@ class RolloutWorker:
         self._end_wait("startup" if self._version < 0 else "weights")
         weights = self._weights.popleft()
         self._version = weights.number
+        # Only here, between two tasks: a trajectory under way keeps its version (I7).
         with self._spans.span("adopt", version=self._version, digest=weights.digest):
             adopt(self._parameters, weights)
         self._evaluation_worker.adopted(self._version)
@@ -390,7 +396,7 @@ class RolloutWorker:
         self._receive(0.2)
 
     def _end_wait(self, cause: str) -> None:
-        """Something came: record the wait, if there was one."""
+        """End the wait in progress, if there is one, and record its cause."""
         if self._idle_since is not None:
             self._idle.close()
             self._spans.add("wait", self._idle_since, self._spans.now(), cause=cause)
@@ -445,7 +451,7 @@ class RolloutWorker:
         """Whether weights that another rollout has sent are new here.
 
         Raises:
-            WeightsError: they are not those that the trainers published.
+            WeightsError: the digest is not that of the version that the trainers published.
         """
         if (published := digest_of(self._control, version.number)) not in (None, version.digest):
             raise WeightsError(
@@ -455,7 +461,7 @@ class RolloutWorker:
         return version.number > max([self._version, *(weights.number for weights in self._weights)])
 
     def _between_steps(self, task: Task, steps_left: int) -> int | None:
-        """Return who finishes `task` where this rank leaves; None: it goes on."""
+        """Return the rank that finishes `task` if this rank leaves, or None to go on."""
         if self._leave.is_set():
             self._runner.withdraw()
             receiver = self._runner.successor(task, self._version)

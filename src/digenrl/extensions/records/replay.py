@@ -18,7 +18,7 @@ from digenrl.extensions.records.trajectories import Recorded, TrajectoryError, T
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, place
 from digenrl.schedule.claims import Claim
-from digenrl.strategy.lending import Hooks
+from digenrl.strategy.hooks import Hooks
 from digenrl.strategy.stream import Inbox
 from digenrl.transport.cells import Part, StepBoard, joined, owned_positions, pack
 from digenrl.transport.wire import Message, MessageKind, decode, encode

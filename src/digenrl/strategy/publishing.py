@@ -1,0 +1,155 @@
+"""Publication: the weights after the last update of a logical batch become a version that rollouts adopt.
+
+    every trainer   tells its speed, agrees on the digest of its weights (replicas), or takes part in gathering (shards)
+    trainer 0       notes the version, sends it once to each node, notes its digest, fixes the shares of its steps
+    rollouts        adopt the version between two trajectories, if the digest matches
+
+Trainer 0 alone holds what is sent. The order of the calls below is the order of the trainers' collectives: changing it
+on some of them would let all wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from digenrl.cluster.claims import note_digest, note_version
+from digenrl.cluster.control import Control
+from digenrl.record.run_dir import append_event
+from digenrl.record.span_log import SpanLog
+from digenrl.schedule.claims import Claims
+from digenrl.strategy import gradients
+from digenrl.strategy.evaluating import evaluation_version
+from digenrl.strategy.learner import Learner, PublishedCopy
+from digenrl.strategy.measured_shares import Shares
+from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.trainer_state import TrainerState
+from digenrl.transport.link import Link
+from digenrl.transport.weights import attest, publish, take_part
+
+
+class Publisher:
+    """A trainer's part in publications. Every trainer calls `begin`, `publish` and `publish_evaluated` alike.
+
+    Args:
+        setup: place and choices of this rank.
+        learner: the algorithm, which says what weights rollouts use.
+        claims: claims of the tasks, of which old queues are forgotten.
+        published: the trainers' own copy of the published weights.
+        state: counters of this trainer; `version`, `previous` and `current` change here.
+    """
+
+    def __init__(
+        self,
+        setup: RankSetup,
+        learner: Learner,
+        control: Control,
+        link: Link,
+        spans: SpanLog,
+        claims: Claims,
+        shares: Shares,
+        published: PublishedCopy,
+        state: TrainerState,
+    ) -> None:
+        self._setup, self._world, self._spec = setup, setup.world, setup.spec
+        self._session, self._policy = setup.session, setup.engine.policy
+        self._learner, self._control, self._link, self._spans = learner, control, link, spans
+        self._claims, self._shares, self._published, self._state = claims, shares, published, state
+        self._replicas = 1 if setup.sharding == "fsdp" else setup.world.trainers
+        """Trainers that hold a copy of the weights each, whose digests must be equal."""
+
+    def begin(self) -> None:
+        """Publish the version that training starts from. A resumed asynchronous run needs the one before as well: tasks
+        that were in flight at the checkpoint are generated again with those weights."""
+        state, first = self._state, self._state.first_step
+        state.version = first
+        if self._world.rank == 0:
+            self._control.set("first_step", str(first))
+        if state.previous is not None and first > 0:
+            self.publish(first - 1, state.previous)
+        self.publish(first)
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Make the present weights (or `tensors`) version `version`, and send them to every rollout.
+
+        Raises:
+            WeightsError: replicated trainers disagree about their weights.
+        """
+        state = self._state
+        with self._spans.span("publish", version=version) as facts:
+            self._shares.tell()
+            if self._setup.levelled:
+                gradients.follow_first(self._policy.trained_parameters().values(), self._world.trainers)
+            source = tensors if tensors is not None else self._learner.rollout_parameters()
+            like = self._policy.generating_parameters()
+            agree = partial(self._agree_on_digest, version)
+            if self._world.rank == 0:
+                note_version(self._control, version)  # first: who notices a loss looks for tasks of this version too
+                routes = self._routes(version)
+                # The older copy goes before the new one is made: the host may lack room for both.
+                kept, state.current = state.current if self._spec.async_steps else {}, {}
+                made = publish(version, source, self._link, routes, agree, like, version == 0)
+                facts["digest"] = made.digest
+                state.previous, state.current = kept or None, dict(made.tensors)
+                append_event(self._session.run_dir, "publish", {"version": version, "digest": made.digest})
+                self._claims.forget(version)
+            elif self._replicas == 1:
+                take_part(source)
+            else:
+                facts["digest"] = attest(source, like)
+                agree(facts["digest"])
+            if self._world.rank != 0:
+                state.previous = None  # every trainer read it from the checkpoint; trainer 0 alone publishes it
+            self._published.keep(source)
+            self._shares.fix(version)  # after the digest: by that collective every trainer has told its speed
+        state.version = version
+
+    def publish_evaluated(self, version: int) -> str:
+        """Send rollouts the weights of the evaluation of `version`, if they differ from the version's own.
+
+        Returns:
+            The digest of what was sent, on trainer 0. "": rollouts hold these weights already.
+        """
+        source, held = self._learner.evaluated_parameters(), self._learner.rollout_parameters()
+        if all(source[name] is held[name] for name in source):
+            return ""
+        with self._spans.span("publish", version=version, evaluated=True) as facts:
+            if self._world.rank == 0:
+                like, number = self._policy.generating_parameters(), evaluation_version(version)
+                made = publish(number, source, self._link, self._routes(version), lambda digest: None, like)
+                facts["digest"] = made.digest
+                return made.digest
+            if self._setup.sharding != "ddp":
+                take_part(source)
+        return ""
+
+    def serve(self, rank: int) -> None:
+        """Send the present version to `rank`, which joined and found no rollout that holds weights."""
+        publish(self._state.version, self._state.current, self._link, {rank: ()}, agree=lambda digest: None)
+
+    def _agree_on_digest(self, version: int, digest: str) -> None:
+        with self._session.progress.stage("wait straggler"):
+            gradients.assert_equal_digests(digest, self._replicas, version)
+        if self._world.rank == 0:
+            note_digest(self._control, version, digest)
+
+    def _routes(self, version: int) -> dict[int, list[int]]:
+        """Return the rollouts that get `version` from trainer 0, each with the ranks of its node that it relays to.
+
+        Bytes of version 0 are not sent, so nobody waits for the addresses of rollouts that still load. With a launcher
+        that watches ranks, no rank relays: a relay's death would leave others without weights.
+        """
+        ranks = self._control.survivors(self._world.rollout_ranks)
+        if self._session.watched or version == 0:
+            return {rank: [] for rank in ranks}
+        routes: dict[int, list[int]] = {}
+        first: dict[str, int] = {}
+        for rank in ranks:
+            host = self._control.wait_for(f"address/{rank}", f"the address of rank {rank}").rpartition(":")[0]
+            if host != self._session.host and host in first:
+                routes[first[host]].append(rank)
+            else:
+                first[host], routes[rank] = rank, []
+        return routes

@@ -1,0 +1,77 @@
+"""What a rank is given before it reaches the others: its place, the schedule, the engine and the choices of the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from digenrl.cluster.world import Session, World
+from digenrl.data import PromptSampler
+from digenrl.record.span_log import SpanLog
+from digenrl.rollout.engine import RolloutEngine
+from digenrl.rollout.evaluation import FixedSamples
+from digenrl.schedule import ScheduleSpec, micro_batches_per_update
+from digenrl.strategy.hooks import Hooks
+from digenrl.strategy.stream import FragmentSource, Inbox, TrajectoryRecord
+from digenrl.transport.link import LinkMaker, socket_link
+
+SourceMaker = Callable[[Inbox, Hooks, PromptSampler, SpanLog], FragmentSource]
+"""Makes a trainer's source of fragments from its parts."""
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """Everything that the Strategy of one rank is built from."""
+
+    world: World
+    """This process's rank, and the number of trainers and rollouts."""
+    session: Session
+    """How to reach the run."""
+    spec: ScheduleSpec
+    engine: RolloutEngine
+    """Generates tasks, and draws evaluations."""
+    sampler: PromptSampler
+    """Prompts of each RL step, the same on every rank."""
+    last_step: int
+    """Index of the last RL step (max_rl_steps - 1)."""
+    sharding: str = "ddp"
+    """How trainers hold the model: ddp (replicas), hsdp or fsdp."""
+    shard_group: int = 1
+    """Trainers that hold one copy of the weights under hsdp."""
+    unequal_gpus: bool = False
+    """Whether trainers stand on GPUs of several kinds, whose updates may differ in a last bit."""
+    split_claims: bool = False
+    """Divide every queue equally beforehand instead of claiming, as published colocated loops do."""
+    expected: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """(stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them."""
+    record_bytes: float = math.inf
+    """Most bytes of this rank's spans, and of its decisions. More are left out."""
+    recording: TrajectoryRecord | None = None
+    """Record of everything that this trainer trains on. None: nothing is recorded."""
+    source: SourceMaker | None = None
+    """Maker of the source of fragments. None: fragments come from ranks that generate."""
+    evaluated: FixedSamples | None = None
+    """Samples that rollouts draw for evaluations. None: trainers evaluate by themselves."""
+    link: LinkMaker = socket_link
+    """Makes the link with which this rank sends and receives."""
+
+    @property
+    def micro_batches_per_update(self) -> int:
+        """Micro-batches of one optimizer update, equal on every trainer."""
+        return micro_batches_per_update(self.spec, self.world.trainers)
+
+    @property
+    def levelled(self) -> bool:
+        """Whether replicas take trainer 0's weights at every publication."""
+        return self.unequal_gpus and self.sharding == "ddp"
+
+    @property
+    def shards(self) -> int:
+        """Neighbouring trainers that hold one copy of the weights."""
+        return {"ddp": 1, "hsdp": self.shard_group, "fsdp": self.world.trainers}[self.sharding]
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every forward is a collective of trainers, which share its weights or its tokens."""
+        return (self.sharding != "ddp" and self.world.trainers > 1) or self.spec.context > 1

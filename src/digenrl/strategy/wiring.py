@@ -1,0 +1,180 @@
+"""The parts of a rank, built in the order in which they need each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from digenrl.cluster.control import Control
+from digenrl.record.decision_log import DecisionLog
+from digenrl.record.run_dir import DECISIONS
+from digenrl.record.span_log import SpanLog
+from digenrl.schedule.policy import SchedulePolicy, header
+from digenrl.schedule.ranks import Roles
+from digenrl.strategy.agreement import Agreement
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from digenrl.strategy.evaluating import Evaluations
+from digenrl.strategy.hooks import Hooks
+from digenrl.strategy.learner import Learner, PublishedCopy
+from digenrl.strategy.lending import Lending
+from digenrl.strategy.measured_shares import Shares
+from digenrl.strategy.publishing import Publisher
+from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.step_ledger import StepLedger
+from digenrl.strategy.steps import Checkpoints, Steps
+from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stream import FragmentSource, FragmentStream, Inbox, NoTrajectoryRecord, TrajectoryRecord
+from digenrl.strategy.trainer_state import TrainerState
+from digenrl.strategy.worker import TaskRunner
+from digenrl.transport.cells import StepBoard
+from digenrl.transport.link import Link
+from digenrl.transport.wire import MessageKind
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The parts of one rank. A rollout uses `runner` alone; a trainer uses all."""
+
+    decisions: DecisionLog
+    """File of the policy's events and decisions."""
+    recording: TrajectoryRecord
+    """Record of everything that this trainer trains on."""
+    ledger: StepLedger
+    """Numbers of the RL step in progress."""
+    shares: Shares
+    """Shares of the trainers in each RL step."""
+    runner: TaskRunner
+    """Claims, generates and ships tasks."""
+    agreement: Agreement
+    """Decisions of trainer 0 that all trainers follow."""
+    stop_vote: StopVote
+    """Grants pieces of work, or gives the step up."""
+    publisher: Publisher
+    """Makes weights a version, and sends it."""
+    inbox: Inbox
+    """Sorts what arrives."""
+    evaluations: Evaluations
+    """Opens evaluations on rollouts, and waits for their pieces."""
+    lending: Lending
+    """Waits for fragments, and generates in between."""
+    source: FragmentSource
+    """`lending`, or an extension in its place."""
+    stream: FragmentStream
+    """The train dataloader: micro-batches of complete fragments."""
+    steps: Steps
+    """Updates, and the end of an RL step."""
+    checkpoints: Checkpoints
+    """The checkpoint in writing."""
+
+    def close(self) -> None:
+        """Close the files of this rank."""
+        self.decisions.close()
+        self.recording.close()
+
+
+def wire(
+    setup: RankSetup,
+    hooks: Hooks,
+    learner: Learner,
+    state: TrainerState,
+    control: Control,
+    link: Link,
+    spans: SpanLog,
+    checkpoint_io: DirectoryCheckpointIO,
+    savers: dist.ProcessGroup,
+) -> Wiring:
+    """Build the parts of a rank. Each part is given those above it, so that no part waits for one that comes later.
+
+    Hooks are bound here: a hook that a test or a callback replaces on the Strategy counts if it does so before `fit`.
+
+    Args:
+        savers: process group of the trainers, for checkpoints.
+    """
+    spec, world, session, engine = setup.spec, setup.world, setup.session, setup.engine
+    recording = setup.recording or NoTrajectoryRecord()
+    # What is known of the run, and what is decided.
+    published = PublishedCopy(engine.policy, learner, spec, setup.sharding)
+    roles = Roles(world.trainers, world.rollouts, setup.lockstep, setup.split_claims, published.kept)
+    path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
+    decisions = DecisionLog(path, header(spec, roles, setup.last_step), setup.record_bytes)
+    policy = SchedulePolicy(spec, roles, hooks.plan_tasks, decisions)
+    for (stage, rank), seconds in setup.expected.items():
+        policy.expected(stage, rank, seconds)
+    ledger = StepLedger(spec, world, spans, policy, session.run_dir)
+    shares = Shares(spec, world, control, session.run_dir, timed=setup.sharding == "ddp")
+    # What is generated here. A rank that joins has no measurement of its own yet: the profile's figure stands in.
+    known_s = setup.expected.get(("generate", world.size - 1), 0.0) if world.joined else 0.0
+    plan, place = hooks.plan_tasks, hooks.place_timesteps
+    runner = TaskRunner(spec, world, policy, plan, place, engine, setup.sampler, control, link, spans, known_s)
+    # What trainers do together.
+    agreement = Agreement(control, world, session.progress)
+    adapter = engine.policy.lora is not None
+    stop_vote = StopVote(control, world, setup.lockstep, lambda: state.updates_done == 0 or adapter)
+    publisher = Publisher(setup, learner, control, link, spans, runner.claims, shares, published, state)
+    # What arrives, and what is trained of it.
+    inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner), recording)
+    evaluations = Evaluations(
+        setup.evaluated,
+        world,
+        control,
+        stop_vote,
+        spans,
+        ledger,
+        inbox.receive,
+        agreement.choose,
+        publisher.publish_evaluated,
+    )
+    inbox.handle(MessageKind.ASK, lambda message: publisher.serve(int(message.meta["rank"])))
+    inbox.handle(MessageKind.EVALUATION, evaluations.add)
+    lending = Lending(spec, world, runner, hooks, inbox, published, agreement, state, control, link, spans, stop_vote)
+    source = lending if setup.source is None else setup.source(inbox, hooks, setup.sampler, spans)
+    stream = FragmentStream(spec, setup.micro_batches_per_update, state, inbox, source, ledger, stop_vote)
+    steps = Steps(setup, state, spans, ledger, shares, inbox, stop_vote, publisher, recording)
+    checkpoints = Checkpoints(engine.policy, spans, checkpoint_io, savers, state)
+    return Wiring(
+        decisions=decisions,
+        recording=recording,
+        ledger=ledger,
+        shares=shares,
+        runner=runner,
+        agreement=agreement,
+        stop_vote=stop_vote,
+        publisher=publisher,
+        inbox=inbox,
+        evaluations=evaluations,
+        lending=lending,
+        source=source,
+        stream=stream,
+        steps=steps,
+        checkpoints=checkpoints,
+    )
+
+
+def _boards(setup: RankSetup, hooks: Hooks, learner: Learner) -> Callable[[int], StepBoard]:
+    """Return what makes the empty board of an RL step."""
+    spec, engine = setup.spec, setup.engine
+
+    def useful(rewards: Mapping[str, Tensor]) -> Tensor:
+        return learner.useful(rewards, engine.reward_weights)
+
+    def teaches(rewards: Mapping[str, Tensor]) -> Tensor:
+        return learner.teaches(rewards, engine.reward_weights)
+
+    def new_board(step: int) -> StepBoard:
+        return StepBoard(
+            spec,
+            lambda fragment: hooks.place_timesteps(fragment, step),
+            setup.world.rank,
+            step,
+            engine.reward_weights,
+            useful if spec.skip_zero else None,
+            lockstep=setup.lockstep,
+            teaches=teaches if spec.selects else None,
+            neighbours=math.lcm(setup.shards, spec.context),
+        )
+
+    return new_board
