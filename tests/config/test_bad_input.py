@@ -807,3 +807,9 @@ def test_exit_code_two_without_traceback_and_nothing_written(
     assert "Traceback" not in printed.err
     assert printed.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_name_that_holds_a_secret_is_refused_unshown() -> None:
+    with pytest.raises(config.ConfigError, match=r"experiment_name = .*names directories and reports") as caught:
+        config.load(["experiment_name=run_hf_canaryABCDEFGHIJKLMNOP"])
+    assert "canary" not in str(caught.value)

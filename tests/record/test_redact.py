@@ -18,6 +18,9 @@ from digenrl.record.redact import MASK, is_secret_name, redact, redact_text
         "token",
         "db_password",
         "client_secret",
+        "DB_PASS",
+        "DB_PWD",
+        "OPENAI_KEY",
         "AWS_SECRET_ACCESS_KEY",
     ],
 )
@@ -27,16 +30,7 @@ def test_secret_names(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "num_tokens",
-        "max_tokens",
-        "tokenizer",
-        "token_env",
-        "token_file",
-        "key",
-        "keyboard",
-        "author",
-    ],
+    ["num_tokens", "max_tokens", "tokenizer", "token_env", "token_file", "key", "keyboard", "author", "PWD", "run_key"],
 )
 def test_ordinary_names(name: str) -> None:
     assert not is_secret_name(name)
@@ -52,6 +46,20 @@ def test_ordinary_names(name: str) -> None:
         "http://user:canary@host/score",
         "trainer.api_key=canary",
         "password: canary",
+        "Authorization: Bearer canary-c0ffee",
+        '{"authorization": "Basic canary"}',
+        "curl -H 'bearer canary-0123456789abcdef'",
+        "postgres://me:canary/with/slashes@host/db",
+        "postgres://me:canary with spaces@host/db",
+        "password='canary with spaces'",
+        '{"db_pass": "canary"}',
+        "SMTP_PWD=canary",
+        "OPENAI_KEY=canary",
+        "github_pat_11ABCDEFG0_canarycanarycanary",
+        "api_org_canaryABCDEFGHIJKLMNOPQRS",
+        "run_hf_canaryABCDEFGHIJKLMNOP",
+        "glpat-canary-0123456789abc",
+        "ASIA0123456789ABCDEF",
     ],
 )
 def test_secrets_in_text(text: str) -> None:
@@ -60,6 +68,11 @@ def test_secrets_in_text(text: str) -> None:
     assert "canary" not in shown
     assert shown.startswith("before ")
     assert shown.endswith(" after")
+
+
+@pytest.mark.parametrize("text", ["http://host:80/score, mail a@b", "a bearer token is needed", "data.key: value"])
+def test_ordinary_text_stays(text: str) -> None:
+    assert redact_text(text) == text
 
 
 def test_environment_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

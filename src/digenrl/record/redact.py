@@ -14,16 +14,26 @@ from typing import Any
 MASK = "<redacted>"
 
 _SECRET_NAME = re.compile(
-    r"(^|_)(api_?key|access_?key|secret|secret_?key|password|passwd|credentials?|auth|authorization|bearer|token)$",
+    r"(^|_)(api_?key|access_?key|secret|secret_?key|password|passwd|passphrase|credentials?|auth|authorization|bearer|token"
+    r"|(openai|anthropic|hf|huggingface|wandb|github|google|gemini|azure|private|signing|encryption)_?key)$"
+    r"|\w_(pass|pwd)$",  # PWD alone is a directory
     re.IGNORECASE,
 )
 _SECRET_SHAPE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|wandb_v1_[A-Za-z0-9_]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|AKIA[0-9A-Z]{16}|xox[abpr]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
+    r"(?<![A-Za-z0-9])((?:hf|api_org)_[A-Za-z0-9]{16,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AIza[\w-]{30,}|wandb_v\d_[A-Za-z0-9_]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[\w.-]{20,}"
+    r"|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
 )
 _URL_USER = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^/\s@]+@")
+_URL_PASSWORD = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s:/@]*:(?!\d{1,5}(?:[/?#\s,;)]|$))[^@\n\"'<>]{1,128}@")
+"""A password with a slash or a space; digits up to a slash are a port."""
+_BEARER = re.compile(
+    r"(?P<head>\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=[^\s\"',}]{16}))"
+    r"[^\s\"',}]+",
+    re.IGNORECASE,
+)
 _ASSIGNMENT = re.compile(
-    r"(?P<name>[\w.]*(?:api_?key|access_?key|secret|password|passwd|bearer|token))(?P<sign>\s*[=:]\s*)(?P<value>[^\s,}\]]+)",
+    r"(?P<name>[\w.]*(?:api_?key|access_?key|secret|password|passwd|passphrase|bearer|token|_pass|_pwd|key))"
+    r"(?P<sign>[\"']?\s*[=:]\s*)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,}\]]+)",
     re.IGNORECASE,
 )
 _SHORTEST_SECRET = 8  # a shorter environment value would mask ordinary words
@@ -39,6 +49,8 @@ def redact_text(text: str) -> str:
     of the environment."""
     text = _SECRET_SHAPE.sub(MASK, text)
     text = _URL_USER.sub(lambda match: f"{match['scheme']}{MASK}@", text)
+    text = _URL_PASSWORD.sub(lambda match: f"{match['scheme']}{MASK}@", text)
+    text = _BEARER.sub(lambda match: f"{match['head']}{MASK}", text)
     text = _ASSIGNMENT.sub(
         lambda match: (
             f"{match['name']}{match['sign']}{MASK}" if is_secret_name(match["name"]) else match[0]
