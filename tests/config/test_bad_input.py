@@ -810,6 +810,8 @@ def test_exit_code_two_without_traceback_and_nothing_written(
 
 
 def test_an_experiment_name_that_holds_a_secret_is_refused_unshown() -> None:
-    with pytest.raises(config.ConfigError, match=r"experiment_name = .*names directories and reports") as caught:
+    with pytest.raises(
+        config.ConfigError, match=r"experiment_name = .*names directories and reports"
+    ) as caught:
         config.load(["experiment_name=run_hf_canaryABCDEFGHIJKLMNOP"])
     assert "canary" not in str(caught.value)

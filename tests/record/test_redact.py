@@ -30,7 +30,18 @@ def test_secret_names(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["num_tokens", "max_tokens", "tokenizer", "token_env", "token_file", "key", "keyboard", "author", "PWD", "run_key"],
+    [
+        "num_tokens",
+        "max_tokens",
+        "tokenizer",
+        "token_env",
+        "token_file",
+        "key",
+        "keyboard",
+        "author",
+        "PWD",
+        "run_key",
+    ],
 )
 def test_ordinary_names(name: str) -> None:
     assert not is_secret_name(name)
@@ -70,7 +81,9 @@ def test_secrets_in_text(text: str) -> None:
     assert shown.endswith(" after")
 
 
-@pytest.mark.parametrize("text", ["http://host:80/score, mail a@b", "a bearer token is needed", "data.key: value"])
+@pytest.mark.parametrize(
+    "text", ["http://host:80/score, mail a@b", "a bearer token is needed", "data.key: value"]
+)
 def test_ordinary_text_stays(text: str) -> None:
     assert redact_text(text) == text
 

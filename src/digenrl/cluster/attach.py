@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -304,36 +304,43 @@ def attach(
         control, watcher = (
             Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2)
         )
-        outcome = RunOutcome()
-        try:
-            with _stop_on_signals(signals, watcher, partial(stop_grace, run_dir)):
-                rank_main(world, session)
-            if (cause := control.get("stop")) is not None:
-                number = control.get("signal")
-                outcome = RunOutcome(
-                    "stopped", cause, EXIT_STOPPED if number is None else 128 + int(number)
-                )
-        except Exception as error:
-            cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
-            with suppress(StoreLost):
-                cause = control.get("abort") or cause
-                control.abort(cause)
-            outcome = RunOutcome("failed", cause, 1)
+        stops = _stop_on_signals(signals, watcher, partial(stop_grace, run_dir))
+        outcome = _run(partial(rank_main, world, session), world, control, stops)
         with suppress(StoreLost):  # process 0 is gone
             control.set(f"left/{place.rank}", "1")
-        if (
-            place.rank == 0
-        ):  # last out: the others still talk to the store, and their spans belong into the report
-            patience = (
-                limits.abort_s if outcome.status == "failed" else limits.leave_s + LEAVE_MORE_S
-            )
+        failed = outcome.status == "failed"
+        if place.rank == 0:  # last out: the others use the store, and the report needs their spans
+            patience = limits.abort_s if failed else limits.leave_s + LEAVE_MORE_S
             _wait_until_left(control, place.size, patience)
         if members is not None:
-            members.wait_for_exits(limits.abort_s if outcome.status == "failed" else limits.leave_s)
+            members.wait_for_exits(limits.abort_s if failed else limits.leave_s)
         if server is not None:
             (run_dir / ACCESS).unlink(missing_ok=True)
             server.close()
     return run_dir, outcome
+
+
+def _run(
+    rank_main: Callable[[], None],
+    world: World,
+    control: Control,
+    stops: AbstractContextManager[None],
+) -> RunOutcome:
+    """Run this process's rank inside `stops`. Return the outcome; an error ends the run for all."""
+    try:
+        with stops:
+            rank_main()
+        if (cause := control.get("stop")) is None:
+            return RunOutcome()
+        number = control.get("signal")
+        exit_code = EXIT_STOPPED if number is None else 128 + int(number)
+        return RunOutcome("stopped", cause, exit_code)
+    except Exception as error:
+        cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
+        with suppress(StoreLost):
+            cause = control.get("abort") or cause
+            control.abort(cause)
+        return RunOutcome("failed", cause, 1)
 
 
 def _watch_ranks(

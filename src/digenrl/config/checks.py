@@ -96,8 +96,13 @@ def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterat
                 "environment (WANDB_API_KEY, HF_TOKEN, DIGENRL_REWARD_TOKEN)."
             )
         elif path == "experiment_name" and isinstance(value, str) and redact_text(value) != value:
-            yield f"{path} = {redact_text(value)}: names directories and reports; choose a name without a secret."
-        elif path.rpartition(".")[2] == "token_env" and not re.fullmatch(r"DIGENRL_\w+", str(value)):
+            yield (
+                f"{path} = {redact_text(value)}: names directories and reports; choose a name "
+                "without a secret."
+            )
+        elif path.rpartition(".")[2] == "token_env" and not re.fullmatch(
+            r"DIGENRL_\w+", str(value)
+        ):
             yield (
                 f"{path} = {shown(value)}: a reward is sent variables named DIGENRL_... only, so "
                 "that no configuration "

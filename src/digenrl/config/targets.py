@@ -3,7 +3,8 @@
 Hydra turns `_target_` into a call, so a configuration is code. The rule is that a target may be one
 of three:
 
-- A class in `ROOMS` that a file of the shipped configs/ names.
+- A class in `ROOMS` that a file of the shipped configs/ names, or that an extension offers as one
+of its `COMPONENTS`.
 - A class in `FOREIGN`.
 - Anything public in a package that `allow_targets` names on the command line. Our own packages are
 excepted.
@@ -35,6 +36,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from digenrl.config.errors import listing, nearest
 from digenrl.config.removed import reason
 from digenrl.config.shipped import config_directory
+from digenrl.extension import offered
 
 ROOMS: tuple[str, ...] = (
     "digenrl.algorithms",
@@ -98,6 +100,8 @@ def components() -> frozenset[str]:
             continue  # Hydra says what is wrong with the file when somebody chooses it
         own = (target for _, target, _ in targets(tree) if isinstance(target, str))
         named.update(target for target in own if _lies_in(target, ROOMS))
+    for classes in offered("COMPONENTS"):  # such as what stands in for a network that is emulated
+        named.update(classes)
     return frozenset(named)
 
 

@@ -24,7 +24,9 @@ _SECRET_SHAPE = re.compile(
     r"|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
 )
 _URL_USER = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^/\s@]+@")
-_URL_PASSWORD = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s:/@]*:(?!\d{1,5}(?:[/?#\s,;)]|$))[^@\n\"'<>]{1,128}@")
+_URL_PASSWORD = re.compile(
+    r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s:/@]*:(?!\d{1,5}(?:[/?#\s,;)]|$))[^@\n\"'<>]{1,128}@"
+)
 """A password with a slash or a space; digits up to a slash are a port."""
 _BEARER = re.compile(
     r"(?P<head>\bauthorization[\"']?\s*[:=]\s*[\"']?(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=[^\s\"',}]{16}))"

@@ -5,8 +5,8 @@
     trainers   wait for the pieces before their next update: no rollout can leave V before V's evaluation is complete
 
 A piece depends on the weights and its number alone (`digenrl.rollout.evaluation`), so any rank may
-make a piece, even two ranks. Another rollout takes the piece of a rank that is lost. The trainers
-make a piece that two rollouts were lost with, and all pieces when no rollout is left. Trainers meet
+draw a piece, even two ranks. Another rollout takes the piece of a rank that is lost. The trainers
+draw a piece that two rollouts were lost with, and all pieces when no rollout is left. Trainers meet
 before the update, so all of them still hold V.
 
 An evaluation may be of other weights than V's: a moving average, or weights that an algorithm

@@ -127,7 +127,9 @@ def test_rows_compare_with_the_first_job_and_share_out_the_lost_time(tmp_path: P
         }
         (directory / "summary.json").write_text(json.dumps(found))
         summary = result_of(directory)
-        jobs.append(SweepJob(number, (), {"seed": str(number)}, directory, "completed", summary=summary))
+        jobs.append(
+            SweepJob(number, (), {"seed": str(number)}, directory, "completed", summary=summary)
+        )
     table = rows(jobs)
     assert [row["ratio"] for row in table] == [1.0, 2.5]
     assert [(row["lost:tail"], row["lost:weights"], row["ranks"]) for row in table] == [

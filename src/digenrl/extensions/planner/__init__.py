@@ -12,3 +12,9 @@ COMMANDS = {
         "measure this machine's seconds per unit, for a hardware profile",
     ),
 }
+COMPONENTS = (
+    "digenrl.extensions.planner.emulated.Durations",
+    "digenrl.extensions.planner.emulated.EmulatedLine",
+    "digenrl.extensions.planner.emulated.EmulatedPolicy",
+)
+"""Classes that stand in for networks and lines in an emulated run."""
