@@ -92,7 +92,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",), ceiling=651),
     "record": Room(500, ("record",), ceiling=621),
     "callbacks": Room(500, ("callbacks",), ceiling=636),
-    "config": Room(1500, ("config",), ceiling=2057),
+    "config": Room(1500, ("config",), ceiling=2064),
     "cli": Room(500, ("cli",), ceiling=844),
     "report": Room(600, ("report",), ceiling=773),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -117,9 +117,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=17297,
+        ceiling=17304,
     ),
-    "everything": Room(26000, ("",), ceiling=28058),
+    "everything": Room(26000, ("",), ceiling=28065),
 }
 """Room -> its budget. The last three rows are sums."""
 

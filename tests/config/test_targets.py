@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from digenrl.config import config_directory, instantiate
 from digenrl.config.targets import FOREIGN, ROOMS, components, is_allowed, target_problems, targets
-from digenrl.extension import installed
+from digenrl.extension import installed, offered
 
 
 def test_finds_targets_at_any_depth() -> None:
@@ -154,11 +154,16 @@ def named_in_configs() -> set[str]:
     }
 
 
+OFFERED = {name for classes in offered("COMPONENTS") for name in classes}
+"""Classes that extensions bring, which no file of configs/ names."""
+
+
 def test_the_list_holds_what_configs_names_and_what_the_documents_offer(repository: Path) -> None:
     named, adding = named_in_configs(), (repository / "docs" / "adding.md").read_text()
+    further = components() - named - OFFERED
     assert named <= components()
-    assert components() - named == {"torch.optim.Adam", "torch.optim.SGD"}
-    assert [name for name in components() - named if f"`{name}`" not in adding] == []
+    assert further == {"torch.optim.Adam", "torch.optim.SGD"}
+    assert [name for name in further if f"`{name}`" not in adding] == []
     assert [room for room in ROOMS if not any(name.startswith(f"{room}.") for name in named)] == []
 
 
@@ -186,7 +191,7 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
     monkeypatch.setattr("digenrl.config.targets.config_directory", lambda: tmp_path / "configs")
     components.cache_clear()
     try:
-        assert components() == {*FOREIGN, *own}
+        assert components() == {*FOREIGN, *own, *OFFERED}
         assert target_problems({"_target_": own[0]}) == []
         (text,) = target_problems({"_target_": own[1]})
         assert "read_state is a function; a component is a class" in text

@@ -80,24 +80,8 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     completed: list[str] = []
     base: dict[str, Any] | None = None
     if run is None and replayed is not None:
-        tree, completed = read_stored(replayed, "replay")
-        base, _ = resolved(tree)
-        for key, value in (
-            ("allocation.rollouts", 0),
-            ("record.trajectories", False),
-            ("replay", str(replayed)),
-        ):
-            OmegaConf.update(tree, key, value)
-        found = merge_words(
-            tree,
-            [word for word in words if not word.startswith("hydra.")],
-            config_name,
-            groups=True,
-        )
-        named = [f"{key}={quoted(str(tree[key]))}" for key in ("experiment_name", "output_root")]
-        found += compose_words(
-            [*named, *(word for word in words if word.startswith("hydra."))], config_name
-        )[1]
+        tree, found, completed = _composed_on(replayed, words, config_name)
+        base, _ = resolved(read_stored(replayed, "replay")[0])
         run_dir = Path(str(HydraConfig.get().run.dir))
     elif run is None:
         tree, found = compose_words(words, config_name)
@@ -118,20 +102,8 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts")
     )
     problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
-    if (
-        OmegaConf.is_list(tree.get("allow_targets"))
-        and list(tree.allow_targets) != allow
-        and run is None
-    ):
-        problems.append(
-            f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in "
-            "a YAML file; "
-            "set it there, for this run."
-        )
-    if run is None and replayed is None and tree.get("replay") is not None:
-        problems.append(
-            f"replay = {tree.replay}: counts only on the command line, as replay={tree.replay}."
-        )
+    if run is None:
+        problems += _only_on_the_command_line(tree, allow, replayed)
     problems += _unwritable(run_dir.absolute())
     plain, _ = resolved(tree)
     if base is not None:
@@ -159,6 +131,35 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         run is not None,
         (*completed, *_notes(plain)),
     )
+
+
+def _composed_on(
+    replayed: Path, words: Sequence[str], config_name: str
+) -> tuple[DictConfig, list[str], list[str]]:
+    """Return the configuration of a run that replays `replayed`, its problems, and the keys that
+    the stored configuration lacked."""
+    tree, completed = read_stored(replayed, "replay")
+    own = {"allocation.rollouts": 0, "record.trajectories": False, "replay": str(replayed)}
+    for key, value in own.items():
+        OmegaConf.update(tree, key, value)
+    of_hydra = [word for word in words if word.startswith("hydra.")]
+    others = [word for word in words if not word.startswith("hydra.")]
+    found = merge_words(tree, others, config_name, groups=True)
+    named = [f"{key}={quoted(str(tree[key]))}" for key in ("experiment_name", "output_root")]
+    return tree, [*found, *compose_words([*named, *of_hydra], config_name)[1]], completed
+
+
+def _only_on_the_command_line(
+    tree: DictConfig, allow: Sequence[str], replayed: Path | None
+) -> Iterator[str]:
+    """Yield what a new run's YAML files set, though only the command line may."""
+    if OmegaConf.is_list(tree.get("allow_targets")) and list(tree.allow_targets) != list(allow):
+        yield (
+            f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in "
+            "a YAML file; set it there, for this run."
+        )
+    if replayed is None and tree.get("replay") is not None:
+        yield f"replay = {tree.replay}: counts only on the command line, as replay={tree.replay}."
 
 
 def _unwritable(run_dir: Path) -> list[str]:

@@ -13,7 +13,7 @@ COMMANDS = {
     ),
 }
 COMPONENTS = (
-    "digenrl.extensions.planner.emulated.Durations",
+    "digenrl.extensions.planner.emulate.Durations",
     "digenrl.extensions.planner.emulated.EmulatedLine",
     "digenrl.extensions.planner.emulated.EmulatedPolicy",
 )
