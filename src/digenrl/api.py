@@ -169,7 +169,7 @@ def score(
         heldout: also the mixture's held-out rewards.
 
     Raises:
-        ConfigError: no such reward, or weights that are not on this machine.
+        ConfigError: the reward does not exist, or its weights are missing here.
         ValueError: media or prompts that do not fit, or that a scorer could never score.
     """
     from digenrl.cli.reward import reward_config, reward_suite

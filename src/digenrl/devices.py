@@ -44,7 +44,7 @@ def index(local_rank: int) -> int:
 
 
 def take(local_rank: int) -> int | None:
-    """Make this process's GPU the current one, before anything is built. Return its number; None on
+    """Make this process's GPU the current GPU, before anything is built. Return its number; None on
     processors."""
     if not torch.cuda.is_available():
         return None

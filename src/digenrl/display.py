@@ -40,7 +40,7 @@ from digenrl.report.tables import DASH, duration, facts, number
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.2
 SHOWN_RANKS = 8
-"""Largest number of ranks that are listed one by one. More ranks are counted by activity."""
+"""Largest number of ranks that are listed separately. More ranks are counted by activity."""
 _BARS = "▁▂▃▄▅▆▇█"
 _QUIET = ("publish",)
 _LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER, TRAJECTORIES)
@@ -103,7 +103,7 @@ class Display:
             self._live.start()
 
     def poll(self) -> None:
-        """Read what is new, and draw if it is time to. This is cheap: call it several times per
+        """Read what is new, and draw if it is time to. Callers may call several times per
         second."""
         self._read()
         now = self._clock()

@@ -372,9 +372,9 @@ class Filled:
 
     root: str
     texts: int
-    """Of the run: prompts and negative prompts of its steps and of its evaluation."""
+    """Number of prompts and negative prompts of the steps and of the evaluation."""
     encoded: int
-    """By this process."""
+    """Number of texts that this process encoded."""
 
 
 def fill_prompt_store(

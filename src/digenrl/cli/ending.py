@@ -19,8 +19,8 @@ from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
-"""Values of `allocation.stop_grace_s=auto`: factor for the longest of the last ten steps; least
-seconds; seconds before the first step."""
+"""Values of `allocation.stop_grace_s=auto`: a factor for the longest of the last ten steps, the
+least seconds, and the seconds before the first step."""
 
 
 def stop_grace(config: DictConfig, run_dir: Path) -> float:

@@ -202,7 +202,7 @@ def check_place(composed: Composed, place: Place | None) -> None:
     settings need an extension that is not installed.
 
     Args:
-        place: what a scheduler gave this process; None: no scheduler started it.
+        place: the scheduler's numbers for this process; None without a scheduler.
 
     Raises:
         ValueError: as `Launcher.check`, `devices.check`, `devices.found`, `Network.check`,

@@ -55,8 +55,8 @@ SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
 """SLURM's default KillWait, and the seconds before a job's end at which SLURM's signal announces
 that end."""
 UNUSED_ADDRESS = "192.0.2.1"
-"""An address that no machine has (RFC 5737). A route to this address starts at this machine's
-outward address."""
+"""An address that no machine has (RFC 5737). Routes to this address start at the machine's outward
+address."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class RankProcess(Protocol):
 
 @dataclass
 class RunOutcome:
-    """Result of a run. Not frozen, because the launcher fills it in while it watches."""
+    """Result of a run. Not frozen: the launcher fills in the fields while it watches."""
 
     status: str = "completed"
     """completed | stopped | failed"""

@@ -171,8 +171,8 @@ class RandomSubset:
 
 @dataclass(frozen=True)
 class Window:
-    """A contiguous window of `size` SDE steps, all trained; the ODE elsewhere (MixGRPO, arXiv
-    2507.21802; Flow-GRPO-Fast).
+    """A contiguous window of `size` SDE steps, all trained, and the ODE elsewhere (MixGRPO, arXiv
+    2507.21802, and Flow-GRPO-Fast).
 
     random: start drawn at every RL step by (seed, RL step). progressive: the window moves by size -
     overlap every `hold` RL steps; the last window is anchored at the end of the range so that every

@@ -69,7 +69,7 @@ class DiffusersPolicy(Policy):
         attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike;
             None = its default.
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast
-            afterwards. Padding stays, so that all prompts have one shape.
+            afterwards. Padding stays, so that all prompts have the same shape.
         offload_encoders: move encoders and VAE back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at
@@ -106,8 +106,8 @@ class DiffusersPolicy(Policy):
     """Names of the lists' lengths in the transformer's configuration."""
     unread: ClassVar[frozenset[str]] = frozenset()
     """Modules of the last block (of the first list) that only its unread text output depends on, or
-    that are absent. They would get no gradient. LoRA leaves them out, and full fine-tuning keeps
-    them frozen."""
+    that are absent. They would get no gradient. LoRA leaves these tensors out, and full fine-tuning
+    keeps them frozen."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Modules and parameters of the transformer on which the velocity does not depend. Full
     fine-tuning keeps them frozen."""

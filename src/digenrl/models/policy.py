@@ -245,8 +245,8 @@ class Policy(nn.Module, ABC):
 
     @property
     def drawn_shape(self) -> tuple[int, ...]:
-        """Shape of the drawn part of a sample. Means have this shape, and log-probs are averaged
-        over it."""
+        """Shape of the drawn part of a sample. Means have this shape, over which log-probs are
+        averaged."""
         return self.latent_shape if self.drawn is None else (self.drawn, *self.latent_shape[1:])
 
     @property

@@ -29,7 +29,7 @@ class Stretch:
     """Number that counts up with every sign of progress."""
     stage: str
     known: bool
-    """Whether this process has finished a stretch of this stage before."""
+    """Whether the process has finished a stretch of the stage before."""
 
     @property
     def waits(self) -> bool:

@@ -83,7 +83,7 @@ class PartWriter(StorageWriter):
         self._directory, self._stage, self._complete = directory, stage, complete
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """One writer writes one checkpoint."""
+        """A writer writes a single checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the directory, in place of what was left by processes that were killed."""
@@ -168,7 +168,7 @@ class PartReader(StorageReader):
         self._where: dict[MetadataIndex, Path] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """One reader reads one checkpoint."""
+        """A reader reads a single checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         found: dict[str, TensorStorageMetadata] = {}

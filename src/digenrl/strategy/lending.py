@@ -247,8 +247,8 @@ class Lending:
 
     def _recall(self, version: int) -> None:
         """Publish the version before again if a task of it came back (one-step asynchrony). Perhaps
-        no rank holds those weights any more. One rollout gets that version, and then the present
-        one."""
+        no rank holds those weights any more. A rollout gets that version first, and then the
+        present version."""
         before, present = self._state.previous, self._state.current
         if self._world.rank != 0 or before is None:
             return

@@ -259,7 +259,7 @@ class BroadcastLink(SocketLink):
         return replace(message, tensors={"data": data}, digest=hasher.hexdigest())
 
     def _pass(self, message: Message) -> None:
-        """Deliver a message, unless this rank has it already."""
+        """Deliver a message that this rank lacks."""
         place = int(message.meta["version"]), float(message.meta.get("bucket", math.inf))
         if place[0] != self._passed[0] or place[1] > self._passed[1]:
             self._passed = place

@@ -35,7 +35,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _once(method: _Method) -> _Method:
-    """Decorate a method of `Costing` so that it computes each answer once."""
+    """Decorate a method of `Costing` so that each answer is computed only once."""
 
     @functools.wraps(method)
     def known(self: Costing, *args: Any) -> Any:
@@ -67,7 +67,7 @@ class Costing:
 
     @cached_property
     def costs(self) -> Costs:
-        """Cost model of this workload on this profile."""
+        """Cost model of the workload on the hardware profile."""
         return Costs(self.work, self.hardware)
 
     def placed(self, candidate: Candidate) -> tuple[tuple[str, str], ...]:

@@ -83,7 +83,7 @@ def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: in
 
 
 def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Return the bytes of one block's activations while they are computed again.
+    """Return the bytes of a block's activations while the block is computed again.
 
     With off-loading they are the activations of two blocks: one computes while those of the next
     return from the host.

@@ -273,7 +273,7 @@ def _fixed(
 def sync_run(costing: Costing, gpus: int) -> CandidateOutcome | None:
     """Return the outcome of `schedule=sync` on `gpus` GPUs at its best split.
 
-    Nothing overlaps in it, and a forward trains one denoising step.
+    Nothing overlaps, and a forward trains a single denoising step.
     """
     found = []
     for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp")):

@@ -139,7 +139,7 @@ class ProcessScorer:
         return self._client
 
     def _told(self, seconds: float) -> dict[str, str]:
-        """Return the child's next line; {} if it ended without one.
+        """Return the child's next line; {} if the child ended before.
 
         Raises TimeoutError, and RewardError if the line reports an error.
         """

@@ -41,7 +41,7 @@ UNITS = {
 
 
 class ProfileKeys(Arguments):
-    """Keys of this command beside those of a run."""
+    """Keys that the command has beside the keys of a run."""
 
     pool: str | None = Field(
         None, description="pool of the profile that this machine stands for, where it has several"

@@ -4,10 +4,10 @@ repository commits.
     digenrl pretrain-scenes [key=value ...] digenrl pretrain-scenes task=edits steps=1664
     decay_steps=2600 wrong_captions=0.4 wrong_from=1344
 
-Training is deterministic on one machine with one thread. It takes about fifteen minutes on one
-core. `budget_s` cuts it into pieces, and the same command then continues. `wrong_captions` sets how
-much is left for reinforcement learning to improve. task=edits trains the base model of the edits,
-which begins as that of the scenes; both share the judge.
+Training is deterministic on a given machine with a single thread. Training takes about fifteen
+minutes on one core. `budget_s` cuts it into pieces, and the same command then continues.
+`wrong_captions` sets how much is left for reinforcement learning to improve. task=edits trains the
+base model of the edits, which begins as that of the scenes; both share the judge.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ test.
     digenrl new hardware my_node out=somewhere
 
 Writes into the working directory (or `out`): configs/KIND/NAME.yaml, test_NAME.py and, of rewards
-and models, NAME.py. All of it runs as it stands; nothing that exists is overwritten. The last line
+and models, NAME.py. The skeleton runs as written, and no file is overwritten. The last line
 on standard output is a command that uses it, from the directory that it was written into.
 """
 
