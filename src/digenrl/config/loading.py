@@ -80,8 +80,9 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     completed: list[str] = []
     base: dict[str, Any] | None = None
     if run is None and replayed is not None:
-        tree, found, completed = _composed_on(replayed, words, config_name)
-        base, _ = resolved(read_stored(replayed, "replay")[0])
+        tree, completed = read_stored(replayed, "replay")
+        base, _ = resolved(tree)
+        found = _turn_into_replay(tree, replayed, words, config_name)
         run_dir = Path(str(HydraConfig.get().run.dir))
     elif run is None:
         tree, found = compose_words(words, config_name)
@@ -116,9 +117,8 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         raise ConfigError(problems)
     for holder, key in _prompt_files(plain["data"]):
         if prompts.locate(holder[key]).parent != prompts.DIRECTORY:
-            holder[key] = str(
-                prompts.locate(holder[key])
-            )  # a rank may have another working directory
+            # A rank may have another working directory.
+            holder[key] = str(prompts.locate(holder[key]))
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["resume"] = None if run is None else str(run)
     config = OmegaConf.create(plain)
@@ -133,12 +133,11 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     )
 
 
-def _composed_on(
-    replayed: Path, words: Sequence[str], config_name: str
-) -> tuple[DictConfig, list[str], list[str]]:
-    """Return the configuration of a run that replays `replayed`, its problems, and the keys that
-    the stored configuration lacked."""
-    tree, completed = read_stored(replayed, "replay")
+def _turn_into_replay(
+    tree: DictConfig, replayed: Path, words: Sequence[str], config_name: str
+) -> list[str]:
+    """Change the stored configuration of `replayed` into that of a run that replays it. Return
+    what is wrong with the words."""
     own = {"allocation.rollouts": 0, "record.trajectories": False, "replay": str(replayed)}
     for key, value in own.items():
         OmegaConf.update(tree, key, value)
@@ -146,7 +145,7 @@ def _composed_on(
     others = [word for word in words if not word.startswith("hydra.")]
     found = merge_words(tree, others, config_name, groups=True)
     named = [f"{key}={quoted(str(tree[key]))}" for key in ("experiment_name", "output_root")]
-    return tree, [*found, *compose_words([*named, *of_hydra], config_name)[1]], completed
+    return [*found, *compose_words([*named, *of_hydra], config_name)[1]]
 
 
 def _only_on_the_command_line(
