@@ -96,8 +96,6 @@ class Overheads:
     """From there until a rollout rank has adopted them."""
     deliver: float = 0.0
     """A finished task on its way to the trainers."""
-    move: float = 0.0
-    """A suspended task on its way to another rank."""
     turn: float = 0.0
     """Between publication and the next RL step, for each trainer: the loop of Lightning and its
     callbacks. All have it at the same moment and share the cores."""
@@ -130,7 +128,6 @@ def emulated_cluster(
         snapshot_seconds=overheads.publish + turn,
         publish_seconds=overheads.weights - turn,
         deliver_seconds=overheads.deliver,
-        move_seconds=overheads.move,
         switch_seconds=0.0,
     )
 
@@ -354,7 +351,6 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
         if adopted
         else 0.0,
         deliver=mean(_until_sent(span, spans[maker, "send"]) for span in spans[maker, "decode"]),
-        move=mean(_seconds(span) for span in spans[maker, "send"]),
         turn=mean(_turns(spans)) / trainers,
     )
 

@@ -123,32 +123,6 @@ def test_a_loan_of_the_next_step_is_not_begun_where_the_fragment_is_ready_sooner
     assert policy.lend(0, 1, PENDING[1:], (0, len(queue(spec, 1, 2))), 0.0) == 0
 
 
-def test_a_loan_of_this_step_goes_to_a_rollout_that_ends_it_sooner() -> None:
-    policy = trainer_policy(1, 1)
-    policy.saw_rank(0, Work(1, TASK_S, 1, 0, 0.9))
-    policy.saw_rank(1, Work(1, TASK_S, 1, 1, 0.15))
-    assert policy.loan_receiver(0, 1, 1, True, 0.0) is None, "0.15 + 0.9 s there"
-    policy.expected("generate", 1, TASK_S / 2)
-    assert policy.loan_receiver(0, 1, 1, True, 0.0) == 1, "0.15 + 0.45 s there"
-    assert policy.loan_receiver(0, 2, 1, True, 0.0) is None, "a task of the next step"
-    assert policy.loan_receiver(0, 1, 1, False, 0.0) is None, "nothing is ready"
-
-
-def test_trainers_that_are_wanted_at_one_moment_give_their_tasks_to_different_rollouts() -> None:
-    """Each decides by itself. Given to one rank, the tasks would wait there for each other while
-    the rest goes on with the next step's."""
-    policy = trainer_policy(3, 2)
-    for rank in (3, 4):
-        policy.expected("generate", rank, TASK_S / 5)
-    for rank, until in ((0, 0.9), (1, 0.9), (2, 0.9), (3, 0.5), (4, 0.3)):
-        policy.saw_rank(rank, Work(0, TASK_S, 0, 1, until))
-    assert [policy.loan_receiver(rank, 0, 0, True, 0.0) for rank in range(3)] == [4, 3, 4]
-    policy.saw_rank(0, Work(0, TASK_S))
-    assert policy.loan_receiver(1, 0, 0, True, 0.0) == 4, "nobody lends before it"
-    policy.saw_rank(4, Work(0, TASK_S, 0, 1, 0.3, waiting=TASK_S))
-    assert policy.loan_receiver(1, 0, 0, True, 0.0) == 3, "a task waits there already"
-
-
 def test_switching_costs_count() -> None:
     """Waiting is better than a loan whose two switches take longer than it saves."""
     policy = trainer_policy(1, 1)

@@ -100,8 +100,8 @@ def work_of(control: Control, ranks: Iterable[int]) -> dict[int, Work | None]:
 
 
 def _work(text: str) -> Work:
-    version, seconds, step, group, until, waiting = text.split(":")
-    return Work(int(version), float(seconds), int(step), int(group), float(until), float(waiting))
+    version, seconds, step, group, until = text.split(":")
+    return Work(int(version), float(seconds), int(step), int(group), float(until))
 
 
 def _owner_key(version: int, position: int) -> str:

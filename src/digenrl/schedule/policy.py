@@ -1,4 +1,4 @@
-"""The policy: which rank claims, declines, lends, and continues a suspended task (I13).
+"""The policy: which rank claims, declines, lends, and continues the task of a rank that leaves (I13).
 
 No rank commands the others. Each rank has a policy of its own. The rank reports what it sees
 (events), asks the policy (decisions), and acts. A decision depends only on its arguments and on the
@@ -13,7 +13,6 @@ again.
     decisions   takes          a free rank claims the next task, or leaves it to a rank that ends it earlier
                 next_move      a trainer trains a ready fragment, lends itself, or waits
                 lend           how many rounds of tasks an idle trainer generates (TAG)
-                loan_receiver  the rank that finishes the task of a trainer whose fragment is ready
                 first_free     the rollout rank that will be free first
                 successor      the rank that continues the task of a rank that leaves
                 step_ended     whether TAG switches itself off
@@ -26,7 +25,6 @@ queue.
    {free_i + j s_i}. At t = (n+m-1)/sum(1/s_i) the union holds sum floor(t/s_i) > n-1 of them, so n
    fit.
 3. I6: nothing is lent while a fragment is ready, nor with weights that are not the published ones.
-4. A loan moves only to a rank that ends it strictly earlier.
 
 Pure: standard library only.
 """  # noqa: E501
@@ -253,62 +251,27 @@ class SchedulePolicy:
         return (work.task_seconds if work is not None else 0.0) or math.inf
 
     @_noted("decision")
-    def loan_receiver(
-        self, rank: int, task_step: int, step: int, ready: bool, now: float
-    ) -> int | None:
-        """Return the rank that finishes trainer `rank`'s task once a fragment is `ready`; None: the
-        trainer itself.
-
-        The receiver is the rollout rank that is free first, if it ends the task sooner than the
-        trainer would. All lending trainers see the fragment at the same moment, so each asks
-        another rollout rank, in turn. A loan of the next step's tasks runs to its end, because only
-        the version of the step in progress is sure to be held until its tasks are trained.
-        """
-        own = self._ranks[rank]
-        if not ready or task_step != step or not own.task_seconds:
-            return None
-        receiver = self._first_free(
-            now, sum(work.busy for other, work in self._ranks.items() if other < rank)
-        )
-        if receiver is None:
-            return None
-        left, other = own.free_in(now), self._ranks[receiver]
-        there = (
-            other.free_in(now)
-            + other.waiting
-            + left / own.task_seconds * self._costs["generate", receiver]
-        )
-        return receiver if there < left else None
-
-    @_noted("decision")
     def first_free(self, now: float) -> int | None:
         """Return the rollout rank that is expected to be free first; None if no speed is known."""
-        return self._first_free(now)
+        working = self._known_speed(self._generators)
+        return min(working, key=lambda rank: (working[rank].free_in(now), rank), default=None)
 
     @_noted("decision")
     def successor(self, rank: int, version: int, task_step: int, now: float) -> int | None:
         """Return the rank that continues the task of `rank`, which is leaving: the first free
         rollout rank with `version`.
 
-        None if there is no such rank, and for a task of a later step (see `loan_receiver`).
+        None if there is no such rank, and for a task of a later step. Only the version of the step
+        in progress is sure to be held until its tasks are trained.
         """
         others = [
-            (work.free_in(now) + work.waiting, other)
+            (work.free_in(now), other)
             for other, work in self._ranks.items()
             if other >= self.roles.trainers
             and other != rank
             and work.version == version == task_step
         ]
         return min(others, default=(0.0, None))[1]
-
-    def _first_free(self, now: float, place: int = 0) -> int | None:
-        """Return the rollout rank at `place` in the order in which the ranks become free, counting
-        round and round."""
-        working = self._known_speed(self._generators)
-        order = sorted(
-            working, key=lambda rank: (working[rank].free_in(now) + working[rank].waiting, rank)
-        )
-        return order[place % len(order)] if order else None
 
     # ---- trainers
 

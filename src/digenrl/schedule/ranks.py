@@ -26,8 +26,6 @@ class Work:
     """Group of the running task; -1 = the rank runs none."""
     until: float = 0.0
     """Expected end of the running task, seconds on the run's clock."""
-    waiting: float = 0.0
-    """Seconds of the suspended tasks that the rank was given and has not begun."""
 
     @property
     def values(self) -> tuple[Any, ...]:

@@ -89,7 +89,7 @@ class Lending:
         """
         if not self._together:
             while (fragment := self._wait(board, update, pending)) is None:
-                self._lend(board, update, pending)
+                self._lend(board.step, update)
             return fragment
         while True:
             first = self._wait(board, update, pending) if self._world.rank == 0 else None
@@ -179,40 +179,22 @@ class Lending:
 
     # ---- generating
 
-    def _lend(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> None:
-        """Generate one task here; as soon as a fragment is ready, a rollout rank goes on with
-        it."""
-        task = self._runner.claim(board.step)
-        if task is None:
-            return
-
-        def interrupt(task: Task, steps_left: int) -> int | None:
-            self._stop_vote.between_steps()
-            if not self._world.rollouts:
-                return None
-            while self._inbox.receive(0.0):
-                pass
-            ready = self._hooks.cut_fragment(pending, board) is not None
-            if ready:
-                self._runner.see()
-            return self._policy.loan_receiver(
-                self._world.rank, task.step, board.step, ready, self._spans.now()
-            )
-
-        self._generate(task, update, interrupt)
+    def _lend(self, step: int, update: int) -> None:
+        """Generate one task here. A loan that has begun runs to its end."""
+        task = self._runner.claim(step)
+        if task is not None:
+            self._generate(task, update, lambda task: self._stop_vote.between_steps())
 
     def _lend_together(self, step: int, update: int) -> None:
         """One task on every trainer rank; where none is left, one that is thrown away keeps the
         collectives in step."""
-
-        def interrupt(task: Task, steps_left: int) -> None:
-            self._stop_vote.begin()
-
         task = self._runner.claim(step)
         if task is None:
-            self._runner.run_discarded(self._hooks.plan_tasks(step)[-1], interrupt)
+            self._runner.run_discarded(
+                self._hooks.plan_tasks(step)[-1], lambda task: self._stop_vote.begin()
+            )
         else:
-            self._generate(task, update, interrupt)
+            self._generate(task, update, lambda task: self._stop_vote.begin())
 
     def _generate(self, task: Task, update: int, interrupt: Interrupt) -> None:
         """Run one task with the published weights; what taking them up and putting them away costs

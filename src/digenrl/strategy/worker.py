@@ -4,7 +4,7 @@ that own its cells.
     control store --claims, notes of the others--> SchedulePolicy --take, lend, who goes on--> TaskRunner
     TaskRunner: denoise -> decode -> score (in the scorer's thread) --cells, rewards--> trainers
     trainers --weights--> RolloutWorker: adopted between two tasks      (it waits for them when its queue is empty)
-    a rank that leaves, a trainer whose loan ends --suspended task--> RolloutWorker   (before its own next claim)
+    a rollout that leaves --suspended task--> RolloutWorker                           (before its own next claim)
 
 The same `TaskRunner` serves rollout ranks, colocated ranks and trainers that lend a hand (TAG): a
 sample does not depend on who made it.
@@ -38,9 +38,9 @@ from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, pu
 from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt, Trajectory
 
-Interrupt = Callable[[Task, int], int | None]
-"""Asked after every denoising step with (task, steps left): the rank that should finish the task,
-NOBODY to give it up, or None to go on."""
+Interrupt = Callable[[Task], int | None]
+"""Asked after every denoising step of a task: the rank that should finish the task, NOBODY to give
+it up, or None to go on."""
 
 
 _NOTICED_S = 0.001
@@ -94,14 +94,9 @@ class TaskRunner:
             tuple[int, int], Claim
         ] = {}  # touched by this thread alone, so it needs no lock
         """(step, index) -> claim of each task that this rank has begun and not shipped."""
-        self._step_seconds = 0.0
-        """Measured seconds of one denoising step on this rank; 0 before the first."""
         self._task_seconds = task_seconds
         self._unshipped: deque[Future[None]] = deque()
         self._withdrawn = False
-        self.waiting_steps: Callable[[], int] = lambda: 0
-        """Denoising steps of the suspended tasks that were given to this rank and that it has not
-        begun."""
         self._tell(Work())
 
     # ---- claims
@@ -164,8 +159,7 @@ class TaskRunner:
         """Tell the others what this rank does now: the last `share` of `task`, or nothing."""
         step, group = (task.step, task.group) if task is not None else (-1, -1)
         until = self._spans.now() + share * self._task_seconds
-        waiting = self.waiting_steps() * self._step_seconds
-        self._tell(Work(version, self._task_seconds, step, group, until, waiting))
+        self._tell(Work(version, self._task_seconds, step, group, until))
 
     def _tell(self, work: Work) -> None:
         if not self._withdrawn:
@@ -257,16 +251,15 @@ class TaskRunner:
         """Make the remaining steps, or those until the task is suspended; return also the rank that
         goes on then."""
         task, first = generation.task, generation.state.next_step
-        while left := self._engine.steps_left(generation):
+        while self._engine.steps_left(generation):
             done = generation.state.next_step - first
             # The first step is never given up: a task that moved on without progress could move for
             # ever.
-            receiver = interrupt(task, left) if interrupt is not None and done else None
+            receiver = interrupt(task) if interrupt is not None and done else None
             if receiver == NOBODY or (receiver is not None and self._give(task, receiver)):
                 return generation, receiver
             generation = self._engine.advance(generation)
             self._spans.progress.tick()
-            self._step_seconds = (self._spans.now() - began) / (done + 1)
         return generation, None
 
     def _give(self, task: Task, receiver: int) -> bool:
@@ -310,8 +303,8 @@ class RolloutWorker:
     """The life of a rollout rank: adopt a version, empty its queue, take part in its evaluation,
     wait for the next one.
 
-    Suspended tasks come from trainers that end a loan, and from rollouts that leave. A rank that
-    shall leave gives all of its tasks away, at the next denoising step.
+    Suspended tasks come from rollouts that leave. A rank that shall leave gives all of its tasks
+    away, at the next denoising step.
 
     Args:
         leave: set when this rank shall leave.
@@ -336,8 +329,6 @@ class RolloutWorker:
         self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
         self._suspended: deque[Suspended] = deque()
-        steps = runner.policy.spec.denoise_steps
-        runner.waiting_steps = lambda: sum(steps - task.next_step for task in self._suspended)
         self._asked: list[tuple[int, int]] = []
         """(rank that joined, the least version that it wants)."""
         self._source: int | None = None
@@ -525,7 +516,7 @@ class RolloutWorker:
             )
         return version.number > max([self._version, *(weights.number for weights in self._weights)])
 
-    def _between_steps(self, task: Task, steps_left: int) -> int | None:
+    def _between_steps(self, task: Task) -> int | None:
         """Return the rank that finishes `task` if this rank leaves, or None to go on."""
         if self._leave.is_set():
             self._runner.withdraw()

@@ -1,6 +1,6 @@
 """A trajectory suspended between two denoising steps, sent to the rank that finishes it.
 
-A rollout that leaves suspends its running task. So does a lending trainer when a fragment is ready.
+A rollout that leaves suspends its running task.
 
 Only tasks of the step in progress are sent. The next version cannot be published before these tasks
 are trained, so the receiver holds the version that they need. Under one-step asynchrony the

@@ -68,7 +68,6 @@ def clusters(draw: st.DrawFn, least_rollouts: int = 0) -> Cluster:
         reduce_seconds=draw(small),
         publish_seconds=draw(small),
         deliver_seconds=draw(small),
-        move_seconds=draw(small),
         switch_seconds=draw(small),
         lends_between_updates=draw(st.booleans()),
         static_claims=rollouts == 0 and draw(st.booleans()),

@@ -406,7 +406,6 @@ class Costing:
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
-            move_seconds=costs.move_seconds(everyone, b),
             switch_seconds=costs.switch_seconds(),
             useful=work.useful,
             lends_between_updates=work.lora_rank is not None,

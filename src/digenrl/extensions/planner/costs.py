@@ -324,11 +324,6 @@ class Costs:
             + task_size * self.work.score_cpu_seconds()
         )
 
-    def move_seconds(self, pools: list[Pool], task_size: int) -> float:
-        """Return the seconds of moving a suspended task: the latents it has kept so far, and the
-        present one."""
-        return self.deliver_seconds(pools, task_size) - task_size * self.work.score_cpu_seconds()
-
     def switch_seconds(self) -> float:
         """Return the seconds of one switch between training and generation: a small constant (an
         assumption).

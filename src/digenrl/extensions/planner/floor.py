@@ -38,10 +38,7 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
     # Tasks that cannot begin before the newest version is there.
     fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group
-    # A loan that ends may leave the rest of its task to a rollout, so tasks need not be whole on
-    # one rank.
-    split = spec.tag and not cluster.lockstep
-    alone = (fresh / _rate(everyone) if split else _makespan(fresh, everyone)) + last
+    alone = _makespan(fresh, everyone) + last
     return max(overlapped, alone, training + (0.0 if spec.async_steps else min(everyone)))
 
 

@@ -208,9 +208,7 @@ class CandidateOutcome:
         def best(stage: str, rank: VirtualRank) -> float:
             return size * (units[stage][rank.pool] or 0.0)
 
-        free = dict.fromkeys(
-            ("publish_seconds", "snapshot_seconds", "deliver_seconds", "move_seconds"), 0.0
-        )
+        free = dict.fromkeys(("publish_seconds", "snapshot_seconds", "deliver_seconds"), 0.0)
         own = dict.fromkeys(("adopt_seconds", "fetch_seconds", "send_seconds"), 0.0)
         cluster = replace(cluster, ranks=ranks(lambda rank: own), **free)  # type: ignore[arg-type]
         yield "publication, transfers, CPU scorers", cluster

@@ -88,8 +88,6 @@ class Cluster:
     """Seconds from the copy until rollout ranks have received a version."""
     deliver_seconds: float = 0.0
     """Seconds that a finished task takes to reach the trainers."""
-    move_seconds: float = 0.0
-    """Seconds that a suspended task takes to reach another rank."""
     switch_seconds: float = 0.0
     """Seconds of one switch of a trainer between training and generation."""
     useful: float = 1.0

@@ -194,7 +194,6 @@ class _VirtualRun:
         """First RL step since lending last switched itself off; 0 when it never did."""
         self._bubbles: list[Unit] = []
         self._handlers: dict[str, Callable[[Any], None]] = {
-            "boundary": self._on_boundary,
             "finish": self._on_finish,
             "deliver": self._on_deliver,
             "fail": self._on_fail,
@@ -328,16 +327,6 @@ class _VirtualRun:
                 if unit.state == "idle":
                     self._advance(unit)
 
-    def _on_boundary(self, payload: tuple[int, int, int]) -> None:
-        number, token, steps = payload
-        worker = self.gen.workers[number]
-        if worker.token != token:  # the rank has ended this task since the event was posted
-            return
-        receiver = self.gen.suspend(worker, steps, self.version, self.now)
-        if receiver is not None:
-            self._next_task(receiver)
-            self._free(worker)
-
     def _on_finish(self, payload: tuple[int, int]) -> None:
         worker = self.gen.workers[payload[0]]
         if worker.token != payload[1]:
@@ -384,13 +373,6 @@ class _VirtualRun:
                 for unit in self.units:
                     if unit.state == "idle":
                         self._advance(unit)
-                    elif (
-                        unit.state == "lend"
-                        and not self.gen.colocated
-                        and self._ready(unit) is not None
-                    ):
-                        for rank in unit.ranks:
-                            self.gen.want(self.gen.workers[rank], self.now)
 
     def _on_fail(self, rank: int) -> None:
         worker = self.gen.workers[rank]
