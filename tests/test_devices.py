@@ -14,11 +14,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from digenrl import devices, run
+from digenrl import accelerator, devices, run
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.devices import Device
+from digenrl.extensions.launchers.other_devices import OtherAccelerator
 from digenrl.rewards import suite
 from digenrl.rewards.protocol import resolve_device
 from tests.strategy.processes import configured
@@ -35,12 +36,14 @@ class Gpus:
         self, monkeypatch: pytest.MonkeyPatch, count: int, name: str = "NVIDIA L40"
     ) -> None:
         self.current, self.name = 0, name
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
-        monkeypatch.setattr(
-            torch.cuda, "set_device", lambda number: setattr(self, "current", number)
-        )
+        told = {
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "device_count": lambda: count,
+            "current_device_index": lambda: self.current,
+            "set_device_index": lambda number: setattr(self, "current", number),
+        }
+        for name, answer in told.items():
+            monkeypatch.setattr(torch.accelerator, name, answer)
         monkeypatch.setattr(torch.cuda, "get_device_properties", self.properties)
 
     def properties(self, number: int) -> SimpleNamespace:
@@ -96,7 +99,7 @@ def test_scorers_and_lightning_are_on_the_ranks_own_gpu(
     placed, (scorer, given), _ = built(tmp_path, monkeypatch, 1)
     assert placed
     assert set(placed) == {torch.device("cuda", own)}
-    assert (scorer, given) == (own, [own])
+    assert (scorer, given) == (torch.device("cuda", own), [own])
 
 
 def test_trainers_that_never_score_build_no_reward_model(
@@ -119,6 +122,33 @@ def test_trainers_that_never_score_build_no_reward_model(
         assert built(tmp_path / "d", monkeypatch, 0, *words)[0], (
             "a trainer that lends or evaluates scores"
         )
+
+
+@pytest.mark.parametrize(
+    ("present", "kind", "lightning"),
+    [
+        (None, "cpu", "cpu"),
+        ("mps", "cpu", "cpu"),  # a Mac's first run stays on the CPU
+        ("cuda", "cuda", "cuda"),
+        ("xpu", "xpu", OtherAccelerator),
+    ],
+)
+def test_a_kind_of_device_decides(
+    monkeypatch: pytest.MonkeyPatch, present: str | None, kind: str, lightning: Any
+) -> None:
+    found = None if present is None else torch.device(present)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: found
+    )
+    assert accelerator.kind() == kind
+    assert accelerator.is_own(torch.device(present or "cpu")) == (kind != "cpu")
+    made = devices.lightning()
+    assert made == lightning or isinstance(made, OtherAccelerator)
+    if isinstance(made, OtherAccelerator):
+        assert made.get_parallel_devices(made.parse_devices(2)) == [
+            torch.device("xpu", 0),
+            torch.device("xpu", 1),
+        ]
 
 
 def test_gpus_are_counted_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:

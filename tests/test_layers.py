@@ -4,6 +4,7 @@ there is no circle."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": set(),
     "schedule": set(),
     "recompute": set(),
+    "accelerator": set(),
     "facts": set(),
     "gpus": set(),
     "extension": set(),
@@ -28,18 +30,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"prompts", "record", "images", "schedule", "facts", "extension"},
     "diffusion": {"types"},
     "gallery": set(),
-    "models": {"types", "diffusion", "recompute", "gallery", "images", "facts"},
+    "models": {"accelerator", "types", "diffusion", "recompute", "gallery", "images", "facts"},
     "algorithms": {"types", "diffusion", "models.policy"},
-    "rewards": {"types", "reward_models", "images", "extension"},
+    "rewards": {"accelerator", "types", "reward_models", "images", "extension"},
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts", "schedule"},
     "report": {"record", "gallery", "schedule", "extension"},
     "display": {"report", "record"},
-    "devices": {"cluster", "hardware", "config.relations"},
+    "devices": {"accelerator", "extension", "cluster", "hardware", "config.relations"},
     "cluster": {"record", "schedule"},
-    "transport": {"types", "schedule", "diffusion", "cluster", "record"},
+    "transport": {"accelerator", "types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {
+        "accelerator",
         "types",
         "schedule",
         "diffusion",
@@ -213,6 +216,19 @@ def test_nothing_unpickles() -> None:
                     else [f"{path.relative_to(ROOT)}: {node.arg}"]
                 )
     assert not bad, "\n".join(bad)
+
+
+def test_the_kind_of_device_is_asked_of_one_file() -> None:
+    """`accelerator.py` knows kinds; the card of an export shows its reader a GPU."""
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted(SOURCE.rglob("*"))
+        if path.suffix in (".py", ".j2", ".yaml")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r'torch\.cuda|"cuda|== "nccl"|\.cuda\(|\.is_cuda', line)
+    ]
+    assert len(named) <= 12, "\n".join(named)
+    assert len({line.split(":")[0] for line in named}) <= 2, "\n".join(named)
 
 
 def test_functions_stay_short() -> None:

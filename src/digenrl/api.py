@@ -135,12 +135,13 @@ def sample(
 
     import torch
 
+    from digenrl import accelerator
     from digenrl.rollout.engine import ode_samples
     from digenrl.run import sampling_spec
 
     policy = configuration.instantiate(composed.config.model)
     module = configuration.instantiate(composed.config.algorithm, policy=policy)
-    module.to("cuda" if torch.cuda.is_available() else "cpu")
+    module.to(accelerator.kind())
     if checkpoint is not None:
         restore(module, checkpoint)
     asked = as_prompts(prompts)

@@ -134,10 +134,9 @@ class PromptSampler:
             if count < most:
                 raise ValueError(
                     f"data.prompts: its file {number + 1} has {count} prompts that no earlier one "
-                    "has, and by its "
-                    f"weight {weight:g} a batch of {prompts_per_batch} takes up to {most} distinct "
-                    "ones; lower its "
-                    "weight or data.prompts_per_batch, or give a longer file."
+                    f"has, and by its weight {weight:g} a batch of {prompts_per_batch} takes up to "
+                    f"{most} distinct ones; lower its weight or data.prompts_per_batch, or give a "
+                    "longer file."
                 )
         ends = list(accumulate((count for count, _ in files), initial=0))
         self._epochs = [

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from digenrl import accelerator
 from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session
 from digenrl.config.relations import most_rollouts
-from digenrl.hardware import assign, parse_hardware
+from digenrl.extension import extension
+from digenrl.hardware import Pool, assign, parse_hardware
 
 _LEAST = 0.97
 """Part of a pool's memory that its GPU must have. Drivers and firmware take a little, in different
@@ -35,22 +37,26 @@ class Device:
     memory_gib: float
 
 
-def index(local_rank: int) -> int:
-    """Return the number of this process's GPU among those that the process sees.
+def take(local_rank: int) -> int | None:
+    """Make this process's GPU the current GPU, before anything is built. Return its number; None on
+    processors.
 
     A scheduler that gives each process a GPU of its own lets the process see only that GPU.
     """
-    return 0 if torch.cuda.device_count() == 1 else local_rank
-
-
-def take(local_rank: int) -> int | None:
-    """Make this process's GPU the current GPU, before anything is built. Return its number; None on
-    processors."""
-    if not torch.cuda.is_available():
+    if accelerator.kind() == "cpu":
         return None
-    number = index(local_rank)
-    torch.cuda.set_device(number)
+    number = 0 if accelerator.count() == 1 else local_rank
+    torch.accelerator.set_device_index(number)
     return number
+
+
+def lightning(asked: str = "auto") -> Any:
+    """Return what Lightning's `accelerator` argument takes: for `auto` this process's kind."""
+    own = accelerator.kind() if asked == "auto" else asked
+    if own in ("cpu", "cuda") or asked != "auto":  # Lightning has classes of its own
+        return own
+    place = "digenrl.extensions.launchers.other_devices.OtherAccelerator"
+    return extension(place, f"a device of kind {own}", "run on processors")()
 
 
 def claim(session: Session, rank: int) -> None:
@@ -59,19 +65,18 @@ def claim(session: Session, rank: int) -> None:
     Raises:
         ValueError: another rank has the same GPU.
     """
-    if not torch.cuda.is_available():
+    if accelerator.kind() == "cpu":
         return
-    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if "MIG" in facts.name:  # slices of one GPU share its number
+    facts = torch.get_device_module().get_device_properties(accelerator.current().index)
+    uuid = getattr(facts, "uuid", None)
+    if "MIG" in facts.name or uuid is None:  # slices share a number; not every kind has one
         return
-    control, key = Control(StoreClient(*session.store), rank), f"gpu/{facts.uuid}"
+    control, key = Control(StoreClient(*session.store), rank), f"gpu/{uuid}"
     if not control.compare_set(key, "", str(rank)):
         raise ValueError(
-            f"ranks {control.get(key)} and {rank} were given one GPU ({facts.name}, {facts.uuid}): "
-            "start one process "
-            "for each GPU (torchrun --nproc-per-node, srun --ntasks-per-node = --gpus-per-node), "
-            "or let every process "
-            "see all GPUs of its machine."
+            f"ranks {control.get(key)} and {rank} were given one GPU ({facts.name}, {uuid}): start "
+            "one process for each GPU (torchrun --nproc-per-node, srun --ntasks-per-node = "
+            "--gpus-per-node), or let every process see all GPUs of its machine."
         )
 
 
@@ -96,12 +101,10 @@ def found() -> tuple[Device, ...]:
     if isinstance(answer, str):
         raise ValueError(
             f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees GPUs that forked ranks "
-            f"cannot use: {answer} "
-            "Where NVML does not answer or the GPU is a MIG slice, start the ranks as processes of "
-            "their own "
-            "(scripts/torchrun.sh); where the driver is older than this CUDA, install the torch "
-            "that fits it; or set "
-            "CUDA_VISIBLE_DEVICES= to run on processors."
+            f"cannot use: {answer} Where NVML does not answer or the GPU is a MIG slice, start the "
+            "ranks as processes of their own (scripts/torchrun.sh); where the driver is older than "
+            "this CUDA, install the torch that fits it; or set CUDA_VISIBLE_DEVICES= to run on "
+            "processors."
         )
     return tuple(Device(*facts) for facts in answer)
 
@@ -109,9 +112,7 @@ def found() -> tuple[Device, ...]:
 def seen() -> tuple[Device, ...]:
     """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank
     that uses GPUs."""
-    facts = [
-        torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())
-    ]
+    facts = map(torch.get_device_module().get_device_properties, range(accelerator.count()))
     return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
 
 
@@ -144,20 +145,17 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
         asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
         raise ValueError(
             f"the hardware profile has GPUs ({asked}), but torch {torch.__version__} sees none on "
-            "this machine: start "
-            "the run where they are, or set hardware=cpu, hardware=cpu_tiny (small builds), "
-            "hardware.emulate=true "
-            "(sleeps in their place), or ask `make plan`."
+            "this machine: start the run where they are, or set hardware=cpu, hardware=cpu_tiny "
+            "(small builds), hardware.emulate=true (sleeps in their place), or ask `make plan`."
         )
     dealt = len(seats) < processes and len(devices) == 1  # every process sees a GPU of its own
     if devices and processes > len(devices) and not dealt:
         raise ValueError(
             f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
             f"{config.allocation.rollouts}: {processes} ranks start on this machine, which has "
-            f"{len(devices)} GPUs; "
-            "lower one, start the run on every machine of the profile (scripts/torchrun.sh, "
-            "scripts/slurm.sbatch), or "
-            "set CUDA_VISIBLE_DEVICES= to run on processors."
+            f"{len(devices)} GPUs; lower one, start the run on every machine of the profile "
+            "(scripts/torchrun.sh, scripts/slurm.sbatch), or set CUDA_VISIBLE_DEVICES= to run on "
+            "processors."
         )
     if pools:
         hardware = parse_hardware(config.hardware)
@@ -167,31 +165,23 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
         for rank, local_rank in seats.items():
             pool = hardware.pool(places[rank][0])
             if pool.gpu != "cpu":
-                _compare(
-                    rank,
-                    pool.name,
-                    pool.gpu,
-                    pool.memory_gib,
-                    devices[0 if len(devices) == 1 else local_rank],
-                )
+                _compare(rank, pool, devices[0 if len(devices) == 1 else local_rank])
 
 
-def _compare(rank: int, pool: str, gpu: str, memory_gib: float, device: Device) -> None:
-    wanted, given = _model(gpu), _model(device.name)
+def _compare(rank: int, pool: Pool, device: Device) -> None:
+    wanted, given = _model(pool.gpu), _model(device.name)
     if wanted and given and wanted != given:
         raise ValueError(
-            f"rank {rank} belongs to pool {pool} of the hardware profile ({gpu}), but its GPU is "
-            f"{device.name} "
-            f"({device.memory_gib:.1f} GiB): choose the profile of this machine "
-            "(configs/hardware), or set "
-            f"hardware.pools.{pool}.gpu, memory_gib and tflops to what is there."
+            f"rank {rank} belongs to pool {pool.name} of the hardware profile ({pool.gpu}), but "
+            f"its GPU is {device.name} ({device.memory_gib:.1f} GiB): choose the profile of this "
+            f"machine (configs/hardware), or set hardware.pools.{pool.name}.gpu, memory_gib and "
+            "tflops to what is there."
         )
-    if device.memory_gib < _LEAST * memory_gib:
+    if device.memory_gib < _LEAST * pool.memory_gib:
         raise ValueError(
-            f"rank {rank} belongs to pool {pool} of the hardware profile ({memory_gib:g} GiB), but "
-            "its GPU "
-            f"{device.name} has {device.memory_gib:.1f} GiB: set "
-            f"hardware.pools.{pool}.memory_gib={int(device.memory_gib)}."
+            f"rank {rank} belongs to pool {pool.name} of the hardware profile ({pool.memory_gib:g} "
+            f"GiB), but its GPU {device.name} has {device.memory_gib:.1f} GiB: set "
+            f"hardware.pools.{pool.name}.memory_gib={int(device.memory_gib)}."
         )
 
 

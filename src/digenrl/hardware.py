@@ -185,8 +185,7 @@ def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str,
             pools = ", ".join(f"{pool.name}: {pool.count} {pool.role}" for pool in hardware.pools)
             raise ValueError(
                 f"allocation.{role}s = {number}: the hardware profile has {number - missing} GPUs "
-                "left for that role "
-                f"({pools}); lower it or change a pool's role."
+                f"left for that role ({pools}); lower it or change a pool's role."
             )
     return tuple(ranks)
 
@@ -207,10 +206,8 @@ def _together(hardware: Hardware, pools: Sequence[Pool], trainers: int) -> list[
         )
         raise ValueError(
             f"allocation.trainers = {trainers}: trainers exchange gradients in every update and "
-            "stand in one place, "
-            f"but hardware.links joins places with fewer GPUs for them ({said}); lower it to "
-            f"{max(rooms)} or change a "
-            "pool's role."
+            "stand in one place, but hardware.links joins places with fewer GPUs for them "
+            f"({said}); lower it to {max(rooms)} or change a pool's role."
         )
     return next(
         (place for place, room in zip(places, rooms, strict=True) if room >= trainers), list(pools)

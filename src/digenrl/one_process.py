@@ -49,16 +49,14 @@ class Loop:
         """config: settled, of one rank that generates and trains. The policy is on a GPU where
         there is one."""
         torch.manual_seed(config.seed)
-        device = devices.take(0)
+        devices.take(0)
         self.step = 0
         """RL steps done, which is the version of the weights."""
         self.policy: Policy = configuration.instantiate(config.model)
         self.rewards: RewardSuite = configuration.instantiate(config.reward)
         self.module: PolicyModule = configuration.instantiate(config.algorithm, policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
-        self.fabric = self.module.fabric = Fabric(
-            accelerator="cpu" if device is None else "cuda", devices=1
-        )
+        self.fabric = self.module.fabric = Fabric(accelerator=devices.lightning(), devices=1)
         self.module.to(self.fabric.device)
         self.engine = engine_of(config, self.module, self.rewards)
         self.data = PromptData(config.data, config.seed)
@@ -104,8 +102,7 @@ class Loop:
                     missing = sorted(set(self._spec.groups_of(fragment)) - set(board.completed))
                     raise ValueError(
                         f"groups {missing} of RL step {self.step} are not complete: give `train` "
-                        "every trajectory that "
-                        "`generate` made in this step."
+                        "every trajectory that `generate` made in this step."
                     )
                 for batch in board.batches(fragment):
                     latest = batch.to(self.policy.device)

@@ -101,6 +101,5 @@ def parse_recompute(value: Any) -> Recompute:
         return Recompute(**{str(mode): float(share) for mode, share in value.items()})
     raise ValueError(
         f"model.gradient_checkpointing = {value}: use true, false, auto, {', '.join(CHANGES)}, a "
-        "share of the blocks "
-        f"0 .. 1, or a mapping of {', '.join(CHANGES)} to shares"
+        f"share of the blocks 0 .. 1, or a mapping of {', '.join(CHANGES)} to shares"
     )

@@ -23,8 +23,8 @@ from hydra.utils import get_object
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from digenrl import accelerator, devices, prompts
 from digenrl import config as configuration
-from digenrl import devices, prompts
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.dump import dump_to
 from digenrl.algorithms.grpo import check_kernel
@@ -241,6 +241,7 @@ def _trainer(
     config, run_dir = given.config, given.session.run_dir
     trainer: pl.Trainer = configuration.instantiate(
         config.trainer,
+        accelerator=devices.lightning(config.trainer.accelerator),
         devices=1 if device is None else [device],
         strategy=strategy,
         max_epochs=config.max_rl_steps,
@@ -411,10 +412,9 @@ def fill_prompt_store(
         if isinstance(callback, Evaluation)
         for prompt in callback.prompts
     ]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
     try:
         with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
-            found = policy.fill_store(root, wanted, device, progress)
+            found = policy.fill_store(root, wanted, accelerator.current(), progress)
     except OSError as error:
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
@@ -577,6 +577,5 @@ def _target(config: DictConfig, group: str) -> Any:
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ValueError(
             f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); "
-            "correct the name, or add "
-            "the directory of its module to PYTHONPATH."
+            "correct the name, or add the directory of its module to PYTHONPATH."
         ) from error

@@ -57,9 +57,8 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
         if rollouts != config.allocation.rollouts:
             raise ValueError(
                 f"allocation.rollouts = {config.allocation.rollouts}: torchrun and SLURM start a "
-                "fixed number of "
-                "ranks; give a number or auto and let others join (digenrl join), or start the run "
-                "with launch=ray."
+                "fixed number of ranks; give a number or auto and let others join (digenrl join), "
+                "or start the run with launch=ray."
             )
         if trainers == "auto":
             trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
@@ -170,8 +169,7 @@ def without_effect(config: Any) -> Iterator[str]:
     elif schedule.shares != "equal" and config.parallel.sharding == "fsdp":
         yield (
             f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under "
-            "fsdp they take each "
-            "forward as one of all trainers."
+            "fsdp they take each forward as one of all trainers."
         )
     if schedule.async_steps and schedule.stale_fraction == 0:
         yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
@@ -190,8 +188,7 @@ def evaluators(config: Any, rollouts: int) -> str | None:
     if cause is not None and config.allocation.evaluation == "rollouts":
         raise ValueError(
             f"allocation.evaluation = rollouts: cannot be, because {cause}; set "
-            "allocation.evaluation=auto, with which "
-            "trainers evaluate there."
+            "allocation.evaluation=auto, with which trainers evaluate there."
         )
     return ROLLOUTS if cause is None else f"trainers ({cause})"
 

@@ -176,8 +176,7 @@ class _Stored:
         if tuple(rows.get_shape()) != shape:
             raise pretrained.PretrainedError(
                 f"{self._path}/{self._subfolder} has {name} in shape {tuple(rows.get_shape())}, "
-                "the network takes "
-                f"{shape}: half a checkpoint, or another architecture; fetch it again with `hf "
-                f"download {self._path}`"
+                f"the network takes {shape}: half a checkpoint, or another architecture; fetch it "
+                f"again with `hf download {self._path}`"
             )
         return rows

@@ -129,8 +129,7 @@ def lora_modules(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
             hint = f"; nearest: {nearest[0]}" if nearest else ""
             raise ValueError(
                 f"LoRA target '{target}' matches no linear layer of "
-                f"{type(transformer).__name__}{hint}. "
-                f"Layers end in: {', '.join(suffixes)}"
+                f"{type(transformer).__name__}{hint}. Layers end in: {', '.join(suffixes)}"
             )
         matched.update(hits)
     return [name for name in linear if name in matched]
@@ -150,9 +149,8 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
     if spec.expected is not None and len(names) != spec.expected:
         raise ValueError(
             f"LoRA would adapt {len(names)} layers of {type(transformer).__name__}, expected "
-            f"{spec.expected}: "
-            f"the checkpoint's architecture or lora.targets={list(spec.targets)} changed; "
-            f"if intended, set model.lora.expected={len(names)}"
+            f"{spec.expected}: the checkpoint's architecture or lora.targets={list(spec.targets)} "
+            f"changed; if intended, set model.lora.expected={len(names)}"
         )
     transformer.requires_grad_(False)
     config = LoraConfig(

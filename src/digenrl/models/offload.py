@@ -21,6 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from digenrl import accelerator
+
 SMALL = 4096
 """Bytes of a storage below which it stays on the device. Its copies would cost launches and free
 nothing."""
@@ -72,7 +74,7 @@ class _Kept:
         self._block, self._stays, self._before, self._device = block, stays, before, device
         self._host: dict[tuple[StorageWeakRef, int], Tensor] = {}
         self._back: dict[tuple[StorageWeakRef, int], UntypedStorage] = {}
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.Event(device) if accelerator.is_own(device) else None
         if (
             (one := self.before) is not None
             and (two := one.before) is not None
@@ -109,7 +111,7 @@ class _Kept:
         if (before := self.before) is not None:
             before._bring_back()
         if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            torch.accelerator.current_stream(self._device).wait_event(self._copied)
         empty = torch.empty(0, dtype=packed.dtype, device=self._device)
         return empty.set_(self._back[packed.storage], packed.offset, packed.shape, packed.stride)
 
@@ -122,9 +124,9 @@ class _Kept:
         if self._copied is None:
             return source.clone()
         side = _side(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
+        side.wait_stream(torch.accelerator.current_stream(self._device))
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        with torch.cuda.stream(side):
+        with side:
             host.copy_(source, non_blocking=True)
         source.record_stream(side)
         return host
@@ -140,9 +142,9 @@ class _Kept:
             key: torch.empty_like(host, device=self._device) for key, host in self._host.items()
         }
         side.wait_stream(
-            torch.cuda.current_stream(self._device)
+            torch.accelerator.current_stream(self._device)
         )  # the buffers' memory may be in use until here
-        with torch.cuda.stream(side):
+        with side:
             for key, buffer in buffers.items():
                 buffer.copy_(self._host[key], non_blocking=True)
                 buffer.record_stream(side)
@@ -150,13 +152,13 @@ class _Kept:
         self.complete()
 
 
-_SIDES: dict[torch.device, torch.cuda.Stream] = {}
+_SIDES: dict[torch.device, torch.Stream] = {}
 
 
-def _side(device: torch.device) -> torch.cuda.Stream:
+def _side(device: torch.device) -> torch.Stream:
     """Return the stream that copies."""
     if device not in _SIDES:
-        _SIDES[device] = torch.cuda.Stream(device)
+        _SIDES[device] = torch.Stream(device)
     return _SIDES[device]
 
 

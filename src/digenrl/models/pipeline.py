@@ -25,6 +25,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from digenrl import accelerator
 from digenrl.facts import Facts, of_module
 from digenrl.images import PromptImage
 from digenrl.models import deferred, latents, pretrained, tiny_builds
@@ -148,16 +149,14 @@ class DiffusersPolicy(Policy):
         if true_cfg_scale != 1.0 and not self.embedded_guidance:
             raise ValueError(
                 f"model.true_cfg_scale={true_cfg_scale} is for guidance-distilled families; "
-                f"{self.family} takes "
-                "classifier-free guidance from sampling.guidance_scale"
+                f"{self.family} takes classifier-free guidance from sampling.guidance_scale"
             )
         kept = parse_recompute(gradient_checkpointing)
         if compile and kept.products + kept.attention + kept.offload > 0:
             raise ValueError(
                 f"model.gradient_checkpointing={gradient_checkpointing} needs to see the "
-                "operators, which compiled "
-                "blocks do not show: set model.compile=false, or model.gradient_checkpointing to "
-                "true, false or a share"
+                "operators, which compiled blocks do not show: set model.compile=false, or "
+                "model.gradient_checkpointing to true, false or a share"
             )
         self.path = str(tiny_builds.ensure(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
@@ -174,8 +173,7 @@ class DiffusersPolicy(Policy):
         ):
             raise ValueError(
                 f"sampling.guidance_scale={guidance_scale} would be dropped: {path} is not "
-                "guidance-distilled; "
-                "set sampling.guidance_scale=1 and use model.true_cfg_scale"
+                "guidance-distilled; set sampling.guidance_scale=1 and use model.true_cfg_scale"
             )
         if attention_backend is not None:
             transformer.set_attention_backend(attention_backend)
@@ -241,11 +239,9 @@ class DiffusersPolicy(Policy):
         if channels not in (network.get("in_channels"), network.get("out_channels")):
             raise ValueError(
                 f"{cls.__name__}: its latents have {channels} channels ({cls.channels} of the VAE, "
-                f"packed={cls.packed})"
-                f", {cls.transformer_class.__name__} takes {network.get('in_channels')}: set the "
-                "class attribute "
-                "`channels`, or `packed` where the network takes tokens of 2x2 patches; for any "
-                "other shape override "
+                f"packed={cls.packed}), {cls.transformer_class.__name__} takes "
+                f"{network.get('in_channels')}: set the class attribute `channels`, or `packed` "
+                "where the network takes tokens of 2x2 patches; for any other shape override "
                 "`_latent_shape`"
             )
 
@@ -284,8 +280,7 @@ class DiffusersPolicy(Policy):
         if settings.get("compile"):
             raise ValueError(
                 f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be "
-                "divided; set one of "
-                "them back."
+                "divided; set one of them back."
             )
 
     # ---- what a family implements
@@ -321,12 +316,9 @@ class DiffusersPolicy(Policy):
         if (found, side) != (cls.channels, cls.vae_stride):
             raise pretrained.PretrainedError(
                 f"the autoencoder of model.path={path} makes latents of {found} channels, one for "
-                f"{side} x {side} "
-                f"pixels; the {cls.family} adapter counts on {cls.channels} and {cls.vae_stride} x "
-                f"{cls.vae_stride}: "
-                "take a checkpoint of that model, or, in an adapter of your own, override "
-                "`channels`, `vae_stride` and "
-                "`spatial_stride`"
+                f"{side} x {side} pixels; the {cls.family} adapter counts on {cls.channels} and "
+                f"{cls.vae_stride} x {cls.vae_stride}: take a checkpoint of that model, or, in an "
+                "adapter of your own, override `channels`, `vae_stride` and `spatial_stride`"
             )
 
     def joined(self, networks: list[Any]) -> Any:
@@ -386,7 +378,8 @@ class DiffusersPolicy(Policy):
         finally:
             self.__dict__.pop("_pipeline", None)
             self.__dict__.pop("_vae", None)
-            torch.cuda.empty_cache()
+            if accelerator.count():
+                torch.accelerator.empty_cache()
         return len(wordings), encoded
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -408,9 +401,8 @@ class DiffusersPolicy(Policy):
         if media.shape[-2:] != (self.height, self.width):
             raise ValueError(
                 f"{self.family} decodes latents {[*latents.shape]} to {[*media.shape]}, not to "
-                f"{self.height} x "
-                f"{self.width} pixels: override `decode_latents`, or `vae_stride` where the VAE "
-                "does not shrink by 8"
+                f"{self.height} x {self.width} pixels: override `decode_latents`, or `vae_stride` "
+                "where the VAE does not shrink by 8"
             )
         return media if self.temporal_stride is None else media.transpose(1, 2)
 
@@ -507,9 +499,8 @@ class DiffusersPolicy(Policy):
         if tokens != expected:
             raise ValueError(
                 f"the tokenizer of {self.path} makes {tokens} tokens of {self.family}'s prompt "
-                "template, the pipeline "
-                f"cuts {expected}: parts of the prompt would be lost; use the tokenizer that ships "
-                "with the model"
+                f"template, the pipeline cuts {expected}: parts of the prompt would be lost; use "
+                "the tokenizer that ships with the model"
             )
 
     def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
@@ -520,8 +511,7 @@ class DiffusersPolicy(Policy):
             self.say_once(
                 f"{type(tokenizer).__name__} {limit}",
                 f"{self.family}: {type(tokenizer).__name__} takes {limit} tokens, prompts beyond "
-                "that are cut "
-                f"(first such prompt: {tokens} tokens, '{text[:60]}...')",
+                f"that are cut (first such prompt: {tokens} tokens, '{text[:60]}...')",
             )
 
     def report_long_turn(self, tokenizer: Any, text: str, **template: Any) -> None:
@@ -633,8 +623,7 @@ class DiffusersPolicy(Policy):
         if cls.text_length not in (None, wanted):
             raise ValueError(
                 f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from "
-                "image by their "
-                f"number of tokens; set it to {cls.text_length}"
+                f"image by their number of tokens; set it to {cls.text_length}"
             )
         return (
             min(wanted, cls.text_length or tiny_builds.TEXT_LENGTH) if build == "tiny" else wanted

@@ -297,8 +297,7 @@ class Policy(nn.Module, ABC):
         if output.shape != latents.shape:
             raise ValueError(
                 f"{self.family}: `predict` gave {[*output.shape]} for latents {[*latents.shape]}; "
-                "it must return the "
-                "velocity in their shape: override `predict`, or `_latent_shape`"
+                "it must return the velocity in their shape: override `predict`, or `_latent_shape`"
             )
         return _widen(output)
 
@@ -567,6 +566,5 @@ class Policy(nn.Module, ABC):
         except KeyError:
             raise ValueError(
                 f"guidance scale {self.cfg_scale} needs condition['{NEGATIVE}{key}'], got "
-                f"{sorted(condition)}: "
-                "encode the prompts with this policy"
+                f"{sorted(condition)}: encode the prompts with this policy"
             ) from None

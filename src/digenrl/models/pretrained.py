@@ -42,9 +42,8 @@ def missing_message(path: str, file: str, reason: str) -> str:
         )
     return (
         f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} "
-        "(gated models need "
-        f"it), run `hf auth login` once, then `hf download {path}`; or try the tiny build: "
-        "hardware=cpu_tiny"
+        f"(gated models need it), run `hf auth login` once, then `hf download {path}`; or try the "
+        "tiny build: hardware=cpu_tiny"
     )
 
 

@@ -82,9 +82,8 @@ def require(facts: Facts | str) -> Facts:
         known = [family for family, facts in families().items() if facts.tiny]
         raise ValueError(
             f"no tiny build of family '{found.family if found else facts}'; known: "
-            f"{', '.join(known)}. Describe "
-            f"one under `tiny` in NAME{ENDING} beside the adapter NAME.py, or set "
-            "hardware.build=real."
+            f"{', '.join(known)}. Describe one under `tiny` in NAME{ENDING} beside the adapter "
+            "NAME.py, or set hardware.build=real."
         )
     return found
 
@@ -127,8 +126,7 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
     if not list(folder.glob("transformer/*.safetensors")):
         raise RuntimeError(
             f"the tiny build of {facts.family} has no weights: in a process group rank 0 alone "
-            "writes them; "
-            "call tiny_builds.ensure before the group begins"
+            "writes them; call tiny_builds.ensure before the group begins"
         )
 
 

@@ -119,10 +119,8 @@ class WanPolicy(DiffusersPolicy):
             holds += " with a clock per token" if index.get("expand_timesteps") else ""
             raise pretrained.PretrainedError(
                 f"model.path={path} holds {holds}, which the {cls.family} adapter does not read: "
-                "use model=wan22_a14b "
-                "for Wan2.2 T2V A14B, and wan21_14b, wan21_1_3b or wan21_i2v_14b for Wan2.1; other "
-                "Wan2.2 checkpoints "
-                "are not supported"
+                "use model=wan22_a14b for Wan2.2 T2V A14B, and wan21_14b, wan21_1_3b or "
+                "wan21_i2v_14b for Wan2.1; other Wan2.2 checkpoints are not supported"
             )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:

@@ -109,8 +109,7 @@ class Records(Sequence[PromptRecord]):
                 if _digest(raw) != self._digests[row]:
                     raise PromptFileError(
                         f"{self._path}:{self._lines[row]}: changed after the prompts were read; "
-                        "start again with the "
-                        "file as it is."
+                        "start again with the file as it is."
                     )
                 yield self._kept.get(row) or _parsed(self._path, raw, self._lines[row], None)
 
@@ -227,8 +226,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             if len(raw) > _MAX_LINE_BYTES:
                 raise PromptFileError(
                     f"{path}:{number}: the line has more than {_MAX_LINE_BYTES} bytes; end it "
-                    "earlier (a prompt has at "
-                    f"most {MAX_CHARACTERS} characters)."
+                    f"earlier (a prompt has at most {MAX_CHARACTERS} characters)."
                 )
             if raw.strip(_BLANKS):
                 yield number, offset, raw

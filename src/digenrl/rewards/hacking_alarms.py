@@ -138,8 +138,7 @@ def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
         worst,
         CANARY_TOLERANCE,
         f"Reward `{name}` scores a picture {scores[row]:.6g} that it scored {expected[row]:.6g} "
-        "when the run began: "
-        "the reward model changed.",
+        "when the run began: the reward model changed.",
     )
 
 

@@ -35,6 +35,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 from torch.nn import functional
 
+from digenrl import accelerator
 from digenrl.images import ImageError, PromptImage
 from digenrl.types import Prompt
 
@@ -156,8 +157,7 @@ def contained(name: str) -> Iterator[None]:
         said = f": {error}" if str(error) else ""
         raise RewardError(
             f"Scorer `{name}` raised {type(error).__name__}{said}, which would end its process: a "
-            "scorer reports a "
-            "failure by an Exception, and a missing score by RewardUnavailable."
+            "scorer reports a failure by an Exception, and a missing score by RewardUnavailable."
         ) from error
 
 
@@ -241,18 +241,15 @@ def rgb_bytes(media: Tensor, count: int) -> Tensor:
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device: for `auto` the current CUDA device, or the CPU without one; anything else
+    """Return the device: for `auto` the current accelerator, or the CPU without one; anything else
     as torch reads it.
 
-    A CUDA device has its index, because a scorer is called in another thread than the one that
+    An accelerator has its index, because a scorer is called in another thread than the one that
     built it. Device 0 is current there.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    resolved = torch.device(accelerator.kind() if device == "auto" else device)
+    unnumbered = accelerator.is_own(resolved) and resolved.index is None
+    return accelerator.current() if unnumbered else resolved
 
 
 def build_scorer(node: Mapping[str, Any]) -> Scorer:

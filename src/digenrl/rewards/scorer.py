@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from digenrl import accelerator
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
 
@@ -58,7 +59,7 @@ class AsyncScorer:
         self._closed = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._device = accelerator.current()
         if suite.placement != "inline":
             self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
             self._thread.start()
@@ -116,10 +117,10 @@ class AsyncScorer:
 
     def _work(self) -> None:
         if self._device is not None:
-            torch.cuda.set_device(self._device)  # a new thread begins on device 0
+            torch.accelerator.set_device_index(self._device)  # a new thread begins on device 0
             # A stream of its own: on the default one, scoring would queue behind the generation
             # that it is to overlap.
-            torch.cuda.set_stream(torch.cuda.Stream())
+            torch.accelerator.set_stream(torch.Stream(self._device))
         carried: _Task | None = None
         while True:
             first = carried or self._queue.get()

@@ -246,10 +246,9 @@ class RewardSuite:
                 cause = count.causes.most_common(1)[0][0]
                 raise RewardError(
                     f"Reward `{name}` is missing for {count.missing} of "
-                    f"{count.scored + count.missing} samples "
-                    f"({count.share:.0%}, reward.max_missing_share allows "
-                    f"{self.max_missing_share:.0%}). "
-                    f"Commonest cause: {cause}"
+                    f"{count.scored + count.missing} samples ({count.share:.0%}, "
+                    f"reward.max_missing_share allows {self.max_missing_share:.0%}). Commonest "
+                    f"cause: {cause}"
                 )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:

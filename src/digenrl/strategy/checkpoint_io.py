@@ -268,8 +268,7 @@ def verify(directory: Path) -> None:
     if not isinstance(files, dict) or not {POLICY, STATE} <= files.keys():
         raise CheckpointError(
             f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a "
-            "complete checkpoint. "
-            "Resume from an older checkpoint of the run."
+            "complete checkpoint. Resume from an older checkpoint of the run."
         )
     for name, written in files.items():
         _check_inside(directory, name)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from digenrl import accelerator
 from digenrl.transport.weights import WeightsError
 
 
@@ -73,9 +74,9 @@ def assert_equal_digests(own: str, trainers: int, version: int) -> None:
     """
     if trainers == 1:
         return
-    mine = torch.tensor([int(own[:8], 16), int(own[8:], 16)], dtype=torch.int64)
-    if dist.get_backend() == "nccl":
-        mine = mine.cuda()
+    kind = accelerator.kind()
+    device = kind if dist.get_default_backend_for_device(kind) in dist.get_backend() else "cpu"
+    mine = torch.tensor([int(own[:8], 16), int(own[8:], 16)], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(trainers)]
     dist.all_gather(everyone, mine)
     if any(not torch.equal(other, everyone[0]) for other in everyone):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from digenrl import accelerator
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
@@ -66,8 +67,8 @@ class Shares:
         """The micro-batch's gradients are there, and nobody has been waited for."""
         if not self._timed or not self._cells:
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the host runs ahead of the device, whose time is asked for
+        if accelerator.count():  # the host runs ahead of the device, whose time is asked for
+            torch.accelerator.synchronize()
         seconds = (time.perf_counter() - self._began) / self._cells
         known = seconds if self._seconds is None else self._seconds
         self._seconds = known + _WEIGHT * (seconds - known)

@@ -511,8 +511,7 @@ class RolloutWorker:
         if (published := digest_of(self._control, version.number)) not in (None, version.digest):
             raise WeightsError(
                 f"weights of version {version.number} came with digest {version.digest} from a "
-                "rollout; "
-                f"the trainers published {published}."
+                f"rollout; the trainers published {published}."
             )
         return version.number > max([self._version, *(weights.number for weights in self._weights)])
 

@@ -28,6 +28,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from digenrl import accelerator
 from digenrl.transport.link import Link, Routes
 from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
@@ -82,7 +83,7 @@ class Bucket:
 
         With sharded parameters this is a collective.
         """
-        pin = any(parameters[name].is_cuda for name in self.starts)
+        pin = any(accelerator.is_own(parameters[name].device) for name in self.starts)
         # A new buffer for each version: the link may still be sending the last one.
         data = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
         for name, view in self.views(data, like).items():
@@ -234,8 +235,7 @@ class Arrivals:
         if message.meta["table"] != self._table:
             raise WeightsError(
                 f"weights of version {number} do not fit this rank: names, shapes or dtypes "
-                "differ. "
-                "All ranks must build the model from the same configuration."
+                "differ. All ranks must build the model from the same configuration."
             )
         sender = message.meta["sender"]
         place = len(self._arrived[sender])

@@ -21,6 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from digenrl import accelerator
+
 MAGIC = b"DGRL"
 _HEAD = struct.Struct("!4sHIH")
 MAX_DIMS = 8
@@ -108,8 +110,7 @@ def encode(message: Message) -> Buffers:
         if tensor.dtype not in _CODES or tensor.dim() > MAX_DIMS:
             raise WireError(
                 f"tensor {name!r} has dtype {tensor.dtype} and {tensor.dim()} dimensions; the wire "
-                "carries "
-                f"{', '.join(map(str, DTYPES))} of at most {MAX_DIMS}."
+                f"carries {', '.join(map(str, DTYPES))} of at most {MAX_DIMS}."
             )
         head += _ROW.pack(
             _CODES[tensor.dtype], tensor.dim(), *tensor.shape, *(0,) * (MAX_DIMS - tensor.dim())
@@ -162,7 +163,8 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     layout = _layout(names, take(_ROW.size * count), max_bytes)
     hasher = xxhash.xxh3_64() if kind == MessageKind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
-    pin = kind == MessageKind.WEIGHTS and torch.cuda.is_available()  # on their way to the GPU
+    # Weights are on their way to the device.
+    pin = kind == MessageKind.WEIGHTS and accelerator.kind() != "cpu"
     for name, (dtype, shape) in zip(names, layout, strict=True):
         tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)
         raw = tensor_bytes(tensors[name])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchvision.ops import nms
 from torchvision.transforms.functional import to_pil_image
 
+from digenrl import accelerator
 from digenrl.extensions.bench.files import SuiteError
 from digenrl.extensions.bench.geneval import COLOURS, Detection
 from reward_models.drawn_scenes import AREA, EXTENT, SHAPES
@@ -127,7 +128,7 @@ def _pipeline(task: str, path: Path, key: str) -> Any:
         return pipeline(
             task,
             model=str(path),
-            device="cuda" if torch.cuda.is_available() else "cpu",
+            device=accelerator.kind(),
             model_kwargs={"use_safetensors": True},
         )
     except (OSError, ValueError, KeyError) as error:

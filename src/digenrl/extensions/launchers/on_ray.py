@@ -134,8 +134,7 @@ class Seat:
         if not session.run_dir.is_dir():
             error = ValueError(
                 f"this machine ({host}) does not see the run directory {session.run_dir}: set "
-                "output_root to a "
-                "directory that all machines share"
+                "output_root to a directory that all machines share"
             )
             Control(StoreClient(*session.store), world.rank).report(True, error)
             return 1
@@ -204,8 +203,7 @@ def driver_host(address: str | None) -> str:
     if "://" in address:
         raise ValueError(
             f"ray.address = {address}: ranks could not reach this process; start it on a node of "
-            "the cluster "
-            "(ray job submit), with ray.address=auto."
+            "the cluster (ray job submit), with ray.address=auto."
         )
     return source_address(UNUSED_ADDRESS if address == "auto" else address.rpartition(":")[0])
 
@@ -337,8 +335,7 @@ def _say_what_lacks(places: Places) -> None:
     if lacks:
         print(
             f"the cluster has {', '.join(lacks)} that allocation.rollouts.max wants: the run "
-            "begins with "
-            f"{places.first} ranks, and other rollouts join as nodes come",
+            f"begins with {places.first} ranks, and other rollouts join as nodes come",
             file=sys.stderr,
             flush=True,
         )
@@ -378,8 +375,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
         if time.monotonic() > deadline:
             raise PlacementError(
                 f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a "
-                "smaller allocation; "
-                "raise ray.wait_s where nodes still start."
+                "smaller allocation; raise ray.wait_s where nodes still start."
             )
         if not told:
             print(

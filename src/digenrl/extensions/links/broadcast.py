@@ -28,13 +28,14 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from digenrl import accelerator
 from digenrl.cluster.control import Aborted
 from digenrl.cluster.store import StoreLost
 from digenrl.transport.link import RELAY, Routes, SocketLink
@@ -65,7 +66,7 @@ class Audience:
     store: dist.Store
     """Store over which the group is formed."""
     device: torch.device
-    """Device of this rank: CUDA uses NCCL."""
+    """Device of this rank, whose kind decides the backend."""
     tell: Callable[[str, Mapping[str, Any]], None]
     """Function that writes an event (kind, facts) into the run's events."""
 
@@ -80,14 +81,14 @@ class BroadcastLink(SocketLink):
         self._audience = audience
         self._turns: queue.Queue[tuple[Routes, Message] | None] = queue.Queue()
         """Messages for the broadcast thread, with their routes; routes are empty on a rollout."""
-        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
+        self._group: dist.Backend | None = None
         self._ended = False
         self._kept: list[tuple[Routes, Message]] = []
         """Trainer 0: messages of the version in progress, with the routes to ranks that may lack
         them."""
         self._passed: tuple[int, float] = (0, -1.0)
         """Rollout: version and bucket of the last message that it has received."""
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
         super().__init__(*args, **kwargs)
         self._sends = self._rank == audience.ranks[0]
         if self._sends:
@@ -127,9 +128,9 @@ class BroadcastLink(SocketLink):
 
     def _run(self) -> None:
         try:
-            if self._audience.device.type == "cuda":
-                torch.cuda.set_device(self._audience.device)
-                self._stream = torch.cuda.Stream()
+            if accelerator.is_own(self._audience.device):
+                torch.accelerator.set_device_index(self._audience.device)
+                self._stream = torch.Stream(self._audience.device)
             with self._own_stream():
                 while (turn := self._turns.get()) is not None:
                     if self._sends:
@@ -144,7 +145,7 @@ class BroadcastLink(SocketLink):
             self._inbox.put(error)
 
     def _own_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else self._stream
 
     # ---- trainer 0
 
@@ -182,7 +183,7 @@ class BroadcastLink(SocketLink):
             if None not in self._control.get_all([f"address/{rank}" for rank in ranks]):
                 self._announce({_SHARED: _FORM})
                 self._form()
-                by = "gloo" if self._stream is None else "nccl"
+                by = dist.get_default_backend_for_device(self._audience.device)
                 self._audience.tell("publication", {"by": f"{by} broadcast", "ranks": ranks})
         return self._group is not None
 
@@ -248,12 +249,12 @@ class BroadcastLink(SocketLink):
 
     def _taken(self, message: Message) -> Message:
         """Return the message with the bytes that the broadcast brings. Raises _Over."""
-        cuda, hasher = self._stream is not None, xxhash.xxh3_64()
-        data = torch.empty(message.meta[_SHARED], dtype=torch.uint8, pin_memory=cuda)
+        staging, hasher = self._stream is not None, xxhash.xxh3_64()
+        data = torch.empty(message.meta[_SHARED], dtype=torch.uint8, pin_memory=staging)
         for piece in data.split(_PIECE_BYTES):
-            staged = torch.empty_like(piece, device=self._audience.device) if cuda else piece
+            staged = torch.empty_like(piece, device=self._audience.device) if staging else piece
             self._broadcast(staged)
-            if cuda:
+            if staging:
                 piece.copy_(staged)
             hasher.update(tensor_bytes(piece))
         return replace(message, tensors={"data": data}, digest=hasher.hexdigest())
@@ -280,7 +281,7 @@ class BroadcastLink(SocketLink):
         if (error := made.exception()) is not None:
             raise _Over(_short(error))
         self._group = made.result()
-        self._agree("join_s")  # NCCL connects now
+        self._agree("join_s")  # the backend connects now
 
     def _make(self, made: Future[Any]) -> None:
         """Form the group in a thread that may be abandoned, because torch cannot be interrupted
@@ -294,10 +295,9 @@ class BroadcastLink(SocketLink):
                     dist.ProcessGroupGloo(store, *seat, timedelta(seconds=self._limits.join_s))
                 )
             else:  # longer than this link waits: its watchdog would end the whole process
-                torch.cuda.set_device(audience.device)
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=self._limits.collective_s)
-                made.set_result(dist.ProcessGroupNCCL(store, *seat, options))
+                torch.accelerator.set_device_index(audience.device)
+                limit = timedelta(seconds=self._limits.collective_s)
+                made.set_result(_group_of(audience.device, store, seat, limit))
         except Exception as error:
             made.set_exception(error)
 
@@ -369,3 +369,23 @@ def _drop(group: Any) -> None:
 
 def _short(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
+
+
+def _group_of(
+    device: torch.device, store: dist.Store, seat: tuple[int, int], limit: timedelta
+) -> dist.Backend:
+    """Return a new group of the backend of this kind of device.
+
+    Raises:
+        ValueError: torch has no such backend that can be built outside of its default group.
+    """
+    name = dist.get_default_backend_for_device(device)
+    made = getattr(dist, f"ProcessGroup{name.upper()}", None)
+    if made is not None:
+        options = made.Options()
+        options._timeout = limit
+        return cast(dist.Backend, made(store, *seat, options))
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None or plugin.extended_api:
+        raise ValueError(f"torch cannot form a group of its own with {name}")
+    return cast(dist.Backend, plugin.creator_fn(store, *seat, limit))

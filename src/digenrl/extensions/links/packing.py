@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from digenrl import accelerator
 from digenrl.transport.link import MAX_MESSAGE_BYTES
 from digenrl.transport.wire import DTYPES, MAX_DIMS, Message, MessageKind, WireError, tensor_bytes
 
@@ -56,9 +57,8 @@ def unpacked(message: Message, limit: int = MAX_MESSAGE_BYTES) -> Message:
         return message
     meta = dict(message.meta)
     whole = _announced(message, meta.pop(PACKED), limit)
-    pin = (
-        message.kind is MessageKind.WEIGHTS and torch.cuda.is_available()
-    )  # on their way to the GPU
+    # They are on their way to the device.
+    pin = message.kind is MessageKind.WEIGHTS and accelerator.kind() != "cpu"
     tensors = dict(message.tensors)
     for name, (dtype, shape) in whole.items():
         tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)

@@ -166,9 +166,8 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
     figures, why, _ = explanation(plan, asynchronous=True)
     said = (
         f"schedule=auto: {best.candidate.name}, "
-        f"{best.candidate.trainers}+{best.candidate.rollouts}, is the best of "
-        f"{plan.simulated} simulated runs{gained} (predicted). {figures} {why} It sets "
-        f"{' '.join(new)}."
+        f"{best.candidate.trainers}+{best.candidate.rollouts}, is the best of {plan.simulated} "
+        f"simulated runs{gained} (predicted). {figures} {why} It sets {' '.join(new)}."
     )
     return replace(after, notes=(*composed.notes, said), planned=planned)
 

@@ -238,16 +238,14 @@ class Costing:
             if need > USABLE * pool.memory_gib:
                 reasons.append(
                     f"{role} on {pool_name} ({pool.gpu}) needs {need:.1f} GiB of "
-                    f"{USABLE * pool.memory_gib:.1f} GiB "
-                    f"({USABLE:.0%} of {pool.memory_gib:g})"
+                    f"{USABLE * pool.memory_gib:.1f} GiB ({USABLE:.0%} of {pool.memory_gib:g})"
                 )
         for pool_name, need in self.host_gib(candidate).items():
             room = self.hardware.pool(pool_name).host_gib
             if need > USABLE * room:
                 reasons.append(
                     f"trainers of a node of {pool_name} keep what needs {need:.1f} GiB of "
-                    f"{USABLE * room:.1f} GiB "
-                    f"({USABLE:.0%} of {room:g}) on its host"
+                    f"{USABLE * room:.1f} GiB ({USABLE:.0%} of {room:g}) on its host"
                 )
         return reasons
 

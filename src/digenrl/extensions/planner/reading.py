@@ -66,12 +66,10 @@ def workload(composed: Composed) -> Workload:
     if model_name not in counted():
         raise ValueError(
             f"model={model_name} has no counted sizes to plan with (known: "
-            f"{', '.join(sorted(counted()))}). A "
-            "small one is measured faster than planned: `python -m digenrl.cli.train "
-            f"experiment={composed.choices['experiment']} hardware={composed.choices['hardware']} "
-            "max_rl_steps=3` ends "
-            "with step_s in summary.json. A large one is counted by benchmarks/count_facts.py, "
-            "once."
+            f"{', '.join(sorted(counted()))}). A small one is measured faster than planned: "
+            f"`python -m digenrl.cli.train experiment={composed.choices['experiment']} "
+            f"hardware={composed.choices['hardware']} max_rl_steps=3` ends with step_s in "
+            "summary.json. A large one is counted by benchmarks/count_facts.py, once."
         )
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")

@@ -243,8 +243,7 @@ def decode_request(document: bytes, payload_bytes: int) -> ScoreRequest:
     if request.payload_bytes != payload_bytes:
         raise FrameError(
             f"Media {request.media.shape} {request.media.dtype} and {len(request.images)} images "
-            "have "
-            f"{request.payload_bytes} bytes, the frame carries {payload_bytes}."
+            f"have {request.payload_bytes} bytes, the frame carries {payload_bytes}."
         )
     return request
 

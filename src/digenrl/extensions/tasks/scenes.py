@@ -145,8 +145,7 @@ class ScenesPolicy(Policy):
         if (height, width) != (SIDE, SIDE):
             raise ValueError(
                 f"scenes are {SIDE}x{SIDE}, got height={height}, width={width}; set "
-                f"sampling.height={SIDE} "
-                f"sampling.width={SIDE}"
+                f"sampling.height={SIDE} sampling.width={SIDE}"
             )
         if guidance_scale != 1.0:
             raise ValueError(

@@ -63,8 +63,7 @@ class LTX2Policy(DiffusersPolicy):
         if pretrained.component_config(cls.vae_class, path, "vae").get("timestep_conditioning"):
             raise pretrained.PretrainedError(
                 f"the autoencoder of model.path={path} adds noise before it decodes, which the "
-                f"{cls.family} adapter "
-                "does not: use Lightricks/LTX-2"
+                f"{cls.family} adapter does not: use Lightricks/LTX-2"
             )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
@@ -96,8 +95,7 @@ class LTX2Policy(DiffusersPolicy):
         if pipeline.connectors.config.video_connector_num_learnable_registers is None:
             raise ValueError(
                 f"the connectors of {self.path} have no learned registers, and leave padding to a "
-                "mask that the "
-                f"{self.family} adapter does not have: use Lightricks/LTX-2"
+                f"mask that the {self.family} adapter does not have: use Lightricks/LTX-2"
             )
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:

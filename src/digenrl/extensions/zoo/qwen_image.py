@@ -133,8 +133,7 @@ class QwenImageEditPolicy(QwenImagePolicy):
         if beside >= self.max_sequence_length:
             raise ValueError(
                 f"model.max_sequence_length={self.max_sequence_length}: the image takes {beside} "
-                "tokens of it, nothing "
-                f"is left for text; set it to {beside + 256} or more"
+                f"tokens of it, nothing is left for text; set it to {beside + 256} or more"
             )
         self.report_long_prompt(pipeline.tokenizer, wording.text, self.max_sequence_length - beside)
         pixels = self.pixels(image).unsqueeze(2).to(self._vae.device, self.vae_dtype)

@@ -280,9 +280,9 @@ def _ranks(asked: int | None, prompts: int) -> int:
     Raises:
         SuiteError: more processes were asked for than there are GPUs.
     """
-    import torch
+    from digenrl import accelerator
 
-    gpus = torch.cuda.device_count()
+    gpus = accelerator.count()
     if asked is not None and 0 < gpus < asked:
         raise SuiteError(
             f"ranks={asked}: this machine has {gpus} GPUs, and each process takes one; lower it."
@@ -460,8 +460,7 @@ def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
             first = min(changed)
             raise SuiteError(
                 f"{folder} holds images of another {first} ({before.get(first)}, asked for "
-                f"{settings.get(first)}): "
-                "remove the folder, or write elsewhere: out=DIRECTORY."
+                f"{settings.get(first)}): remove the folder, or write elsewhere: out=DIRECTORY."
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -479,8 +478,7 @@ def _make(
     if not any(missing.values()):
         return
 
-    import torch
-
+    from digenrl import accelerator
     from digenrl.rollout.engine import ode_samples
     from digenrl.run import sampling_spec
     from digenrl.strategy.checkpoint_io import read
@@ -488,7 +486,7 @@ def _make(
 
     policy = configuration.instantiate(work.config.model)
     module = configuration.instantiate(work.config.algorithm, policy=policy)
-    module.to("cuda" if torch.cuda.is_available() else "cpu")
+    module.to(accelerator.kind())
     sampling, seed = sampling_spec(work.config), work.request.seed
     for name, folder in work.folders.items():
         if name != "base":

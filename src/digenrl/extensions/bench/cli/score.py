@@ -48,8 +48,7 @@ def score(config: DictConfig) -> Path:
     if len(files) != len(asked):
         raise ValueError(
             f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} "
-            "prompts: "
-            "give one prompt a file, in the files' order of name."
+            "prompts: give one prompt a file, in the files' order of name."
         )
     if problems := unscorable(
         config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]

@@ -74,9 +74,8 @@ class Live:
         server."""
         return (
             f"default-src 'none'; script-src 'nonce-{self._nonce}'; style-src 'unsafe-inline'; "
-            "img-src data:; "
-            "media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-            "frame-ancestors 'none'"
+            "img-src data:; media-src data:; connect-src 'self'; base-uri 'none'; form-action "
+            "'none'; frame-ancestors 'none'"
         )
 
     def page(self) -> bytes:

@@ -106,14 +106,14 @@ def measure(config: Any) -> dict[str, Measured]:
     a sample's life."""
     import torch
 
-    from digenrl import run
+    from digenrl import accelerator, run
     from digenrl.data import PromptData
     from digenrl.rollout.engine import RolloutEngine
     from digenrl.schedule import Task
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(config.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(accelerator.kind())
     policy = configuration.instantiate(config.model).to(device)
     rewards = configuration.instantiate(config.reward)
     module = configuration.instantiate(config.algorithm, policy=policy).to(device)
@@ -193,12 +193,14 @@ def _timed(work: Callable[[], Any], units: int) -> Measured:
     """Return the seconds per unit of `work`, one call of which does `units` units."""
     import torch
 
+    from digenrl import accelerator
+
     seconds = []
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if accelerator.count():
+            torch.accelerator.synchronize()
         seconds.append((time.perf_counter() - began) / units)
     kept = seconds[1:]
     return Measured(statistics.median(kept), min(kept), max(kept), units)

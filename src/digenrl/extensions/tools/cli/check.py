@@ -106,6 +106,8 @@ def torch_and_devices() -> Iterator[Finding]:
     try:
         import torch
         import torchvision
+
+        from digenrl import accelerator
     except Exception as error:
         yield Finding(
             "torch",
@@ -116,21 +118,26 @@ def torch_and_devices() -> Iterator[Finding]:
     yield Finding(
         "torch", "ok", f"torch {torch.__version__}, torchvision {torchvision.__version__}"
     )
-    if not torch.cuda.is_available():
+    own, gpus = accelerator.kind(), accelerator.count()
+    if not gpus:
         yield Finding(
             "devices",
             "ok",
             "no GPU: runs on CPU, with tiny models (hardware=cpu_tiny) and the digits",
         )
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        name, memory = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)
+    for index in range(gpus):
+        module = torch.get_device_module()
+        name, memory = module.get_device_name(index), module.mem_get_info(index)
         free, total = (value / _GIB for value in memory)
         level: Level = "ok" if free > 0.8 * total else "warning"
         note = "" if level == "ok" else "; another process uses it"
         yield Finding(f"gpu {index}", level, f"{name}, {free:.0f} of {total:.0f} GiB free{note}")
-    if torch.cuda.is_available() and not torch.distributed.is_nccl_available():
+    backend = torch.distributed.get_default_backend_for_device(own)
+    if gpus and not torch.distributed.is_backend_available(backend):
         yield Finding(
-            "nccl", "fix", "torch was built without NCCL; install the CUDA build of torch from PyPI"
+            backend,
+            "fix",
+            f"torch was built without {backend.upper()}; install the build of torch for {own}",
         )
 
 

@@ -1,0 +1,36 @@
+"""Kind of device that this process computes on.
+
+`torch.accelerator`, `torch.Stream` and `torch.Event` serve every kind: CUDA (AMD's GPUs too), XPU,
+and kinds that a package adds, as NPU. The code asks for a kind here, and never for one by name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def kind() -> str:
+    """Return the type of the devices that this process computes on, as torch names it; `cpu`
+    without an accelerator."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    # The first run on a Mac computes on the CPU, unless `trainer.accelerator` asks for its GPU.
+    return "cpu" if found is None or found.type == "mps" else found.type
+
+
+def count() -> int:
+    """Return the number of accelerators that this process sees; 0 on processors."""
+    return 0 if kind() == "cpu" else torch.accelerator.device_count()
+
+
+def current() -> torch.device:
+    """Return the current accelerator with its number, or the CPU."""
+    own = kind()
+    return torch.device(
+        *(own,) if own == "cpu" else (own, torch.accelerator.current_device_index())
+    )
+
+
+def is_own(device: torch.device) -> bool:
+    """Return whether `device` is an accelerator of this process: it has streams, and copies to it
+    start in pinned memory."""
+    return device.type != "cpu" and device.type == kind()
