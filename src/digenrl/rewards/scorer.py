@@ -116,7 +116,7 @@ class AsyncScorer:
                 task.future.cancel()
 
     def _work(self) -> None:
-        if self._device is not None:
+        if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device)  # a new thread begins on device 0
             # A stream of its own: on the default one, scoring would queue behind the generation
             # that it is to overlap.
