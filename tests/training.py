@@ -137,9 +137,12 @@ def fork_command(root: Path, words: Sequence[str], command: str = "train") -> Tr
 
 def _main(root: Path, command: str, words: list[str]) -> None:
     from digenrl.cli.main import main
-    from digenrl.report import build
+    from digenrl.extension import installed
 
-    build.draw_all = lambda run: []
+    if installed("page"):
+        from digenrl.extensions.page.plots import PICTURES
+
+        PICTURES.clear()  # drawing takes seconds
     os.setsid()
     os.chdir(root)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):

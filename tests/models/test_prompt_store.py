@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from digenrl.cli import encode as encode_command
@@ -137,6 +139,43 @@ def test_a_damaged_entry_is_encoded_again(tmp_path: Path) -> None:
     store.fill(TEXTS, values)
     damaged = next(store.directory.glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:20])
+    assert store.fill(TEXTS, values) == 1
+    assert_holds(store, TEXTS)
+
+
+def flip_a_bit(store: PromptStore) -> None:
+    path = store.path_of(TEXTS[0])
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def exchange(store: PromptStore) -> None:
+    shutil.copyfile(store.path_of(TEXTS[1]), store.path_of(TEXTS[0]))
+
+
+def take_from_another_store(store: PromptStore) -> None:
+    other = PromptStore(store.directory.parent, {"encoders": "b"})
+    other.fill(TEXTS[:1], values)
+    shutil.copyfile(other.path_of(TEXTS[0]), store.path_of(TEXTS[0]))
+
+
+def strip_the_metadata(store: PromptStore) -> None:
+    save_file(value(TEXTS[0]), store.path_of(TEXTS[0]))
+
+
+@pytest.mark.parametrize(
+    "damage", [flip_a_bit, exchange, take_from_another_store, strip_the_metadata]
+)
+def test_a_file_that_is_not_what_was_stored_is_never_served(
+    damage: Callable[[PromptStore], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PromptStore(tmp_path, {})
+    store.fill(TEXTS, values)
+    damage(store)
+    assert store.read(TEXTS[0]) is None
+    assert "encoded again" in caplog.text
+    assert_holds(store, TEXTS[1:])
     assert store.fill(TEXTS, values) == 1
     assert_holds(store, TEXTS)
 

@@ -1,7 +1,9 @@
 """Conditionings of texts on disk: one safetensors file per wording, mapped into memory by every
 process that reads it.
 
-A file appears by one rename, when it is whole and on the disk. A writer holds the directory's lock,
+A file appears by one rename, when it is whole and on the disk. It says which wording of which store
+it holds, and carries a digest of its tensors: an exchanged, foreign or damaged file is removed, and
+its wording is encoded again. A writer holds the directory's lock,
 so that one process encodes the wordings that many miss, and the others find them. The lock ends
 with its owner. A killed owner leaves a temporary file, which the next owner removes.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import time
 import uuid
@@ -19,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -28,7 +32,10 @@ from digenrl.images import PromptImage
 
 Condition = dict[str, Tensor]
 """Conditioning of one wording: every tensor has leading dimension 1."""
+logger = logging.getLogger(__name__)
 _LOCK, _UNFINISHED = ".lock", ".tmp"
+_HOLDS, _DIGEST = "holds", "xxh3"
+"""Keys of a file's metadata: what it holds, and the digest of its tensors."""
 _POLL_S = 0.2
 
 
@@ -66,13 +73,22 @@ class PromptStore:
         self.directory = root / digest_of(facts)
 
     def read(self, wording: Wording) -> Condition | None:
-        """Return views of the wording's file, on the CPU; None if there is no file, or a damaged
-        one."""
+        """Return views of the wording's file, on the CPU; None if there is no usable file.
+
+        A file that is not what its metadata says is removed with a warning.
+        """
+        path = self.path_of(wording)
         try:
-            with safe_open(self._path(wording), framework="pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
+            with safe_open(path, framework="pt") as file:
+                facts = file.metadata() or {}
+                found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError):
             return None
+        if facts.get(_HOLDS) == self._holds(wording) and facts.get(_DIGEST) == _digest(found):
+            return found
+        logger.warning("%s is damaged or of another wording: it is encoded again", path)
+        path.unlink(missing_ok=True)
+        return None
 
     def fill(
         self,
@@ -101,25 +117,37 @@ class PromptStore:
                 unfinished.unlink(missing_ok=True)
             missing = self._missing(wanted)
             for wording, condition in zip(missing, encode(missing) if missing else (), strict=True):
-                self._write(self._path(wording), condition)
+                self._write(wording, condition)
                 progress()
         return len(missing)
 
     def _missing(self, wordings: Sequence[Wording]) -> list[Wording]:
-        return [wording for wording in wordings if self.read(wording) is None]
+        return [wording for wording in wordings if not self._has(wording)]
 
-    def _path(self, wording: Wording) -> Path:
+    def _has(self, wording: Wording) -> bool:
+        """Return whether the wording's file is whole by its head. Tensors are checked by `read`:
+        those of a full store are too many to read at the start of a run."""
+        try:
+            with safe_open(self.path_of(wording), framework="pt") as file:
+                return (file.metadata() or {}).get(_HOLDS) == self._holds(wording)
+        except (OSError, SafetensorError):
+            return False
+
+    def _holds(self, wording: Wording) -> str:
+        return digest_of([self.directory.name, wording.key])
+
+    def path_of(self, wording: Wording) -> Path:
+        """Return the path of the wording's file, which need not exist."""
         return self.directory / f"{digest_of(wording.key)}.safetensors"
 
-    def _write(self, path: Path, condition: Condition) -> None:
+    def _write(self, wording: Wording, condition: Condition) -> None:
+        path = self.path_of(wording)
+        tensors = {key: value.detach().cpu().contiguous() for key, value in condition.items()}
+        facts = {_HOLDS: self._holds(wording), _DIGEST: _digest(tensors)}
         unfinished = path.with_suffix(f".{uuid.uuid4().hex}{_UNFINISHED}")
         try:
             with unfinished.open("wb") as file:
-                file.write(
-                    save(
-                        {key: value.detach().cpu().contiguous() for key, value in condition.items()}
-                    )
-                )
+                file.write(save(tensors, facts))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
@@ -142,6 +170,15 @@ class PromptStore:
                     seen = entries
                     time.sleep(_POLL_S)
             yield
+
+
+def _digest(condition: Condition) -> str:
+    """Return a digest of the tensors: names, types, shapes and bytes."""
+    total = xxhash.xxh3_128()
+    for key, value in sorted(condition.items()):
+        total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
 def files_digest(files: Sequence[Path], notes: Path) -> str:

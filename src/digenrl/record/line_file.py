@@ -53,7 +53,8 @@ class LineFile:
         if self._descriptor is not None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        self._descriptor = os.open(self.path, flags, 0o644)
         self.size = os.fstat(self._descriptor).st_size
         if (
             self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n"

@@ -20,8 +20,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from digenrl.images import open_regular
 from digenrl.record.redact import redact
 
 Row = dict[str, Any]
@@ -125,6 +126,23 @@ def free_space(path: str | os.PathLike[str]) -> str:
     return f"{state.f_bavail * state.f_frsize / 2**20:.1f} MiB free"
 
 
+def open_own(path: Path) -> BinaryIO:
+    """Open a file of a run directory for reading. A run directory may come from anywhere, so no
+    link is followed, no pipe is waited for and no device is read.
+
+    Raises:
+        OSError: there is no such file, or it is not a regular file.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "is a link, which is not followed", str(path))
+    return open_regular(path)
+
+
+def files_of(run: Path, folder: str, pattern: str) -> list[Path]:
+    """Return the files of a folder in a run directory by name; none if the folder is a link."""
+    return [] if (run / folder).is_symlink() else sorted((run / folder).glob(pattern))
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`. It replaces `path` after the body, and is removed if
@@ -179,7 +197,7 @@ def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> bool
         )
         + b"\n"
     )
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         if size >= limit:

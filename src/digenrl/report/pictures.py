@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from digenrl.gallery import STRIP_FRAMES
-from digenrl.record.run_dir import SAMPLES
+from digenrl.record.run_dir import SAMPLES, files_of, open_own
 from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
@@ -53,7 +53,7 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
     """
     path = Path(path)
     number = re.search(r"(\d+)$", path.stem)
-    with np.load(path, allow_pickle=False) as arrays:
+    with open_own(path) as file, np.load(file, allow_pickle=False) as arrays:
         missing = {"media", "prompts"} - set(arrays.files)
         if missing:
             raise ValueError(
@@ -84,7 +84,7 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
 
 def sample_files(run: Run) -> list[Path]:
     """Return the files of the run's evaluation samples by rising rl_step."""
-    files = (run.path / SAMPLES).glob("eval-*.npz")
+    files = files_of(run.path, SAMPLES, "eval-*.npz")
     return sorted(files, key=lambda path: int(re.sub(r"\D", "", path.stem) or 0))
 
 

@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from digenrl.record.line_file import LEFT_OUT
-from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
+from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row, files_of, open_own
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 
 _LONGEST = 1 << 20
@@ -108,7 +108,7 @@ def lines_of(path: Path, refused: Refused) -> Iterator[tuple[int, Row]]:
     """Yield (number, object) of every line that holds an object; nothing for a file that cannot be
     read."""
     try:
-        file = path.open("rb")
+        file = open_own(path)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -149,7 +149,7 @@ class JsonlTail:
         """Return new whole lines, oldest first; none for an absent file. A file that shrank is read
         from its beginning."""
         try:
-            with self.path.open("rb") as file:
+            with open_own(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
@@ -300,7 +300,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     events = tuple(_checked(path / EVENTS, _Event, warnings))
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
     offsets = tuple(start - starts[0] for start in starts) or (0.0,)
-    spans = SpanFiles(tuple(sorted((path / SPANS).glob("rank-*.jsonl"))), offsets)
+    spans = SpanFiles(tuple(files_of(path, SPANS, "rank-*.jsonl")), offsets)
     survey = _survey(spans, warnings)
     return Run(
         path, config, steps, evals, events, spans, survey.seconds, survey.step_ends, tuple(warnings)
@@ -312,7 +312,8 @@ def _read_config(path: Path, warnings: list[str]) -> Row:
         warnings.append("config.yaml is missing")
         return {}
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with open_own(path) as file:
+            config = yaml.safe_load(file)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         warnings.append(f"config.yaml cannot be read: {error}")
         return {}

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from digenrl.cli import report
 from digenrl.extensions.page import plots
+from digenrl.extensions.page.cli import watch
 from digenrl.extensions.page.plots import PICTURES
 from digenrl.record.run_dir import append_jsonl
 from digenrl.report.build import rebuild
@@ -111,3 +114,49 @@ def test_what_is_left_out_is_named_with_file_and_line_once(tmp_path: Path) -> No
 @pytest.mark.parametrize("value", [10**400, math.nan, -math.inf, True, "1", None])
 def test_what_is_no_number_is_none(value: object) -> None:
     assert not is_number(value)
+
+
+def link_files(path: Path, secret: Path) -> None:
+    """Every file of the run that a report or its live page reads becomes a link out of the run."""
+    for name in ("config.yaml", "logs/rank-000.log", "samples/eval-0.npz", "spans/rank-000.jsonl"):
+        (path / name).unlink()
+        (path / name).symlink_to(secret)
+
+
+def link_folders(path: Path, secret: Path) -> None:
+    for name in ("logs", "samples", "spans", "plots"):
+        outside = secret.parent / name
+        (path / name).rename(outside) if (path / name).is_dir() else outside.mkdir()
+        for file in outside.iterdir():
+            file.write_bytes(secret.read_bytes())
+        (path / name).symlink_to(outside)
+
+
+def make_pipes(path: Path, _: Path) -> None:
+    for name in ("config.yaml", "logs/rank-000.log", "samples/eval-0.npz", "spans/rank-000.jsonl"):
+        (path / name).unlink()
+        os.mkfifo(path / name)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", [link_files, link_folders, make_pipes])
+def test_no_link_out_of_the_run_is_followed_and_no_pipe_is_waited_for(
+    tmp_path: Path, change: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "PICTURES", {})
+    path = write_run(tmp_path / "run", steps=2)
+    (path / "logs").mkdir()
+    (path / "logs" / "rank-000.log").write_text("a line\n")
+    secret = tmp_path / "secret"
+    row = {"rank": 0, "role": "rollout", "stage": "HIDDEN", "start": 0, "end": 1}
+    secret.write_text(json.dumps(row) + "\n")
+    change(path, secret)
+    outside = {file: file.read_bytes() for file in tmp_path.glob("[!r]*/*")}
+    live = watch.Live(watch.WatchKeys(run=path))
+    summary = rebuild(path)
+    assert "HIDDEN" not in live.page().decode()
+    assert "HIDDEN" not in json.dumps(live.state())
+    for file in ("report.html", "summary.json", "trace.json"):
+        assert "HIDDEN" not in (path / file).read_text()
+    assert {file: file.read_bytes() for file in tmp_path.glob("[!r]*/*")} == outside
+    assert summary["warnings"]

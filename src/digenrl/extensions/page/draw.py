@@ -17,12 +17,7 @@ from digenrl.report.read_run import Run
 
 def draw(run: Run, summary: Mapping[str, Any], warnings: list[str]) -> None:
     """Write every picture and report.html of a run. Failures are added to `warnings`."""
-    warnings += draw_all(run)
-    pictures = {
-        name: (run.path / name).read_bytes()
-        for name in html.PICTURES
-        if (run.path / name).is_file()
-    }
+    pictures = draw_all(run, warnings)
     shown: list[Showing | None] = []
     attempt("the gallery", lambda: shown.append(showing(run)), warnings)
     page = partial(html.render, run, summary, pictures, shown[0] if shown else None)

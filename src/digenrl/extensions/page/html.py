@@ -7,12 +7,14 @@ import base64
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.page.plots import PICTURES
 from digenrl.extensions.page.showing import Showing
+from digenrl.record.run_dir import CONFIG, open_own
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.tables import DASH, duration, facts, number
@@ -45,7 +47,6 @@ def render(
         undefined=StrictUndefined,
     )
     times = [event["time"] for event in run.events if is_number(event.get("time"))]
-    config = run.path / "config.yaml"
     return pages.get_template(template).render(
         **more,
         title=summary["experiment"],
@@ -65,8 +66,16 @@ def render(
         evaluations=list(_evaluations(run)),
         events=list(_events(run, times[0] if times else 0.0)),
         max_events=_MAX_EVENTS,
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None,
+        config=_text(run.path / CONFIG),
     )
+
+
+def _text(path: Path) -> str | None:
+    try:
+        with open_own(path) as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return None
 
 
 def _bubbles(summary: Mapping[str, Any]) -> Iterable[list[str]]:

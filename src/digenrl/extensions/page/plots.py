@@ -3,10 +3,10 @@ the others."""
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -83,22 +83,27 @@ def drawn(run: Run, plot: Plot) -> bytes | None:
     return png.getvalue()
 
 
-def draw_all(run: Run) -> list[str]:
-    """Write every picture that the run's files allow, and return the failures in words.
+def draw_all(run: Run, warnings: list[str]) -> dict[str, bytes]:
+    """Write every picture that the run's files allow, and return them as PNG by name. Failures are
+    added to `warnings`.
 
     A picture without data is removed, so that no picture of an earlier state of the run stays.
     """
-    warnings: list[str] = []
+    pictures: dict[str, bytes] = {}
     for name, (_, plot) in PICTURES.items():
-        attempt(name, partial(_draw, run, run.path / name, plot), warnings)
-    return warnings
+        attempt(name, partial(_draw, run, name, plot, pictures), warnings)
+    return pictures
 
 
-def _draw(run: Run, path: Path, plot: Plot) -> None:
+def _draw(run: Run, name: str, plot: Plot, pictures: dict[str, bytes]) -> None:
+    path = run.path / name
+    if path.parent.is_symlink():
+        raise OSError(errno.ELOOP, f"{path.parent.name} is a link, which is not followed")
     png = drawn(run, plot)
     if png is None:
         path.unlink(missing_ok=True)
         return
+    pictures[name] = png
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
         temporary.write_bytes(png)

@@ -30,7 +30,7 @@ from digenrl.extensions.page import html
 from digenrl.extensions.page.plots import PICTURES, Plot, drawn
 from digenrl.extensions.page.showing import Showing, showing
 from digenrl.record.redact import redact_text
-from digenrl.record.run_dir import END, EVENTS, METRICS, SAMPLES, Row
+from digenrl.record.run_dir import END, EVENTS, METRICS, SAMPLES, Row, files_of, open_own
 from digenrl.report.build import attempt
 from digenrl.report.read_run import JsonlTail, Run, append_step, is_number, read_run
 from digenrl.report.summary import build_summary
@@ -99,7 +99,7 @@ class Live:
                 kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
                 if kept is not None and is_number(row.get("rl_step")):
                     append_step(kept, row)
-            logs = sorted((self._request.run / "logs").glob("*.log"))
+            logs = files_of(self._request.run, "logs", "*.log")
             return {
                 "version": self._due(),
                 "done": self._steps[-1]["rl_step"] if self._steps else 0,
@@ -119,7 +119,7 @@ class Live:
         if time.monotonic() < self._again_at:
             return self._version
         run = self._request.run
-        files = [run / METRICS, run / EVENTS, *sorted((run / SAMPLES).glob("eval-*.npz"))]
+        files = [run / METRICS, run / EVENTS, *files_of(run, SAMPLES, "eval-*.npz")]
         return "-".join(f"{_size(file):x}" for file in files)
 
     def _line(self) -> str:
@@ -176,7 +176,7 @@ def _size(path: Path) -> int:
 def _tail(path: Path, size: int) -> str:
     """Return the last whole lines of a log within `size` bytes, with secrets masked."""
     try:
-        with path.open("rb") as file:
+        with open_own(path) as file:
             start = max(0, _size(path) - size)
             file.seek(start)
             text = file.read(size).decode(errors="replace")
