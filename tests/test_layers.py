@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reward_models": {"types", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts", "schedule"},
-    "report": {"record", "gallery", "schedule", "extension"},
+    "report": {"record", "gallery", "images", "schedule", "extension"},
     "display": {"report", "record"},
     "devices": {"accelerator", "extension", "cluster", "hardware", "config.relations"},
     "cluster": {"record", "schedule"},

@@ -4,7 +4,6 @@ never optimised."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -23,7 +22,15 @@ from digenrl.callbacks.guarded import Guarded
 from digenrl.callbacks.pictures import chosen
 from digenrl.data import load_prompts
 from digenrl.images import sources as image_sources
-from digenrl.record.run_dir import METRICS, SAMPLES, append_event, append_jsonl, replaced, unwritten
+from digenrl.record.run_dir import (
+    METRICS,
+    SAMPLES,
+    append_event,
+    append_jsonl,
+    replaced,
+    unix_time,
+    unwritten,
+)
 from digenrl.rewards.hacking_alarms import Alarm, canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import (
@@ -331,7 +338,7 @@ class Evaluation(pl.Callback):
         except OSError as error:
             unwritten(samples, len(pictures.prompts), error)
         append_jsonl(
-            run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": time.time(), **numbers}
+            run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": unix_time(), **numbers}
         )
         changed = {
             name: alarm

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from digenrl.record.run_dir import METRICS, append_event, append_jsonl, hold_reserve
+from digenrl.record.run_dir import METRICS, append_event, append_jsonl, hold_reserve, unix_time
 from digenrl.types import StepGivenUp
 
 
@@ -57,7 +57,7 @@ class Recorder(pl.Callback):
         line = {
             "kind": "step",
             "rl_step": trainer.current_epoch + 1,
-            "time": time.time(),
+            "time": unix_time(),
             **metrics,
             **facts,
         }

@@ -45,6 +45,7 @@ from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
+from digenrl.record.run_dir import unix_time
 
 LEAVE_MORE_S = 2.0
 """Seconds that process 0 waits beyond `Limits.leave_s` for the other ranks to leave. Their links
@@ -274,7 +275,7 @@ def attach(
             server = StoreServer(network.listen(host), handshake)
             write_access(
                 run_dir,
-                Access(server.host, server.port, handshake.token, time.time(), place.prefix),
+                Access(server.host, server.port, handshake.token, unix_time(), place.prefix),
             )
             notices.set("run_dir", str(run_dir))
         run_dir = _learn_run_dir(notices, place, limits.start_s)

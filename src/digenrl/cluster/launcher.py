@@ -48,6 +48,7 @@ from digenrl.cluster.vitals import (
 )
 from digenrl.cluster.world import Session, World
 from digenrl.record.redact import redact_text
+from digenrl.record.run_dir import unix_time
 
 RankMain = Callable[[World, Session], None]
 """Body of a rank. An exception in it ends the rank, with the exception's text as the cause."""
@@ -213,7 +214,7 @@ def launch(spec: Launch) -> RunOutcome:
         LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s),
         listener.getsockname()[1],
     )
-    epoch = time.time()
+    epoch = unix_time()
     logs = spec.run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ranks: dict[int, RankProcess] = {}

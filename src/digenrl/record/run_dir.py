@@ -20,9 +20,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from digenrl.images import open_regular
 from digenrl.record.redact import redact
 
 Row = dict[str, Any]
@@ -86,6 +85,17 @@ left out."""
 _events_limit: float = math.inf
 
 
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_ZERO = time.time() - time.clock_gettime(_CLOCK)
+"""Unix second at which this process's steady clock stood at zero. Forked ranks inherit it."""
+
+
+def unix_time() -> float:
+    """Return the Unix second by a clock that nobody can set: a run's times keep their distances
+    when the machine's time is corrected."""
+    return _ZERO + time.clock_gettime(_CLOCK)
+
+
 def limit_events(size: float) -> None:
     """Count routine events instead of writing them once events.jsonl has `size` bytes."""
     global _events_limit
@@ -124,23 +134,6 @@ def free_space(path: str | os.PathLike[str]) -> str:
     except OSError as error:
         return f"its disk does not answer: {error.strerror}"
     return f"{state.f_bavail * state.f_frsize / 2**20:.1f} MiB free"
-
-
-def open_own(path: Path) -> BinaryIO:
-    """Open a file of a run directory for reading. A run directory may come from anywhere, so no
-    link is followed, no pipe is waited for and no device is read.
-
-    Raises:
-        OSError: there is no such file, or it is not a regular file.
-    """
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, "is a link, which is not followed", str(path))
-    return open_regular(path)
-
-
-def files_of(run: Path, folder: str, pattern: str) -> list[Path]:
-    """Return the files of a folder in a run directory by name; none if the folder is a link."""
-    return [] if (run / folder).is_symlink() else sorted((run / folder).glob(pattern))
 
 
 @contextmanager
@@ -228,7 +221,7 @@ def append_event(
 
     Secrets are masked, because facts contain texts of errors.
     """
-    path, event = Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts or {})}
+    path, event = Path(run_dir) / EVENTS, {"time": unix_time(), "kind": kind, **redact(facts or {})}
     try:
         if not _append(path, event, _events_limit if kind in ROUTINE else math.inf):
             by = str(event.get("reward", event.get("reason", "")))
@@ -241,7 +234,7 @@ def append_event(
 def append_urgent(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any]) -> bool:
     """Append an event as `append_event` does, with the reserve if the disk is full; return whether
     it was written."""
-    path, event = Path(run_dir) / EVENTS, {"time": time.time(), "kind": kind, **redact(facts)}
+    path, event = Path(run_dir) / EVENTS, {"time": unix_time(), "kind": kind, **redact(facts)}
     for _ in range(2):
         try:
             return _append(path, event)

@@ -18,6 +18,7 @@ from typing import Any
 
 from digenrl.record.line_file import LineFile, thin
 from digenrl.record.progress import Progress
+from digenrl.record.run_dir import unix_time
 
 _BLOCK = 1000
 """Most lines that wait in memory."""
@@ -44,7 +45,7 @@ class SpanLog:
         limit: float = math.inf,
     ) -> None:
         self.rank, self.role, self.progress = rank, role, progress or Progress()
-        self._offset = time.time() - epoch - time.monotonic()
+        self._offset = unix_time() - epoch - time.monotonic()
         self._file = None if path is None else LineFile(path)
         self._limit = self._thin_at = limit
         self._lines: list[bytes] = []

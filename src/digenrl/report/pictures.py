@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from digenrl.gallery import STRIP_FRAMES
-from digenrl.record.run_dir import SAMPLES, files_of, open_own
+from digenrl.record.run_dir import SAMPLES
+from digenrl.report.find import files_of, open_own
 from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 

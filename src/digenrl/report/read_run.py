@@ -21,8 +21,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from digenrl.record.line_file import LEFT_OUT
-from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row, files_of, open_own
+from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
+from digenrl.report.find import files_of, open_own
 
 _LONGEST = 1 << 20
 """Most bytes of a line that is read."""

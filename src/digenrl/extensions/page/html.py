@@ -14,7 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.page.plots import PICTURES
 from digenrl.extensions.page.showing import Showing
-from digenrl.record.run_dir import CONFIG, open_own
+from digenrl.record.run_dir import CONFIG
+from digenrl.report.find import open_own
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.tables import DASH, duration, facts, number

@@ -30,8 +30,9 @@ from digenrl.extensions.page import html
 from digenrl.extensions.page.plots import PICTURES, Plot, drawn
 from digenrl.extensions.page.showing import Showing, showing
 from digenrl.record.redact import redact_text
-from digenrl.record.run_dir import END, EVENTS, METRICS, SAMPLES, Row, files_of, open_own
+from digenrl.record.run_dir import END, EVENTS, METRICS, SAMPLES, Row
 from digenrl.report.build import attempt
+from digenrl.report.find import files_of, open_own
 from digenrl.report.read_run import JsonlTail, Run, append_step, is_number, read_run
 from digenrl.report.summary import build_summary
 from digenrl.report.tables import duration, number
