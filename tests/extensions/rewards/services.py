@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -44,6 +45,8 @@ class Moody:
                 raise KeyError("no such weight")
             if prompt.text == "exit":
                 sys.exit(3)
+            if prompt.text == "helpers":
+                subprocess.Popen(["sleep", "300"])
             if prompt.text == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(len(prompts))

@@ -86,15 +86,40 @@ def test_each_failure_of_a_call_is_told_apart():
         scorer.close()
 
 
-def test_the_child_ends_when_its_parent_is_killed():
+def gone(process: psutil.Process) -> bool:
+    psutil.wait_procs([process], timeout=5)
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_scorer_has_started_ends_with_it():
+    scorer = ProcessScorer({"_target_": "tests.extensions.rewards.services.Moody"})
+
+    def helper() -> psutil.Process:
+        scorer(MEDIA[:1], [Prompt("helpers")])
+        (found,) = psutil.Process(scorer._child.pid).children()
+        return found
+
+    first = helper()
+    with pytest.raises(RewardUnavailable, match="died"):
+        scorer(MEDIA[:1], [Prompt("killed")])
+    assert gone(first)
+    second = helper()
+    scorer.close()
+    assert gone(second)
+
+
+def test_the_child_and_what_it_started_end_when_its_parent_is_killed():
     code = (
-        "from digenrl.extensions.rewards.process import ProcessScorer; import time\n"
-        "scorer = ProcessScorer({'_target_': 'reward_models.jpeg_size.JpegSize'})\n"
-        "assert scorer.model_id; print(scorer._child.pid, flush=True); time.sleep(60)"
+        "from digenrl.extensions.rewards.process import ProcessScorer; import time, torch\n"
+        "from digenrl.types import Prompt\n"
+        "scorer = ProcessScorer({'_target_': 'tests.extensions.rewards.services.Moody'})\n"
+        "scorer(torch.rand(1, 3, 16, 16), [Prompt('helpers')])\n"
+        "print(scorer._child.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = psutil.Process(int(parent.stdout.readline()))
+    (helper,) = child.children()
     parent.kill()
     parent.communicate()
-    psutil.wait_procs([child], timeout=5)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert gone(child)
+    assert gone(helper)

@@ -4,7 +4,8 @@ The child, `python -m digenrl.extensions.rewards.process`, is the reward service
 free port of 127.0.0.1, behind a token that only parent and child know. It reads {"node": ...,
 "token": ...} from its standard input and answers {"url": ...} on its standard output, later
 {"error": ...} if the scorer fails. It ends when its standard input ends, so it ends also when the
-parent is killed.
+parent is killed. It leads a process group of its own, which ends with it: processes that a scorer
+has started do not stay.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from torch import Tensor
@@ -120,6 +122,7 @@ class ProcessScorer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         assert self._child.stdin is not None
@@ -182,7 +185,7 @@ class ProcessScorer:
             self._client.close()
             self._client = None
         if self._child is not None:
-            self._child.kill()
+            _kill_group(self._child.pid)
             self._child.communicate()
             self._child = None
 
@@ -212,6 +215,7 @@ class _Reporting:
     def fail(self, error: Exception) -> NoReturn:
         """Report an error to the parent and end the process."""
         self.tell({"error": f"{type(error).__name__}: {error}"})
+        _kill_group(os.getpid())
         os._exit(1)
 
     def tell(self, answer: Mapping[str, str]) -> None:
@@ -223,7 +227,14 @@ def _end_with_parent() -> None:
     """End the process when its standard input ends. A thread waits for this, because a scorer may
     compute for minutes."""
     sys.stdin.read()
+    _kill_group(os.getpid())
     os._exit(1)
+
+
+def _kill_group(leader: int) -> None:
+    """Kill a child and everything that it has started. The group outlives its leader."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def main() -> None:
