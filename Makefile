@@ -56,7 +56,7 @@ replay: $(STAMP)  ## Train again from a run's trajectories, with nothing generat
 
 join: $(STAMP)  ## One more rollout for a running run, from this machine. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.join run=$(RUN) $(ARGS)
+	@$(PY) -m digenrl join run=$(RUN) $(ARGS)
 
 sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table and plot
 	@$(PY) -m digenrl.cli.train -m $(WORDS)

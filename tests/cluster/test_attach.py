@@ -310,7 +310,7 @@ def test_a_run_under_torchrun_takes_rollouts_in_and_outlives_them(
         wait_for(lambda: spans.is_file() and '"generate"' in spans.read_text())
         return joiner
 
-    killed = join(2, sys.executable, "-m", "digenrl.cli.join", f"run={run_dir}")
+    killed = join(2, sys.executable, "-m", "digenrl", "join", f"run={run_dir}")
     os.killpg(killed.pid, signal.SIGKILL)
     at = time.time()
     assert wait_for(lambda: noted("lost", 2))["time"] - at < 2.0

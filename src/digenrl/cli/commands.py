@@ -28,9 +28,6 @@ CORE: dict[str, Command] = {
     "resume": Command(
         "digenrl.cli.train", "continue a run from its last checkpoint: resume RUN", "resume"
     ),
-    "join": Command(
-        "digenrl.cli.join", "add one rollout to a running run, from any machine: join RUN", "run"
-    ),
     "encode": Command("digenrl.cli.encode", "encode the prompts of a run into the prompt store"),
     "report": Command(
         "digenrl.cli.report", "rebuild summary, pictures and report of a run: report RUN", "run"

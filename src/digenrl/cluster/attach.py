@@ -1,7 +1,7 @@
 """Run inside processes that torchrun or SLURM started: one process is one rank.
 
 Process 0 hosts the run's control store and leaves last. The death of any started rank ends the job
-(torchrun stops all workers). The death of a rollout that joined later (`digenrl.cluster.join`) does
+(torchrun stops all workers). The death of a rollout that joined later (`digenrl join`) does
 not. `allocation` must add up to the number of processes. The hardware profile decides which of them
 train.
 

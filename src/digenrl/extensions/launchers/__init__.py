@@ -1,7 +1,9 @@
-"""Further launchers beside the core's (this machine, torchrun, SLURM)."""
+"""Launchers beside the core's (this machine, torchrun, SLURM), and ranks that join a run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from digenrl.cli.commands import Command
 
 
 def resource_problems(get: Callable[[str], Any]) -> Iterator[str]:
@@ -14,4 +16,11 @@ def resource_problems(get: Callable[[str], Any]) -> Iterator[str]:
         )
 
 
+COMMANDS = {
+    "join": Command(
+        "digenrl.extensions.launchers.cli.join",
+        "add one rollout to a running run, from any machine: join RUN",
+        "run",
+    ),
+}
 RULES = (resource_problems,)

@@ -144,7 +144,7 @@ class Seat:
         """Join the run in this directory as a further rollout, and return the exit code of `digenrl
         join`."""
         own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "digenrl.cli.join", f"run={run_dir}"]
+        command = [sys.executable, "-m", "digenrl", "join", f"run={run_dir}"]
         with (Path(run_dir) / "logs" / "join.log").open("a") as log:
             return subprocess.run(
                 command,

@@ -62,12 +62,12 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl import devices, run  # torch loads here
     from digenrl.advisor import advisor
-    from digenrl.cluster import join as joining
     from digenrl.cluster.handshake import Handshake
     from digenrl.cluster.launcher import check_open_files
     from digenrl.cluster.limits import Limits
     from digenrl.cluster.network import Network
     from digenrl.cluster.store import StoreLost
+    from digenrl.extensions.launchers import joining
     from digenrl.record.code_version import code_version
     from digenrl.settle import begins_with
 
