@@ -30,7 +30,7 @@ WORDS = (
     "max_rl_steps=12",
     "allocation.patience_s=60",
 )
-LONG = ("sampling.steps=10",)
+LONG = ("sampling.steps=20",)
 """Some seconds, so that processes can come and go in between."""
 
 

@@ -19,6 +19,8 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from digenrl.cluster.access import Access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
@@ -30,6 +32,7 @@ from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.vitals import BEAT_EVERY_S, HeartbeatMonitor, watch_key
 from digenrl.cluster.world import Session, World
+from digenrl.settle import begins_with
 
 _TICK_S = 0.2
 
@@ -39,21 +42,25 @@ class JoinRequest:
     """A request to join a run: where the run is, and what this process brings."""
 
     access: Access
-    handshake: Handshake
-    """Limits of this process for connections. Token and rank come from the run."""
+    config: DictConfig
+    """The run's, settled."""
     run_dir: Path
     """Directory in which this rank writes: the run's own, or a copy of it."""
-    trainers: int
-    rollouts: int
-    """Number of rollouts that the run began with."""
     local_rank: int
     """Index of this rank's device on its machine."""
-    limits: Limits
-    network: Network
 
     @property
     def place(self) -> str:
         return f"{self.access.host}:{self.access.port}"
+
+    def handshake(self, rank: int) -> Handshake:
+        """Return the limits of this process for connections, with the run's token."""
+        limits: Any = OmegaConf.to_container(self.config.handshake)
+        return Handshake(**limits, token=self.access.token, rank=rank)
+
+    def control(self, rank: int = -1) -> Control:
+        """Return the run's control store, as `rank` reaches it."""
+        return Control(StoreClient(self.access.host, self.access.port, self.handshake(rank)), rank)
 
 
 def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
@@ -63,8 +70,7 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
         ValueError: no run answers, the token is that of another run, or the run is ending.
     """
     try:
-        control = Control(_connect(request), rank=-1)
-        shown, cause, *ends = control.get_all([CREDENTIALS, "abort", "stop", "done"])
+        shown, cause, *ends = request.control().get_all([CREDENTIALS, "abort", "stop", "done"])
     except NotOfThisRun as error:
         raise ValueError(
             f"the token is not that of the run at {request.place}: take "
@@ -94,11 +100,6 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
     return found
 
 
-def _connect(request: JoinRequest, rank: int = -1) -> StoreClient:
-    handshake = replace(request.handshake, token=request.access.token, rank=rank)
-    return StoreClient(request.access.host, request.access.port, handshake)
-
-
 def join(
     request: JoinRequest, rank_main: Callable[[World, Session], None], signals: StopSignals
 ) -> RunOutcome:
@@ -109,28 +110,24 @@ def join(
         OSError, StoreLost: the run is gone.
     """
     # One atomic add, so that two processes that join at once get different numbers.
-    rank = Control(_connect(request), rank=-1).add("ranks", 1) - 1
-    control = Control(_connect(request, rank), rank)
-    host = request.network.address(source_address(request.access.host))
-    world = World(rank, request.trainers, request.rollouts, request.local_rank)
-    access = request.access
-    handshake = replace(request.handshake, token=access.token, rank=rank)
+    rank = request.control().add("ranks", 1) - 1
+    control, access, config = request.control(rank), request.access, request.config
+    network, limits = Network.of(config.network), Limits(**config.limits)
+    world = World(rank, *begins_with(config), request.local_rank)
     session = Session(
         access.host,
         access.port,
-        handshake,
+        request.handshake(rank),
         request.run_dir,
         access.epoch,
-        host,
-        request.network,
-        request.limits,
+        network.address(source_address(access.host)),
+        network,
+        limits,
     )
     (request.run_dir / "logs").mkdir(exist_ok=True)
     process = fork_rank(rank_main, world, session, lambda: None)
     # Whether it gets on in its stage is judged where all ranks are seen.
-    monitor = HeartbeatMonitor(
-        control, {rank: process.pid}, replace(request.limits, stage_factor=None)
-    )
+    monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(limits, stage_factor=None))
     cause: str | None = None
     asked, beats = 0, 0
     beat_at = 0.0
@@ -155,7 +152,7 @@ def join(
         control.set(end_key(rank), cause)
         cause = f"the run ended: {abort}" if abort else cause
     except StoreLost:
-        process.join(request.limits.abort_s)
+        process.join(limits.abort_s)
         cause = "the run has ended, or goes on without this rank"
     finally:
         process.kill()

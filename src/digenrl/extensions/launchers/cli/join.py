@@ -62,10 +62,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from digenrl import devices, run  # torch loads here
     from digenrl.advisor import advisor
-    from digenrl.cluster.handshake import Handshake
     from digenrl.cluster.launcher import check_open_files
-    from digenrl.cluster.limits import Limits
-    from digenrl.cluster.network import Network
     from digenrl.cluster.store import StoreLost
     from digenrl.extensions.launchers import joining
     from digenrl.record.code_version import code_version
@@ -73,17 +70,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
 
     config = composed.config
     trainers, rollouts = begins_with(config)
-    handshake, network = Handshake(**config.handshake), Network.of(config.network)
-    asked = joining.JoinRequest(
-        access,
-        handshake,
-        composed.run_dir,
-        trainers,
-        rollouts,
-        request.device,
-        Limits(**config.limits),
-        network,
-    )
+    asked = joining.JoinRequest(access, config, composed.run_dir, request.device)
     credentials = joining.credentials_of(asked)
     if credentials["code"] != code_version():
         raise ValueError(
