@@ -19,9 +19,9 @@ from pathlib import Path
 
 from benchmarks._shared import options
 from digenrl.extensions.planner.costs import Costs
+from digenrl.extensions.planner.gpus import ENGINES, known
 from digenrl.extensions.planner.workload import Workload
 from digenrl.facts import counted
-from digenrl.gpus import ENGINES, known
 from digenrl.hardware import Hardware, Pool
 
 FAMILIES = {

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
-
-from digenrl.gpus import Efficiency, kind_of
 
 
 @dataclass(frozen=True)
@@ -32,13 +28,9 @@ class Pool:
     per_node: int
     host_gib: float = math.inf
     """Memory of a node's host in GiB; inf: unknown."""
-    efficiency: Efficiency | None = None
-    """Efficiency of the pool's GPUs; None = that of their kind of GPU."""
-
-    @cached_property
-    def reaches(self) -> Efficiency:
-        """Efficiency of the pool's GPUs."""
-        return self.efficiency or kind_of(self.gpu).efficiency
+    efficiency: tuple[tuple[str, float], ...] = ()
+    """What the profile says that the pool's GPUs reach, by key; the rest is as their kind of GPU
+    does."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +96,8 @@ def parse_hardware(node: Mapping[str, Any]) -> Hardware:
             key: value for key, value in entry.items() if value is not None
         }
         shares = {**(node.get("efficiency") or {}), **given.pop("efficiency", {})}
-        efficiency = kind_of(given["gpu"]).efficiency.but(shares) if shares else None
-        pools.append(
-            Pool(str(name), efficiency=efficiency, **{"per_node": min(given["count"], 8), **given})
-        )
+        given = {"per_node": min(given["count"], 8)} | given
+        pools.append(Pool(str(name), efficiency=tuple(shares.items()), **given))
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
     lines = {
         frozenset(entry["between"]): Line(entry["gb_s"], entry.get("latency_s", 0.0))
@@ -140,17 +130,6 @@ def shard_group(trainers: int, per_node: int) -> int:
     that divides both the trainers and the GPUs of a node, so that no group spans two nodes.
     """
     return trainers if trainers <= per_node else math.gcd(trainers, per_node)
-
-
-def nodes(hardware: Hardware, pools: Iterable[str]) -> list[tuple[str, int]]:
-    """Return (pool, number of its node) of every rank, given the ranks' pools. A pool's ranks fill
-    its nodes in order."""
-    seats = Counter[str]()
-    found = []
-    for name in pools:
-        found.append((name, seats[name] // hardware.pool(name).per_node))
-        seats[name] += 1
-    return found
 
 
 def assign(hardware: Hardware, trainers: int, rollouts: int) -> tuple[tuple[str, str], ...]:

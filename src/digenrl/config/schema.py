@@ -577,7 +577,7 @@ class ModelKeys(Open):
 
 class EfficiencyKeys(Closed):
     """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults
-    are those of the kind of GPU (digenrl.gpus)."""
+    are those of the kind of GPU (digenrl.extensions.planner.gpus)."""
 
     generate: Positive = Field(
         ABSENT, description="share of the peak that a forward's products reach"

@@ -12,6 +12,7 @@ from benchmarks.calibration import main, predicted
 from benchmarks.schedule import bench_of
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import CONNECTION_GB_S, Costs
+from digenrl.extensions.planner.gpus import reaches
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Line, Pool, assign, parse_hardware
@@ -67,8 +68,8 @@ def test_a_figure_says_where_it_comes_from() -> None:
                             "inter_gb_s": 9, "efficiency": {"generate": 0.3}}}}  # fmt: skip
     own = parse_hardware(node)
     assert Costs(WORK, own).source("generate", own.pools[0]) == "assumed"
-    assert own.pools[0].reaches.generate == 0.3
-    assert own.pools[0].reaches.attention == POOL.reaches.attention
+    assert reaches(own.pools[0]).generate == 0.3
+    assert reaches(own.pools[0]).attention == reaches(POOL).attention
 
 
 def test_publication_is_charged_as_it_is_sent() -> None:
@@ -78,7 +79,7 @@ def test_publication_is_charged_as_it_is_sent() -> None:
     costing, gigabytes = Costing(WORK, hardware), 2 * WORK.trained_parameters / 1e9
     for rollouts, others in ((4, 0), (8, 1), (20, 2)):
         assert costing.other_nodes(assign(hardware, 4, rollouts)).total() == others
-    costs, link = Costs(WORK, hardware), POOL.inter_gb_s * POOL.reaches.network
+    costs, link = Costs(WORK, hardware), POOL.inter_gb_s * reaches(POOL).network
     assert costs.publish_seconds([POOL], 0) == pytest.approx(gigabytes / CONNECTION_GB_S + 5e-3)
     assert costs.publish_seconds([POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)
 

@@ -27,7 +27,7 @@ from digenrl.extensions.planner.memory import (
 )
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.workload import Drawn, Workload
-from digenrl.hardware import Hardware, Pool, assign, nodes, shard_group
+from digenrl.hardware import Hardware, Pool, assign, shard_group
 from digenrl.recompute import ALL, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 
@@ -412,7 +412,10 @@ class Costing:
 
     def other_nodes(self, placed: Sequence[tuple[str, str]]) -> Counter[str]:
         """Return pool -> number of nodes with rollouts, without the node of trainer 0."""
-        places = nodes(self.hardware, (name for name, _ in placed))
+        seats, places = Counter[str](), list[tuple[str, int]]()
+        for name, _ in placed:  # a pool's ranks fill its nodes in order
+            places.append((name, seats[name] // self.hardware.pool(name).per_node))
+            seats[name] += 1
         rollouts = {
             node for node, (_, role) in zip(places, placed, strict=True) if role == "rollout"
         }

@@ -2,7 +2,7 @@
 and links reach.
 
 A forward or backward takes (products / share + attention / its share) / peak + element-wise traffic
-/ bandwidth. It takes at least blocks x launches. The speeds that GPUs reach are in `digenrl.gpus`.
+/ bandwidth. It takes at least blocks x launches. The speeds that GPUs reach are in `gpus.py`.
 The VAE is bound by memory.
 
 Communication that overlaps with computing (FSDP prefetches the next block's weights) costs only
@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from digenrl.extensions.planner.gpus import ENGINES, Engine, kind_of, reaches
 from digenrl.extensions.planner.memory import (
     offloaded_bytes,
     sent_bytes,
@@ -23,7 +24,6 @@ from digenrl.extensions.planner.memory import (
     version_bytes,
 )
 from digenrl.extensions.planner.workload import Workload
-from digenrl.gpus import ENGINES, Engine, kind_of
 from digenrl.hardware import Hardware, Line, Pool
 from digenrl.recompute import OFFLOAD, Recompute
 
@@ -81,21 +81,21 @@ class Costs:
         """Return the source of a stage's figures on `pool`: measured | published | assumed."""
         if self._measured(stage, pool) is not None:
             return MEASURED
-        published = stage == "generate" and pool.efficiency is None and kind_of(pool.gpu).published
+        published = stage == "generate" and not pool.efficiency and kind_of(pool.gpu).published
         return PUBLISHED if published else ASSUMED
 
     def _floor(self, pool: Pool, forwards: float) -> float:
         """Return the seconds that the processor needs to launch the kernels of `forwards` forwards
         (of any batch size)."""
-        given = pool.reaches.launch_seconds
+        given = reaches(pool).launch_seconds
         launch = self._engine.launch_seconds if given is None else given
         return forwards * launch * float(self.work.sizes["attention_blocks"])
 
     def _compute(self, pool: Pool, flops: float, attention: float) -> float:
         """Return the seconds of `flops`, which include the `attention` FLOPs."""
-        reaches = pool.reaches
-        share = reaches.fused_attention if self.work.fused_attention else reaches.attention
-        return ((flops - attention) / reaches.generate + attention / share) / (pool.tflops * 1e12)
+        speeds = reaches(pool)
+        share = speeds.fused_attention if self.work.fused_attention else speeds.attention
+        return ((flops - attention) / speeds.generate + attention / share) / (pool.tflops * 1e12)
 
     def _traffic(self, pool: Pool, forwards: float) -> float:
         """Return the seconds of the element-wise reads and writes in `forwards` forwards of one
@@ -128,9 +128,9 @@ class Costs:
         if measured is not None:
             return measured
         seconds = self.work.encode_flops() / (
-            pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.encode
+            pool.tflops * 1e12 * reaches(pool).generate * reaches(pool).encode
         )
-        copies = 2 * text_encoder_bytes(self.work) / (pool.reaches.host_gb_s * 1e9)
+        copies = 2 * text_encoder_bytes(self.work) / (reaches(pool).host_gb_s * 1e9)
         return seconds + (0.0 if cached else copies)
 
     def decode_seconds(self, pool: Pool, task_size: int, cached: bool = True) -> float:
@@ -140,8 +140,8 @@ class Costs:
         if measured is not None:
             return measured * task_size
         moved = self.work.decode_flops() / DECODE_FLOPS_PER_BYTE
-        copies = 0.0 if cached else 2 * vae_bytes(self.work) / (pool.reaches.host_gb_s * 1e9)
-        return task_size * moved / (pool.hbm_tb_s * 1e12 * pool.reaches.decode) + copies
+        copies = 0.0 if cached else 2 * vae_bytes(self.work) / (reaches(pool).host_gb_s * 1e9)
+        return task_size * moved / (pool.hbm_tb_s * 1e12 * reaches(pool).decode) + copies
 
     def score_seconds(self, pool: Pool, task_size: int) -> float:
         """Return the seconds of a task's GPU scorers."""
@@ -151,7 +151,7 @@ class Costs:
         return (
             task_size
             * self.work.score_flops()
-            / (pool.tflops * 1e12 * pool.reaches.generate * pool.reaches.score)
+            / (pool.tflops * 1e12 * reaches(pool).generate * reaches(pool).score)
         )
 
     def cell_seconds(
@@ -184,14 +184,14 @@ class Costs:
         again = recompute.inputs * work.attention_flops()
         flops = forwards * work.forward_flops() + work.backward_flops() + repeated
         seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
-        seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / pool.reaches.train
+        seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / reaches(pool).train
         seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context + exchanged
         # Launches and selection take the processor as long for K steps in one forward as for one,
         # so a step pays 1/K.
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = (
-            2 * offloaded_bytes(work, rows, recompute, context) / (pool.reaches.host_gb_s * 1e9)
+            2 * offloaded_bytes(work, rows, recompute, context) / (reaches(pool).host_gb_s * 1e9)
         )
         return max(seconds, launches / tsp_batch, selecting / tsp_batch, copying)
 
@@ -218,7 +218,7 @@ class Costs:
             pool.per_node for pool in pools
         )
         links = (
-            (p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * p.reaches.network
+            (p.intra_gb_s if inside else min(p.intra_gb_s, p.inter_gb_s)) * reaches(p).network
             for p in pools
         )
         return min(links) * 1e9
@@ -226,7 +226,7 @@ class Costs:
     @staticmethod
     def _slowest_link(pools: list[Pool]) -> float:
         """Return the bytes per second of the slowest network link."""
-        return min(pool.inter_gb_s * pool.reaches.network for pool in pools) * 1e9
+        return min(pool.inter_gb_s * reaches(pool).network for pool in pools) * 1e9
 
     @property
     def _weight_bytes(self) -> int:
@@ -282,7 +282,7 @@ class Costs:
     def snapshot_seconds(self, pools: list[Pool]) -> float:
         """Return the seconds of copying a version, in the rollouts' dtype, into trainer 0's host
         memory."""
-        return version_bytes(self.work) / (min(pool.reaches.host_gb_s for pool in pools) * 1e9)
+        return version_bytes(self.work) / (min(reaches(pool).host_gb_s for pool in pools) * 1e9)
 
     def adopt_seconds(self) -> float:
         """Return the seconds in which one thread copies a version, in the rollouts' dtype, onto a

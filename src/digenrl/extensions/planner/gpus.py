@@ -9,9 +9,11 @@ benchmarks.calibration`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
+
+from digenrl.hardware import Pool
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,6 @@ class Efficiency:
     """Least seconds of a block's forward; None = those of the engine."""
     host_gb_s: float = 20.0
     """GB/s of copies from CPU to GPU."""
-
-    def but(self, given: Mapping[str, Any]) -> Efficiency:
-        """Return a copy with the keys that a profile gives."""
-        return Efficiency(
-            **{item.name: given.get(item.name, getattr(self, item.name)) for item in fields(self)}
-        )
 
 
 @dataclass(frozen=True)
@@ -139,3 +135,10 @@ def kind_of(name: str) -> GpuKind:
     """Return the figures for the kind of GPU that this name belongs to."""
     gpu = known(name)
     return KINDS[gpu.kind if gpu else "other"]
+
+
+@cache
+def reaches(pool: Pool) -> Efficiency:
+    """Return the efficiency of a pool's GPUs."""
+    given: dict[str, Any] = dict(pool.efficiency)
+    return replace(kind_of(pool.gpu).efficiency, **given)
