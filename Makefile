@@ -105,7 +105,7 @@ serve-reward: $(STAMP)  ## Serve a reward over HTTP. REWARD=ocr
 	@$(PY) -m digenrl serve-reward reward=$(REWARD) $(ARGS)
 
 tiny: $(STAMP)  ## Build the tiny model of every family (made on first use otherwise)
-	@$(PY) -m digenrl.cli.tiny $(ARGS)
+	@$(PY) -m digenrl tiny $(ARGS)
 
 pretrain: $(STAMP)  ## Train the digits base model and its judges again, into the committed files
 	@OMP_NUM_THREADS=1 $(PY) -m digenrl pretrain $(ARGS)

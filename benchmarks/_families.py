@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import digenrl
+from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import ENDING, Facts, families
-from digenrl.models import tiny_builds
 from digenrl.models.experts import Experts
 from digenrl.models.pipeline import DiffusersPolicy
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from digenrl.models.tiny_builds import TEXT_LENGTH
+from digenrl.extensions.tiny.builds import TEXT_LENGTH
 
 sources = Path(sys.argv.pop(1))
 sys.path.insert(0, str(sources))

@@ -21,8 +21,9 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from benchmarks import _families
+from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import families
-from digenrl.models import pretrained, tiny_builds
+from digenrl.models import pretrained
 
 TINY, REAL = "tiny", "real"
 FAMILY = {

@@ -35,7 +35,7 @@ from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.data import load_prompts
 from digenrl.diffusion.denoise import SampleKey, replay, sample
-from digenrl.models import tiny_builds
+from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.settle import settled
 from digenrl.types import CellBlock, Prompt, TrainBatch
 

@@ -96,7 +96,9 @@ ROOMS = {
     "cli": Room(500, ("cli",), ceiling=746),
     "report": Room(600, ("report",), ceiling=785),
     "extensions/planner": Room(3300, ("extensions/planner",)),
-    "extensions/zoo, export": Room(1900, ("extensions/zoo", "extensions/export")),
+    "extensions/zoo, tiny, export": Room(
+        1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
+    ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
     "extensions/page": Room(1000, ("extensions/page",)),
     "extensions/rewards": Room(1200, ("extensions/rewards",)),

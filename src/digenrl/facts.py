@@ -47,7 +47,7 @@ class Facts:
     """File that holds the facts, beside the adapter's module."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Parts of the tiny pipeline, in the order in which weights are drawn
-    (`digenrl.models.tiny_builds`)."""
+    (`digenrl.extensions.tiny`)."""
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Option of configs/model -> its published sizes, by hand, and its counts.
 

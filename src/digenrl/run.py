@@ -36,7 +36,7 @@ from digenrl.extension import extension, installed
 from digenrl.hardware import assign, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
-from digenrl.models.tiny_builds import cache_root
+from digenrl.models.pretrained import cache_root
 from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space, limit_events
 from digenrl.rewards.needs import unscorable
 from digenrl.rewards.suite import RewardSuite

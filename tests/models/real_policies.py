@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import _families
-from digenrl.models import pretrained, tiny_builds
+from digenrl.extensions.tiny import builds as tiny_builds
+from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
 from tests.models.tiny_policies import FACTS, FAMILIES, size
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from digenrl.models import tiny_builds
+from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.models.latents import pack, unpack
 from digenrl.models.pretrained import PretrainedError
 from digenrl.types import Prompt

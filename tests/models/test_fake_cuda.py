@@ -24,10 +24,10 @@ from digenrl.config import config_directory
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
+from digenrl.extensions.tiny.builds import ensure
 from digenrl.models.experts import Experts
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE
-from digenrl.models.tiny_builds import ensure
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.transport.weights import Version, adopt
 from digenrl.types import CellBlock, Prompt

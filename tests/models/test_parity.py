@@ -254,7 +254,7 @@ def test_decode_gives_media_in_the_unit_range(family):
 def test_decode_equals_the_diffusers_pipeline():
     import diffusers
 
-    from digenrl.models import tiny_builds
+    from digenrl.extensions.tiny import builds as tiny_builds
 
     for family in FAMILIES:
         policy, row = make(family), ROWS[family]

@@ -37,9 +37,6 @@ CORE: dict[str, Command] = {
         "evaluate a run's model again, with other prompts, steps or rewards: eval RUN",
         "run",
     ),
-    "tiny": Command(
-        "digenrl.cli.tiny", "build the tiny model of every family (made on first use otherwise)"
-    ),
 }
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -31,24 +31,6 @@ from digenrl.models.lora import LoraSpec, initial_factors
 _FILE = "diffusion_pytorch_model.safetensors"
 
 
-@contextmanager
-def _without_memory() -> Iterator[None]:
-    """Make parameters on the meta device while the context is open. Buffers, and what modules
-    compute when built, are real."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
 def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
     """Return the network that `pretrained.load_component` gives, in its dtypes, without values.
 
@@ -59,7 +41,7 @@ def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as from_pretrained builds
     try:
-        with _without_memory():
+        with init_empty_weights(include_buffers=False):  # what modules compute when built is real
             network: nn.Module = component.from_config(config)
     finally:
         torch.set_default_dtype(usual)
@@ -102,11 +84,8 @@ def fill(
 
 
 def _factors(network: nn.Module, lora: LoraSpec) -> Iterator[tuple[str, Tensor]]:
-    layers: list[tuple[str, Any]]
-    layers = [
-        (name, layer)
-        for name, layer in network.named_modules()
-        if isinstance(layer, BaseTunerLayer)
+    layers: list[tuple[str, Any]] = [
+        pair for pair in network.named_modules() if isinstance(pair[1], BaseTunerLayer)
     ]
     sizes = [(layer.in_features, layer.out_features) for _, layer in layers]
     for (name, layer), (a, b) in zip(layers, initial_factors(lora, sizes), strict=True):

@@ -26,9 +26,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from digenrl import accelerator
+from digenrl.extension import extension
 from digenrl.facts import Facts, of_module
 from digenrl.images import PromptImage
-from digenrl.models import deferred, latents, pretrained, tiny_builds
+from digenrl.models import deferred, latents, pretrained
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
@@ -42,6 +43,15 @@ each with gradients, without them, and without the adapter. PyTorch's own limit 
 beyond that."""
 
 
+def _tiny(name: str) -> Any:
+    """Return `name` of the extension that makes tiny builds."""
+    return extension(
+        f"digenrl.extensions.tiny.builds.{name}",
+        "hardware.build = tiny",
+        "set hardware.build=real and model.path",
+    )
+
+
 class DiffusersPolicy(Policy):
     """A transformer of diffusers with the rest of its pipeline.
 
@@ -49,7 +59,7 @@ class DiffusersPolicy(Policy):
         path: directory in diffusers layout, or a hub id that `hf download` has put into the local
             cache.
         build: "real" loads `path`; "tiny" loads the small random build of the same classes, made on
-            first use, whose encoder takes no more than `tiny_builds.TEXT_LENGTH` tokens.
+            first use, whose encoder takes no more than 64 tokens.
         height, width: pixels; frames: video frames (1 for images).
         guidance_scale: the embedded scale of a guidance-distilled family, else classifier-free
             guidance (1 = off).
@@ -158,7 +168,7 @@ class DiffusersPolicy(Policy):
                 "operators, which compiled blocks do not show: set model.compile=false, or "
                 "model.gradient_checkpointing to true, false or a share"
             )
-        self.path = str(tiny_builds.ensure(self.facts())) if build == "tiny" else path
+        self.path = str(_tiny("ensure")(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
         load = deferred.empty if empty else pretrained.load_component
@@ -232,8 +242,6 @@ class DiffusersPolicy(Policy):
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
-        else:
-            tiny_builds.require(cls.facts())
         network = cls.network_config(settings)
         channels = cls.channels * (4 if cls.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
@@ -250,7 +258,7 @@ class DiffusersPolicy(Policy):
         """Return the transformer's configuration, defaults included, for a model config (its YAML's
         keys)."""
         if settings.get("build", "real") == "tiny":
-            given = tiny_builds.part(cls.facts(), "transformer")
+            given = _tiny("part")(cls.facts(), "transformer")
         else:
             given = pretrained.component_config(
                 cls.transformer_class, str(settings["path"]), "transformer"
@@ -625,9 +633,7 @@ class DiffusersPolicy(Policy):
                 f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from "
                 f"image by their number of tokens; set it to {cls.text_length}"
             )
-        return (
-            min(wanted, cls.text_length or tiny_builds.TEXT_LENGTH) if build == "tiny" else wanted
-        )
+        return min(wanted, cls.text_length or _tiny("TEXT_LENGTH")) if build == "tiny" else wanted
 
     @staticmethod
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:

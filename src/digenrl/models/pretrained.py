@@ -9,6 +9,7 @@ fetches them.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,20 @@ HUB = "https://huggingface.co"
 
 class PretrainedError(ValueError):
     """A checkpoint is absent, incomplete, or of another family."""
+
+
+def cache_root(kind: str) -> Path:
+    """Return the folder of one `kind` of files that can be made again ("prompts", "tiny").
+
+    The folder is $DIGENRL_CACHE, else .cache/ of a source checkout, else the user's cache
+    directory.
+    """
+    if os.environ.get("DIGENRL_CACHE"):
+        return Path(os.environ["DIGENRL_CACHE"]) / kind
+    checkout = Path(__file__).resolve().parents[3]
+    if (checkout / "pyproject.toml").exists():
+        return checkout / ".cache" / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "digenrl" / kind
 
 
 def hide_progress_bars() -> None:

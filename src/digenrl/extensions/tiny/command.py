@@ -19,13 +19,13 @@ def main(families: Sequence[str]) -> int:
         show(command_help(__doc__))
         return 0
     from digenrl import facts
-    from digenrl.models import tiny_builds
+    from digenrl.extensions.tiny.builds import ensure
 
     try:
         for family in families or [
             family for family, known in facts.families().items() if known.tiny
         ]:
-            print(f"{family}\t{tiny_builds.ensure(family)}")
+            print(f"{family}\t{ensure(family)}")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

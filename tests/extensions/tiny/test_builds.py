@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.models import tiny_builds
+from digenrl.extensions.tiny import builds
 from tests.models.tiny_policies import FAMILIES, ROWS
 
 pytestmark = pytest.mark.heavy
@@ -26,14 +26,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["wan", "sd3"])
 def test_another_process_builds_the_same_bytes_and_another_seed_does_not(family, tmp_path):
-    code = "from pathlib import Path; from digenrl.models.tiny_builds import build; "
+    code = "from pathlib import Path; from digenrl.extensions.tiny.builds import build; "
     code += f"build('{family}', Path('{tmp_path}/a'))"
     subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, env=_environment()
     )
-    first = contents(tiny_builds.ensure(family))
+    first = contents(builds.ensure(family))
     assert contents(tmp_path / "a") == first
-    tiny_builds.build(family, tmp_path / "b", seed=1)
+    builds.build(family, tmp_path / "b", seed=1)
     second = contents(tmp_path / "b")
     changed = {name for name in first if first[name] != second[name]}
     assert changed
@@ -46,13 +46,13 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONHASHSEED": "7",
-        "PYTHONPATH": str(Path(tiny_builds.__file__).parents[2]),
+        "PYTHONPATH": str(Path(builds.__file__).parents[3]),
     }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_build_has_the_layout_and_classes_of_the_real_checkpoint(family):
-    folder = tiny_builds.ensure(family)
+    folder = builds.ensure(family)
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] in FAMILIES[family].pipelines
     assert index["transformer"][1] == FAMILIES[family].transformer_class.__name__
@@ -61,9 +61,9 @@ def test_build_has_the_layout_and_classes_of_the_real_checkpoint(family):
 
 
 def test_existing_build_is_kept(tmp_path):
-    first = tiny_builds.ensure("wan", root=tmp_path)
+    first = builds.ensure("wan", root=tmp_path)
     stamp = (first / "model_index.json").stat().st_mtime_ns
-    assert tiny_builds.ensure("wan", root=tmp_path) == first
+    assert builds.ensure("wan", root=tmp_path) == first
     assert (first / "model_index.json").stat().st_mtime_ns == stamp
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
@@ -72,4 +72,4 @@ def test_unknown_family_names_the_known_ones(tmp_path):
     with pytest.raises(
         ValueError, match=r"no tiny build of family 'mochi'; known: .*wan, wan22, wan_i2v"
     ):
-        tiny_builds.ensure("mochi", root=tmp_path)
+        builds.ensure("mochi", root=tmp_path)

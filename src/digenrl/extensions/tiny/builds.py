@@ -2,7 +2,7 @@
 random weights.
 
 Tokenizers are trained here on a few hundred captions and the models' prompt templates. Nothing is
-downloaded. `tiny` in a family's facts file describes its build. tiny_parts.yaml has the parts that
+downloaded. `tiny` in a family's facts file describes its build. parts.yaml has the parts that
 families share.
 
 A build is made on first use (`ensure`). Its name is a hash of everything that it is made from, so a
@@ -26,29 +26,15 @@ import torch
 import yaml
 from torch import nn
 
+from digenrl.extensions.tiny import tokenizers
 from digenrl.facts import ENDING, Facts, families
-from digenrl.models import tiny_tokenizers as tokenizers
-from digenrl.models.pretrained import hide_progress_bars
+from digenrl.models.pretrained import cache_root, hide_progress_bars
 
 TEXT_LENGTH = 64
 """Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
-_SHARED_FILE = Path(__file__).with_name("tiny_parts.yaml")
+_SHARED_FILE = Path(__file__).with_name("parts.yaml")
 _SHARED: dict[str, dict[str, Any]] = yaml.safe_load(_SHARED_FILE.read_text())
 """Name -> description of a part that the builds of several families have."""
-
-
-def cache_root(kind: str = "tiny") -> Path:
-    """Return the folder of builds, or of another `kind` of files that can be made again.
-
-    The folder is $DIGENRL_CACHE, else .cache/ of a source checkout, else the user's cache
-    directory.
-    """
-    if os.environ.get("DIGENRL_CACHE"):
-        return Path(os.environ["DIGENRL_CACHE"]) / kind
-    checkout = Path(__file__).resolve().parents[3]
-    if (checkout / "pyproject.toml").exists():
-        return checkout / ".cache" / kind
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "digenrl" / kind
 
 
 def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
@@ -57,7 +43,7 @@ def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
     Safe to call from several ranks at once: a build appears by one rename, and the first one wins.
     """
     facts = require(facts)
-    root = cache_root() if root is None else root
+    root = cache_root("tiny") if root is None else root
     target = root / f"{facts.family}-{seed}-{_digest(facts)}"
     if target.exists():
         return target
@@ -91,7 +77,7 @@ def require(facts: Facts | str) -> Facts:
 def part(facts: Facts, name: str) -> Any:
     """Return the description of part `name` of the family's pipeline; what `like` names is filled
     in."""
-    described = facts.tiny[name]
+    described = require(facts).tiny[name]
     if isinstance(described, str):
         return _SHARED[described]
     if isinstance(described, dict) and "like" in described:
@@ -126,7 +112,7 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
     if not list(folder.glob("transformer/*.safetensors")):
         raise RuntimeError(
             f"the tiny build of {facts.family} has no weights: in a process group rank 0 alone "
-            "writes them; call tiny_builds.ensure before the group begins"
+            "writes them; call builds.ensure before the group begins"
         )
 
 
