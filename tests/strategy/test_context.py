@@ -17,7 +17,7 @@ from digenrl.facts import families
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
 
 SMALL = (
-    "hardware=cpu_tiny",
+    "hardware=cpu_tiny",  # by digenrl.extensions.tiny
     "~callbacks.evaluation",
     "logger=none",
     "reward=video_quality",
