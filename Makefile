@@ -72,11 +72,11 @@ prompts: $(STAMP)  ## Use a published prompt set: what to download, its check, i
 	@$(PY) -m digenrl prompts name=$(NAME) $(ARGS)
 
 encode: $(STAMP)  ## Encode the prompts of a run into the prompt store, and nothing else. EXP= HW=
-	@$(PY) -m digenrl.cli.encode $(WORDS)
+	@$(PY) -m digenrl encode $(WORDS)
 
 report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run's files. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.report run=$(RUN) $(ARGS)
+	@$(PY) -m digenrl report run=$(RUN) $(ARGS)
 
 watch: $(STAMP)  ## A live page of a run, in a browser of this machine: curves, pictures, timeline, logs. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
@@ -84,7 +84,7 @@ watch: $(STAMP)  ## A live page of a run, in a browser of this machine: curves, 
 
 eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.evaluate run=$(RUN) $(if $(STEP),step=$(STEP)) $(if $(DATA),data=$(DATA)) $(ARGS)
+	@$(PY) -m digenrl eval run=$(RUN) $(if $(STEP),step=$(STEP)) $(if $(DATA),data=$(DATA)) $(ARGS)
 
 benchmark: $(STAMP)  ## A standard benchmark of a run's checkpoint and its base. RUN= SUITE=geneval|dpg|parti|vbench|scenes [STEP=]
 	$(call need,SUITE,RUN=outputs/scenes_flowgrpo/TIME-0 SUITE=scenes)

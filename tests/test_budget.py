@@ -53,7 +53,7 @@ class Room:
 
 LOOSE = (
     "accelerator types run data devices api settle advisor extension hardware facts recompute images "
-    "gallery display "
+    "display "
     "one_process __init__ __main__"
 )
 """Files of the core that stand beside the rooms."""

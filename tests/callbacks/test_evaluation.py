@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 from digenrl.callbacks.evaluation import Evaluation, measure, save_pictures
@@ -230,7 +227,8 @@ def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Pat
     assert kept.scores["r"].tolist() == [0.0, 1.0]
 
 
-def test_what_prompts_change_is_kept_and_shown_beside_the_samples(tmp_path: Path) -> None:
+def evaluated_edits(tmp_path: Path, logger: Guarded | None = None) -> None:
+    """Train one step of prompts that change a red and a blue picture."""
     for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
         Image.new("RGB", (40, 40), colour).save(tmp_path / f"{name}.png")
     asked = tmp_path / "prompts.jsonl"
@@ -239,18 +237,14 @@ def test_what_prompts_change_is_kept_and_shown_beside_the_samples(tmp_path: Path
         for word, name in (("one", "red"), ("two", "blue"))
     ]
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    logger = Guarded(TensorBoardLogger(tmp_path, name="t", version=""), "own", tmp_path)
     train(tmp_path, Evaluation(asked, samples_per_prompt=2, every=0), epochs=1, logger=logger)
-    logger.finalize("success")
+
+
+def test_what_prompts_change_is_kept_beside_the_samples(tmp_path: Path) -> None:
+    evaluated_edits(tmp_path)
     kept = read_samples(tmp_path / "samples" / "eval-1.npz").sources
     assert kept is not None
     assert kept[:, :, 4, 4].tolist() == [[200, 0, 0]] * 2 + [[0, 0, 200]] * 2
-    events = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0}).Reload()
-    with Image.open(
-        io.BytesIO(events.Images("eval/01 number two")[-1].encoded_image_string)
-    ) as sheet:
-        assert sheet.convert("RGB").getpixel((10, 40)) == (0, 0, 200)
-        assert sheet.width >= 2 * 2 * 96
 
 
 @pytest.mark.parametrize(

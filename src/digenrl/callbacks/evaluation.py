@@ -14,13 +14,13 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.loggers import Logger
 from numpy.typing import NDArray
 from torch import Tensor
 
-from digenrl import gallery
 from digenrl.callbacks.guarded import Guarded
-from digenrl.callbacks.pictures import chosen
 from digenrl.data import load_prompts
+from digenrl.extension import extension, installed
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import (
     METRICS,
@@ -168,7 +168,7 @@ class Evaluation(pl.Callback):
             `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
         shown_prompts: number of first prompts whose pictures go to the loggers, with the best and
-            worst samples; 0 = no pictures.
+            worst samples; 0 = no pictures. The extension `page` draws them.
         shown_samples: pictures of each shown prompt, of the best samples and of the worst.
         kl_samples: samples of each prompt (at most all) from which `kl`, the divergence from the
             base model, is measured. They are trajectories with noise and take two forwards a step
@@ -347,22 +347,32 @@ class Evaluation(pl.Callback):
             if (alarm := canary(name, today, once)) is not None
         }
         self._raise_alarms(run_dir, rl_step, pictures, weights, changed.values())
-        shown = self._shown(pictures, weights)
+        show = self._showing(pictures, weights)
         for logger in trainer.loggers:
             logger.log_metrics(
                 {f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step
             )
-            if isinstance(logger, Guarded):
-                logger.log_pictures(shown, trainer.global_step)
+            if show is not None and isinstance(logger, Guarded):
+                logger.log_pictures(show, trainer.global_step)
 
-    def _shown(
+    def _showing(
         self, pictures: Pictures, weights: Mapping[str, float]
-    ) -> Mapping[str, Sequence[gallery.Tile]]:
+    ) -> Callable[[Logger, int], None] | None:
+        """Return what gives the pictures to a logger; None where nothing shows them."""
+        if not (self.shown_prompts and installed("page")):
+            return None
+        show = extension(
+            "digenrl.extensions.page.logged.logged",
+            "callbacks.evaluation.shown_prompts",
+            "set it to 0",
+        )
         texts = [prompt.text for prompt in pictures.prompts]
         scores = {name: values.numpy() for name, values in pictures.rewards.items()}
-        score = gallery.totals(scores, weights, len(texts))
-        counts = self.shown_prompts, self.shown_samples
-        return chosen(pictures.media.numpy(), texts, score, *counts, fitted_sources(pictures))
+        counts, sources = (self.shown_prompts, self.shown_samples), fitted_sources(pictures)
+        showing: Callable[[Logger, int], None] = show(
+            pictures.media.numpy(), texts, scores, weights, *counts, sources
+        )
+        return showing
 
     def _raise_alarms(
         self,

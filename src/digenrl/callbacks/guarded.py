@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from digenrl.callbacks.pictures import Shown, log_pictures
 from digenrl.record.run_dir import LOGGER, append_event
 
 
@@ -66,9 +65,9 @@ class Guarded(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self._order(lambda: self._logger.log_metrics(dict(metrics), step))
 
-    def log_pictures(self, shown: Shown, step: int) -> None:
-        """Log tiles of an evaluation, if the logger can show pictures."""
-        self._order(lambda: log_pictures(self._logger, shown, step))
+    def log_pictures(self, show: Callable[[Logger, int], None], step: int) -> None:
+        """Call `show` with the other logger and `step`."""
+        self._order(lambda: show(self._logger, step))
 
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any

@@ -1,1 +1,1 @@
-"""Commands: `python -m digenrl.cli.<name> key=value ...`."""
+"""Commands: `digenrl NAME key=value ...`."""

@@ -54,7 +54,3 @@ def main(words: Sequence[str]) -> int:
     )
     print(filled.root)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -212,7 +212,3 @@ def main(arguments: Sequence[str]) -> int:
         print(Path(result["run"]) / RESULT)
 
     return own_command(EvaluateKeys, __doc__, arguments, work, others=True, failures=NoCheckpoint)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -52,7 +52,3 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     sys.path.append(os.getcwd())  # last, so that no file there stands in for an installed module
     return int(importlib.import_module(command.module).main(rest))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ Works on a finished, crashed or running run. The last line of standard output is
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from pydantic import Field
@@ -35,7 +34,3 @@ def main(arguments: Sequence[str]) -> int:
         print(request.run / REPORT)
 
     return own_command(ReportKeys, __doc__, arguments, work)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from digenrl import gallery
+from digenrl import images as encoding
 
 
 def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:
@@ -51,10 +51,10 @@ def image_grid(
 
 
 def write_mp4(
-    path: Path | str, video: Tensor | np.ndarray, fps: int = gallery.FRAMES_PER_SECOND
+    path: Path | str, video: Tensor | np.ndarray, fps: int = encoding.FRAMES_PER_SECOND
 ) -> None:
     """Write one video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
-    Path(path).write_bytes(gallery.mp4(np.moveaxis(to_uint8(video), -1, -3), fps))
+    Path(path).write_bytes(encoding.mp4(to_uint8(video), fps))
 
 
 def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:

@@ -15,12 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from digenrl.gallery import STRIP_FRAMES
 from digenrl.record.run_dir import SAMPLES
 from digenrl.report.find import files_of, open_own
 from digenrl.report.read_run import Run
 from digenrl.report.style import BLUE, FAINT, INK, VERMILION
 
+STRIP_FRAMES = 5
+"""Frames of a video where only a picture can be shown."""
 NARROW, SHORT = 32, 24
 """Pixels up to which pictures are drawn small (ten in a row), and most letters of a prompt for
 that."""

@@ -68,7 +68,7 @@ def test_ranks_share_the_prompts_and_go_on_where_they_were_killed(
     makes from the start."""
     out = tmp_path / "shared"
     words = [f"run={run_dir}", "suite=scenes", "prompts=9", "samples=2", "sampling.eval.steps=2"]
-    command = [sys.executable, "-m", "digenrl.extensions.bench.cli.benchmark", *words]
+    command = [sys.executable, "-m", "digenrl", "benchmark", *words]
     with subprocess.Popen(
         [*command, f"out={out}", "ranks=3"], stderr=subprocess.DEVNULL
     ) as process:

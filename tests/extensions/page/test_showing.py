@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from digenrl import gallery
+from digenrl.extensions.page import gallery
+from digenrl.extensions.page.gallery import Tile
 from digenrl.extensions.page.html import render
 from digenrl.extensions.page.showing import CHANGES, MOMENTS, showing
-from digenrl.gallery import Tile
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 

@@ -109,7 +109,7 @@ def test_a_page_that_follows_the_run_is_served_to_who_knows_its_address(
 def test_it_says_what_it_serves_and_ends_on_ctrl_c(run: Path) -> None:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     with subprocess.Popen(
-        [sys.executable, "-m", "digenrl.extensions.page.cli.watch", f"run={run}"],
+        [sys.executable, "-m", "digenrl", "watch", f"run={run}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths},
     ) as process:  # fmt: skip
         assert process.stdout is not None

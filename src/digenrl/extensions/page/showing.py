@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from digenrl import gallery
-from digenrl.gallery import Tile
+from digenrl.extensions.page import gallery
+from digenrl.extensions.page.gallery import Tile
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.tables import number
@@ -95,7 +95,7 @@ def cell(tile: Tile) -> Cell:
     is_video = False
     if tile.is_video:
         with suppress(ImportError):
-            mime, data, is_video = "video/mp4", gallery.mp4(tile.media, source=tile.source), True
+            mime, data, is_video = "video/mp4", gallery.mp4(tile), True
     source = f"data:{mime};base64,{base64.b64encode(data).decode()}"
     return Cell(source, is_video, gallery.caption(tile), tile.prompt)
 

@@ -638,7 +638,3 @@ def main(arguments: Sequence[str]) -> int:
         print(benchmark(request, words).absolute())
 
     return own_command(BenchmarkKeys, __doc__, arguments, work, others=True, failures=RuntimeError)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

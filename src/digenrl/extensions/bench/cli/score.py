@@ -162,7 +162,3 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 def _shown(value: float | None) -> str:
     return "missing" if value is None else f"{value:.4f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -222,7 +222,3 @@ def main(arguments: Sequence[str]) -> int:
         lambda request, _: print(export(request, allowance)),
         failures=RuntimeError,
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

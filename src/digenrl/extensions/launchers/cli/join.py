@@ -152,7 +152,3 @@ def main(arguments: Sequence[str]) -> int:
             print(request.run)
 
         return own_command(JoinKeys, __doc__, arguments, work, others=True, failures=Failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -269,7 +269,3 @@ def main(arguments: Sequence[str]) -> int:
                 print("", file=sys.stderr)
 
     return own_command(WatchKeys, __doc__, arguments, work)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

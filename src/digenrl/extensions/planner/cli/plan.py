@@ -220,7 +220,3 @@ def write(made: Made, plot: bool, run_dir: Path) -> Path:
     path = run_dir / "plan.json"
     path.write_text(json.dumps(made.json(), indent=1) + "\n", encoding="utf-8")
     return path.absolute()
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

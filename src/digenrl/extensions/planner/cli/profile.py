@@ -226,7 +226,3 @@ def snippet(table: Mapping[str, Measured], pool: str, composed: Composed) -> str
     rows = [f"  {stage}: {{{pool}: {measured.median:.6g}}}" for stage, measured in table.items()]
     note = f"# Seconds per unit (median of {REPEATS}), measured by `digenrl profile {source}`"
     return "\n".join([note, "seconds:", *rows]) + "\n"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

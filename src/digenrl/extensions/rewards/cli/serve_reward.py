@@ -78,7 +78,3 @@ def service_token(host: str, variable: str, file: Path) -> str | None:
         target.write(token)
     print(f"serve_reward: the token was written to {file.absolute()}", file=sys.stderr)
     return token
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

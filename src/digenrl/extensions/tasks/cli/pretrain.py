@@ -180,7 +180,3 @@ def main(arguments: Sequence[str]) -> int:
         f"({len(media)} samples, {time.monotonic() - started:.0f} s)"
     )
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -401,7 +401,3 @@ def _halved(module: torch.nn.Module) -> dict[str, Tensor]:
         name: value.half() if value.is_floating_point() else value
         for name, value in module.state_dict().items()
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

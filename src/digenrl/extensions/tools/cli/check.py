@@ -235,7 +235,3 @@ def main(words: Sequence[str] = ()) -> int:
         else "Ready: `make train`, or `digenrl train`, starts the first run."
     )
     return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -104,7 +104,3 @@ def write(request: NewKeys) -> list[Path]:
             engine.from_string(skeleton.read_text(encoding="utf-8")).render(name=name, title=title)
         )
     return list(skeletons)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

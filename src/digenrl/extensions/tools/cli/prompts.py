@@ -41,7 +41,3 @@ def _show(request: PromptsKeys, _: list[str]) -> None:
     *about, settings = check(SETS[request.name], request.folder / request.name)
     print("\n".join(about), file=sys.stderr)
     print(settings)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

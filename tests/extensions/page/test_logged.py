@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +15,26 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from digenrl.callbacks.guarded import Guarded
 from digenrl.callbacks.loggers import WandbLogger
-from digenrl.callbacks.pictures import Shown, chosen
+from digenrl.extensions.page.logged import logged
+from tests.callbacks.test_evaluation import evaluated_edits
 
 PROMPTS = ("a fox",) * 3 + ("a very long prompt " * 9,) * 3 + ("unseen",) * 3
-SCORE = np.arange(9) / 10
+SCORES = {"r": np.arange(9, dtype=np.float32) / 10}
+Show = Callable[[Logger, int], None]
 
 
-def of_images(step: int) -> Shown:
+def of_images(step: int) -> Show:
     media = (
         np.full((9, 3, 16, 16), step, np.uint8) + np.arange(9, dtype=np.uint8)[:, None, None, None]
     )
-    return chosen(media, PROMPTS, SCORE, keep=2, samples=2)
+    return logged(media, PROMPTS, SCORES, {"r": 1.0}, 2, 2, None)
 
 
-def log(logger: Logger, run_dir: Path, *shown: Shown) -> None:
+def log(logger: Logger, run_dir: Path, *shown: Show) -> None:
     """As a run does: from the logger's own thread, with an end."""
     guarded = Guarded(logger, "own", run_dir)
-    for step, tiles in enumerate(shown):
-        guarded.log_pictures(tiles, step)
+    for step, show in enumerate(shown):
+        guarded.log_pictures(show, step)
     guarded.finalize("success")
     assert not (run_dir / "events.jsonl").exists()  # nothing failed
 
@@ -50,6 +52,18 @@ def test_tensorboard_has_each_prompt_at_every_step_and_the_best_and_worst(tmp_pa
         assert sheet.width >= 2 * 96
 
 
+def test_what_prompts_change_is_shown_beside_the_samples(tmp_path: Path) -> None:
+    logger = Guarded(TensorBoardLogger(tmp_path, name="t", version=""), "own", tmp_path)
+    evaluated_edits(tmp_path, logger)
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path / "t"), size_guidance={"images": 0}).Reload()
+    with Image.open(
+        io.BytesIO(events.Images("eval/01 number two")[-1].encoded_image_string)
+    ) as sheet:
+        assert sheet.convert("RGB").getpixel((10, 40)) == (0, 0, 200)
+        assert sheet.width >= 2 * 2 * 96
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -62,9 +76,8 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.heavy
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_pictures_with_score_and_prompt_and_videos_as_mp4(tmp_path: Path) -> None:
-    videos = chosen(
-        np.zeros((2, 5, 3, 16, 16), np.uint8), ("moves",) * 2, np.zeros(2), keep=1, samples=1
-    )
+    media, scores = np.zeros((2, 5, 3, 16, 16), np.uint8), {"r": np.zeros(2, np.float32)}
+    videos = logged(media, ("moves",) * 2, scores, {"r": 1.0}, 1, 1, None)
     logger = WandbLogger(tmp_path)
     log(logger, tmp_path, of_images(10), videos)
     summary = logger.experiment.summary
@@ -81,4 +94,3 @@ def test_wandb_gets_pictures_with_score_and_prompt_and_videos_as_mp4(tmp_path: P
 
 def test_a_logger_without_pictures_is_left_alone(tmp_path: Path) -> None:
     log(CSVLogger(tmp_path, name="c", version=""), tmp_path, of_images(1))
-    assert chosen(np.zeros((9, 3, 4, 4), np.uint8), PROMPTS, SCORE, keep=0, samples=2) == {}

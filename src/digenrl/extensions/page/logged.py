@@ -4,47 +4,48 @@ step."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from numpy.typing import NDArray
 
-from digenrl import gallery
-from digenrl.gallery import Tile
+from digenrl.extensions.page import gallery
+from digenrl.extensions.page.gallery import Tile
 
 Shown = Mapping[str, Sequence[Tile]]
 """Key in the loggers -> tiles. A key names the same prompt at every evaluation."""
 
 
-def chosen(
+def logged(
     media: NDArray[np.uint8],
     prompts: Sequence[str],
-    score: NDArray[np.float64],
+    scores: Mapping[str, NDArray[np.float32]],
+    weights: Mapping[str, float],
     keep: int,
     samples: int,
-    sources: Sequence[NDArray[np.uint8]] | None = None,
-) -> dict[str, tuple[Tile, ...]]:
-    """Return the pictures of an evaluation for the loggers.
+    sources: Sequence[NDArray[np.uint8]] | None,
+) -> Callable[[Logger, int], None]:
+    """Return what gives the pictures of an evaluation to a logger, at a step of the logger's.
 
     They are the first `samples` pictures of the first `keep` prompts, and as many of the best and
     of the worst samples. Each is beside its source if prompts name images.
     """
-    shown = {}
-    for place, (prompt, rows) in enumerate(list(gallery.by_prompt(prompts).items())[:keep]):
-        shown[f"eval/{place:02d} {prompt[:40]}"] = gallery.tiles(
-            media, prompts, score, rows[:samples], sources
-        )
-    for name, rows in zip(
-        ("best", "worst"), gallery.extremes(score, samples if keep else 0), strict=True
-    ):
-        if rows:
-            shown[f"eval/{name}"] = gallery.tiles(media, prompts, score, rows, sources)
-    return shown
+    score = gallery.totals(scores, weights, len(prompts))
+    first = list(gallery.by_prompt(prompts).items())[:keep]
+    chosen = {f"eval/{i:02d} {text[:40]}": rows[:samples] for i, (text, rows) in enumerate(first)}
+    chosen["eval/best"], chosen["eval/worst"] = gallery.extremes(score, samples)
+    shown = {
+        key: gallery.tiles(media, prompts, score, rows, sources)
+        for key, rows in chosen.items()
+        if rows
+    }
+    return partial(_log_pictures, shown)
 
 
-def log_pictures(logger: Logger, shown: Shown, step: int) -> None:
+def _log_pictures(shown: Shown, logger: Logger, step: int) -> None:
     """Give tiles to a logger that can show pictures.
 
     TensorBoard gets one sheet per key, with a video as a strip of frames. W&B gets each picture by
@@ -70,6 +71,6 @@ def log_pictures(logger: Logger, shown: Shown, step: int) -> None:
                     files.enter_context(tempfile.NamedTemporaryFile(suffix=".mp4")) for _ in tiles
                 ]
                 for file, tile in zip(videos, tiles, strict=True):
-                    file.write(gallery.mp4(tile.media, source=tile.source))
+                    file.write(gallery.mp4(tile))
                     file.flush()
                 logger.log_video(key, [file.name for file in videos], step, caption=captions)

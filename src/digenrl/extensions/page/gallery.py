@@ -1,7 +1,7 @@
 """What people look at of an evaluation: pictures and videos with prompt and score, encoded for a
 page or a logger.
 
-The reports and the loggers choose and draw with the same functions. No torch.
+The report and the loggers choose and draw with the same functions. No torch.
 
 Media are uint8 [C, H, W], a video [F, C, H, W], with C 1 or 3.
 """
@@ -13,19 +13,17 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from digenrl import images
+from digenrl.report.pictures import STRIP_FRAMES
+
 SMALLEST, LARGEST = 96, 320
 """Pixels of a tile's longer side: smaller pictures are enlarged with hard edges, larger ones
 reduced."""
-STRIP_FRAMES = 5
-"""Frames of a video where only a picture can be shown."""
-FRAMES_PER_SECOND = 16
-"""What Wan2.1 is trained at; HunyuanVideo plays at 24."""
 _INK, _FAINT = (32, 36, 43), (102, 112, 128)
 
 
@@ -137,27 +135,9 @@ def encoded(image: Image.Image) -> tuple[str, bytes]:
     return "image/jpeg", jpeg.getvalue()
 
 
-def mp4(
-    media: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND, source: NDArray[np.uint8] | None = None
-) -> bytes:
-    """A video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along; its source at
-    the left.
-
-    Raises:
-        ImportError: imageio is not installed.
-    """
-    try:
-        import imageio.v3 as imageio
-    except ImportError as error:
-        raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
-    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where
-    # one is odd.
-    frames = _beside(source, pixels(media))
-    frames = np.pad(
-        frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge"
-    )
-    options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
-    return imageio.imwrite("<bytes>", frames, plugin="FFMPEG", extension=".mp4", **options)
+def mp4(tile: Tile) -> bytes:
+    """A video as H.264 MP4; its source at the left. Raises ImportError as `images.mp4`."""
+    return images.mp4(_beside(tile.source, pixels(tile.media)))
 
 
 def caption(tile: Tile) -> str:
@@ -174,21 +154,21 @@ def caption(tile: Tile) -> str:
 def sheet(shown: Sequence[Tile]) -> Image.Image:
     """Tiles beside each other, score below each, the prompt above: once, where all have the
     same."""
-    images = [still(tile.media, tile.source) for tile in shown]
+    stills = [still(tile.media, tile.source) for tile in shown]
     gap, line, font = 8, 16, ImageFont.load_default(12)
-    width = max(sum(image.width + gap for image in images) - gap, 240)
+    width = max(sum(image.width + gap for image in stills) - gap, 240)
     common = len({tile.prompt for tile in shown}) == 1
     head = textwrap.wrap(shown[0].prompt, max(12, width // 6)) if common else []
     notes = [
         [caption(tile), *([] if common else textwrap.wrap(tile.prompt, max(12, image.width // 6)))]
-        for tile, image in zip(shown, images, strict=True)
+        for tile, image in zip(shown, stills, strict=True)
     ]
-    top, tallest = line * len(head), max(image.height for image in images)
+    top, tallest = line * len(head), max(image.height for image in stills)
     canvas = Image.new("RGB", (width, top + tallest + line * max(map(len, notes)) + 4), "white")
     pen, x = ImageDraw.Draw(canvas), 0
     for row, text in enumerate(head):
         pen.text((0, row * line), text, fill=_INK, font=font)
-    for image, note in zip(images, notes, strict=True):
+    for image, note in zip(stills, notes, strict=True):
         canvas.paste(image, (x, top))
         for row, text in enumerate(note):
             pen.text(
