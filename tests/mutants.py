@@ -1,0 +1,378 @@
+"""Seeded mistakes in the source: would a test notice?
+
+    make mutants ARGS="n=150 seed=1 rooms=schedule,strategy"     (python -m tests.mutants n=150 seed=1)
+
+First the default tests run once under coverage, which tells which test reaches which line. Then `n`
+places are drawn, equally many in each room. Each gets one small mistake in a copy of the tree: a
+comparison, an operator, a constant, a negated condition, a removed statement, exchanged arguments
+or an early return. The tests that reach the line run against it, those of the same room first. What
+was judged is kept in outputs/mutants, so the same command goes on where it was stopped.
+
+The last line of standard output is the path of a table with the difference of each mutant that no
+test noticed. Whether such a mutant is a hole, or means the same as the original, is for a reader to
+judge.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import coverage
+import pytest
+
+from tests.deleting import ROOT, copy_without
+
+SOURCE = ROOT / "src" / "digenrl"
+OUTPUT = ROOT / "outputs" / "mutants"
+ROOMS = (
+    "schedule,strategy,transport,cluster,diffusion,algorithms,rollout,models,rewards,record,config,"
+    "extensions/planner"
+)
+CHOSEN = "not slow and not cluster and not alone"
+BUDGET_S, LIMIT_S, JOBS = 100.0, 300.0, 2
+"""Seconds of tests for a mutant by their own durations, seconds after which it has timed out, and
+mutants at a time."""
+ANYWHERE = ("tests/test_train_cli.py", "tests/strategy/test_invariants.py")
+"""Tests for a line that only other processes reach, beside those of its room."""
+KILLED, SURVIVED, TIMED_OUT, UNREACHED = "killed", "survived", "timed out", "not reached"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake."""
+
+    room: str
+    file: str
+    """Path below src/digenrl."""
+    line: int
+    end: int
+    kind: str
+    old: str
+    new: str
+    place: tuple[int, int]
+    """Bytes of the file that `new` replaces."""
+
+    @property
+    def key(self) -> str:
+        """Name of the mutant in the record; another text of the file gives another."""
+        return hashlib.sha1(repr(self).encode() + (SOURCE / self.file).read_bytes()).hexdigest()[
+            :16
+        ]
+
+    def applied(self, text: bytes) -> bytes:
+        """Return the file with the mistake in it."""
+        start, end = self.place
+        return text[:start] + self.new.encode() + text[end:]
+
+
+COMPARED = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATED = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Div,
+    ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield (kind, changed node) for each mistake that can be made at a node."""
+    new: Any = copy.deepcopy(node)
+    match node:
+        case ast.Compare() if type(node.ops[0]) in COMPARED:
+            new.ops[0] = COMPARED[type(node.ops[0])]()
+            yield "comparison", new
+        case ast.BinOp() if type(node.op) in OPERATED:
+            new.op = OPERATED[type(node.op)]()
+            yield "operator", new
+        case ast.BoolOp():
+            new.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+            yield "and/or", new
+        case ast.Constant(value=bool(value)):
+            yield "constant", ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield "constant", ast.Constant(value + 1)
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            yield "negation", node.operand
+        case ast.IfExp():
+            new.test = ast.UnaryOp(ast.Not(), new.test)
+            yield "condition", new
+        case ast.Call() if len(node.args) > 1 and not any(
+            isinstance(each, ast.Starred) for each in node.args
+        ):
+            new.args[:2] = new.args[1::-1]
+            yield "arguments", new
+        case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
+            yield "statement", ast.Pass()
+        case ast.Return() if node.value is not None and not isinstance(node.value, ast.Constant):
+            yield "early return", ast.Return(ast.Constant(None))
+
+
+SILENT = (ast.Raise, ast.JoinedStr, ast.Assert, ast.arg)
+"""Nodes below which nothing is changed: texts of errors, and what only the types read."""
+
+
+def candidates(room: str, path: Path) -> Iterator[Mutant]:
+    """Yield every mistake that can be made in a file."""
+    text = path.read_bytes()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, SILENT) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        ):
+            return
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in (
+            "logger",
+            "warnings",
+            "Field",
+        ):
+            return
+        for kind, new in changes(node):
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            written = ast.unparse(ast.fix_missing_locations(new))
+            if isinstance(new, ast.expr):
+                written = f"({written})"
+            yield Mutant(
+                room, path.relative_to(SOURCE).as_posix(), node.lineno, node.end_lineno, kind,
+                text[start:end].decode(), written, (start, end),
+            )  # fmt: skip
+        for name, value in ast.iter_fields(node):
+            if name in ("decorator_list", "annotation", "returns", "type_params", "bases"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child)
+
+    for statement in ast.parse(text).body:
+        if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+            yield from visit(statement)
+
+
+def drawn(n: int, seed: int, rooms: list[str]) -> list[Mutant]:
+    """Return `n` mutants, equally many of each room, at most one of a line."""
+    chance, picked = random.Random(seed), list[Mutant]()
+    for number, room in enumerate(rooms):
+        files = sorted((SOURCE / room).rglob("*.py"))
+        found = [mutant for path in files for mutant in candidates(room, path)]
+        chance.shuffle(found)
+        unique = {(mutant.file, mutant.line): mutant for mutant in reversed(found)}
+        order = [mutant for mutant in found if unique[mutant.file, mutant.line] is mutant]
+        picked += order[: n // len(rooms) + (number < n % len(rooms))]
+    chance.shuffle(picked)
+    return picked
+
+
+class Durations:
+    """Plugin of pytest that notes seconds and outcome of each test."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add a phase of a test."""
+        self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+
+def survey(words: list[str]) -> Path:
+    """Run the default tests under coverage, unless that was done for these sources; return the
+    folder with the data."""
+    digest = hashlib.sha1()
+    for folder in (SOURCE, ROOT / "tests"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    folder = OUTPUT / f"survey-{digest.hexdigest()[:12]}"
+    if (folder / "seconds.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    print("which test reaches which line: the default tests run once", file=sys.stderr)
+    code = (
+        f"import sys; from tests.mutants import cover; sys.exit(cover({str(folder)!r}, {words!r}))"
+    )
+    environment = os.environ | {"COVERAGE_FILE": str(folder / "coverage")}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=sys.stderr)
+    return folder
+
+
+def cover(folder: str, words: list[str]) -> int:
+    """Run the default tests under coverage with a context for each test (in a process of its
+    own)."""
+    durations = Durations()
+    options = ["-q", "-m", CHOSEN, "--cov=src/digenrl", "--cov-context=test", "--cov-report="]
+    code = int(pytest.main([*options, *words], plugins=[durations]))
+    known = {test: s for test, s in durations.seconds.items() if test not in durations.failed}
+    (Path(folder) / "seconds.json").write_text(json.dumps(known))
+    return code
+
+
+class Tests:
+    """Which tests to run for a mutant."""
+
+    def __init__(self, folder: Path) -> None:
+        self._data = coverage.CoverageData(str(folder / "coverage"))
+        self._data.read()
+        self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that reach the line, those of the mutant's room first, then by seconds;
+        [] if nothing reaches it."""
+        by_line = self._data.contexts_by_lineno(str(SOURCE / mutant.file))
+        contexts = {
+            context for n in range(mutant.line, mutant.end + 1) for context in by_line.get(n, ())
+        }
+        known = {context.rpartition("|")[0] for context in contexts} & self._seconds.keys()
+        home = f"tests/{mutant.room}/"
+        chosen, room_s = list[str](), BUDGET_S
+        for test in sorted(known, key=lambda t: (not t.startswith(home), self._seconds[t])):
+            room_s -= self._seconds[test]
+            if chosen and room_s < 0:
+                break
+            chosen.append(test)
+        if contexts and not chosen:  # reached by ranks alone
+            chosen = [name for name in (home, *ANYWHERE) if (ROOT / name).exists()]
+        return chosen
+
+
+def judged(mutant: Mutant, tree: Path, tests: list[str]) -> dict[str, Any]:
+    """Run the tests against a mutant in a copy of the tree, and return what came of it."""
+    if not tests:
+        return {"result": UNREACHED, "by": "", "seconds": 0.0}
+    path = tree / "src" / "digenrl" / mutant.file
+    original, began = path.read_bytes(), time.monotonic()
+    path.write_bytes(mutant.applied(original))
+    environment = os.environ | {
+        "PYTHONPATH": f"{tree / 'src'}:{tree}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    try:
+        done = subprocess.run(
+            [*command, "-m", CHOSEN, "--timeout=60", *tests],
+            cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+        result = {0: SURVIVED, 5: UNREACHED}.get(done.returncode, KILLED)
+        told = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        by = told[0].split(" - ")[0] if told else ""
+    except subprocess.TimeoutExpired:
+        result, by = TIMED_OUT, ""
+    finally:
+        path.write_bytes(original)
+    return {"result": result, "by": by, "seconds": round(time.monotonic() - began, 1)}
+
+
+def difference(mutant: Mutant) -> str:
+    """Return the mutant as a unified difference without context."""
+    text = (SOURCE / mutant.file).read_bytes()
+    before, after = text.decode().splitlines(), mutant.applied(text).decode().splitlines()
+    lines = difflib.unified_diff(before, after, lineterm="", n=0)
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+def table(rows: list[dict[str, Any]], words: str) -> str:
+    """Return the results as Markdown."""
+    rooms = sorted({row["room"] for row in rows})
+    counts = {room: Counter(row["result"] for row in rows if row["room"] == room) for room in rooms}
+    counts["all"] = Counter(row["result"] for row in rows)
+    columns = (KILLED, TIMED_OUT, SURVIVED, UNREACHED)
+    lines = [
+        "# Mutants",
+        "",
+        f'`make mutants ARGS="{words}"`, {time.strftime("%Y-%m-%d")}. A mutant that timed out was noticed.',
+        "",
+        f"| room | {' | '.join(columns)} | noticed |",
+        f"|---|{'---|' * (len(columns) + 1)}",
+    ]
+    for room, found in counts.items():
+        share = (found[KILLED] + found[TIMED_OUT]) / max(1, found.total())
+        lines.append(f"| {room} | {' | '.join(str(found[c]) for c in columns)} | {share:.0%} |")
+    for row in rows:
+        if row["result"] in (SURVIVED, UNREACHED):
+            head = f"{row['file']}:{row['line']}: {row['kind']}, {row['result']}"
+            lines += ["", f"## {head}", "", "```diff", row["difference"], "```", "", "Judgement: "]
+    return "\n".join(lines) + "\n"
+
+
+def main(words: list[str]) -> int:
+    """Judge the mutants, and print the path of the table."""
+    given = dict(word.split("=", 1) for word in words)
+    n, seed = int(given.pop("n", 150)), int(given.pop("seed", 1))
+    rooms = given.pop("rooms", ROOMS).split(",")
+    tests_words = given.pop("tests", "").split()
+    if given or any(not (SOURCE / room).is_dir() for room in rooms):
+        print(f"unknown: {given or rooms}; use n=, seed=, rooms=, tests=", file=sys.stderr)
+        return 2
+    tests, mutants = Tests(survey(tests_words)), drawn(n, seed, rooms)
+    record = OUTPUT / "judged.jsonl"
+    known = {}
+    if record.exists():
+        known = {row["key"]: row for row in map(json.loads, record.read_text().splitlines())}
+    trees: Queue[Path] = Queue()
+    for number in range(JOBS):
+        tree = OUTPUT / f"tree-{number}"
+        subprocess.run(["rm", "-rf", tree], check=True)
+        tree.mkdir(parents=True)
+        trees.put(copy_without((), tree))
+
+    def work(mutant: Mutant) -> dict[str, Any]:
+        if mutant.key in known:
+            return known[mutant.key]
+        tree = trees.get()
+        try:
+            row = asdict(mutant) | {"key": mutant.key} | judged(mutant, tree, tests.of(mutant))
+        finally:
+            trees.put(tree)
+        row["difference"] = difference(mutant)
+        with record.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{row['result']:<12}{row['seconds']:>6} s  {row['file']}:{row['line']}  {row['kind']}  {row['by']}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        return row
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        rows = list(pool.map(work, mutants))
+    path = OUTPUT / f"mutants-{seed}.md"
+    path.write_text(table(rows, " ".join(words)))
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
