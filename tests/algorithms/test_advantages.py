@@ -191,6 +191,16 @@ def test_best_and_worst_selection() -> None:
     )
 
 
+def test_best_and_worst_are_chosen_among_what_is_there() -> None:
+    """A missing sample is neither best nor worst, and the weight follows the number present."""
+    table = torch.tensor([[0.1, 0.9, NAN, 0.5, 0.3], [NAN, NAN, 0.2, 0.4, NAN]])
+    everything = values(Advantage(clip=None), table)
+    got = values(Advantage(clip=None, best_and_worst=1), table)
+    kept = torch.tensor([[2.0, 2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0, 0.0]])
+    torch.testing.assert_close(got, kept * everything)
+    assert bool((got[kept > 0] != 0).all())
+
+
 def check_clip_before_scaling(advantage: Callable[[Tensor], Tensor]) -> None:
     """Gaussian rewards, 4 + 4 of 24: no advantage of a group exceeds sqrt(23) < 5, so none is
     cut."""

@@ -127,6 +127,37 @@ def test_old_policy_generates_and_follows_after_the_batch() -> None:
     )
 
 
+def test_old_policy_follows_after_every_nth_batch() -> None:
+    """`every=2`: after the second, the fourth ... RL step, as verl-omni counts them from one."""
+    policy = ToyPolicy()
+    module = nft(policy, old_policy=OldPolicySchedule(ceiling=0.0, every=2))
+    module.on_train_start()
+    followed = []
+    for version in range(4):
+        before = module.rollout_parameters()["2.bias"].clone()
+        with torch.no_grad():
+            policy.transformer[2].bias.add_(0.1)
+        module.after_update(batch(blocks_of(policy, version), version=version), changed=True)
+        followed.append(not torch.equal(module.rollout_parameters()["2.bias"], before))
+    assert followed == [False, True, False, True]
+
+
+def test_cells_that_stand_in_for_none_are_not_measured() -> None:
+    """A rank without cells computes on stand-ins; their drift is no part of the metric."""
+    policy = ToyPolicy()
+    module = nft(policy, kl_weight=0.1)
+    module.on_train_start()
+    with torch.no_grad():
+        policy.transformer[2].bias.add_(0.3)
+    block = blocks_of(policy)[0]
+    for live in (True, False):
+        module.cell_losses(block, torch.zeros(block.samples), batch([block]), live)
+        found = module._meters.collect()
+        assert ("velocity_drift" in found) is live
+        assert ("kl" in found) is live
+    assert not found
+
+
 def test_old_policy_survives_a_restart(tmp_path: Any) -> None:
     def cut(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
         return [batch(blocks, rewards, version=step)]

@@ -22,7 +22,8 @@ from digenrl.algorithms.surrogates import (
 )
 
 LOG_RATIO = [-0.3, -0.05, 0.0, 0.05, 0.3, 2.0]
-CLIP = 0.1
+LOW, HIGH = 0.1, 0.04
+"""Distances of the clip bounds from 1, unequal so that exchanged bounds show."""
 
 
 def cells(advantage: float, proximal: Tensor | None = None) -> Cells:
@@ -36,7 +37,7 @@ def cells(advantage: float, proximal: Tensor | None = None) -> Cells:
         mean=torch.zeros(1, 6, 2, dtype=torch.float64),
         scale=ones,
         sqrt_h=ones,
-        clip=(CLIP, CLIP),
+        clip=(LOW, HIGH),
         old_mean=torch.zeros(1, 6, 2, dtype=torch.float64),
         proximal_log_prob=proximal,
     )
@@ -57,14 +58,14 @@ def test_effective_weights(advantage: float) -> None:
     """Each correction's gradient is weight * A * grad(log-prob); the weights are the published
     ones."""
     r, positive = ratios(), advantage > 0
-    inside = (r >= 1 - CLIP) & (r <= 1 + CLIP)
-    pessimistic = (r < 1 - CLIP) if positive else (r > 1 + CLIP)
+    inside = (r >= 1 - LOW) & (r <= 1 + HIGH)
+    pessimistic = (r < 1 - LOW) if positive else (r > 1 + HIGH)
     expected = {
         Clipped(): torch.where(inside | pessimistic, r, 0.0),
         Uncorrected(): torch.ones_like(r),
-        TruncatedIS(): r.clamp(max=1 + CLIP),
+        TruncatedIS(): r.clamp(max=1 + HIGH),
         TruncatedIS(cap=1.0): r.clamp(max=2.0),
-        CISPO(): r.clamp(1 - CLIP, 1 + CLIP),
+        CISPO(): r.clamp(1 - LOW, 1 + HIGH),
         TOPR(): torch.ones_like(r) if positive else r.clamp(max=1.0),
     }
     seen = []
@@ -82,7 +83,7 @@ def test_each_surrogate_says_what_it_cuts(advantage: float) -> None:
     """A cell is cut where the bound changes its gradient; `Uncorrected` has none to cut."""
     r, positive = ratios(), advantage > 0
     nothing = torch.zeros_like(r, dtype=torch.bool)
-    above, below = r > 1 + CLIP, r < 1 - CLIP
+    above, below = r > 1 + HIGH, r < 1 - LOW
     proximal = torch.full((1, 6), 0.5, dtype=torch.float64)
     moved = r / torch.tensor(0.5, dtype=torch.float64).exp()
     far = replace(cells(advantage), old_mean=torch.ones(1, 6, 2, dtype=torch.float64))
@@ -94,7 +95,7 @@ def test_each_surrogate_says_what_it_cuts(advantage: float) -> None:
         (
             DecoupledPPO(cap=1.0),
             cells(advantage, proximal),
-            (moved > 1.1) if positive else (moved < 0.9),
+            (moved > 1 + HIGH) if positive else (moved < 1 - LOW),
         ),
         (DecoupledPPO(), cells(advantage, proximal), ~nothing),
         (TruncatedIS(), cells(advantage), above),

@@ -175,7 +175,14 @@ def test_old_queues_leave_the_store(store: Store) -> None:
     assert trainer.accepts(0, claim)
     trainer.forget(2)
     assert not trainer.accepts(0, claim)
+    assert control.get("owner/v0/0") is None
     assert control.get("got/v0/0") is None
+    control.set("returned/v0", "0")
+    trainer.forget(999)
+    assert control.get("claim/v0") == "1", "a rank that slept must not start the counter again"
+    trainer.forget(1000)
+    assert control.get("claim/v0") is None
+    assert control.get("returned/v0") is None
 
 
 class Clock:

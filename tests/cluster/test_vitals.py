@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 
 from digenrl.cluster import vitals
@@ -147,6 +150,46 @@ def test_stages_of_a_thread_may_overlap() -> None:
     assert [stretch.stage for stretch in rank.now()] == ["optimizer"]
     inner.__exit__(None, None, None)
     assert [stretch.stage for stretch in rank.now()] == [""]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cgroup/a/memory.events": "low 0\noom 7\noom_kill 3\n", "vmstat": "oom_kill 99\n"}, 3),
+        ({"cgroup/memory/b/memory.oom_control": "under_oom 0\noom_kill 2\n"}, 2),
+        ({"cgroup/a/memory.events": "low 0\n", "vmstat": "nr_free 5\noom_kill 11\n"}, 11),
+        ({}, 0),
+    ],
+)
+def test_out_of_memory_kills_are_those_of_the_own_cgroup_or_else_of_the_machine(
+    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in ({"cgroups": "0::/a\n4:memory:/b\n"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    there = {
+        "/proc/self/cgroup": tmp_path / "cgroups",
+        "/proc/vmstat": tmp_path / "vmstat",
+    }
+
+    def path(text: str) -> Path:
+        return there.get(text) or tmp_path / text.removeprefix("/sys/fs/")
+
+    monkeypatch.setattr(vitals, "Path", path)
+    assert vitals.oom_kills() == expected
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("harm", [None, signal.SIGSTOP, signal.SIGKILL])
+def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None) -> None:
+    monitor = vitals.LauncherMonitor(lambda cause: None)
+    process = psutil.Process(monitor._process.pid)
+    if harm is not None:
+        process.send_signal(harm)
+    began = time.monotonic()
+    monitor.stop()
+    assert time.monotonic() - began < 5.0
+    assert not psutil.pid_exists(process.pid)
 
 
 def test_marking_costs_microseconds() -> None:

@@ -104,6 +104,23 @@ def test_a_persistent_fault_is_missing_within_the_deadline(fault):
         assert len(server.posts) == calls
 
 
+@pytest.mark.parametrize(("code", "opens"), [(429, False), (500, True), (503, True), (408, True)])
+def test_a_service_that_is_busy_is_not_one_that_fails(code, opens):
+    """429 says that the service lives: its breaker stays closed. Every other fault counts."""
+    options = ClientOptions(
+        deadline_s=5.0, attempt_s=0.4, max_attempts=3, backoff_s=0.01, breaker_failures=3
+    )
+    with scripted(status(code)) as server:
+        client = RewardClient([server.url], options)
+        try:
+            with pytest.raises(RewardUnavailable):
+                client.score(MEDIA, PROMPTS)
+            waits = client._endpoints[0].breaker.wait_s(time.monotonic())
+        finally:
+            client.close()
+    assert (waits > 1.0) is opens
+
+
 MALFORMED = {
     "not JSON": edited(lambda honest: b"<html>gateway</html>"),
     "empty": edited(lambda honest: b""),

@@ -128,6 +128,21 @@ def test_replicas_divide_whole_groups_when_a_group_is_one_task(trainers: int) ->
     assert longest == alone / trainers
 
 
+@pytest.mark.parametrize("trainers", [2, 3])
+def test_the_odd_unit_goes_round_the_ranks(trainers: int) -> None:
+    """Fragments of one group whose units do not divide: each rank has the larger part in turn."""
+    schedule = spec(prompts=6, group_size=2 * trainers + 2, task_size=2, gap=1)
+    larger = []
+    for group in range(6):
+        cells = [
+            sum(len(block.steps) for micro in own for block in micro)
+            for own in place(schedule, trainers, (group,))
+        ]
+        assert sorted(cells)[-2] < max(cells)
+        larger.append(cells.index(max(cells)))
+    assert Counter(larger) == dict.fromkeys(range(trainers), 6 // trainers)
+
+
 def test_shares_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="3 entries for 2 trainers"):
         place(spec(shares=(1.0, 1.0, 1.0)), 2, (0,))
