@@ -282,6 +282,15 @@ def test_decode_equals_the_diffusers_pipeline():
         assert (decoded - ours).abs().max() <= 1e-5, family
 
 
+def test_the_repeated_blocks_are_compiled_and_nothing_else():
+    plain, compiled = make("wan"), make("wan", compile=True)
+    blocks = set(compiled.transformer.blocks)
+    found = {module for module in compiled.transformer.modules() if module._compiled_call_impl}
+    assert found == blocks
+    assert len(blocks) > 1
+    assert not any(module._compiled_call_impl for module in plain.transformer.modules())
+
+
 @pytest.mark.slow
 def test_compiled_blocks_sample_and_train_like_the_others():
     plain, compiled = make("wan"), make("wan", compile=True, gradient_checkpointing=True)
