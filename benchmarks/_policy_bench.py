@@ -21,7 +21,6 @@ from torch.nn.functional import pad
 from benchmarks import _device
 from benchmarks._random_builds import FAMILY, TINY, random_weights
 from digenrl import config as configuration
-from digenrl import run
 from digenrl.config import Composed
 from digenrl.data import PromptData
 from digenrl.diffusion import denoise
@@ -40,6 +39,7 @@ from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import families
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
+from digenrl.parts import sampling_spec, schedule_spec
 from digenrl.recompute import parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import Task
@@ -369,13 +369,11 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
     """
     device, config, module = bench.device, bench.composed.config, bench.module
     rewards = configuration.instantiate(config.reward)
-    sampling = run.sampling_spec(config)
+    sampling = sampling_spec(config)
     engine = RolloutEngine(
         bench.policy, rewards, module.sde, module.train_steps, sampling, 0, module.needs_means
     )
-    spec = run.schedule_spec(
-        config, module.train_steps.count(sampling.steps), trainers=1, rollouts=0
-    )
+    spec = schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1, rollouts=0)
     optimizer = module.configure_optimizers()
     prompts = PromptData(config.data, 0).sampler.batch(0)
     parts = dict.fromkeys(("generate", "decode", "score", "train", "optimizer"), 0.0)

@@ -44,7 +44,7 @@ from typing import Any
 
 from benchmarks.schedule import MECHANISMS, bench_of, disaggregated, naive_colocated
 from digenrl import config as configuration
-from digenrl import run
+from digenrl import parts
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import durations
@@ -314,7 +314,7 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
     count = trained_steps(composed.config)
-    spec = run.schedule_spec(composed.config, count, trainers)
+    spec = parts.schedule_spec(composed.config, count, trainers)
     spans = spans_of(run_dir)
     steps, tasks = [], []
     others: dict[int, list[float]] = defaultdict(list)  # rank -> when it began to train or to wait

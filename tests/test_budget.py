@@ -52,7 +52,7 @@ class Room:
 
 
 LOOSE = (
-    "accelerator types run data devices api settle advisor extension hardware facts recompute images "
+    "accelerator types run parts data devices api settle advisor extension hardware facts recompute images "
     "display "
     "one_process __init__ __main__"
 )

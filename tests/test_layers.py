@@ -165,6 +165,7 @@ def test_every_room_has_a_rule() -> None:
         "api",
         "cli",
         "run",
+        "parts",
         "one_process",
         "advisor",
         "settle",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from digenrl import config as configuration
-from digenrl import run
+from digenrl import parts, run
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.world import Session, World
 from digenrl.config.schema import TrainKeys
@@ -30,7 +30,7 @@ def test_the_schedule_is_the_configurations() -> None:
         "schedule.stale_fraction=0.25",
         "seed=3",
     )
-    spec = run.schedule_spec(config, 3, 2)
+    spec = parts.schedule_spec(config, 3, 2)
     assert (spec.prompts, spec.group_size, spec.task_size) == (4, 4, 2)
     assert (spec.denoise_steps, spec.trained_steps, spec.updates_per_batch) == (4, 3, 1)
     assert (spec.gap, spec.tsp_batch, spec.tsp_shard, spec.tag) == (1, 2, True, True)
@@ -38,9 +38,9 @@ def test_the_schedule_is_the_configurations() -> None:
 
 
 def test_a_block_never_holds_more_steps_than_are_trained() -> None:
-    assert run.schedule_spec(configured("schedule.tsp.batch=all"), 3, 1).tsp_batch == 3
-    assert run.schedule_spec(configured("schedule.tsp.batch=50"), 3, 1).tsp_batch == 3
-    assert run.schedule_spec(configured("schedule.shares=equal"), 3, 1).shares == ()
+    assert parts.schedule_spec(configured("schedule.tsp.batch=all"), 3, 1).tsp_batch == 3
+    assert parts.schedule_spec(configured("schedule.tsp.batch=50"), 3, 1).tsp_batch == 3
+    assert parts.schedule_spec(configured("schedule.shares=equal"), 3, 1).shares == ()
 
 
 @pytest.mark.parametrize("schedule", ["sync", "gap_tsp_tag", "full"])
@@ -59,7 +59,7 @@ def test_a_schedule_is_the_one_that_its_overrides_give(schedule: str) -> None:
 
 
 def test_sampling_settings_become_the_engines() -> None:
-    spec = run.sampling_spec(
+    spec = parts.sampling_spec(
         configured("sampling.storage_dtype=float64", "sampling.same_noise=true")
     )
     assert (spec.steps, spec.storage_dtype, spec.same_noise, spec.eval_steps) == (
@@ -113,7 +113,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(
 ) -> None:
     composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=cpu_tiny", *words])
     with pytest.raises(ValueError, match=message):
-        run.check(composed.config)
+        parts.check(composed.config)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(
 ) -> None:
     composed = configuration.load(["experiment=digits_flowgrpo", *words])
     with pytest.raises(ValueError, match=message):
-        run.check(composed.config)
+        parts.check(composed.config)
 
 
 def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
     source = logging.getLogger("digenrl.algorithms.grpo")
-    handler = run.WarningEvents(tmp_path)
+    handler = parts.WarningEvents(tmp_path)
     source.addHandler(handler)
     source.warning("clip_range=%g looks too large", 0.2)
     source.info("not this")

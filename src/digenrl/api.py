@@ -136,8 +136,8 @@ def sample(
     import torch
 
     from digenrl import accelerator
+    from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
-    from digenrl.run import sampling_spec
 
     policy = configuration.instantiate(composed.config.model)
     module = configuration.instantiate(composed.config.algorithm, policy=policy)

@@ -25,8 +25,9 @@ from digenrl.algorithms.advantages import reward_statistics
 from digenrl.algorithms.base import PolicyModule
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
+from digenrl.parts import schedule_spec
 from digenrl.rewards.suite import RewardSuite
-from digenrl.run import engine_of, schedule_spec
+from digenrl.run import engine_of
 from digenrl.schedule import fragments, group_tasks, place
 from digenrl.schedule.claims import Claim
 from digenrl.strategy import gradients

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from digenrl.cli import encode as encode_command
 from digenrl.data import PromptData
 from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
-from digenrl.run import fill_prompt_store
+from digenrl.parts import fill_prompt_store
 from digenrl.types import Prompt
 from tests.models.tiny_policies import NEGATIVE, make
 from tests.training import commands

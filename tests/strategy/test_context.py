@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from digenrl import config as configuration
-from digenrl import run
+from digenrl import parts, run
 from digenrl.cluster.world import World
 from digenrl.facts import families
 from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
@@ -168,7 +168,7 @@ def test_two_context_groups_equal_one_trainer_and_sharded_ones_themselves(tmp_pa
 def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], said: str) -> None:
     config = configured(family, *words)
     with pytest.raises(ValueError, match=said):
-        run.check(config)
+        parts.check(config)
 
 
 @pytest.mark.parametrize(

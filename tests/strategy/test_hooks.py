@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl import run
+from digenrl import parts
 from digenrl.config import instantiate
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from tests.conftest import ROOT
@@ -123,7 +123,7 @@ def test_a_strategy_that_is_none_is_refused_before_ranks_start(
 ) -> None:
     config = configured(f"strategy._target_={target}", f"allow_targets=[{module},nowhere]")
     with pytest.raises(ValueError, match=rf"strategy\._target_ = {target}: {cause}"):
-        run.check(config)
+        parts.check(config)
 
 
 def test_the_default_strategy_is_a_value_of_the_configuration() -> None:

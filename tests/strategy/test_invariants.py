@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from digenrl import run
+from digenrl import parts, run
 from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
@@ -379,7 +379,7 @@ def test_I7_I8_I9_I10_versions_follow_the_rule_and_nothing_is_lost(tmp_path: Pat
     config = configured(*LIGHT, *FP64, *words, "sampling.steps=3")
     cluster = run_cluster(tmp_path, 1, 2, config, after_build=slow_rollouts)
     found = completed(cluster)
-    spec = run.schedule_spec(config, 2, 1)
+    spec = parts.schedule_spec(config, 2, 1)
     versions: dict[tuple[int, int], set[int]] = {}
     for (step, group, _, _), cell in found.cells.items():
         versions.setdefault((step, group), set()).add(cell.version)
@@ -410,14 +410,14 @@ def test_I9_a_group_of_another_version_raises(wrong: int) -> None:
 @pytest.fixture(scope="module")
 def engine() -> RolloutEngine:
     config = configured(*LIGHT)
-    parts = Reference(config)
-    module = run.configuration.instantiate(config.algorithm, policy=parts.policy)
+    reference = Reference(config)
+    module = run.configuration.instantiate(config.algorithm, policy=reference.policy)
     return RolloutEngine(
-        parts.policy,
-        parts.rewards,
+        reference.policy,
+        reference.rewards,
         module.sde,
         module.train_steps,
-        run.sampling_spec(config),
+        parts.sampling_spec(config),
         config.seed,
     )
 

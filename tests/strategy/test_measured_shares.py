@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from digenrl import run
+from digenrl import parts, run
 from digenrl.cluster.world import World
 from digenrl.settle import trainer_speeds
 from digenrl.strategy import measured_shares
@@ -106,6 +106,6 @@ def test_the_first_shares_are_the_profile_s() -> None:
     pools = config.hardware.pools
     speeds = trainer_speeds(config, 20, 4)
     assert set(speeds) == {pool.tflops for pool in pools.values()}
-    spec = run.schedule_spec(config, 3, 20, 4)
+    spec = parts.schedule_spec(config, 3, 20, 4)
     assert spec.measured_shares
     assert set(spec.shares) == {1.0, 0.17}

@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
 
     import torch
 
-    from digenrl import run
+    from digenrl import parts
     from digenrl.data import PromptData
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -34,7 +34,7 @@ def main(words: Sequence[str]) -> int:
         configuration.instantiate(callback) for callback in (config.callbacks or {}).values()
     ]
     try:
-        filled = run.fill_prompt_store(
+        filled = parts.fill_prompt_store(
             config, policy, PromptData(config.data, config.seed), callbacks
         )
     except OSError as error:

@@ -104,10 +104,10 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
 
     # torch is imported only now, so that a mistyped word is refused at once.
     from digenrl.callbacks.evaluation import Evaluation
+    from digenrl.parts import sampling_spec
     from digenrl.record.run_dir import write_json
     from digenrl.rollout.engine import RolloutEngine
     from digenrl.rollout.evaluation import Pictures
-    from digenrl.run import sampling_spec
 
     checkpoint: dict[str, Any] | None = None
     rl_step = 0

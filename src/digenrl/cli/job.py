@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from digenrl import devices, run
+from digenrl import devices, parts
 from digenrl.advisor import Advice, advisor
 from digenrl.cluster.attach import Place, check_allocation, find_place
 from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
@@ -109,7 +109,7 @@ def settle(composed: Composed) -> Job:
     attempt, place = None if checkpoint is None else ResumeAttempt(composed.run_dir), find_place()
     try:
         composed = allocated(composed, None if place is None else place.size)
-        run.check(composed.config)
+        parts.check(composed.config)
         check_place(composed, place)
         check_open_files(most_ranks(composed))
         advice = advisor().advise(composed, *begins_with(composed.config))
@@ -206,7 +206,7 @@ def check_place(composed: Composed, place: Place | None) -> None:
 
     Raises:
         ValueError: as `Launcher.check`, `devices.check`, `devices.found`, `Network.check`,
-            `run.link_maker`.
+            `parts.link_maker`.
     """
     if place is None:
         launcher = launcher_of(composed)
@@ -223,4 +223,4 @@ def check_place(composed: Composed, place: Place | None) -> None:
                 composed.config, {rank: place.local_rank}, place.local_size, devices.found()
             )
     Network.of(composed.config.network).check(1 + here)
-    run.link_maker(composed.config)
+    parts.link_maker(composed.config)

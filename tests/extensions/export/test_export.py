@@ -21,8 +21,8 @@ from digenrl.diffusion import denoise, keys
 from digenrl.extensions.export.cli.export import NotPushed, main, push
 from digenrl.extensions.export.diffusers_export import LORA_FILE
 from digenrl.models.policy import Policy
+from digenrl.parts import sampling_spec
 from digenrl.rollout.engine import EVAL_STREAM, RolloutEngine
-from digenrl.run import sampling_spec
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.types import Prompt
 

@@ -10,12 +10,11 @@ import torch
 from omegaconf import DictConfig
 
 from digenrl.cluster.world import Session, World
-from digenrl.data import PromptData
 from digenrl.extensions.records.replay import RecordedSource, Recording, step_bytes
 from digenrl.extensions.records.trajectories import Recorded, TrajectoryFiles
 from digenrl.record.run_dir import TRAJECTORIES, append_event, free_space
-from digenrl.rollout.engine import RolloutEngine
-from digenrl.schedule import ScheduleSpec, group_tasks
+from digenrl.schedule import group_tasks
+from digenrl.strategy.setup import RankSetup
 
 
 def recording(config: DictConfig, world: World, session: Session) -> Recording | None:
@@ -46,25 +45,16 @@ def check(config: DictConfig, means: bool, final: bool) -> None:
     Recorded(Path(config.replay)).require(config.max_rl_steps, means, final, weighted)
 
 
-def announce(
-    config: DictConfig,
-    world: World,
-    engine: RolloutEngine,
-    spec: ScheduleSpec,
-    data: PromptData,
-    run_dir: Path,
-    lockstep: bool,
-    base: bool,
-) -> None:
+def announce(config: DictConfig, setup: RankSetup, base: bool) -> None:
     """Tell the user before the first step how large the record will be.
 
     Args:
-        lockstep: whether trainers meet in every forward.
         base: whether the base model's transition means are recorded too.
     """
-    outline = engine.outline(group_tasks(spec, 0, 0)[0], data.sampler.batch(0)[0])
+    spec, engine, run_dir = setup.spec, setup.engine, setup.session.run_dir
+    outline = engine.outline(group_tasks(spec, 0, 0)[0], setup.sampler.batch(0)[0])
     means = torch.empty(engine.policy.drawn_shape, device="meta") if base else None
-    step = step_bytes(spec, world.trainers, lockstep, outline, means) / 2**20
+    step = step_bytes(spec, setup.world.trainers, setup.lockstep, outline, means) / 2**20
     steps, limit = config.max_rl_steps, config.record.trajectories_mib
     said = f"{step:.3g} MiB an RL step, {step * steps:.4g} MiB for {steps}, {free_space(run_dir)}"
     if step * steps > limit:

@@ -479,8 +479,8 @@ def _make(
         return
 
     from digenrl import accelerator
+    from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
-    from digenrl.run import sampling_spec
     from digenrl.strategy.checkpoint_io import read
     from digenrl.types import Prompt
 

@@ -106,7 +106,7 @@ def measure(config: Any) -> dict[str, Measured]:
     a sample's life."""
     import torch
 
-    from digenrl import accelerator, run
+    from digenrl import accelerator, parts
     from digenrl.data import PromptData
     from digenrl.rollout.engine import RolloutEngine
     from digenrl.schedule import Task
@@ -119,7 +119,7 @@ def measure(config: Any) -> dict[str, Measured]:
     module = configuration.instantiate(config.algorithm, policy=policy).to(device)
     module.train()
     module.on_train_start()  # algorithms that keep copies of the weights make them here
-    sampling = run.sampling_spec(config)
+    sampling = parts.sampling_spec(config)
     engine = RolloutEngine(
         policy,
         rewards,
@@ -130,7 +130,7 @@ def measure(config: Any) -> dict[str, Measured]:
         module.needs_means,
         module.needs_final,
     )
-    spec = run.schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1)
+    spec = parts.schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1)
     prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
     rows = spec.task_size
     task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)

@@ -1,0 +1,304 @@
+"""Parts from which `run.build` assembles a rank, and the checks of a configuration before any rank
+is started."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import get_object
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from digenrl import accelerator, prompts
+from digenrl import config as configuration
+from digenrl.advisor import Advice, StandIn
+from digenrl.algorithms.grpo import check_kernel
+from digenrl.callbacks.evaluation import Evaluation
+from digenrl.callbacks.guarded import Guarded
+from digenrl.cluster.world import Session, World
+from digenrl.data import PromptData, prompt_of
+from digenrl.extension import extension, installed
+from digenrl.hardware import assign, parse_hardware
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.policy import Policy
+from digenrl.models.pretrained import cache_root
+from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space
+from digenrl.rewards.needs import unscorable
+from digenrl.rollout.engine import SamplingSpec
+from digenrl.schedule import ScheduleSpec
+from digenrl.schedule.shares import relative
+from digenrl.settle import sharding, trainer_speeds
+from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.transport.link import LinkMaker, socket_link
+from digenrl.types import Prompt
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every step of `build` reads."""
+
+    config: DictConfig
+    world: World
+    session: Session
+    advice: Advice
+
+    @property
+    def stand_in(self) -> StandIn | None:
+        """What an emulated rank builds in place of networks; None: the rank is real."""
+        return self.advice.stand_in(self.world.rank)
+
+
+def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker:
+    """Return what makes each rank's link: sockets, or more where the extension `links` is
+    installed.
+
+    Raises:
+        ExtensionMissing: the configuration asks for more, and the extension is not installed.
+    """
+    network, plain = config.network, {"publication": "stream", "delta": "auto", "compress": "auto"}
+    asked = [key for key in plain if network[key] not in (plain[key], "auto", False)]
+    lines = None if stand_in is None else lambda peer: configuration.instantiate(stand_in.line)
+    if not asked and not installed("links"):
+        return socket_link if lines is None else partial(socket_link, lines=lines)
+    wanted = ", ".join(f"network.{key} = {str(network[key]).lower()}" for key in asked)
+    instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
+    make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(
+        config, lines
+    )
+    return make
+
+
+def records(config: DictConfig, function: str) -> Any:
+    """Return a function of the extension `records`, for a run that records or replays
+    trajectories."""
+    wanted = (
+        "record.trajectories = true" if config.record.trajectories else f"replay = {config.replay}"
+    )
+    instead = "use record.trajectories=false and replay=null"
+    return extension(f"digenrl.extensions.records.assembly.{function}", wanted, instead)
+
+
+def encode(
+    given: Given, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
+) -> None:
+    """Fill the prompt store while the network is not on the device yet; the run goes on over one
+    that fails."""
+    session, rank = given.session, given.world.rank
+    with session.progress.stage("encode"):
+        try:
+            filled = fill_prompt_store(given.config, policy, data, callbacks, session.progress.tick)
+        except OSError as error:
+            logging.getLogger(__name__).warning(
+                f"{error} What it lacks is encoded by every rank that needs it."
+            )
+            return
+    if filled is not None and (filled.encoded or rank == 0):
+        append_event(session.run_dir, PROMPT_STORE, {"rank": rank, **asdict(filled)})
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A prompt store that has what a run needs."""
+
+    root: str
+    texts: int
+    """Number of prompts and negative prompts of the steps and of the evaluation."""
+    encoded: int
+    """Number of texts that this process encoded."""
+
+
+def fill_prompt_store(
+    config: DictConfig,
+    policy: Policy,
+    data: PromptData,
+    callbacks: Sequence[pl.Callback] = (),
+    progress: Callable[[], None] = lambda: None,
+) -> Filled | None:
+    """Have every prompt of the run, and of the evaluation among `callbacks`, in the store of
+    `data.prompt_store`, from which `policy` then reads. None: there is no store, or no encoder
+    worth one.
+
+    Args:
+        progress: as in `PromptStore.fill`.
+
+    Raises:
+        OSError: the store cannot be written; the policy reads what it has.
+    """
+    setting = config.data.prompt_store
+    if setting is None:
+        return None
+    root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
+    steps = range(0 if config.replay else config.max_rl_steps)
+    all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
+    wanted = (
+        list(data.prompts)
+        if all_of_them
+        else [prompt for step in steps for prompt in data.sampler.batch(step)]
+    )
+    wanted += [
+        prompt
+        for callback in callbacks
+        if isinstance(callback, Evaluation)
+        for prompt in callback.prompts
+    ]
+    try:
+        with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
+            found = policy.fill_store(root, wanted, accelerator.current(), progress)
+    except OSError as error:
+        raise OSError(
+            f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
+            f"{free_space(root)}): make "
+            "room, name another directory, or set data.prompt_store=null."
+        ) from error
+    return None if found is None else Filled(str(root), *found)
+
+
+def schedule_spec(
+    config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1
+) -> ScheduleSpec:
+    """The schedule that a configuration describes; measured shares begin with the profile's."""
+    measured = config.schedule.shares == "measured"
+    speeds = relative(trainer_speeds(config, trainers, rollouts)) if measured else ()
+    return ScheduleSpec.from_config(config, trained_steps, speeds)
+
+
+def kinds_of_trainers(config: DictConfig, world: World) -> set[str]:
+    """GPUs that the profile gives to trainers, by name."""
+    if config.hardware.emulate or all(pool.gpu == "cpu" for pool in config.hardware.pools.values()):
+        return set()
+    hardware = parse_hardware(config.hardware)
+    return {
+        hardware.pool(name).gpu
+        for name, _ in assign(hardware, world.trainers, world.rollouts)[: world.trainers]
+    }
+
+
+def sampling_spec(config: DictConfig) -> SamplingSpec:
+    """The `sampling` group as the engine reads it."""
+    sampling, stored = config.sampling, getattr(torch, config.sampling.storage_dtype)
+    evaluated = {f"eval_{key}": value for key, value in sampling.eval.items()}
+    return SamplingSpec(sampling.steps, stored, same_noise=sampling.same_noise, **evaluated)
+
+
+def model_of(config: DictConfig, world: World) -> DictConfig:
+    """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where
+    trainers differ; not filled yet where trainers shard it; no reference copy and nothing for a
+    backward pass on a rank that only generates.
+    """
+    own: dict[str, Any] = {}
+    model, shards = _target(config, "model"), world.is_trainer and sharding(config) != "ddp"
+    if shards and isinstance(model, type) and issubclass(model, DiffusersPolicy):
+        own["empty"] = True
+    kept = config.model.get("gradient_checkpointing")
+    if world.is_trainer and isinstance(kept, ListConfig):
+        own["gradient_checkpointing"] = kept[world.rank]
+    if not world.is_trainer:
+        own = {
+            key: False
+            for key in ("gradient_checkpointing", "keep_reference")
+            if key in config.model
+        }
+    merged = OmegaConf.merge(config.model, own)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
+    """The configured loggers, each where it can neither stop nor slow the run."""
+    record = config.record
+    return [
+        Guarded(
+            configuration.instantiate(logger)(save_dir=str(run_dir)),
+            name,
+            run_dir,
+            record.logger_pending,
+            record.logger_finish_s,
+        )
+        for name, logger in (config.logger or {}).items()
+    ]
+
+
+class Resumed(pl.Callback):
+    """Replaces a resumed run's config.yaml by the configuration that applies, once every trainer
+    has loaded the
+    checkpoint: the Strategy has then published from it, for which they meet, and no other callback
+    has written."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        configuration.store_config(self._config, Path(trainer.default_root_dir))
+
+
+class WarningEvents(logging.Handler):
+    """Warnings become events of kind "warning": the display shows them, the summary keeps them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(logging.WARNING)
+        self._run_dir = run_dir
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append one line to events.jsonl."""
+        append_event(self._run_dir, "warning", {"message": record.getMessage()})
+
+
+def check(config: DictConfig) -> None:
+    """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
+    could never score, before anything is written or started."""
+    model, strategy = _target(config, "model"), _target(config, "strategy")
+    if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
+        model.check(config.model)
+        model.check_context(config.model, config.parallel.context)
+    if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
+        raise ValueError(
+            f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "
+            "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and "
+            "override its hooks."
+        )
+    algorithm = config.algorithm
+    configuration.instantiate(algorithm.advantage)
+    if not config.hardware.emulate:
+        for where, prompt in _prompts_of(config.data) if issubclass(model, Policy) else ():
+            try:
+                model.check_prompt(prompt)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+        if problems := unscorable(config.reward, _prompts_of(config.data)):
+            raise ValueError("\n".join(problems))
+    surrogate = configuration.instantiate(algorithm.surrogate) if "surrogate" in algorithm else None
+    if surrogate is not None:
+        check_kernel(configuration.instantiate(algorithm.sde), surrogate)
+    if config.replay is not None:
+        means, final = (
+            surrogate is not None and surrogate.needs_means,
+            _target(config, "algorithm").needs_final,
+        )
+        records(config, "check")(config, means, final)
+
+
+def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
+    """(key, file and line, prompt) of the prompts of a run and of its evaluation."""
+    for key in (key for key in ("prompts", "heldout") if data[key] is not None):
+        for file in (prompts.read(name) for name, _ in prompts.sources(data[key])):
+            for record in file.records:
+                yield f"data.{key}: {file.path}:{record.line}", prompt_of(record)
+
+
+def _target(config: DictConfig, group: str) -> Any:
+    """What `_target_` of a group names."""
+    name = config[group]["_target_"]
+    try:
+        return get_object(name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ValueError(
+            f"{group}._target_ = {name}: cannot be imported ({' '.join(str(error).split())}); "
+            "correct the name, or add the directory of its module to PYTHONPATH."
+        ) from error
