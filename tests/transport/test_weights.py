@@ -107,6 +107,21 @@ def test_a_version_arrives_bit_for_bit_with_its_seal_and_not_before() -> None:
         assert torch.equal(version.tensors[name], value)
 
 
+def test_adopted_weights_keep_the_dtype_and_the_layout_of_the_rank() -> None:
+    """Equal ones are taken over without a copy; others are copied into what is there."""
+    values = {name: torch.arange(12.0).view(3, 4) + n for n, name in enumerate("abc")}
+    own = {"a": torch.zeros(3, 4), "b": torch.zeros(3, 4), "c": torch.zeros(4, 3).t()}
+    kept = dict(own)
+    adopt(own, Version(1, "", values | {"b": values["b"].bfloat16()}))
+    for name, value in values.items():
+        assert own[name] is kept[name]
+        assert own[name].dtype == torch.float32
+        assert torch.equal(own[name], value)
+    assert own["a"].data_ptr() == values["a"].data_ptr()
+    assert own["b"].data_ptr() != values["b"].data_ptr()
+    assert own["c"].stride() == (1, 3)
+
+
 def test_an_exchange_gives_both_versions_back_bit_for_bit() -> None:
     own, other = weights(0.1), weights(0.2)
     _, messages = published(other)

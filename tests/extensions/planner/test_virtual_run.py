@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from digenrl.extensions.planner.floor import floor_seconds
+from digenrl.extensions.planner.records import Simulated
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
 from digenrl.extensions.planner.virtual_run import simulate, steady
 from digenrl.schedule import ScheduleSpec, fragments, group_version, place
@@ -77,7 +78,7 @@ def clusters(draw: st.DrawFn, least_rollouts: int = 0) -> Cluster:
 PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturbance) -> None:
+def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturbance) -> Simulated:
     result = simulate(
         spec, cluster, steps, disturbance, trace=True
     )  # raises when it halts or names no cause
@@ -97,6 +98,7 @@ def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturb
     assert result.staleness_max <= spec.async_steps  # I9
     assert result.ledger.trained == steps * spec.prompts * spec.group_size  # I10
     assert result.ledger.in_flight == 0
+    return result
 
 
 @PROPERTY
@@ -115,7 +117,9 @@ def test_i2_i10_a_rollout_death_loses_nothing(
     spec: ScheduleSpec, cluster: Cluster, when: float, which: int
 ) -> None:
     victim = cluster.rollouts[which % (len(cluster.rollouts) - 1)].rank  # at least one survives
-    check(spec, cluster, 2, Disturbance(failures=((when, victim),), detect_seconds=1.0))
+    result = check(spec, cluster, 2, Disturbance(failures=((when, victim),), detect_seconds=1.0))
+    began = [s.start for s in result.spans if (s.rank, s.stage) == (victim, "generate")]
+    assert max(began, default=0.0) <= when, "it lives on"
 
 
 @settings(deadline=None)
