@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import digenrl
 from digenrl.extensions.tiny import builds as tiny_builds
+from digenrl.extensions.zoo.wan22 import Experts
 from digenrl.facts import ENDING, Facts, families
-from digenrl.models.experts import Experts
 from digenrl.models.pipeline import DiffusersPolicy
 
 Grid = tuple[int, int, int]

@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _families
 from benchmarks.live_bytes import Bytes, count_bytes
+from digenrl.extensions.zoo.wan22 import Experts
 from digenrl.facts import Facts
 from digenrl.models import checkpointing
-from digenrl.models.experts import Experts
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 

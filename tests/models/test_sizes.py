@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import _families
-from digenrl.models.experts import Experts
+from digenrl.extensions.zoo.wan22 import Experts
 from digenrl.models.lora import lora_modules
 from tests.models.tiny_policies import FAMILIES, ROWS
 

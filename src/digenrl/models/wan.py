@@ -1,12 +1,7 @@
-"""Wan2.1 and 2.2 (arXiv:2503.20314): UMT5 text, classifier-free guidance, latents [16, f, h, w].
-
-Wan2.2 A14B has two transformers, for much and for little noise. Image-to-video reads the first
-frame twice: as channels beside the noise, and through a CLIP that joins the text.
-"""
+"""Wan2.1 (arXiv:2503.20314): UMT5 text, classifier-free guidance, latents [16, f, h, w]."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,15 +9,12 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
-from torch.nn.functional import pad
 
 from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
-from digenrl.models.experts import PARTS, Experts
-from digenrl.models.latents import denormalise, normalise
+from digenrl.models.latents import denormalise
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.prompt_store import Wording
 
 CHECKPOINT_NAMES: Names = {
     r"blocks\.(\d+)\.": {
@@ -145,89 +137,3 @@ class WanPolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
-
-
-class WanExpertsPolicy(WanPolicy):
-    """Wan2.2 text-to-video A14B; arguments in `DiffusersPolicy`, and
-
-    guidance_scale_2: the scale at noise levels of the second transformer; None = as for the first.
-    """
-
-    family = "wan22"
-    components: ClassVar[Mapping[str, str]] = {part: f"{part}." for part in PARTS}
-    context_plan: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, *args: Any, guidance_scale_2: float | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if guidance_scale_2 is not None and guidance_scale_2 < 1.0:
-            raise ValueError(
-                f"model.guidance_scale_2={guidance_scale_2}: use 1 (off) or more, or null"
-            )
-        self.guidance_scale_2 = guidance_scale_2
-
-    def joined(self, networks: list[Any]) -> Any:
-        """Return both experts as one network, with the boundary that the checkpoint names."""
-        high, low = networks
-        return Experts(high, low, 1000 * pretrained.model_index(self.path)["boundary_ratio"])
-
-    def guidance(self, sigmas: Tensor) -> float | Tensor:
-        """Return each expert's own scale [B, 1, 1, 1, 1]."""
-        if self.guidance_scale_2 is None:
-            return self.cfg_scale
-        experts: Any = self.transformer
-        high = sigmas * 1000 >= experts.boundary
-        return torch.where(high, self.cfg_scale, self.guidance_scale_2).view(-1, 1, 1, 1, 1)
-
-    def parameters_without_gradient(self) -> list[str]:
-        """Return the names of trained parameters without gradient, or [] if they are all parameters
-        of one expert.
-
-        An expert gets no gradient when no cell of the update has its noise levels. The other expert
-        then has all gradients.
-        """
-        absent = super().parameters_without_gradient()
-        for prefix in self.components.values():
-            own = [name for name in self.trained_parameters() if name.startswith(prefix)]
-            if len(own) < len(self.trained_parameters()) and set(own) == set(absent):
-                return []
-        return absent
-
-
-class WanImageToVideoPolicy(WanPolicy):
-    """Wan2.1 image-to-video 14B; arguments in `DiffusersPolicy`.
-
-    The CLIP sees the image fitted to the size of the video, as the autoencoder does. diffusers'
-    pipeline gives the CLIP the whole image.
-    """
-
-    family = "wan_i2v"
-    pipelines = ("WanImageToVideoPipeline",)
-    context_plan: ClassVar[dict[str, Any]] = {}  # image tokens join the text
-    text_length = 512
-    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
-    attention = (*WanPolicy.attention, "attn2.add_k_proj", "attn2.add_v_proj")
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return self.network(
-            hidden_states=torch.cat([latents, condition["frame"]], dim=1),
-            timestep=sigmas * 1000,
-            encoder_hidden_states=condition["text"],
-            encoder_hidden_states_image=condition["vision"],
-            return_dict=False,
-        )[0]
-
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Return the conditioning of the text, and `vision` and `frame` of the image.
-
-        `vision` [1, tokens, d] has the CLIP's last states but one. `frame` [1, 20, f, h, w] has 4
-        channels that mark the given frames (one per frame of a latent frame), then the latents of a
-        video that is grey behind its first frame.
-        """
-        picture = wording.images[0].fitted(self.height, self.width)
-        video = pad(self.pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1))
-        encoded = self._vae.encode(video.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
-        given = torch.zeros(1, 4, *encoded.shape[2:], device=encoded.device)
-        given[:, :, 0] = 1.0
-        frame = torch.cat([given, normalise(encoded.float(), self._vae.config)], dim=1)
-        vision = pipeline.encode_image(picture, pipeline.image_encoder.device)
-        return {**super().encode_wording(pipeline, wording), "vision": vision, "frame": frame}

@@ -1,18 +1,22 @@
-"""Two transformers that share the denoising by noise level (Wan2.2 A14B), as one network.
+"""Wan2.2 text-to-video A14B (arXiv:2503.20314): two transformers, for much and for little noise.
 
-Whatever asks for parameters, blocks or adapters sees both. Training, publication, checkpoints and
-memory therefore need no code for experts.
+They are one network for whatever asks for parameters, blocks or adapters. Training, publication,
+checkpoints and memory therefore need no code for experts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from diffusers import ModelMixin
 from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from digenrl.models import pretrained
+from digenrl.models.wan import WanPolicy
 
 PARTS = ("transformer", "transformer_2")
 """The high-noise and the low-noise expert: subfolders of the checkpoint."""
@@ -88,3 +92,49 @@ class Experts(ModelMixin, PeftAdapterMixin):
             velocity = velocity.index_copy(0, chosen, output)
         assert velocity is not None
         return (velocity if idle is None else velocity + 0.0 * idle,)
+
+
+class WanExpertsPolicy(WanPolicy):
+    """Wan2.2 text-to-video A14B; arguments in `DiffusersPolicy`, and
+
+    guidance_scale_2: the scale at noise levels of the second transformer; None = as for the first.
+    """
+
+    family = "wan22"
+    components: ClassVar[Mapping[str, str]] = {part: f"{part}." for part in PARTS}
+    context_plan: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *args: Any, guidance_scale_2: float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if guidance_scale_2 is not None and guidance_scale_2 < 1.0:
+            raise ValueError(
+                f"model.guidance_scale_2={guidance_scale_2}: use 1 (off) or more, or null"
+            )
+        self.guidance_scale_2 = guidance_scale_2
+
+    def joined(self, networks: list[Any]) -> Any:
+        """Return both experts as one network, with the boundary that the checkpoint names."""
+        high, low = networks
+        return Experts(high, low, 1000 * pretrained.model_index(self.path)["boundary_ratio"])
+
+    def guidance(self, sigmas: Tensor) -> float | Tensor:
+        """Return each expert's own scale [B, 1, 1, 1, 1]."""
+        if self.guidance_scale_2 is None:
+            return self.cfg_scale
+        experts: Any = self.transformer
+        high = sigmas * 1000 >= experts.boundary
+        return torch.where(high, self.cfg_scale, self.guidance_scale_2).view(-1, 1, 1, 1, 1)
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Return the names of trained parameters without gradient, or [] if they are all parameters
+        of one expert.
+
+        An expert gets no gradient when no cell of the update has its noise levels. The other expert
+        then has all gradients.
+        """
+        absent = super().parameters_without_gradient()
+        for prefix in self.components.values():
+            own = [name for name in self.trained_parameters() if name.startswith(prefix)]
+            if len(own) < len(self.trained_parameters()) and set(own) == set(absent):
+                return []
+        return absent

@@ -1,0 +1,58 @@
+"""Wan2.1 image-to-video (arXiv:2503.20314).
+
+The network reads the first frame twice: as channels beside the noise, and as a CLIP's states that
+join the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from digenrl.models.latents import normalise
+from digenrl.models.prompt_store import Wording
+from digenrl.models.wan import WanPolicy
+
+
+class WanImageToVideoPolicy(WanPolicy):
+    """Wan2.1 image-to-video 14B; arguments in `DiffusersPolicy`.
+
+    The CLIP sees the image fitted to the size of the video, as the autoencoder does. diffusers'
+    pipeline gives the CLIP the whole image.
+    """
+
+    family = "wan_i2v"
+    pipelines = ("WanImageToVideoPipeline",)
+    context_plan: ClassVar[dict[str, Any]] = {}  # image tokens join the text
+    text_length = 512
+    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
+    attention = (*WanPolicy.attention, "attn2.add_k_proj", "attn2.add_v_proj")
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        return self.network(
+            hidden_states=torch.cat([latents, condition["frame"]], dim=1),
+            timestep=sigmas * 1000,
+            encoder_hidden_states=condition["text"],
+            encoder_hidden_states_image=condition["vision"],
+            return_dict=False,
+        )[0]
+
+    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+        """Return the conditioning of the text, and `vision` and `frame` of the image.
+
+        `vision` [1, tokens, d] has the CLIP's last states but one. `frame` [1, 20, f, h, w] has 4
+        channels that mark the given frames (one per frame of a latent frame), then the latents of a
+        video that is grey behind its first frame.
+        """
+        picture = wording.images[0].fitted(self.height, self.width)
+        video = pad(self.pixels(wording.images[0]).unsqueeze(2), (0, 0, 0, 0, 0, self.frames - 1))
+        encoded = self._vae.encode(video.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
+        given = torch.zeros(1, 4, *encoded.shape[2:], device=encoded.device)
+        given[:, :, 0] = 1.0
+        frame = torch.cat([given, normalise(encoded.float(), self._vae.config)], dim=1)
+        vision = pipeline.encode_image(picture, pipeline.image_encoder.device)
+        return {**super().encode_wording(pipeline, wording), "vision": vision, "frame": frame}
