@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import digenrl
 from digenrl.extensions.tiny import builds as tiny_builds
-from digenrl.extensions.zoo.wan22 import Experts
 from digenrl.facts import ENDING, Facts, families
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -48,7 +47,7 @@ def network(model: str, blocks: int | None = None) -> nn.Module:
         }
         arguments |= sizes.get("few_blocks", {})
     parts: list[nn.Module] = [kind.transformer_class(**arguments) for _ in kind.components]
-    return parts[0] if len(parts) == 1 else Experts(*parts, boundary=None)
+    return kind.joined(parts)
 
 
 def decoder(facts: Facts) -> nn.Module:

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _families
 from benchmarks.live_bytes import Bytes, count_bytes
-from digenrl.extensions.zoo.wan22 import Experts
 from digenrl.facts import Facts
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
@@ -171,13 +170,8 @@ def activations(
 
 def lists(model: nn.Module) -> list[nn.ModuleList]:
     """Of blocks, of one network or of both experts."""
-    networks = [*model.children()] if isinstance(model, Experts) else [model]
-    return [
-        part
-        for network in networks
-        for part in network.children()
-        if isinstance(part, nn.ModuleList)
-    ]
+    found = [part for part in model.children() if isinstance(part, nn.ModuleList)]
+    return found or [part for network in model.children() for part in lists(network)]
 
 
 def model_facts(name: str) -> dict[str, Any]:

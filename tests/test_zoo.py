@@ -165,7 +165,7 @@ def test_schedules_train_the_same_weights(experiment: str, tmp_path: Path) -> No
             next(row for row in runs[schedule].rows("metrics.jsonl") if row["kind"] == "step"),
         )
         check_weights(runs[schedule])
-    if "wan22" in experiment:  # ranks that need different experts at the same time
+    if "wan22_" in experiment:  # ranks that need different experts at the same time
         words = (
             "schedule=sync",
             "model.dtype=float64",

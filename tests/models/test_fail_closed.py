@@ -48,7 +48,7 @@ def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():
         family = "other"
 
     with pytest.raises(
-        ValueError, match=r"no tiny build of family 'other'; known: .*wan, .* hardware.build=real"
+        ValueError, match=r"no tiny build of family 'other'; known: .*wan.* hardware.build=real"
     ):
         OtherPolicy.check({"height": 64, "width": 64, "build": "tiny"})
 
@@ -129,15 +129,6 @@ def test_foreign_family(tmp_path):
         PretrainedError, match="holds a WanPipeline, and the flux adapter reads FluxPipeline"
     ):
         real("flux", tiny_builds.ensure("wan"))
-    with pytest.raises(
-        PretrainedError,
-        match=r"holds two transformers, which the wan adapter .* use model=wan22_a14b",
-    ):
-        real("wan", tiny_builds.ensure("wan22"))
-    with pytest.raises(
-        PretrainedError, match="holds one transformer, which the wan22 adapter does not read"
-    ):
-        real("wan22", tiny_builds.ensure("wan"))
     other = shutil.copytree(tiny_builds.ensure("wan"), tmp_path / "other")
     config = json.loads((other / "vae" / "config.json").read_text())
     (other / "vae" / "config.json").write_text(
@@ -238,8 +229,6 @@ def test_options_that_a_family_cannot_use_are_refused():
         make("wan", dtype="half")
     with pytest.raises(ValueError, match=r"hardware\.build=small"):
         make("wan", build="small")
-    with pytest.raises(ValueError, match=r"model\.guidance_scale_2=0\.5: use 1"):
-        make("wan22", guidance_scale_2=0.5)
 
 
 def test_guidance_for_a_network_without_it_is_refused(tmp_path):

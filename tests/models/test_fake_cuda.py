@@ -25,7 +25,7 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.tiny.builds import ensure
-from digenrl.extensions.zoo.wan22 import Experts
+from digenrl.extensions.zoo.wan_experts import Experts
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec

@@ -88,7 +88,7 @@ def exported(policy: DiffusersPolicy, folder: Path) -> Any:
             folder, weight_name=lora_file(part), return_lora_metadata=True
         )
         networks[-1].load_lora_adapter(state, metadata=metadata, prefix="transformer")
-    return policy.joined(networks).eval()
+    return policy.joined(networks, policy.path).eval()
 
 
 def diffusers_latents(

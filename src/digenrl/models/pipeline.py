@@ -174,7 +174,8 @@ class DiffusersPolicy(Policy):
         load = deferred.empty if empty else pretrained.load_component
         stored = torch.float32 if lora is None else compute
         transformer = self.joined(
-            [load(self.transformer_class, self.path, part, stored) for part in self.components]
+            [load(self.transformer_class, self.path, part, stored) for part in self.components],
+            self.path,
         )
         if (
             self.embedded_guidance
@@ -329,8 +330,10 @@ class DiffusersPolicy(Policy):
                 "adapter of your own, override `channels`, `vae_stride` and `spatial_stride`"
             )
 
-    def joined(self, networks: list[Any]) -> Any:
-        """Return the transformer that consists of `components`."""
+    @classmethod
+    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
+        """Return the transformer that consists of `components`, those of the checkpoint at `path`
+        if there is one."""
         (network,) = networks
         return network
 

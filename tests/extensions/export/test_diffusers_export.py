@@ -66,26 +66,6 @@ def test_exported_adapter_and_merged_weights_in_a_plain_transformer_are_the_poli
     )
 
 
-def test_each_expert_has_its_own_adapter_under_the_names_of_other_tools(tmp_path):
-    policy = make("wan22")
-    randomise_lora(policy)
-    diffusers_export.export_policy(policy, tmp_path)
-    files = diffusers_export.export_layout(policy, tmp_path, "comfyui")
-    assert [file.name for file in files] == [
-        "lora_comfyui.safetensors",
-        "lora_comfyui_2.safetensors",
-    ]
-    adapters = []
-    for part, file in zip(policy.components, files, strict=True):
-        names = (diffusers_export.lora_file(part), file.name)
-        ours, read = (
-            diffusers.WanPipeline.lora_state_dict(tmp_path, weight_name=name) for name in names
-        )
-        assert read.keys() == ours.keys()
-        adapters.append(ours)
-    assert not any(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
-
-
 def test_pipeline_with_the_exported_adapter_draws_the_policys_sample(tmp_path, monkeypatch):
     policy = make("flux", guidance_scale=3.5)
     randomise_lora(policy)

@@ -112,10 +112,12 @@ class WanExpertsPolicy(WanPolicy):
             )
         self.guidance_scale_2 = guidance_scale_2
 
-    def joined(self, networks: list[Any]) -> Any:
+    @classmethod
+    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
         """Return both experts as one network, with the boundary that the checkpoint names."""
+        boundary = None if path is None else pretrained.model_index(path)["boundary_ratio"] * 1000
         high, low = networks
-        return Experts(high, low, 1000 * pretrained.model_index(self.path)["boundary_ratio"])
+        return Experts(high, low, boundary)
 
     def guidance(self, sigmas: Tensor) -> float | Tensor:
         """Return each expert's own scale [B, 1, 1, 1, 1]."""
