@@ -21,10 +21,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -131,18 +132,18 @@ def base_network(
     return transformer if storage == torch.float32 else transformer.to(storage)
 
 
-class DigitsPolicy(Policy):
-    """Policy of the digits flow model (see the module docstring).
+class EmbeddedPolicy(Policy):
+    """Policy of a small FLUX network without autoencoder and text encoder.
 
     Args:
         path: safetensors with the base weights; None = the committed file, "random" = untrained.
-        lora: {rank, alpha, targets, ...}, or None to train every weight (312k).
+        lora: {rank, alpha, targets, ...}, or None to train every weight.
         dtype: compute and storage dtype; float32 keeps replay bit-equal to sampling for any number
             of steps per forward (measured on x86 CPUs, tests/extensions/tasks/test_digits.py).
-        shift: static sigma shift (`digenrl.diffusion.sigmas`); 1 = linear, right at 64 pixels.
         guidance_scale: only 1.0: the base was never trained without a caption, so there is no
             unconditional branch.
-        height, width: only 8.
+        height, width: only `side`; None = `side`.
+        shift: static sigma shift (`digenrl.diffusion.sigmas`); None = `usual_shift`.
         keep_reference: with lora=None, keep the frozen base for the KL term.
         seed: seed of the untrained weights.
 
@@ -151,10 +152,23 @@ class DigitsPolicy(Policy):
         FileNotFoundError: no weights at `path`.
     """
 
-    family = "digits"
     lora_pipeline = "FluxPipeline"
     checkpoint_names = CHECKPOINT_NAMES
     block_lists = ("transformer_blocks", "single_transformer_blocks")
+    side: ClassVar[int]
+    """Pixels of height and width."""
+    base_file: ClassVar[Path]
+    """Committed weights of the base model."""
+    command: ClassVar[str]
+    """Command that makes the committed weights."""
+    usual_shift: ClassVar[float] = 1.0
+    """Sigma shift of the base model's training; 1 = linear."""
+    tokens: ClassVar[tuple[int, int]]
+    """Number and channels of latent tokens."""
+    position_unit: ClassVar[float] = 1.0
+    """Rotary positions between neighbouring tokens."""
+    text_length: ClassVar[int]
+    """Words of the sequence input."""
 
     def __init__(
         self,
@@ -162,42 +176,51 @@ class DigitsPolicy(Policy):
         lora: Mapping[str, Any] | None = None,
         dtype: torch.dtype | str = torch.float32,
         guidance_scale: float = 1.0,
-        height: int = SIDE,
-        width: int = SIDE,
-        shift: float = 1.0,
+        height: int | None = None,
+        width: int | None = None,
+        shift: float | None = None,
         gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
         seed: int = 0,
     ) -> None:
-        if (height, width) != (SIDE, SIDE):
+        side = self.side
+        if (height or side, width or side) != (side, side):
             raise ValueError(
-                f"digits are 8x8, got height={height}, width={width}; set sampling.height=8 "
-                "sampling.width=8"
+                f"{self.family} are {side}x{side}, got height={height}, width={width}; set "
+                f"sampling.height={side} sampling.width={side}"
             )
         if guidance_scale != 1.0:
             raise ValueError(
-                f"digits has no unconditional branch: guidance_scale={guidance_scale}; set "
+                f"{self.family} has no unconditional branch: guidance_scale={guidance_scale}; set "
                 "sampling.guidance_scale=1"
             )
         super().__init__(
-            base_network(build_transformer, path, BASE_FILE, "make pretrain", dtype, seed),
-            latent_shape=(TOKENS, CHANNELS),
+            base_network(self.build, path, self.base_file, self.command, dtype, seed),
+            latent_shape=self.tokens,
             guidance_scale=guidance_scale,
             lora=lora,
             dtype=dtype,
             gradient_checkpointing=gradient_checkpointing,
             keep_reference=keep_reference,
         )
-        self.shift = float(shift)
-        patches = SIDE // PATCH
-        self.register_buffer(
-            "image_positions", token_positions(patches, patches).float(), persistent=False
-        )
-        self.register_buffer("text_positions", torch.zeros(TEXT_LENGTH, 3), persistent=False)
+        self.shift = self.usual_shift if shift is None else float(shift)
+        rows = math.isqrt(self.tokens[0])
+        positions = self.position_unit * token_positions(rows, rows).float()
+        self.register_buffer("image_positions", positions, persistent=False)
+        self.register_buffer("text_positions", torch.zeros(self.text_length, 3), persistent=False)
+
+    @classmethod
+    @abstractmethod
+    def build(cls) -> FluxTransformer2DModel:
+        """Return the untrained network."""
+
+    @staticmethod
+    @abstractmethod
+    def features(texts: Sequence[str]) -> dict[str, Tensor]:
+        """Return frozen features of B texts: `text` [B, words, d] and `pooled` [B, d], fp32."""
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Return the velocity [B, 16, 4] of latents [B, 16, 4] at sigmas [B] under `text` [B, 4,
-        32], `pooled` [B, 32]."""
+        """Return the network's output for its input tokens [B, N, C] at sigmas [B]."""
         return self.network(
             hidden_states=latents,
             timestep=sigmas.to(latents.dtype),
@@ -209,16 +232,24 @@ class DigitsPolicy(Policy):
         )[0]
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Return `text_features` on the policy's device."""
-        return {
-            key: value.to(self.device)
-            for key, value in text_features([wording.text for wording in wordings]).items()
-        }
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents [B, 16, 4] to images [B, 1, 8, 8], fp32 in [0, 1]."""
-        return (unpack(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)
+        """Return `features` on the policy's device."""
+        features = self.features([wording.text for wording in wordings])
+        return {key: value.to(self.device) for key, value in features.items()}
 
     def sigma_grid(self, steps: int) -> Tensor:
         """Return sigmas [steps + 1], fp32 from 1 to 0 with the static shift."""
         return static_grid(steps, self.shift)
+
+
+class DigitsPolicy(EmbeddedPolicy):
+    """Policy of the digits flow model (see the module docstring); arguments in `EmbeddedPolicy`."""
+
+    family = "digits"
+    side, base_file, command = SIDE, BASE_FILE, "make pretrain"
+    tokens, text_length = (TOKENS, CHANNELS), TEXT_LENGTH
+    build = staticmethod(build_transformer)
+    features = staticmethod(text_features)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode latents [B, 16, 4] to images [B, 1, 8, 8], fp32 in [0, 1]."""
+        return (unpack(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)

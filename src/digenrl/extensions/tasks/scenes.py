@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,11 +28,8 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from digenrl.diffusion.sigmas import static_grid
-from digenrl.extensions.tasks.digits import base_network, word_vector
-from digenrl.models.flux import CHECKPOINT_NAMES
+from digenrl.extensions.tasks.digits import EmbeddedPolicy, word_vector
 from digenrl.models.latents import token_positions
-from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.prompt_store import Wording
 
 BASE_FILE = Path(__file__).with_name("scenes_base.safetensors")
@@ -103,120 +99,51 @@ def pack(pictures: Tensor) -> Tensor:
     return patches.reshape(-1, TOKENS, CHANNELS)
 
 
-class ScenesPolicy(Policy):
-    """Policy of the scenes flow model (see the module docstring).
-
-    Args:
-        path: safetensors with the base weights; None = the committed file, "random" = untrained.
-        lora: {rank, alpha, targets, ...}, or None to train every weight (0.83M).
-        dtype: compute and storage dtype.
-        shift: static sigma shift (`digenrl.diffusion.sigmas`).
-        guidance_scale: only 1.0: there is no unconditional branch.
-        height, width: only 24.
-        keep_reference: with lora=None, keep the frozen base for the KL term.
-        seed: seed of the untrained weights.
-
-    Raises:
-        ValueError: another resolution, guidance, or weights of another network.
-        FileNotFoundError: no weights at `path`.
-    """
+class ScenesPolicy(EmbeddedPolicy):
+    """Policy of the scenes flow model (see the module docstring); arguments in `EmbeddedPolicy`."""
 
     family = "scenes"
-    lora_pipeline = "FluxPipeline"
-    checkpoint_names = CHECKPOINT_NAMES
-    base_file: ClassVar[Path] = BASE_FILE
+    side, base_file, command = SIDE, BASE_FILE, "make pretrain-scenes"
+    tokens, text_length = (TOKENS, CHANNELS), TEXT_LENGTH
+    usual_shift, position_unit = 3.0, 2.0
+    features = staticmethod(text_features)
     where: Tensor
     paper: Tensor
-    block_lists = ("transformer_blocks", "single_transformer_blocks")
 
-    def __init__(
-        self,
-        path: str | Path | None = None,
-        lora: Mapping[str, Any] | None = None,
-        dtype: torch.dtype | str = torch.float32,
-        guidance_scale: float = 1.0,
-        height: int = SIDE,
-        width: int = SIDE,
-        shift: float = 3.0,
-        gradient_checkpointing: RecomputeConfig = False,
-        keep_reference: bool = False,
-        seed: int = 0,
-    ) -> None:
-        if (height, width) != (SIDE, SIDE):
-            raise ValueError(
-                f"scenes are {SIDE}x{SIDE}, got height={height}, width={width}; set "
-                f"sampling.height={SIDE} sampling.width={SIDE}"
-            )
-        if guidance_scale != 1.0:
-            raise ValueError(
-                f"scenes has no unconditional branch: guidance_scale={guidance_scale}; set "
-                "sampling.guidance_scale=1"
-            )
-        super().__init__(
-            base_network(
-                partial(build_transformer, len(self.reads)),
-                path,
-                self.base_file,
-                "make pretrain-scenes",
-                dtype,
-                seed,
-            ),
-            latent_shape=(TOKENS, CHANNELS),
-            guidance_scale=guidance_scale,
-            lora=lora,
-            dtype=dtype,
-            gradient_checkpointing=gradient_checkpointing,
-            keep_reference=keep_reference,
-        )
-        self.shift = float(shift)
-        positions = token_positions(ROWS, ROWS)
-        self.register_buffer("image_positions", 2 * positions.float(), persistent=False)
-        self.register_buffer(
-            "where", one_hot(positions[:, 1:], ROWS).flatten(1).float(), persistent=False
-        )
-        self.register_buffer("text_positions", torch.zeros(TEXT_LENGTH, 3), persistent=False)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        where = one_hot(token_positions(ROWS, ROWS)[:, 1:], ROWS).flatten(1).float()
+        self.register_buffer("where", where, persistent=False)
         self.register_buffer("paper", PAPER[:, None, None].clone(), persistent=False)
+
+    @classmethod
+    def build(cls) -> FluxTransformer2DModel:
+        return build_transformer(len(cls.reads))
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Return the velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7,
         40], `pooled` [B, 64]."""
         seen = [self.where.expand(len(latents), -1, -1), *(condition[role] for role in self.reads)]
-        clean = self.network(
-            hidden_states=torch.cat([latents, *(each.to(latents.dtype) for each in seen)], 2),
-            timestep=sigmas.to(latents.dtype),
-            encoder_hidden_states=condition["text"].to(latents.dtype),
-            pooled_projections=condition["pooled"].to(latents.dtype),
-            txt_ids=self.text_positions,
-            img_ids=self.image_positions,
-            return_dict=False,
-        )[0]
+        given = torch.cat([latents, *(each.to(latents.dtype) for each in seen)], 2)
+        clean = super().predict(given, sigmas, condition)
         return (latents - clean) / sigmas.clamp(min=LEAST_SIGMA).to(latents.dtype)[:, None, None]
-
-    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Return `text_features` on the policy's device."""
-        features = text_features([wording.text for wording in wordings])
-        return {key: value.to(self.device) for key, value in features.items()}
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, 36, 48] to pictures [B, 3, 24, 24], fp32 in [0, 1]."""
         patches = latents.float().view(-1, ROWS, ROWS, 3, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
         return (patches.reshape(-1, 3, SIDE, SIDE) / SCALE + self.paper).clamp(0.0, 1.0)
 
-    def sigma_grid(self, steps: int) -> Tensor:
-        """Return sigmas [steps + 1], fp32 from 1 to 0 with the static shift."""
-        return static_grid(steps, self.shift)
-
 
 class ScenesEditPolicy(ScenesPolicy):
     """Policy of the scenes flow model that edits the picture of its prompt; arguments in
-    `ScenesPolicy`."""
+    `EmbeddedPolicy`."""
 
     family = "scenes_edit"
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
     base_file = EDIT_BASE_FILE
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Return `text_features`, and the packed pictures `image` [B, 36, 48]."""
+        """Return the features, and the packed pictures `image` [B, 36, 48]."""
         fitted = np.stack(
             [np.asarray(wording.images[0].fitted(SIDE, SIDE)) for wording in wordings]
         )

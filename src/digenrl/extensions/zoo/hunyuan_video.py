@@ -25,7 +25,15 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
 
     Each rank has its part of the video's tokens and all text tokens, whose number need not divide
     by the ranks.
+
+    Args:
+        masked: whether text tokens are masked. The network makes a mask even when all tokens
+            count, and a mask rules out PyTorch's fast kernels.
     """
+
+    def __init__(self, masked: bool = True) -> None:
+        super().__init__()
+        self.masked = masked
 
     def __call__(
         self,
@@ -35,6 +43,7 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
+        attention_mask = attention_mask if self.masked else None
         if self._parallel_config is None:
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
@@ -60,23 +69,6 @@ def _projected(states: Any, heads: int, layers: Any, norms: Any) -> list[Tensor]
     """Return query, key and value, [B, tokens, heads, d] each."""
     query, key, value = (layer(states).unflatten(2, (heads, -1)) for layer in layers)
     return [norms[0](query), norms[1](key), value]
-
-
-class _Unmasked(JointAttention):
-    """Attention that drops the mask when all tokens count.
-
-    The network makes a mask even then, and a mask rules out PyTorch's fast kernels.
-    """
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
-        return super().__call__(attn, hidden_states, encoder_hidden_states, None, image_rotary_emb)
 
 
 CONTEXT_PLAN: dict[str, Any] = {
@@ -115,9 +107,8 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     def keep_padding(self, on: bool) -> None:
         super().keep_padding(on)
         self._unmasked = not on and not self.two_forwards
-        processor = _Unmasked if self._unmasked else JointAttention
         for block in self.wrap_units():
-            self.attend_with(block.attn, processor())
+            self.attend_with(block.attn, JointAttention(masked=not self._unmasked))
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         text, mask = condition["text"], condition.get("mask")

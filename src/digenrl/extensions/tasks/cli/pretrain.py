@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from digenrl.config import ConfigError
-from digenrl.config.help import Arguments, command_help, read_arguments, show, wants_help
+from digenrl.config.help import Arguments, own_command
 from digenrl.config.schema import AtLeast1, File, Positive, Share
 
 if TYPE_CHECKING:  # torch is imported only when the settings are read
     from torch import Tensor
 
     from digenrl.extensions.tasks.digits import DigitsPolicy
+    from digenrl.models.policy import Policy
     from digenrl.types import Prompt
 
 
@@ -98,18 +98,23 @@ def sample_digits(
     policy: DigitsPolicy, per_prompt: int, steps: int, seed: int = 0
 ) -> tuple[Tensor, list[Prompt]]:
     """Return images [10 * per_prompt, 1, 8, 8] by the plain Euler ODE, and their prompts."""
+    prompts = [prompt for prompt in _prompts() for _ in range(per_prompt)]
+    return sampled(policy, policy.encode(prompts), steps, seed), prompts
+
+
+def sampled(policy: Policy, condition: dict[str, Tensor], steps: int, seed: int) -> Tensor:
+    """Return media of `condition`, whose leading dimension is their number, by the plain Euler
+    ODE."""
     import torch
 
-    prompts = [prompt for prompt in _prompts() for _ in range(per_prompt)]
-    generator = torch.Generator().manual_seed(seed)
-    latents = torch.randn(len(prompts), *policy.latent_shape, generator=generator)
+    rows = len(condition["text"])
+    latents = torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        condition, grid = policy.encode(prompts), policy.sigma_grid(steps)
-        for sigma, after in itertools.pairwise(grid):
+        for sigma, after in itertools.pairwise(policy.sigma_grid(steps)):
             latents = latents + (after - sigma) * policy.velocity(
-                latents, sigma.expand(len(prompts)), condition
+                latents, sigma.expand(rows), condition
             )
-        return policy.decode(latents), prompts
+        return policy.decode(latents)
 
 
 def _prompts() -> list[Prompt]:
@@ -134,49 +139,44 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Train, save and measure. Returns exit code 2 on a bad argument."""
-    if wants_help(arguments):
-        show(command_help(__doc__, PretrainSettings))
-        return 0
-    try:
-        settings, _ = read_arguments(PretrainSettings, arguments)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    import torch
 
-    from digenrl.extensions.tasks.digits import BASE_FILE
-    from reward_models.digit_judge import (
-        HALVES,
-        JUDGES_FILE,
-        DigitJudge,
-        DigitStatistics,
-        fit_judge,
-    )
+    def work(settings: PretrainSettings, _: list[str]) -> None:
+        import torch
 
-    base, judges_file = settings.base or str(BASE_FILE), settings.judges or str(JUDGES_FILE)
-    torch.set_num_threads(1)
-    started = time.monotonic()
-    judges = {
-        judge: fit_judge(judge, seed=settings.seed + parity) for judge, parity in HALVES.items()
-    }
-    weights = {
-        f"{judge}.{key}": item
-        for judge, model in judges.items()
-        for key, item in model.state_dict().items()
-    }
-    save(weights, Path(judges_file))
-    policy = pretrain_base(settings)
-    save(policy.transformer.state_dict(), Path(base))
-    media, prompts = sample_digits(policy, per_prompt=50, steps=6)
-    judged = {
-        judge: DigitJudge(judge, "accuracy", judges_file)(media, prompts).mean().item()
-        for judge in HALVES
-    }
-    statistics = DigitStatistics()(media, prompts)
-    print(
-        f"base model: judge A {judged['a']:.3f}, judge B {judged['b']:.3f}, "
-        f"diversity ratio {statistics['diversity_ratio']:.2f}, "
-        f"distance to the nearest real digit {statistics['nn_distance']:.2f} "
-        f"({len(media)} samples, {time.monotonic() - started:.0f} s)"
-    )
-    return 0
+        from digenrl.extensions.tasks.digits import BASE_FILE
+        from reward_models.digit_judge import (
+            HALVES,
+            JUDGES_FILE,
+            DigitJudge,
+            DigitStatistics,
+            fit_judge,
+        )
+
+        base, judges_file = settings.base or str(BASE_FILE), settings.judges or str(JUDGES_FILE)
+        torch.set_num_threads(1)
+        started = time.monotonic()
+        judges = {
+            judge: fit_judge(judge, seed=settings.seed + parity) for judge, parity in HALVES.items()
+        }
+        weights = {
+            f"{judge}.{key}": item
+            for judge, model in judges.items()
+            for key, item in model.state_dict().items()
+        }
+        save(weights, Path(judges_file))
+        policy = pretrain_base(settings)
+        save(policy.transformer.state_dict(), Path(base))
+        media, prompts = sample_digits(policy, per_prompt=50, steps=6)
+        judged = {
+            judge: DigitJudge(judge, "accuracy", judges_file)(media, prompts).mean().item()
+            for judge in HALVES
+        }
+        statistics = DigitStatistics()(media, prompts)
+        print(
+            f"base model: judge A {judged['a']:.3f}, judge B {judged['b']:.3f}, "
+            f"diversity ratio {statistics['diversity_ratio']:.2f}, "
+            f"distance to the nearest real digit {statistics['nn_distance']:.2f} "
+            f"({len(media)} samples, {time.monotonic() - started:.0f} s)"
+        )
+
+    return own_command(PretrainSettings, __doc__, arguments, work)

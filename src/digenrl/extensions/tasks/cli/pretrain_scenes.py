@@ -16,7 +16,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +23,7 @@ from pydantic import Field
 
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.schema import AtLeast0, AtLeast1, File, Positive, Share
-from digenrl.extensions.tasks.cli.pretrain import save
+from digenrl.extensions.tasks.cli.pretrain import sampled, save
 
 if TYPE_CHECKING:  # torch is imported only when the settings are read
     import torch
@@ -244,7 +243,7 @@ def _features(texts: Sequence[str]) -> dict[str, Tensor]:
 
 def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: int = 0) -> Tensor:
     """Return pictures [N, 3, 24, 24] of N scenes by the plain Euler ODE."""
-    return _sampled(policy, _features([scene.text for scene in scenes]), steps, seed)
+    return sampled(policy, _features([scene.text for scene in scenes]), steps, seed)
 
 
 def sample_edits(
@@ -261,20 +260,7 @@ def sample_edits(
         [s.kinds for s in before], draw_places(before, torch.Generator().manual_seed(seed))
     )
     condition = _features([edit.text for edit in edits]) | {"image": pack(sources)}
-    return sources, _sampled(policy, condition, steps, seed)
-
-
-def _sampled(policy: ScenesPolicy, condition: dict[str, Tensor], steps: int, seed: int) -> Tensor:
-    import torch
-
-    rows = len(condition["text"])
-    latents = torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        for sigma, after in pairwise(policy.sigma_grid(steps)):
-            latents = latents + (after - sigma) * policy.velocity(
-                latents, sigma.expand(rows), condition
-            )
-        return policy.decode(latents)
+    return sources, sampled(policy, condition, steps, seed)
 
 
 def fit_judge(seed: int, steps: int = 1200, batch: int = 96) -> torch.nn.Sequential:
