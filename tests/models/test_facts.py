@@ -54,6 +54,7 @@ def test_facts_are_those_of_the_adapter(family: str) -> None:
         "the planner knows whose tokens can be shared"
     )
     assert known.latents.side == adapter.vae_stride
+    assert known.latents.channels == adapter.channels
     assert known.latents.frames == (adapter.temporal_stride or known.latents.frames)
     assert known.latents.patch == adapter.spatial_stride // adapter.vae_stride
     assert set(adapter.reads) <= set(known.conditioning) | {"image"}
