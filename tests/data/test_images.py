@@ -95,7 +95,7 @@ def test_a_configuration_with_a_broken_image_is_refused_and_a_limit_is_a_key(
 ) -> None:
     (tmp_path / "a.png").write_bytes(picture("red"))
     words = [
-        "experiment=flux1_kontext_flowgrpo",
+        "experiment=flux1_kontext_flowgrpo",  # of digenrl.extensions.zoo
         "hardware=cpu_tiny",
         "data.heldout=null",
         "data.prompts_per_batch=2",

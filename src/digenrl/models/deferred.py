@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers.utils import cached_file
 
 from digenrl.models import pretrained
 from digenrl.models.lora import LoraSpec, initial_factors
@@ -35,7 +34,7 @@ def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -
     """Return the network that `pretrained.load_component` gives, in its dtypes, without values.
 
     Raises:
-        CheckpointError: its configuration is not on this machine.
+        PretrainedError: its configuration is not on this machine.
     """
     config = pretrained.component_config(component, path, subfolder)
     usual = torch.get_default_dtype()
@@ -67,7 +66,7 @@ def fill(
         subfolders: subfolder of the checkpoint -> prefix of its tensors' names in `network`.
 
     Raises:
-        CheckpointError: the checkpoint is absent, lacks a tensor, or has a tensor of another shape.
+        PretrainedError: the checkpoint is absent, lacks a tensor, or has a tensor of another shape.
     """
     network._apply(
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
@@ -120,41 +119,28 @@ class _Stored:
     rest."""
 
     def __init__(self, path: str, subfolder: str) -> None:
-        self._path, self._subfolder = path, subfolder
-        index = cached_file(
-            path,
-            f"{_FILE}.index.json",
-            subfolder=subfolder,
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-        )
+        self._path, self._folder = path, pretrained.folder_of(path, subfolder) / subfolder
+        index = self._folder / f"{_FILE}.index.json"
         self._files: Mapping[str, str] = (
-            {} if index is None else json.loads(Path(index).read_text())["weight_map"]
+            json.loads(index.read_text())["weight_map"] if index.exists() else {}
         )
-        self._open: dict[str, Any] = {}
+        self._open = cache(partial(safe_open, framework="pt"))
 
     def slice(self, name: str, shape: tuple[int, ...]) -> Any:
         """Return an object that gives rows of one tensor when indexed.
 
         Raises:
-            CheckpointError: see `fill`.
+            PretrainedError: see `fill`.
         """
-        file = self._files.get(name, _FILE)
+        file = self._folder / self._files.get(name, _FILE)
         try:
-            if file not in self._open:
-                found = cached_file(
-                    self._path, file, subfolder=self._subfolder, local_files_only=True
-                )
-                self._open[file] = safe_open(found, framework="pt")
-            rows = self._open[file].get_slice(name)
+            rows = self._open(file).get_slice(name)
         except Exception as error:  # OSError without the file, SafetensorError without the tensor
-            message = pretrained.missing_message(
-                self._path, f"{self._subfolder}/{file}", f"{name}: {error}"[:200]
-            )
-            raise pretrained.PretrainedError(message) from error
+            wanted, reason = f"{self._folder.name}/{file.name}", f"{name}: {error}"[:200]
+            raise pretrained.missing(self._path, wanted, reason) from error
         if tuple(rows.get_shape()) != shape:
             raise pretrained.PretrainedError(
-                f"{self._path}/{self._subfolder} has {name} in shape {tuple(rows.get_shape())}, "
+                f"{self._path}/{self._folder.name} has {name} in shape {tuple(rows.get_shape())}, "
                 f"the network takes {shape}: half a checkpoint, or another architecture; fetch it "
                 f"again with `hf download {self._path}`"
             )

@@ -1,24 +1,17 @@
 """FLUX.1 (black-forest-labs/flux): T5 and pooled CLIP, embedded guidance, latents packed into
-tokens [N, 64].
-
-Kontext (arXiv:2506.15742) edits an image: its tokens follow those of the noise, at rotary positions
-of their own.
-"""
+tokens [N, 64]."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
-from torch.nn.functional import pad
 
-from digenrl.models.latents import pack, rescale, token_positions, unpack, unscale
+from digenrl.models.latents import token_positions, unpack, unscale
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.prompt_store import Wording
 
 ATTENTION = tuple(
     f"attn.{name}"
@@ -105,34 +98,3 @@ class FluxPolicy(DiffusersPolicy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = unscale(unpack(latents, *self.image_grid()), vae.config)
         return vae.decode(images, return_dict=False)[0]
-
-
-class FluxKontextPolicy(FluxPolicy):
-    """FLUX.1-Kontext-dev; arguments in `DiffusersPolicy`.
-
-    The image is fitted to the size of the samples. diffusers' pipeline takes one of the sizes of
-    the model's training instead.
-    """
-
-    family = "flux_kontext"
-    pipelines = ("FluxKontextPipeline",)
-    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        both = torch.cat([latents, condition["image"]], dim=1)
-        return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Return the positions of all tokens; those of the image's tokens begin with a 1."""
-        noise = super().positions(device)
-        return torch.cat([noise, pad(noise[:, 1:], (1, 0), value=1)])
-
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
-        the autoencoder's distribution."""
-        pixels = self.pixels(wording.images[0])
-        latents = self._vae.encode(pixels.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
-        return {
-            **super().encode_wording(pipeline, wording),
-            "image": pack(rescale(latents, self._vae.config)),
-        }

@@ -15,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 ADAPTER = "default"
+"""diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 Names = Mapping[str, Mapping[tuple[str, ...], str]]
 """Pattern of a block's name in diffusers -> its layers that a checkpoint holds as one -> the
 checkpoint's name for them.
@@ -22,7 +23,6 @@ checkpoint's name for them.
 The braces {} in a name stand for the block's number. An empty mapping means that the names are the
 same.
 """
-"""diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -315,7 +315,7 @@ class DiffusersPolicy(Policy):
         Only small files are read.
 
         Raises:
-            CheckpointError (a ValueError): the checkpoint is of another family, or its latents are
+            PretrainedError (a ValueError): the checkpoint is of another family, or its latents are
             others.
         """
         pretrained.require_family(path, cls.pipelines, cls.family)
@@ -595,10 +595,8 @@ class DiffusersPolicy(Policy):
                 **self.pipeline_components(),
             )
         except (OSError, ValueError) as error:
-            message = pretrained.missing_message(
-                self.path, "text encoders or tokenizers", str(error)[:200]
-            )
-            raise pretrained.PretrainedError(message) from error
+            wanted = "text encoders or tokenizers"
+            raise pretrained.missing(self.path, wanted, str(error)[:200]) from error
         # The pipeline says of every cut prompt what `report_long_prompt` says once.
         logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
         self.check_encoders(pipeline)

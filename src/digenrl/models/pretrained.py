@@ -47,15 +47,19 @@ def hide_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def missing_message(path: str, file: str, reason: str) -> str:
-    """Return what to do when `file` of `path` is not on this machine."""
+def missing(path: str, file: str, reason: object) -> PretrainedError:
+    """Return the error that says what to do when `file` of `path` is not on this machine.
+
+    Of `reason`, often an exception, the first line is said.
+    """
+    reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
-        return (
+        return PretrainedError(
             f"model.path={path} has no {file} ({reason}). Expected a directory in diffusers layout "
             "(model_index.json, transformer/, vae/, ...) or a hub id such as "
             "Wan-AI/Wan2.1-T2V-14B-Diffusers"
         )
-    return (
+    return PretrainedError(
         f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} "
         f"(gated models need it), run `hf auth login` once, then `hf download {path}`; or try the "
         "tiny build: hardware=cpu_tiny"
@@ -63,7 +67,7 @@ def missing_message(path: str, file: str, reason: str) -> str:
 
 
 def model_index(path: str) -> dict[str, Any]:
-    """Return the checkpoint's model_index.json. Raises CheckpointError with the remedy if it cannot
+    """Return the checkpoint's model_index.json. Raises PretrainedError with the remedy if it cannot
     be read."""
     from diffusers import DiffusionPipeline
 
@@ -71,7 +75,7 @@ def model_index(path: str) -> dict[str, Any]:
 
 
 def require_family(path: str, pipelines: tuple[str, ...], family: str) -> None:
-    """Raise CheckpointError unless the checkpoint at `path` was saved by one of `pipelines`."""
+    """Raise PretrainedError unless the checkpoint at `path` was saved by one of `pipelines`."""
     found = model_index(path).get("_class_name")
     if found not in pipelines:
         raise PretrainedError(
@@ -85,7 +89,7 @@ def load_component(
     component: type[Any], path: str, subfolder: str, dtype: torch.dtype
 ) -> nn.Module:
     """Return `component.from_pretrained` of one diffusers model, in eval mode. Raises
-    CheckpointError if a tensor is missing."""
+    PretrainedError if a tensor is missing."""
     try:
         model, info = component.from_pretrained(
             path,
@@ -95,7 +99,7 @@ def load_component(
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise PretrainedError(missing_message(path, f"{subfolder}/", _first_line(error))) from error
+        raise missing(path, f"{subfolder}/", error) from error
     absent = sorted(info.get("missing_keys", [])) + [
         str(key) for key in info.get("mismatched_keys", [])
     ]
@@ -129,28 +133,32 @@ def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, An
     try:
         return owner.load_config(path, local_files_only=True, **where)
     except (OSError, ValueError) as error:
-        raise PretrainedError(missing_message(path, file, _first_line(error))) from error
+        raise missing(path, file, error) from error
+
+
+def folder_of(path: str, wanted: str) -> Path:
+    """Return the directory of a checkpoint on this machine. Raises PretrainedError, which names
+    what was `wanted` of it, if there is none."""
+    try:
+        if Path(path).is_dir():
+            return Path(path)
+        return Path(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise missing(path, wanted, error) from error
 
 
 def component_files(path: str, *kinds: str) -> list[Path]:
     """Return the files of a checkpoint's components whose names match `kinds`. Raises
-    CheckpointError if there is none."""
-    try:
-        folder = (
-            Path(path)
-            if Path(path).is_dir()
-            else Path(snapshot_download(path, local_files_only=True))
-        )
-    except (OSError, ValueError) as error:
-        raise PretrainedError(missing_message(path, kinds[0], _first_line(error))) from error
+    PretrainedError if there is none."""
+    folder = folder_of(path, kinds[0])
     files = [file for kind in kinds for file in folder.glob(f"{kind}/**/*") if file.is_file()]
     if not files:
-        raise PretrainedError(missing_message(path, f"{kinds[0]}/", "no such directory"))
+        raise missing(path, f"{kinds[0]}/", "no such directory")
     return sorted(files)
 
 
 def require_shards(path: str, subfolder: str) -> None:
-    """Raise CheckpointError when an index in a local `path/subfolder` names a weight file that is
+    """Raise PretrainedError when an index in a local `path/subfolder` names a weight file that is
     not there.
 
     transformers fills missing tensors with random numbers and only warns, so encoders are checked
@@ -163,14 +171,6 @@ def require_shards(path: str, subfolder: str) -> None:
         files = set(json.loads(index.read_text())["weight_map"].values())
         absent = sorted(file for file in files if not (folder / file).exists())
         if absent:
-            raise PretrainedError(
-                missing_message(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing")
-            )
+            raise missing(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing")
     if not any(folder.glob("*.safetensors")):
-        raise PretrainedError(
-            missing_message(path, f"{subfolder}/*.safetensors", "no weights in safetensors format")
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise missing(path, f"{subfolder}/*.safetensors", "no weights in safetensors format")

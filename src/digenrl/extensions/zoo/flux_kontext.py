@@ -1,0 +1,48 @@
+"""FLUX.1-Kontext (arXiv:2506.15742): edits an image.
+
+The image's tokens follow those of the noise, at rotary positions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from digenrl.models.flux import FluxPolicy
+from digenrl.models.latents import pack, rescale
+from digenrl.models.prompt_store import Wording
+
+
+class FluxKontextPolicy(FluxPolicy):
+    """FLUX.1-Kontext-dev; arguments in `DiffusersPolicy`.
+
+    The image is fitted to the size of the samples. diffusers' pipeline takes one of the sizes of
+    the model's training instead.
+    """
+
+    family = "flux_kontext"
+    pipelines = ("FluxKontextPipeline",)
+    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        both = torch.cat([latents, condition["image"]], dim=1)
+        return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of all tokens; those of the image's tokens begin with a 1."""
+        noise = super().positions(device)
+        return torch.cat([noise, pad(noise[:, 1:], (1, 0), value=1)])
+
+    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+        """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
+        the autoencoder's distribution."""
+        pixels = self.pixels(wording.images[0])
+        latents = self._vae.encode(pixels.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
+        return {
+            **super().encode_wording(pipeline, wording),
+            "image": pack(rescale(latents, self._vae.config)),
+        }
