@@ -22,7 +22,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train prompts encode resume join replay sweep plan bench test test-fast test-all chaos soak mutants coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train prompts encode resume join replay sweep plan bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels
 
 define need
@@ -162,6 +162,12 @@ chaos: $(STAMP)  ## Random deaths, joins, cut cables, full disks ... in one run;
 
 soak: $(STAMP)  ## A long toy run; memory, open files, directory and report must not grow. ARGS="steps=10000"
 	@$(PY) -m tests.soak $(ARGS)
+
+storm: $(STAMP)  ## Random signals at random moments of small runs; each ends saved or cleanly. ARGS="n=200 seed=0"
+	@$(PY) -m tests.storm $(ARGS)
+
+fuzz: $(STAMP)  ## Damaged and hostile inputs: taken or refused, never a crash, a hang or a file outside. ARGS="n=10000 seed=1"
+	@$(PY) -m tests.fuzz $(ARGS)
 
 mutants: $(STAMP)  ## Seeded mistakes in the source: does a test notice? About an hour. ARGS="n=150 seed=1 rooms=schedule,strategy"
 	@$(PY) -m tests.mutants $(ARGS)

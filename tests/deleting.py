@@ -37,7 +37,7 @@ def copy_without(names: tuple[str, ...], to: Path) -> Path:
         for name in listed.stdout.splitlines()
         if (ROOT / name).is_file() and not name.startswith(gone)
     ]
-    lost = _configs_lost(names)
+    lost = _configs_lost(names) if names else set[str]()
     for name in files:
         if name not in lost:
             (to / name).parent.mkdir(parents=True, exist_ok=True)

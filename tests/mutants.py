@@ -48,8 +48,12 @@ CHOSEN = "not slow and not cluster and not alone"
 BUDGET_S, LIMIT_S, JOBS = 100.0, 300.0, 2
 """Seconds of tests for a mutant by their own durations, seconds after which it has timed out, and
 mutants at a time."""
-ANYWHERE = ("tests/test_train_cli.py", "tests/strategy/test_invariants.py")
-"""Tests for a line that only other processes reach, beside those of its room."""
+ANYWHERE = (
+    "tests/test_train_cli.py",
+    "tests/strategy/test_invariants.py",
+    "tests/strategy/test_witnesses.py",
+)
+"""Runs, for what the tests that reach the line have not noticed, beside all tests of its room."""
 KILLED, SURVIVED, TIMED_OUT, UNREACHED = "killed", "survived", "timed out", "not reached"
 
 
@@ -253,7 +257,7 @@ class Tests:
 
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that reach the line, those of the mutant's room first, then by seconds;
-        [] if nothing reaches it."""
+        [] if no test reaches it by itself."""
         by_line = self._data.contexts_by_lineno(str(SOURCE / mutant.file))
         contexts = {
             context for n in range(mutant.line, mutant.end + 1) for context in by_line.get(n, ())
@@ -266,18 +270,30 @@ class Tests:
             if chosen and room_s < 0:
                 break
             chosen.append(test)
-        if contexts and not chosen:  # reached by ranks alone
-            chosen = [name for name in (home, *ANYWHERE) if (ROOT / name).exists()]
         return chosen
 
 
 def judged(mutant: Mutant, tree: Path, tests: list[str]) -> dict[str, Any]:
-    """Run the tests against a mutant in a copy of the tree, and return what came of it."""
-    if not tests:
-        return {"result": UNREACHED, "by": "", "seconds": 0.0}
+    """Run the tests against a mutant in a copy of the tree, and return what came of it. Coverage
+    does not see the ranks of a run, so runs of all kinds come last."""
     path = tree / "src" / "digenrl" / mutant.file
     original, began = path.read_bytes(), time.monotonic()
     path.write_bytes(mutant.applied(original))
+    home = f"tests/{mutant.room}/"
+    lines = [tests, [name for name in (home, *ANYWHERE) if (ROOT / name).exists()]]
+    result, by = UNREACHED, ""
+    try:
+        for chosen in lines if tests else lines[1:]:
+            result, by = run(tree, chosen)
+            if result not in (SURVIVED, UNREACHED):
+                break
+    finally:
+        path.write_bytes(original)
+    return {"result": result, "by": by, "seconds": round(time.monotonic() - began, 1)}
+
+
+def run(tree: Path, tests: list[str]) -> tuple[str, str]:
+    """Run tests in a copy of the tree; return what came of it, and the test that failed."""
     environment = os.environ | {
         "PYTHONPATH": f"{tree / 'src'}:{tree}",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -288,14 +304,11 @@ def judged(mutant: Mutant, tree: Path, tests: list[str]) -> dict[str, Any]:
             [*command, "-m", CHOSEN, "--timeout=60", *tests],
             cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
-        result = {0: SURVIVED, 5: UNREACHED}.get(done.returncode, KILLED)
-        told = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        by = told[0].split(" - ")[0] if told else ""
     except subprocess.TimeoutExpired:
-        result, by = TIMED_OUT, ""
-    finally:
-        path.write_bytes(original)
-    return {"result": result, "by": by, "seconds": round(time.monotonic() - began, 1)}
+        return TIMED_OUT, ""
+    told = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    result = {0: SURVIVED, 5: UNREACHED}.get(done.returncode, KILLED)
+    return result, told[0].split(" - ")[0] if told else ""
 
 
 def difference(mutant: Mutant) -> str:

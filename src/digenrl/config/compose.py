@@ -193,7 +193,7 @@ def _composed(config_name: str, groups: tuple[str, ...], own: tuple[Path, ...]) 
             str(config_directory()), version_base=VERSION_BASE, job_name=config_name
         ):
             return compose(config_name, overrides=[*search, *groups], return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError([_composition_message(error, own)]) from error
     except yaml.YAMLError as error:
         raise ConfigError([f"no valid YAML: {' '.join(str(error).split())}"]) from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
@@ -83,7 +84,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         tree, completed = read_stored(replayed, "replay")
         base, _ = resolved(tree)
         found = _turn_into_replay(tree, replayed, words, config_name)
-        run_dir = Path(str(HydraConfig.get().run.dir))
+        run_dir = _run_dir()
     elif run is None:
         tree, found = compose_words(words, config_name)
         choices = {
@@ -91,7 +92,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
             for name, value in HydraConfig.get().runtime.choices.items()
             if not name.startswith("hydra/")
         }
-        run_dir = Path(str(HydraConfig.get().run.dir))
+        run_dir = _run_dir()
         OmegaConf.set_struct(tree, False)
         del tree["hydra"]
     else:
@@ -159,6 +160,14 @@ def _only_on_the_command_line(
         )
     if replayed is None and tree.get("replay") is not None:
         yield f"replay = {tree.replay}: counts only on the command line, as replay={tree.replay}."
+
+
+def _run_dir() -> Path:
+    try:
+        return Path(str(HydraConfig.get().run.dir))
+    except OmegaConfBaseException as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError([f"hydra.run.dir: {cause}; do not remove what it names."]) from error
 
 
 def _unwritable(run_dir: Path) -> list[str]:

@@ -28,7 +28,7 @@ from digenrl.config.validation import keys_of, shown
 from digenrl.record.redact import redact, redact_text
 from digenrl.record.run_dir import CONFIG
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#\s]*)", re.IGNORECASE)
+_URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
 """A whole value HOST:PORT, as in `ray.address`; `cuda:0` is a device."""
 _RESUMED = "a resumed run keeps what its checkpoint was trained with"
@@ -51,7 +51,14 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         raise ConfigError([_no_run(run, word)])
     try:
         tree = OmegaConf.load(file)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+    except (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        ValueError,
+        OSError,
+        AssertionError,  # a single text
+        RecursionError,
+    ) as error:
         raise ConfigError(
             [f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]
         ) from error

@@ -13,6 +13,9 @@ from typing import Any
 
 MASK = "<redacted>"
 
+# Texts come from anywhere, so each pattern must take a time that grows with their length alone: a
+# run of letters begins in one place or has a largest length.
+
 _SECRET_NAME = re.compile(
     r"(^|_)(api_?key|access_?key|secret|secret_?key|password|passwd|passphrase|credentials?|auth|authorization|bearer|token"
     r"|(openai|anthropic|hf|huggingface|wandb|github|google|gemini|azure|private|signing|encryption)_?key)$"
@@ -21,11 +24,11 @@ _SECRET_NAME = re.compile(
 )
 _SECRET_SHAPE = re.compile(
     r"(?<![A-Za-z0-9])((?:hf|api_org)_[A-Za-z0-9]{16,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AIza[\w-]{30,}|wandb_v\d_[A-Za-z0-9_]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[\w.-]{20,}"
-    r"|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,})"
+    r"|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,2000}\.[\w-]{10,4000}\.[\w-]{10,})"
 )
-_URL_USER = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^/\s@]+@")
+_URL_USER = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]{0,30}://)[^/\s@]+@")
 _URL_PASSWORD = re.compile(
-    r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)[^\s:/@]*:(?!\d{1,5}(?:[/?#\s,;)]|$))[^@\n\"'<>]{1,128}@"
+    r"(?P<scheme>\b[a-zA-Z][\w+.-]{0,30}://)[^\s:/@]*:(?!\d{1,5}(?:[/?#\s,;)]|$))[^@\n\"'<>]{1,128}@"
 )
 """A password with a slash or a space; digits up to a slash are a port."""
 _BEARER = re.compile(
@@ -34,7 +37,7 @@ _BEARER = re.compile(
     re.IGNORECASE,
 )
 _ASSIGNMENT = re.compile(
-    r"(?P<name>[\w.]*(?:api_?key|access_?key|secret|password|passwd|passphrase|bearer|token|_pass|_pwd|key))"
+    r"(?P<name>(?<![\w.])[\w.]*(?:api_?key|access_?key|secret|password|passwd|passphrase|bearer|token|_pass|_pwd|key))"
     r"(?P<sign>[\"']?\s*[=:]\s*)(?P<value>\"[^\"\n]*\"|'[^'\n]*'|[^\s,}\]]+)",
     re.IGNORECASE,
 )
