@@ -90,9 +90,9 @@ ROOMS = {
     "algorithms, rollout": Room(1250, ("algorithms", "rollout"), ceiling=1356),
     "models": Room(1600, ("models",), ceiling=1592),
     "rewards": Room(650, ("rewards",), ceiling=647),
-    "record": Room(500, ("record",), ceiling=627),
+    "record": Room(500, ("record",), ceiling=629),
     "callbacks": Room(500, ("callbacks",), ceiling=595),
-    "config": Room(1500, ("config",), ceiling=2064),
+    "config": Room(1500, ("config",), ceiling=2078),
     "cli": Room(500, ("cli",), ceiling=717),
     "report": Room(600, ("report",), ceiling=785),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -119,9 +119,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=16473,
+        ceiling=16489,
     ),
-    "everything": Room(26000, ("",), ceiling=27933),
+    "everything": Room(26000, ("",), ceiling=27949),
 }
 """Room -> its budget. The last three rows are sums."""
 
