@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 
+from digenrl import accelerator
 from digenrl.extensions.planner.memory import GIB
 
 
 def find() -> torch.device:
     """The first GPU that torch sees, else the processor."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    own = accelerator.kind()
+    return torch.device("cpu") if own == "cpu" else torch.device(own, 0)
 
 
 def name(device: torch.device) -> str:
     """As its driver calls it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if not accelerator.is_own(device):
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def short_name(device: torch.device) -> str:
@@ -36,35 +40,35 @@ def short_name(device: torch.device) -> str:
 
 def wait(device: torch.device) -> None:
     """Until the work that was given to `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if accelerator.is_own(device):
+        torch.accelerator.synchronize(device)
 
 
 def release(device: torch.device) -> None:
     """Free what nobody holds."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if accelerator.is_own(device):
+        torch.accelerator.empty_cache()
 
 
 def capacity_gib(device: torch.device) -> float | None:
     """Memory that the device reports."""
-    return (
-        torch.cuda.get_device_properties(device).total_memory / GIB
-        if device.type == "cuda"
-        else None
-    )
+    if not accelerator.is_own(device):
+        return None
+    return float(torch.get_device_module(device).get_device_properties(device).total_memory / GIB)
 
 
 def watch_peak(device: torch.device) -> None:
     """Begin to look for the most memory in use."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if accelerator.is_own(device):
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def peak_gib(device: torch.device) -> float | None:
     """The most memory in use since `watch_peak`, the allocator's reserve included."""
-    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else None
+    return (
+        torch.accelerator.max_memory_reserved(device) / GIB if accelerator.is_own(device) else None
+    )
 
 
 def full(error: BaseException) -> bool:
@@ -74,10 +78,10 @@ def full(error: BaseException) -> bool:
 
 def pinned(device: torch.device) -> bool:
     """Whether copies to `device` gain from page-locked memory."""
-    return device.type == "cuda"
+    return accelerator.is_own(device)
 
 
-PATIENCE_S = {"cuda": 4.0, "cpu": 0.1}
+PATIENCE_S, PATIENCE_ON_CPU_S = 4.0, 0.1
 """What the calls of one measurement may take together."""
 
 
@@ -87,7 +91,8 @@ def seconds(call: Callable[[], Any], device: torch.device, most: int = 7) -> flo
     call()
     wait(device)
     taken: list[float] = []
-    while not taken or (len(taken) < most and sum(taken) + taken[-1] < PATIENCE_S[device.type]):
+    patience = PATIENCE_S if accelerator.is_own(device) else PATIENCE_ON_CPU_S
+    while not taken or (len(taken) < most and sum(taken) + taken[-1] < patience):
         began = time.perf_counter()
         call()
         wait(device)
@@ -97,7 +102,7 @@ def seconds(call: Callable[[], Any], device: torch.device, most: int = 7) -> flo
 
 def matmul_tflops(device: torch.device, side: int) -> float:
     """TFLOP/s of a square bf16 product of random numbers (fp32 on a processor)."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if accelerator.is_own(device) else torch.float32
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     return float(2 * side**3 / seconds(lambda: left @ right, device, most=20) / 1e12)
 

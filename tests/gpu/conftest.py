@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from digenrl import accelerator
+
 HERE = Path(__file__).parent
 
 
@@ -16,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
+            if not accelerator.count():
                 item.add_marker(absent)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from digenrl import accelerator
 from digenrl.extensions.planner.memory import GIB
 from digenrl.hardware import parse_hardware
 from tests.conftest import ROOT
@@ -69,7 +70,7 @@ def test_all_weights_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     assert (summary["status"], summary["rl_steps"], summary["restarts"]) == ("completed", 3, 1)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs on one machine")
+@pytest.mark.skipif(accelerator.count() < 2, reason="needs two GPUs on one machine")
 def test_sharded_trainers_train_save_and_resume(tmp_path: Path) -> None:
     run_dir, _ = trained(
         tmp_path, "model.lora=null", "allocation.trainers=2", "parallel.sharding=fsdp"
@@ -83,11 +84,12 @@ def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
     code = (
         "import os, torch\n"
         "import digenrl.cli.start, digenrl.run\n"
-        "assert torch.cuda.device_count() > 0\n"
-        "assert not torch.cuda.is_initialized(), 'imports or counting made a context'\n"
+        "assert torch.accelerator.device_count() > 0\n"
+        "assert not torch.get_device_module().is_initialized(), 'imports or counting made a context'\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    os._exit(0 if float(torch.ones(2, device='cuda').sum()) == 2.0 else 1)\n"
+        "    kind = torch.accelerator.current_accelerator()\n"
+        "    os._exit(0 if float(torch.ones(2, device=kind).sum()) == 2.0 else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, 'the forked rank has no "
         "GPU'\n"
     )
@@ -99,8 +101,8 @@ def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
 
 def test_the_profile_that_names_this_gpu_promises_no_more_than_it_has() -> None:
     """A plan uses at most 0.9 of the smaller of profile and device."""
-    name = torch.cuda.get_device_name().upper().replace("-", " ")
-    total = torch.cuda.get_device_properties(0).total_memory / GIB
+    name = torch.get_device_module().get_device_name().upper().replace("-", " ")
+    total = torch.get_device_module().get_device_properties(0).total_memory / GIB
     found = []
     for path in sorted((ROOT / "configs" / "hardware").glob("*.yaml")):
         node = yaml.safe_load(path.read_text())
@@ -120,9 +122,11 @@ def test_the_profile_that_names_this_gpu_promises_no_more_than_it_has() -> None:
         )
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs on one machine")
+@pytest.mark.skipif(accelerator.count() < 2, reason="needs two GPUs on one machine")
 def test_each_rank_keeps_to_its_own_gpu(tmp_path: Path) -> None:
     """Weights, reward model, scorer stream and contexts of local rank 1 are on GPU 1 alone."""
+    if accelerator.kind() != "cuda":
+        pytest.skip("nvidia-smi tells which process uses which GPU")
     words = [
         *SMALL,
         "allocation.rollouts=1",

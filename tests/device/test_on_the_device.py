@@ -1,0 +1,34 @@
+"""The strict device, and what runs on it: each test is a pytest or a command in a process that has
+the device."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.device.environment import run_pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+
+def passed(*words: str, skips: int = 0, **settings: int | str) -> None:
+    """The tests that WORDS choose pass, and at most `skips` of them were skipped."""
+    done = run_pytest(*words, timeout=380.0, **settings)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    skipped = re.search(r"(\d+) skipped", done.stdout)
+    assert skipped is None or int(skipped[1]) <= skips, done.stdout[-3000:]
+
+
+def test_the_device_keeps_its_promises() -> None:
+    passed("tests/device/inside/test_strict.py")
+
+
+def test_runs_compute_what_they_compute_on_the_cpu() -> None:
+    passed("tests/device/inside/test_runs.py", devices=4)
+
+
+def test_the_tests_for_gpus() -> None:
+    """All but Inductor's test and the clock's, whose matrices take a processor minutes."""
+    left_out = "not compiled and not the_clock"
+    passed("-m", "gpu", "tests/gpu/test_policies.py", "-k", left_out)
