@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,16 @@ TORCH_FREE = (
 )
 
 
+PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+OBJECT_COLLECTIVES = {
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+}
+
+
 def rooms() -> Iterator[tuple[str, Path]]:
     """(room, file) of every source file."""
     for path in sorted(SOURCE.rglob("*.py")):
@@ -85,13 +96,23 @@ def rooms() -> Iterator[tuple[str, Path]]:
         yield "reward_models", path
 
 
-def imports(path: Path, names: bool = False) -> Iterator[tuple[str, bool, int]]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path, names: bool = False) -> tuple[tuple[str, bool, int], ...]:
+    return tuple(_imports(path, names))
+
+
+def _imports(path: Path, names: bool) -> Iterator[tuple[str, bool, int]]:
     """(absolute module, whether it is only for annotations, line) of every import in the file,
     nested ones included.
 
     `names`: `from a import b` gives `a.b` too, which may be a module.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     for_types = {
         id(inner)
         for node in ast.walk(tree)
@@ -189,14 +210,17 @@ def test_pure_rooms_use_the_standard_library_only() -> None:
 
 
 def test_nothing_unpickles() -> None:
-    """No pickle, and torch.load only with weights_only=True (SECURITY.md)."""
+    """No pickle, no collective of Python objects, and torch.load only with weights_only=True
+    (SECURITY.md)."""
     bad = []
     for _, path in rooms():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         for module, _, line in imports(path):
-            if module.split(".")[0] in ("pickle", "dill", "cloudpickle", "shelve", "marshal"):
+            if module.split(".")[0] in PICKLING:
                 bad.append(f"{path.relative_to(ROOT)}:{line}: imports {module}")
         for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in OBJECT_COLLECTIVES:
+                bad.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr} pickles")
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 safe = [
                     key
@@ -236,7 +260,7 @@ def test_functions_stay_short() -> None:
     long = []
     for folder in ("src", "reward_models", "benchmarks", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                     length = (node.end_lineno or node.lineno) - node.lineno + 1
                     long += (

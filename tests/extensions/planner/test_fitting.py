@@ -60,6 +60,7 @@ def assert_fits(composed: Composed) -> None:
         assert use.gib <= 0.9 * costing.hardware.pool(pool).memory_gib
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("experiment", "profile"),
     [
@@ -139,6 +140,7 @@ def test_a_misfit_is_refused_with_the_change_that_fits(
         allocated(loaded(*words, trainers, "schedule.auto=false"))
 
 
+@pytest.mark.heavy
 def test_all_weights_are_sharded_without_being_asked() -> None:
     """The first way that fits: replicas of a small model, a copy per node, one over all
     trainers."""
