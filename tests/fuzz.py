@@ -32,7 +32,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig
 
 from digenrl import config, prompts
-from digenrl.config.schema import SCHEMAS
+from digenrl.config.schema import schema_of
 from digenrl.config.validation import keys_of
 from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.service import RewardService, ServiceLimits
@@ -125,7 +125,7 @@ Attack = Callable[[random.Random], bool]
 
 
 def configuration(root: Path) -> Attack:
-    keys = [key for key in keys_of(SCHEMAS["train"]) if "NAME" not in key]
+    keys = [key for key in keys_of(schema_of("train")) if "NAME" not in key]
     groups = ("experiment", "schedule", "hardware", "reward", "logger", "callbacks", "model")
 
     def attack(chance: random.Random) -> bool:

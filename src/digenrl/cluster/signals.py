@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 LEAVES = (signal.SIGTERM, signal.SIGUSR1)
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *LEAVES)
@@ -107,7 +107,7 @@ class StopSignals:
         """Count all signals from now on; none ends the process."""
         self._patience = _NEVER
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         self._old = [
             *getattr(self, "_old", []),
             {number: signal.signal(number, self._handle) for number in handled_signals()},

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import prompts
 from digenrl.config.compose import KnownKeys
 from digenrl.config.relations import relation_problems
-from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
+from digenrl.config.schema import DERIVED_TRAINER_KEYS, schema_of
 from digenrl.config.targets import nodes, target_problems
 from digenrl.config.validation import problems_by_key, shown
 from digenrl.images import ImageLimits
@@ -35,7 +35,7 @@ def problems_of(
         allow: further packages that targets may name.
     """
     tree, unresolved = resolved(config)
-    wrong = problems_by_key(SCHEMAS[config_name], tree, known.unknown)
+    wrong = problems_by_key(schema_of(config_name), tree, known.unknown)
     wrong = {key: text for key, text in wrong.items() if key not in unresolved} | unresolved
     return [
         *wrong.values(),

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import facts
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import reason
-from digenrl.config.schema import DERIVED_TRAINER_KEYS, SCHEMAS
+from digenrl.config.schema import DERIVED_TRAINER_KEYS, schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
@@ -220,7 +220,7 @@ class KnownKeys:
         tree = OmegaConf.to_container(config, resolve=False)
         assert isinstance(tree, dict)
         tree.pop("hydra", None)
-        self._schema = keys_of(SCHEMAS[config_name])
+        self._schema = keys_of(schema_of(config_name))
         self._keys = sorted(
             {*(path for path, _ in nodes(tree) if path and "[" not in path), *self._schema}
         )

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from digenrl.config.compose import composed, group_options, own_directories, with_search_path
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.schema import SCHEMAS, TrainKeys, may_change
+from digenrl.config.schema import TrainKeys, may_change, schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.validation import Key, keys_of, problems_by_key, shown
 from digenrl.record.redact import redact_text
@@ -130,8 +130,8 @@ def configuration_help(config_name: str, text: str | None = None, words: Sequenc
     Then it lists the keys with their default values.
     """
     options = group_options(config_directory(), *own_directories(words))
-    keys, defaults = keys_of(SCHEMAS[config_name]), defaults_of(config_name)
-    whole = issubclass(SCHEMAS[config_name], TrainKeys)
+    keys, defaults = keys_of(schema_of(config_name)), defaults_of(config_name)
+    whole = issubclass(schema_of(config_name), TrainKeys)
     groups = {name: names for name, names in options.items() if whole or name == "reward"}
     return "\n".join(
         [
@@ -165,7 +165,7 @@ def defaults_of(config_name: str) -> dict[str, str]:
         assert isinstance(primary, DictConfig)
         tree = primary
     found = {}
-    for key in keys_of(SCHEMAS[config_name]):
+    for key in keys_of(schema_of(config_name)):
         node = OmegaConf.select(tree, key, default=tree, throw_on_missing=False)
         if node is not tree and not OmegaConf.is_dict(node) and not OmegaConf.is_missing(tree, key):
             found[key] = shown(node)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from digenrl.config.help import defaults_of
-from digenrl.config.schema import SCHEMAS, may_change
+from digenrl.config.schema import may_change, schema_of
 from digenrl.config.validation import Key, keys_of
 
 _INTRODUCTION = """\
@@ -30,10 +30,10 @@ _PAGES = {
 
 def page() -> str:
     """Return the whole document, in Markdown."""
-    run = keys_of(SCHEMAS["train"])
+    run = keys_of(schema_of("train"))
     parts = [_INTRODUCTION]
     for name, title in _PAGES.items():
-        keys = keys_of(SCHEMAS[name])
+        keys = keys_of(schema_of(name))
         if name == "plan":
             parts += [f"## {title}\n", "The keys of a run, and these.\n"]
             keys = {key: its for key, its in keys.items() if key not in run}

@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+from digenrl.extension import offered
 
 
 class Closed(BaseModel):
@@ -723,28 +726,6 @@ class TrainKeys(Closed):
     callbacks: dict[str, Any] | None = Field(ABSENT, description="Lightning callbacks by name")
 
 
-class PlanOptionsKeys(Closed):
-    """plan.*"""
-
-    asynchronous: bool = Field(
-        alias="async", description="may choose asynchrony where schedule.async_steps is 0"
-    )
-    show: AtLeast1 = Field(description="candidates printed")
-    simulated_steps: Annotated[int, Field(ge=4)] | None = Field(
-        description="RL steps of each finalist's simulation; null: until its step no longer changes"
-    )
-    price_per_gpu_hour: Amount | None = Field(
-        description="for the cost of the run, in any currency"
-    )
-    plot: bool = Field(description="draw the winner's step as plots/gantt.png")
-
-
-class PlanKeys(TrainKeys):
-    """A plan: the keys of a run, and `plan`."""
-
-    plan: PlanOptionsKeys
-
-
 class BuildKeys(Closed):
     """hardware.*"""
 
@@ -753,56 +734,9 @@ class BuildKeys(Closed):
     )
 
 
-class ScoreKeys(Closed):
-    """Scoring a folder: configs/score.yaml."""
+class ScorerKeys(Closed):
+    """A command around one option of the group `reward`."""
 
-    images: Directory = Field(description="its pictures and videos are taken in order of name")
-    prompts: PromptFile = Field(description="one prompt a line, in the order of the files")
-    output: File | None = Field(
-        description="where the scores are written, as JSON; null: outputs/scores/<time>.json"
-    )
-    heldout: bool = Field(description="also the mixture's held-out rewards")
-    batch: AtLeast1 = Field(description="files read and scored together, if of equal size")
-    max_frames: AtLeast1 = Field(description="of a video; longer ones are cut")
-    max_pixels: AtLeast1 = Field(
-        description="frames x height x width of a file, and about those held at once"
-    )
-    hardware: BuildKeys
-    allow_targets: list[Package] = Field(
-        description="further packages that `_target_` may name; counts on the command line only"
-    )
-    reward: dict[str, Any] = Field(description="the scorers: an option of the group")
-
-
-class LimitsKeys(Closed):
-    """limits.*"""
-
-    max_body_bytes: AtLeast1 = Field(description="of a request")
-    max_samples: AtLeast1 = Field(description="of a request")
-    max_pixels: AtLeast1 = Field(description="frames x height x width of a sample")
-    max_pending: AtLeast1 = Field(description="requests that may wait")
-    max_connections: AtLeast1 = Field(
-        description="open ones; one more ends the one that waits longest for a request"
-    )
-    head_s: Positive = Field(description="seconds in which the head of a request must have arrived")
-    body_s: Positive = Field(description="seconds in which a request must have arrived")
-    score_s: Positive = Field(description="seconds that scoring may take")
-    retry_after_s: Positive = Field(
-        description="seconds after which a refused client may ask again"
-    )
-
-
-class ServeRewardKeys(Closed):
-    """A reward over HTTP: configs/serve_reward.yaml."""
-
-    name: Text | None = Field(description="which reward of the mixture; null: its only one")
-    host: Text = Field(description="address; anything but loopback needs a token")
-    port: int = Field(ge=0, le=65535, description="0: a free one, which is printed")
-    token_env: Text = Field(description="environment variable DIGENRL_... that holds the token")
-    token_file: File = Field(
-        description="where a new token is written, off loopback without that variable"
-    )
-    limits: LimitsKeys
     hardware: BuildKeys
     allow_targets: list[Package] = Field(
         description="further packages that `_target_` may name; counts on the command line only"
@@ -888,13 +822,16 @@ REPLAYABLE: tuple[str, ...] = (
 happens to a finished sample. Every other key decided about the samples themselves (`*` stands for
 any name)."""
 
-SCHEMAS: dict[str, type[Closed]] = {
-    "train": TrainKeys,
-    "plan": PlanKeys,
-    "score": ScoreKeys,
-    "serve_reward": ServeRewardKeys,
-}
-"""Primary file of configs/ -> the schema of its keys."""
+
+@cache
+def schema_of(config_name: str) -> type[Closed]:
+    """Return the schema of configs/<config_name>.yaml: that of a run, or one of the `SCHEMAS` of an
+    extension whose command composes the file."""
+    found: dict[str, type[Closed]] = {"train": TrainKeys}
+    for more in offered("SCHEMAS"):
+        found |= more
+    return found[config_name]
+
 
 _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")
 DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encoding="utf-8"))

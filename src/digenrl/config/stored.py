@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl.config.compose import composed, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import FORGOTTEN
-from digenrl.config.schema import RESUMABLE, SCHEMAS, may_change
+from digenrl.config.schema import RESUMABLE, may_change, schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of, shown
@@ -114,7 +114,7 @@ def _complete(tree: DictConfig) -> list[str]:
         "train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])]
     )
     added: dict[str, Any] = {}
-    for key in (key for key, its in keys_of(SCHEMAS["train"]).items() if its.required):
+    for key in (key for key, its in keys_of(schema_of("train")).items() if its.required):
         head, _, leaf = key.rpartition(".")
         parent = OmegaConf.select(tree, head) if head else tree
         here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)

@@ -1,6 +1,7 @@
 """Standard benchmarks, and scores of pictures in a folder."""
 
 from digenrl.cli.commands import Command
+from digenrl.extensions.bench.keys import ScoreKeys
 
 COMMANDS = {
     "benchmark": Command(
@@ -13,3 +14,4 @@ COMMANDS = {
         "digenrl.extensions.bench.cli.score", "score a folder of pictures or videos with any reward"
     ),
 }
+SCHEMAS = {"score": ScoreKeys}

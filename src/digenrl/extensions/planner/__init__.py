@@ -1,6 +1,7 @@
 """Simulation, plans and advice: what a run will cost, and the values for `auto`."""
 
 from digenrl.cli.commands import Command
+from digenrl.extensions.planner.keys import PlanKeys
 
 COMMANDS = {
     "plan": Command(
@@ -18,3 +19,4 @@ COMPONENTS = (
     "digenrl.extensions.planner.emulated.EmulatedPolicy",
 )
 """Classes that stand in for networks and lines in an emulated run."""
+SCHEMAS = {"plan": PlanKeys}

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
@@ -23,6 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from digenrl.cluster.signals import StopSignals
 from digenrl.config.compose import VERSION_BASE, compose_words, initialize_config_dir
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help
@@ -32,7 +34,6 @@ from digenrl.extensions.sweeps.table import SweepJob, result_of, write_tables
 from digenrl.record.redact import redact_text
 
 _PR_SET_PDEATHSIG = 1
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[SweepJob]]:
@@ -64,14 +65,9 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     swept = {word.partition("=")[0] for word in words if _is_sweep(word)}
     jobs = []
     for number, job_words in enumerate(batches[0] if batches else []):
-        varied = {
-            key: value
-            for key, _, value in (word.partition("=") for word in job_words)
-            if key in swept
-        }
-        varied |= {
-            key: value.lower() for key, value in varied.items() if value in ("True", "False")
-        }  # as YAML says it
+        pairs = [word.partition("=") for word in job_words]
+        as_yaml = {"True": "true", "False": "false"}
+        varied = {key: as_yaml.get(value, value) for key, _, value in pairs if key in swept}
         jobs.append(SweepJob(number, tuple(job_words), varied, sweep_dir / f"job-{number}"))
     return sweep_dir, jobs
 
@@ -100,8 +96,7 @@ def sweep(
     if "--cfg" in asked:
         return _show(jobs, config_name)
     sweep_dir.mkdir(parents=True, exist_ok=True)
-    stop = _Signals()
-    with stop:
+    with _Signals() as stop:
         for job in jobs:
             if job.status == "waiting":
                 print(
@@ -122,30 +117,17 @@ def sweep(
                 break
         print(write_tables(sweep_dir, jobs, plot=True))
     print(sweep_dir)
-    if stop.number:
-        return 128 + stop.number
-    return 0 if all(job.status == "completed" for job in jobs) else 1
+    return stop.exit_code or int(any(job.status != "completed" for job in jobs))
 
 
-class _Signals:
-    """Context in which signals that stop a run also stop the job in progress, and end the sweep
-    after it."""
+class _Signals(StopSignals):
+    """Stop signals that also stop the job in progress, and end the sweep after it."""
 
-    def __init__(self) -> None:
-        self.number = 0
-        """Number of the first signal; 0 = none yet."""
-        self.process: subprocess.Popen[bytes] | None = None
-        """Process of the job in progress."""
+    process: subprocess.Popen[bytes] | None = None
+    """Process of the job in progress."""
 
-    def __enter__(self) -> None:
-        self._old = {number: signal.signal(number, self._handle) for number in _STOPS}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: object) -> None:
-        self.number = self.number or number
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        super()._handle(number, frame)
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 

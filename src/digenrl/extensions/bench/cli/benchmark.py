@@ -195,25 +195,23 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     )
     out = (request.out or above) / suite.name
     checkpoint = None if request.step == "base" else _checkpoint(composed.run_dir, request.step)
-    folders = {
-        name: out / name for name in ("base", *([] if checkpoint is None else [_name(checkpoint)]))
-    }
+    models = {"base": "base"} | ({} if checkpoint is None else _identity(checkpoint))
+    folders = {name: out / name for name in models}
     ranks = _ranks(request.ranks, len(items))
     work = BenchmarkWork(
         request, tuple(words), config, suite, items, samples, folders, checkpoint, ranks
     )
-    for name, folder in folders.items():
+    for name, weights in models.items():
         settings: dict[str, Any] = {
             "digest": suite.digest,
             "samples": samples,
             "seed": request.seed,
         }
         for group in ("model", "sampling"):
-            settings |= {f"{group}.{key}": value for key, value in _plain(config[group]).items()}
-        settings["weights"] = (
-            "base" if checkpoint is None or name == "base" else _identity(checkpoint)
-        )
-        _same_settings(folder, settings)
+            plain: Any = OmegaConf.to_container(config[group], resolve=True)
+            settings |= {f"{group}.{key}": value for key, value in plain.items()}
+        settings["weights"] = weights
+        _same_settings(folders[name], settings)
     with _other_ranks(work) as others:
         share(work, 0, others)
         others(None)
@@ -359,11 +357,6 @@ def _other_rank(work: BenchmarkWork, rank: int, pipe: connection.Connection) -> 
         pipe.send(answer)
 
 
-def _plain(group: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(group, resolve=True)
-    return dict(plain)
-
-
 def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
     """Return the scorer of the images; None if they are only made here."""
     request, suite, words = work.request, work.suite, work.words
@@ -432,18 +425,12 @@ def _checkpoint(run_dir: Path, step: str) -> Path:
         raise NoCheckpoint(str(error)) from error
 
 
-def _name(checkpoint: Path) -> str:
-    """Return the name of the folder for a checkpoint's images."""
-    from digenrl.strategy.checkpoint_io import step_of
+def _identity(checkpoint: Path) -> dict[str, str]:
+    """Return the name of the folder for a checkpoint's images -> a digest of its content."""
+    from digenrl.strategy.checkpoint_io import MANIFEST, step_of
 
-    return f"step-{step_of(checkpoint):06d}"
-
-
-def _identity(checkpoint: Path) -> str:
-    """Return a digest of a checkpoint's content."""
-    from digenrl.strategy.checkpoint_io import MANIFEST
-
-    return str(json.loads((checkpoint / MANIFEST).read_text())["xxh3"])
+    digest = str(json.loads((checkpoint / MANIFEST).read_text())["xxh3"])
+    return {f"step-{step_of(checkpoint):06d}": digest}
 
 
 def _same_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -138,16 +138,14 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    names = list(rows[0]["rewards"])
-    several = len(names) > 1
+    names = list(rows[0]["rewards"]) if len(rows[0]["rewards"]) > 1 else []
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("file", overflow="fold")
     table.add_column("prompt", overflow="ellipsis", max_width=60, no_wrap=True)
-    for name in names if several else []:
+    for name in [*names, "score"]:
         table.add_column(name, justify="right")
-    table.add_column("score", justify="right")
     for row in rows:
-        cells = [_shown(row["rewards"][name]) for name in names] if several else []
+        cells = [_shown(row["rewards"][name]) for name in names]
         table.add_row(row["file"], row["prompt"], *cells, _shown(row["score"]))
     known = [row["score"] for row in rows if row["score"] is not None]
     console = Console(highlight=False, markup=False)

@@ -45,6 +45,11 @@ class Finding:
     text: str
 
 
+def _judged(subject: str, fine: bool, text: str, note: str) -> Finding:
+    """Return `text` as ok, or as a warning with a note."""
+    return Finding(subject, "ok", text) if fine else Finding(subject, "warning", text + note)
+
+
 def python_version() -> Iterator[Finding]:
     """Python itself."""
     yield Finding(
@@ -129,9 +134,8 @@ def torch_and_devices() -> Iterator[Finding]:
         module = torch.get_device_module()
         name, memory = module.get_device_name(index), module.mem_get_info(index)
         free, total = (value / _GIB for value in memory)
-        level: Level = "ok" if free > 0.8 * total else "warning"
-        note = "" if level == "ok" else "; another process uses it"
-        yield Finding(f"gpu {index}", level, f"{name}, {free:.0f} of {total:.0f} GiB free{note}")
+        said = f"{name}, {free:.0f} of {total:.0f} GiB free"
+        yield _judged(f"gpu {index}", free > 0.8 * total, said, "; another process uses it")
     backend = torch.distributed.get_default_backend_for_device(own)
     if gpus and not torch.distributed.is_backend_available(backend):
         yield Finding(
@@ -146,16 +150,15 @@ def processor() -> Iterator[Finding]:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    slow = "1: rollout and trainer ranks take turns, expect twice the time"
-    yield Finding("cores", "ok", str(cores)) if cores > 1 else Finding("cores", "warning", slow)
+    note = ": rollout and trainer ranks take turns, expect twice the time"
+    yield _judged("cores", cores > 1, str(cores), note)
 
 
 def memory() -> Iterator[Finding]:
     """Available host memory and shared memory."""
     available = psutil.virtual_memory().available / _GIB
-    level: Level = "ok" if available >= MIN_MEMORY_GIB else "warning"
-    note = "" if level == "ok" else f"; the first run wants {MIN_MEMORY_GIB:.0f}"
-    yield Finding("memory", level, f"{available:.1f} GiB available{note}")
+    note = f"; the first run wants {MIN_MEMORY_GIB:.0f}"
+    yield _judged("memory", available >= MIN_MEMORY_GIB, f"{available:.1f} GiB available", note)
 
 
 def disk() -> Iterator[Finding]:
@@ -168,22 +171,16 @@ def disk() -> Iterator[Finding]:
             "fix",
             f"{here} is not writable; run elsewhere or set output_root=/a/writable/directory",
         )
-    elif free < MIN_DISK_GIB:
-        yield Finding(
-            "disk",
-            "warning",
-            f"{free:.1f} GiB free in {here}; runs of large models need {MIN_DISK_GIB:.0f}",
-        )
     else:
-        yield Finding("disk", "ok", f"{free:.0f} GiB free in {here}")
+        note = f"; runs of large models need {MIN_DISK_GIB:.0f}"
+        yield _judged("disk", free >= MIN_DISK_GIB, f"{free:.1f} GiB free in {here}", note)
 
 
 def limits() -> Iterator[Finding]:
     """Open files: every rank holds a few sockets to every other."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    level: Level = "ok" if soft >= MIN_OPEN_FILES else "warning"
-    note = "" if level == "ok" else f": raise it (`ulimit -n {min(hard, 65536)}`) for many ranks"
-    yield Finding("open files", level, f"limit {soft}{note}")
+    note = f": raise it (`ulimit -n {min(hard, 65536)}`) for many ranks"
+    yield _judged("open files", soft >= MIN_OPEN_FILES, f"limit {soft}", note)
 
 
 def configurations() -> Iterator[Finding]:
