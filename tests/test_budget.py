@@ -92,7 +92,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",), ceiling=647),
     "record": Room(500, ("record",), ceiling=629),
     "callbacks": Room(500, ("callbacks",), ceiling=595),
-    "config": Room(1500, ("config",), ceiling=2078),
+    "config": Room(1500, ("config",), ceiling=2041),
     "cli": Room(500, ("cli",), ceiling=717),
     "report": Room(600, ("report",), ceiling=785),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -103,7 +103,7 @@ ROOMS = {
     "extensions/page": Room(1000, ("extensions/page",)),
     "extensions/rewards": Room(1200, ("extensions/rewards",)),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1501
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1499
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",)),
     "extensions/links": Room(500, ("extensions/links",)),
@@ -119,9 +119,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=16489,
+        ceiling=16452,
     ),
-    "everything": Room(26000, ("",), ceiling=27949),
+    "everything": Room(26000, ("",), ceiling=27948),
 }
 """Room -> its budget. The last three rows are sums."""
 
