@@ -48,12 +48,12 @@ from benchmarks.mixture import BASE_SAMPLES, base_rewards, rolled, weighted
 from digenrl import config as configuration
 from digenrl.algorithms.advantages import Advantages
 from digenrl.algorithms.base import PolicyModule
-from digenrl.algorithms.forward_process import noised
 from digenrl.algorithms.objectives import mean_dims
 from digenrl.diffusion import keys
 from digenrl.diffusion.sde import FlowSDE, ode_step
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepPlan
+from digenrl.extensions.forward.noised import noised
 from digenrl.extensions.tasks.mixture import MixturePolicy
 from digenrl.types import CellBlock, TrainBatch
 

@@ -17,6 +17,7 @@ SDE, DENOISE, STEPS = (
     "diffusion/test_steps.py",
 )
 LOSSES, ADVANTAGES = "algorithms/test_objectives.py", "algorithms/test_advantages.py"
+FORWARD = "extensions/forward/test_losses.py"
 GRPO, SURROGATES, LEARNING = (
     "algorithms/test_grpo.py",
     "algorithms/test_surrogates.py",
@@ -48,8 +49,8 @@ CHECKS: dict[int, tuple[str, str, str]] = {
     ),
     11: (LOSSES, "test_guard_ratio_per_row", ""),
     12: (LOSSES, "test_dppo_truth_table", ""),
-    13: (LOSSES, "test_nft_gradient_at_the_old_policy", ""),
-    14: (LOSSES, "test_dpo", ""),
+    13: (FORWARD, "test_nft_gradient_at_the_old_policy", ""),
+    14: (FORWARD, "test_dpo", ""),
     15: (ADVANTAGES, "test_equal_rewards_give_exactly_zero", "test_check_15_can_fail"),
     16: (DENOISE, "test_permuted_replay_gathers_matching_sigmas", ""),
     17: (GRPO, "test_gradient_does_not_depend_on_how_cells_are_cut", ""),

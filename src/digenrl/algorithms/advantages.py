@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -61,9 +61,8 @@ class Advantage:
     the kept samples (train_grpo_hunyuan.py :399-461). null = all."""
 
     def __post_init__(self) -> None:
-        _one_of("std", self.std, ("group", "batch", "max_group", "none"))
-        _one_of("baseline", self.baseline, ("mean", "leave_one_out"))
-        _one_of("combine", self.combine, ("sum", "per_reward"))
+        for key in ("std", "baseline", "combine"):
+            one_of(f"advantage.{key}", getattr(self, key), get_type_hints(Advantage)[key])
         if self.eps < 0 or (self.clip is not None and self.clip <= 0):
             raise ValueError(
                 f"advantage.eps must be >= 0 and clip positive or null, got eps={self.eps}, "
@@ -214,6 +213,7 @@ def _freedom(count: Tensor, unbiased: bool) -> Tensor:
     return (count - 1).clamp(min=1) if unbiased else count.clamp(min=1)
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"advantage.{name} must be one of {', '.join(allowed)}, got {value!r}")
+def one_of(key: str, value: str, allowed: Any) -> None:
+    """Raise ValueError unless `value` is one of the values of the Literal `allowed`."""
+    if value not in get_args(allowed):
+        raise ValueError(f"{key} must be one of {', '.join(get_args(allowed))}, got {value!r}")

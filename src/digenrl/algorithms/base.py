@@ -344,11 +344,10 @@ class PolicyModule(pl.LightningModule):
 def _harmless(block: CellBlock) -> CellBlock:
     """Return a block of weight 0 with finite data of the same shapes: it runs the same collectives,
     and 0 * NaN cannot arise."""
-    held = {
-        name: getattr(block, name)
-        for name in ("latents", "next_latents", "log_probs", "final", "means")
-    }
+    names = ("latents", "next_latents", "log_probs", "final", "means")
     zeros: dict[str, Any] = {
-        name: torch.zeros_like(value) for name, value in held.items() if value is not None
+        name: torch.zeros_like(value)
+        for name in names
+        if (value := getattr(block, name)) is not None
     }
     return replace(block, **zeros)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from digenrl.algorithms.advantages import Advantage
+from digenrl.algorithms.advantages import Advantage, one_of
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.meters import NOTHING
@@ -112,15 +112,8 @@ class GRPO(PolicyModule):
         check_kernel(self.sde, self.surrogate)
         if self.kl_weight < 0:
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
-        if self.kl_kind not in ("gaussian", "h_free", "mean_square"):
-            raise ValueError(
-                f"algorithm.kl_kind must be gaussian, h_free or mean_square, got {self.kl_kind!r}"
-            )
-        if self.step_weight not in get_args(StepWeight):
-            raise ValueError(
-                f"algorithm.step_weight must be one of {get_args(StepWeight)}, got "
-                f"{self.step_weight!r}"
-            )
+        for key, kinds in (("kl_kind", KlKind), ("step_weight", StepWeight)):
+            one_of(f"algorithm.{key}", getattr(self, key), kinds)
         if self.step_weight == "longcat" and not isinstance(self.sde, FlowSDE):
             raise ValueError(
                 "algorithm.step_weight=longcat is FlowSDE's, and algorithm.sde is "
@@ -181,7 +174,17 @@ class GRPO(PolicyModule):
         proximal = self._proximal(block, batch)
         reference = self._base_means(block, live) if self.needs_base_means else None
         new = replay(self.policy, block, self.sde)
-        cells = self._cells(block, new, advantages, proximal)
+        cells = Cells(
+            log_prob=new.log_prob,
+            old_log_prob=block.log_probs,
+            advantages=advantages[:, None],
+            mean=new.mean,
+            scale=new.scale,
+            sqrt_h=new.sqrt_h,
+            clip=self.clip,
+            old_mean=block.means,
+            proximal_log_prob=new.log_prob.detach() if proximal is None else proximal,
+        )
         weight, kl_weight = self._step_weights(block, new)
         losses = weight * self.surrogate.loss(cells)
         if reference is not None:
@@ -201,26 +204,6 @@ class GRPO(PolicyModule):
         if self.keep_base_means is not None and live:
             self.keep_base_means(block, means)
         return means
-
-    def _cells(
-        self,
-        block: CellBlock,
-        new: ReplayedTransitions,
-        advantages: Tensor,
-        proximal: Tensor | None,
-    ) -> Cells:
-        """advantages [b]."""
-        return Cells(
-            log_prob=new.log_prob,
-            old_log_prob=block.log_probs,
-            advantages=advantages[:, None],
-            mean=new.mean,
-            scale=new.scale,
-            sqrt_h=new.sqrt_h,
-            clip=self.clip,
-            old_mean=block.means,
-            proximal_log_prob=new.log_prob.detach() if proximal is None else proximal,
-        )
 
     def _step_weights(
         self, block: CellBlock, new: ReplayedTransitions

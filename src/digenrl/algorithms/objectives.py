@@ -9,7 +9,6 @@ divided by the update's denominator.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from digenrl.diffusion.sde import Kernel
@@ -119,62 +118,3 @@ def dppo_keep(ratio: Tensor, advantages: Tensor, kl: Tensor, threshold: float) -
     """
     outward = ((ratio > 1.0) & (advantages > 0)) | ((ratio < 1.0) & (advantages < 0))
     return ~((kl >= threshold) & outward)
-
-
-def nft_reward_weight(advantages: Tensor, max_advantage: float) -> Tensor:
-    """Optimality probability clamp(clamp(A, -M, M)/(2M) + 1/2, 0, 1): 1 at A = M, 1/2 at 0, 0 at -M
-    (DiffusionNFT, arXiv 2509.16117; verl-project/verl-omni diffusion_algos.py:795)."""
-    return (advantages.clamp(-max_advantage, max_advantage) / max_advantage / 2.0 + 0.5).clamp(
-        0.0, 1.0
-    )
-
-
-def nft_loss(
-    velocity: Tensor,
-    old_velocity: Tensor,
-    noisy: Tensor,
-    clean: Tensor,
-    sigma: Tensor,
-    advantages: Tensor,
-    beta: float,
-    max_advantage: float,
-) -> Tensor:
-    """DiffusionNFT's forward-process loss (rw*P + (1-rw)*N) * M/b per cell, [b, K].
-
-    v+ = b*v + (1-b)*v_old, v- = (1+b)*v_old - b*v, X+- = x_t - t*v+-; P, N = mean_dims((X+- -
-    x0)^2) / w+-, where w+- = max(mean_dims|X+- - x0|, 1e-5) carries no gradient and is taken in
-    fp64. At v = v_old the gradient is A times that of the adaptively weighted x0 loss, whatever b
-    is.
-
-    velocity, old_velocity, noisy (x_t), clean (x0) [b, K, *L] (clean broadcastable); sigma,
-    advantages broadcastable to [b, K].
-    """
-    rw = nft_reward_weight(advantages, max_advantage)
-    t = sigma.reshape(*sigma.shape, *([1] * (noisy.ndim - sigma.ndim)))
-
-    def error(v: Tensor) -> Tensor:
-        difference = noisy - t * v - clean
-        scale = mean_dims(difference.detach().double().abs()).clamp(min=1e-5)
-        return mean_dims(difference**2) / scale.to(difference.dtype)
-
-    positive = error(beta * velocity + (1.0 - beta) * old_velocity)
-    negative = error((1.0 + beta) * old_velocity - beta * velocity)
-    return (rw * positive + (1.0 - rw) * negative) * (max_advantage / beta)
-
-
-def dpo_loss(
-    chosen: Tensor,
-    rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    beta: float,
-) -> Tensor:
-    """Diffusion-DPO: -logsigmoid(-beta/2*((e_w - e_w_ref) - (e_l - e_l_ref))), e = mean_dims((v -
-    (eps - x0))^2).
-
-    Wallace et al. 2023, arXiv 2311.12908; yifan123/flow_grpo train_sd3_dpo.py:885-939 (beta 100).
-    All [pairs, K]; log 2 where the policy equals its reference.
-    """
-    return -functional.logsigmoid(
-        -0.5 * beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
-    )

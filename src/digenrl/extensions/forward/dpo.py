@@ -2,7 +2,7 @@
 noise level.
 
 Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_sd3_dpo.py. See
-`objectives.dpo_loss`.
+`losses.dpo_loss`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
-from digenrl.algorithms.forward_process import noised
-from digenrl.algorithms.objectives import dpo_loss, mean_dims
+from digenrl.algorithms.objectives import mean_dims
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepSelection
+from digenrl.extensions.forward.losses import dpo_loss
+from digenrl.extensions.forward.noised import noised
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from digenrl.algorithms.advantages import Advantage
-from digenrl.algorithms.dpo import DPO, STREAM
-from digenrl.algorithms.forward_process import noised
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import NoiseLevels
+from digenrl.extensions.forward.dpo import DPO, STREAM
+from digenrl.extensions.forward.noised import noised
 from digenrl.types import CellBlock
 from tests.algorithms.fit import ADAMW
 from tests.algorithms.toy_policy import ToyPolicy, batch, roll

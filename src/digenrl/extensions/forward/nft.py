@@ -2,7 +2,7 @@
 noise.
 
 Rollouts are made by an *old* policy, a copy of the trained parameters that follows them by a
-schedule, with any ODE solver; only the clean latent is stored. See `objectives.nft_loss`.
+schedule, with any ODE solver; only the clean latent is stored. See `losses.nft_loss`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
-from digenrl.algorithms.forward_process import noised
-from digenrl.algorithms.objectives import mean_dims, nft_loss
+from digenrl.algorithms.objectives import mean_dims
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepSelection
+from digenrl.extensions.forward.losses import nft_loss
+from digenrl.extensions.forward.noised import noised
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 

@@ -1,0 +1,1 @@
+"""Algorithms on the forward process: DiffusionNFT and online Diffusion-DPO."""
