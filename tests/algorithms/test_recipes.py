@@ -26,7 +26,7 @@ OPTIONS = [
     for group in GROUPS
     for path in sorted((CONFIGS / "algorithm" / group).glob("*.yaml"))
 ]
-FORWARD = {("sde", "ode"), ("train_steps", "noise_levels")}
+FORWARD = {("sde", "ode"), ("train_steps", "noise_levels")}  # of digenrl.extensions.forward
 
 
 @pytest.fixture(scope="module", autouse=True)

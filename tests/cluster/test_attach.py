@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from digenrl.cluster.attach import Place, check_allocation, find_place, first_host
+from digenrl.cluster.attach import Place, check_allocation, find_place
 from digenrl.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
@@ -40,20 +40,6 @@ STEP = {
     "SLURM_NODEID": "1",
     "MASTER_PORT": "23456",
 }
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu7", "gpu7"),
-        ("gpu[03-05,9],cpu1", "gpu03"),
-        ("a,b", "a"),
-        ("rack1-gpu[3,5]-ib", "rack1-gpu3-ib"),
-        ("10.0.0.4", "10.0.0.4"),
-    ],
-)
-def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
 
 
 def test_a_task_of_srun_finds_its_place() -> None:

@@ -352,7 +352,7 @@ RELATIONS: dict[str, Case] = {
         ],
     ),
     "one noise and no other": (
-        ["experiment=digits_nft", "sampling.same_noise=true"],
+        ["algorithm.sde.noise_level=0", "sampling.same_noise=true"],
         [
             "sampling.same_noise = true",
             "algorithm.sde.noise_level = 0",

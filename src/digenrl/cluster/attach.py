@@ -18,7 +18,6 @@ import ipaddress
 import json
 import math
 import os
-import re
 import signal
 import socket
 import threading
@@ -33,6 +32,7 @@ from queue import Empty
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from digenrl.cluster.access import ACCESS, Access, read_access, write_access
 from digenrl.cluster.control import Control
@@ -96,17 +96,16 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
         ValueError: SLURM tasks without MASTER_PORT.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
+        restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True"
         return Place(
             rank=int(environment["RANK"]),
             size=int(environment["WORLD_SIZE"]),
             local_rank=int(environment["LOCAL_RANK"]),
             address=environment["MASTER_ADDR"],
             port=int(environment["MASTER_PORT"]),
-            prefix=(
-                f"digenrl-{environment['TORCHELASTIC_RUN_ID']}-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # noqa: E501
-            ),
-            hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE", "True") != "True"
-            and environment["RANK"] == "0",
+            prefix=f"digenrl-{environment['TORCHELASTIC_RUN_ID']}-{restarts}",
+            hosts_store=not agent and environment["RANK"] == "0",
             local_size=int(environment["LOCAL_WORLD_SIZE"]),
         )
     if (
@@ -117,39 +116,19 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
                 "SLURM tasks need MASTER_PORT: export one free port of the first node, see "
                 "scripts/slurm.sbatch."
             )
-        rank = int(environment["SLURM_PROCID"])
+        rank, job = int(environment["SLURM_PROCID"]), ("JOB_ID", "STEP_ID", "RESTART_COUNT")
         return Place(
             rank=rank,
             size=int(environment["SLURM_STEP_NUM_TASKS"]),
             local_rank=int(environment["SLURM_LOCALID"]),
             address=environment.get("MASTER_ADDR")
-            or first_host(environment["SLURM_STEP_NODELIST"]),
+            or SLURMEnvironment.resolve_root_node_address(environment["SLURM_STEP_NODELIST"]),
             port=int(environment["MASTER_PORT"]),
-            prefix="-".join(
-                [
-                    "digenrl",
-                    *(
-                        environment.get(f"SLURM_{name}", "0")
-                        for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
-                    ),
-                ]
-            ),
+            prefix="-".join(["digenrl", *(environment.get(f"SLURM_{name}", "0") for name in job)]),
             hosts_store=rank == 0,
             local_size=_tasks_here(environment),
         )
     return None
-
-
-def first_host(nodelist: str) -> str:
-    """Return the first name of a SLURM node list: `gpu[03-05,9]-ib,cpu1` -> `gpu03-ib`.
-
-    Raises:
-        ValueError: the list names no host.
-    """
-    found = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", nodelist)
-    if found is None:
-        raise ValueError(f"SLURM_STEP_NODELIST = {nodelist!r} names no host; set MASTER_ADDR.")
-    return found[1] + (found[2] or "") + (found[3] or "")
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:

@@ -30,6 +30,8 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_request
@@ -53,24 +55,18 @@ the clock says."""
 
 
 def is_suspended(pid: int | None) -> bool:
-    """Return whether a process is in state T (stopped by a signal)."""
-    stat = _stat(pid)
-    return stat is not None and stat[0] in "Tt"
+    """Return whether a process was stopped by a signal."""
+    with suppress(psutil.Error):
+        stopped = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return pid is not None and psutil.Process(pid).status() in stopped
+    return False
 
 
-def cpu_ticks(pid: int | None) -> int:
-    """Return the processor time that a process has used, in clock ticks; 0 if the process is
-    gone."""
-    stat = _stat(pid)
-    return 0 if stat is None else int(stat[11]) + int(stat[12])
-
-
-def _stat(pid: int | None) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on; None if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
+def cpu_seconds(pid: int | None) -> float:
+    """Return the processor time that a process has used; 0 if the process is gone."""
+    with suppress(psutil.Error):
+        return 0.0 if pid is None else sum(psutil.Process(pid).cpu_times()[:2])
+    return 0.0
 
 
 def oom_kills() -> int:
@@ -168,7 +164,7 @@ class HeartbeatMonitor:
         self._silent: dict[int, ConditionTimer] = defaultdict(
             partial(ConditionTimer, 2.0 * BEAT_EVERY_S)
         )
-        self._seen: dict[int, tuple[str | None, int]] = {}
+        self._seen: dict[int, tuple[str | None, float]] = {}
         self._progress = HangDetector(limits)
         self._next = 0.0
 
@@ -190,7 +186,7 @@ class HeartbeatMonitor:
             ranks, self._control.get_all([heartbeat_key(rank) for rank in ranks]), strict=True
         ):
             pid = self._pids.get(rank)
-            sign = (beat, cpu_ticks(pid))
+            sign = (beat, cpu_seconds(pid))
             # Elsewhere nobody sees whether it computes: a library may hold Python's lock as long as
             # a stage may take.
             limit = self._limits.silent_s if pid is not None else self._limits.stage_floor_s
