@@ -62,6 +62,15 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     Raises:
         ConfigError: the error has every problem that could be found.
     """
+    try:
+        return _load(argv, config_name, stored)
+    except OSError as error:  # a path that a word names
+        path = str(error.filename)
+        named = path if len(path) < 300 else f"{path[:300]}..."
+        raise ConfigError([f"{named}: {error.strerror}."]) from error
+
+
+def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Composed:
     given = with_search_path(argv)
     words = [word for word in given if not word.startswith("-")]
     problems = [

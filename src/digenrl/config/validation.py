@@ -180,7 +180,7 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
         return (
             f"{key}: missing; it {must}."
             if error["type"] == "missing"
-            else f"{key} = {shown(error['input'])}: {must}."
+            else f"{key or 'the configuration'} = {shown(error['input'])}: {must}."
         )
     assert said is not None
     if error["type"] == "missing":
@@ -204,7 +204,7 @@ def _distance(located: _Located) -> int:
     next, a wrong word last.
     """
     kind = located.error["type"]
-    if located.error["loc"][-1] == "[key]":  # the name of a mapping's entry
+    if located.error["loc"][-1:] == ("[key]",):  # the name of a mapping's entry
         return 0
     return 2 if kind == "literal_error" else int(kind.endswith("_type"))
 
