@@ -92,7 +92,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",), ceiling=647),
     "record": Room(500, ("record",), ceiling=629),
     "callbacks": Room(500, ("callbacks",), ceiling=595),
-    "config": Room(1500, ("config",), ceiling=2041),
+    "config": Room(1500, ("config",), ceiling=2050),
     "cli": Room(500, ("cli",), ceiling=717),
     "report": Room(600, ("report",), ceiling=785),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -120,9 +120,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=16214,
+        ceiling=16223,
     ),
-    "everything": Room(26000, ("",), ceiling=27942),
+    "everything": Room(26000, ("",), ceiling=27951),
 }
 """Room -> its budget. The last three rows are sums."""
 
