@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from digenrl.schedule import Block, Placement, ScheduleSpec, fragments, group_version, update_of
+from digenrl.schedule import Placement, ScheduleSpec, fragments, group_version, update_of
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.selection import (
     MISSING_REWARD,
@@ -128,7 +129,7 @@ class Part:
 
     def __init__(self, message: Message) -> None:
         try:
-            self.meta = {name: int(message.meta[name]) for name in _FIELDS}
+            self.meta: dict[str, Any] = {name: int(message.meta[name]) for name in _FIELDS}
             self.claim = Claim(
                 int(message.meta["queued"]),
                 int(message.meta["maker"]),
@@ -150,11 +151,7 @@ class Part:
         index = torch.tensor([self.positions.index(position) for position in steps])
         t = self._tensors
         return CellBlock(
-            step=self.meta["step"],
-            group=self.meta["group"],
-            uid=self.meta["uid"],
-            first_sample=self.meta["first_sample"],
-            version=self.meta["version"],
+            **{name: value for name, value in self.meta.items() if name != "index"},
             steps=t["steps"][index],
             sigmas=t["sigmas"],
             latents=t["latents"][:, index],
@@ -259,11 +256,8 @@ class StepBoard:
     def _fault(self, group: int) -> str | None:
         if any(not torch.isfinite(self.rewards[name][group]).all() for name in self._weights):
             return MISSING_REWARD
-        return (
-            ZERO_VARIANCE
-            if self._teaches is not None and not self._teaches(self.rewards)[group]
-            else None
-        )
+        teaches = self._teaches is None or self._teaches(self.rewards)[group]
+        return None if teaches else ZERO_VARIANCE
 
     def is_complete(self, fragment: tuple[int, ...]) -> bool:
         """Return whether every group of the fragment has arrived, is scored, and is known to be
@@ -320,7 +314,11 @@ class StepBoard:
                 widths[-1] = max(1, *(len(own[-1]) for own in placement))
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):
-            cells = [self._cells(block).narrowed(keep[block.group, block.part]) for block in blocks]
+            tasks_of = [(block, (block.group, block.part)) for block in blocks]
+            cells = [
+                self._parts[task].block(block.steps).narrowed(keep[task])
+                for block, task in tasks_of
+            ]
             cells += [self._padding(fragment) for _ in range(width - len(cells))]
             batches.append(self._batch(fragment, cells))
         return batches
@@ -370,9 +368,6 @@ class StepBoard:
             name: table.index_fill(0, torch.tensor(surplus, dtype=torch.int64), torch.nan)
             for name, table in self.rewards.items()
         }
-
-    def _cells(self, block: Block) -> CellBlock:
-        return self._parts[block.group, block.part].block(block.steps)
 
     def _padding(self, fragment: tuple[int, ...]) -> CellBlock:
         """Return the smallest block that this rank holds of a fragment, at weight zero."""

@@ -83,13 +83,14 @@ class Link(Protocol):
         """Flush queued messages (for a limited time; not at all in an aborted run), then close."""
 
 
-class PeerLine(Protocol):
-    """One direction of the connection with one peer, where messages can be changed. Called in the
-    link's threads."""
+class PeerLine:
+    """One direction of the connection with one peer, where a subclass can change messages. Called
+    in the link's threads."""
 
     def outgoing(self, message: Message) -> Message:
         """Return the message to write in place of `message`, whose tensors are contiguous and in
         CPU memory."""
+        return message
 
     def written(self, size: int, room: int, more: bool) -> None:
         """Note that a message of `size` bytes has been written to a socket whose buffer holds
@@ -102,18 +103,6 @@ class PeerLine(Protocol):
     def incoming(self, message: Message) -> Message:
         """Return the message that the peer passed to `outgoing`, from the message that `outgoing`
         returned."""
-
-
-class PlainLine:
-    """A `PeerLine` that changes nothing."""
-
-    def outgoing(self, message: Message) -> Message:
-        return message
-
-    def written(self, size: int, room: int, more: bool) -> None:
-        """Measure nothing."""
-
-    def incoming(self, message: Message) -> Message:
         return message
 
 
@@ -153,7 +142,7 @@ class SocketLink:
         watched: bool = True,
         limits: Limits = _DEFAULT,
         stage: Callable[[str], AbstractContextManager[object]] = nullcontext,
-        lines: Lines = lambda peer: PlainLine(),
+        lines: Lines = lambda peer: PeerLine(),
     ) -> None:
         self._control, self._rank, self._handshake, self._depth = (
             control,
@@ -328,12 +317,9 @@ class SocketLink:
     def _pass_on(self, message: Message) -> None:
         """Send a message on to the other ranks of this node, so that it crosses the network
         once."""
-        further = message.meta.get(RELAY, ())
-        onward = replace(
-            message, meta={key: it for key, it in message.meta.items() if key != RELAY}
-        )
-        for peer in further:
-            self.send(int(peer), onward)
+        meta = {key: it for key, it in message.meta.items() if key != RELAY}
+        for peer in message.meta.get(RELAY, ()):
+            self.send(int(peer), replace(message, meta=meta))
 
 
 def socket_link(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from digenrl.extensions.links.packing import packed, unpacked
 from digenrl.hardware import assign, parse_hardware
+from digenrl.transport.link import PeerLine
 from digenrl.transport.wire import Message, MessageKind, WireError
 
 BASE = "base"
@@ -52,7 +53,7 @@ class ThinSettings:
         return thin if self.delta == "auto" else bool(self.delta)
 
 
-class ThinLine:
+class ThinLine(PeerLine):
     """`Line` that packs its messages and sends deltas while it is slow ("thin").
 
     Args:

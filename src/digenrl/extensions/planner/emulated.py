@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from digenrl.extensions.planner.emulate import Durations
 from digenrl.models.policy import Policy
 from digenrl.models.prompt_store import Wording
-from digenrl.transport.link import PlainLine
+from digenrl.transport.link import PeerLine
 from digenrl.transport.wire import Message, MessageKind
 
 LATENT = (16, 4)
 """Shape [N, C] of the stand-in latents."""
 
 
-class EmulatedLine(PlainLine):
+class EmulatedLine(PeerLine):
     """A line that takes as long for small tensors as a real line for the real ones.
 
     Args:
