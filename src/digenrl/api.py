@@ -146,7 +146,7 @@ def sample(
         restore(module, checkpoint)
     asked = as_prompts(prompts)
     with nullcontext() if checkpoint is None else module.averaged():
-        media, _ = ode_samples(
+        media = ode_samples(
             policy.eval(), sampling_spec(composed.config), asked, samples, seed, steps
         )
     texts = tuple(prompt.text for prompt in asked for _ in range(samples))

@@ -52,19 +52,18 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True)
-class EvaluatedSamples:
-    """Samples made by the ODE with fixed noise, and their scores."""
+class Pictures:
+    """Samples that an evaluation draws with fixed noise, and their scores; prompt-major."""
 
     media: Tensor
-    """[N, C, H, W] or [N, F, C, H, W] in [0, 1], on CPU; prompt-major."""
+    """[N, C, H, W] or [N, F, C, H, W] on CPU: in [0, 1], or uint8 where they are kept."""
     prompts: tuple[Prompt, ...]
     """N prompts, one per row."""
     rewards: dict[str, Tensor]
     """name -> [N] fp32, held-out rewards included; NaN = missing."""
-    final: Tensor
-    """[N, *L] clean latents, on CPU."""
     kl: Tensor
-    """[N] nats, on CPU: see `RolloutEngine.divergence`; NaN where it was not asked for."""
+    """[N] nats between policy and base model, on CPU (`RolloutEngine.divergence`); NaN = not
+    measured."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,10 @@ def ode_samples(
     seed: int,
     steps: int | None = None,
     before_step: Callable[[], None] = lambda: None,
-) -> tuple[Tensor, Tensor]:
-    """(media, clean latents) as in `EvaluatedSamples`; arguments as in `RolloutEngine.evaluate`."""
+) -> Tensor:
+    """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate`."""
     grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
-    media, finals = [], []
+    media = []
     for prompt in prompts:
         shape = policy.latent_shape
         noise = keys.noise(
@@ -103,10 +102,8 @@ def ode_samples(
                 denoise.ode_sample(policy, condition, part, grid, before_step, sampling.eval_solver)
                 for part in latents.split(sampling.eval_batch or samples_per_prompt)
             ]
-        final = torch.cat(parts)
-        media.append(policy.decode(final).cpu())
-        finals.append(final.cpu())
-    return torch.cat(media), torch.cat(finals)
+        media.append(policy.decode(torch.cat(parts)).cpu())
+    return torch.cat(media)
 
 
 class RolloutEngine:
@@ -247,7 +244,7 @@ class RolloutEngine:
         steps: int | None = None,
         before_step: Callable[[], None] = lambda: None,
         kl_samples: int = 0,
-    ) -> EvaluatedSamples:
+    ) -> Pictures:
         """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every
         reward.
 
@@ -259,7 +256,7 @@ class RolloutEngine:
             before_step: called before each of them; an exception ends the evaluation.
             kl_samples: of each prompt, whose divergence from the base model is measured too.
         """
-        media, final = ode_samples(
+        media = ode_samples(
             self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step
         )
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
@@ -267,9 +264,7 @@ class RolloutEngine:
         for row, prompt in enumerate(prompts):
             if kl_samples:
                 kl[row, :kl_samples] = self.divergence(prompt, kl_samples, seed, before_step).cpu()
-        return EvaluatedSamples(
-            media, rows, self._rewards.score(media, rows, heldout=True), final, kl.flatten()
-        )
+        return Pictures(media, rows, self._rewards.score(media, rows, heldout=True), kl.flatten())
 
     def divergence(
         self,

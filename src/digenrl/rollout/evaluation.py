@@ -8,31 +8,18 @@ The numbers of an evaluation therefore do not depend on which rank made which pi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from digenrl.rollout.engine import Pictures as Pictures
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
 
 REFERENCE_SAMPLES = 4
 """Pictures of the first evaluation that every later one scores again, to notice a reward model that
 changed."""
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Samples of an evaluation, with their scores; prompt-major."""
-
-    media: Tensor
-    """[N, C, H, W] or [N, F, C, H, W] uint8, on CPU."""
-    prompts: tuple[Prompt, ...]
-    """N."""
-    rewards: dict[str, Tensor]
-    """name -> [N] fp32, NaN = missing."""
-    kl: Tensor
-    """[N] nats between policy and base model (`RolloutEngine.divergence`), NaN = not measured."""
 
 
 def joined(parts: Sequence[Pictures]) -> Pictures:
@@ -77,10 +64,8 @@ class ReferenceSamples:
             at the first call.
         """
         if self._first is None:
-            media, prompts = (
-                pictures.media[:REFERENCE_SAMPLES].clone(),
-                pictures.prompts[:REFERENCE_SAMPLES],
-            )
+            first = split(pictures, REFERENCE_SAMPLES)[0]
+            media, prompts = first.media.clone(), first.prompts
             self._first = media, prompts, engine.rescore(media.float() / 255.0, prompts)
             return {}
         media, prompts, once = self._first
@@ -118,7 +103,7 @@ class FixedSamples:
             )
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
-            parts.append(Pictures(media, made.prompts, scores, made.kl))
+            parts.append(replace(made, media=media, rewards=scores))
         return joined(parts)
 
 

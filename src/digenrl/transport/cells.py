@@ -294,8 +294,8 @@ class StepBoard:
         for portion, group, useful in zip(
             fragment, spec.groups_of(fragment), self.useful(fragment), strict=True
         ):
-            tasks = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
-            keep |= {(group, part): rows for part, rows in tasks}
+            parts = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
+            keep |= {(group, part): rows for part, rows in parts}
         placement = without(
             self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any())
         )
@@ -314,11 +314,8 @@ class StepBoard:
                 widths[-1] = max(1, *(len(own[-1]) for own in placement))
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):
-            tasks_of = [(block, (block.group, block.part)) for block in blocks]
-            cells = [
-                self._parts[task].block(block.steps).narrowed(keep[task])
-                for block, task in tasks_of
-            ]
+            tasks = [((block.group, block.part), block.steps) for block in blocks]
+            cells = [self._parts[task].block(steps).narrowed(keep[task]) for task, steps in tasks]
             cells += [self._padding(fragment) for _ in range(width - len(cells))]
             batches.append(self._batch(fragment, cells))
         return batches
@@ -330,11 +327,8 @@ class StepBoard:
         known only when all groups of the update have been trained.
         """
         trained = sum(group not in self.left_out for group in update_groups(self._spec, update))
-        return (
-            self._spec.places / trained
-            if trained and self._spec.zero_variance_groups == "drop"
-            else 1.0
-        )
+        dropped = self._spec.zero_variance_groups == "drop"
+        return self._spec.places / trained if trained and dropped else 1.0
 
     def made_under(self, fragment: tuple[int, ...]) -> list[tuple[int, Claim]]:
         """Return (version, claim) of every task that makes the fragment complete here."""

@@ -482,7 +482,7 @@ def _make(
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
                 between(0.0)
-                media, _ = ode_samples(
+                media = ode_samples(
                     policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed
                 )
                 _write(work.files(folder, item), media, work.suite, item)
