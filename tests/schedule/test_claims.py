@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.schedule import claims as module
-from digenrl.schedule.claims import NOBODY, Claim, ClaimError, Claims, MemoryClaims
+from digenrl.schedule.claims import (
+    NOBODY,
+    Claim,
+    ClaimError,
+    Claims,
+    MemoryClaims,
+    evaluation_pieces,
+    evaluation_queue,
+)
 
 SPEC = ScheduleSpec(prompts=4, group_size=2, task_size=1, denoise_steps=4, trained_steps=3)
 TASKS = queue(SPEC, 0, 0)
@@ -81,3 +89,24 @@ def test_no_task_is_lost_or_doubled(actions: list[str], count: int) -> None:
                     owner = store.owner(0, claim.position)
                     assert owner is not None
                     assert (owner.rank, owner.giver) == (rank_, NOBODY)
+
+
+def test_pieces_of_an_evaluation_are_claimed_as_tasks_are() -> None:
+    """A piece goes back with a rank that died or left, unless trainer 0 has received the piece."""
+    store = MemoryClaims(version=3)
+    one, two = Claims(store, 0), Claims(store, 1)
+    queue, pieces = evaluation_queue(3), evaluation_pieces(3, 3)
+    first, second = (one.take(queue, pieces, range(3)) for _ in pieces[:2])
+    assert first is not None
+    assert second is not None
+    one.received(queue, first.position, trainers=2)
+    one.release(queue, second)
+    assert one.collect(0) == ["piece 1 of the evaluation of version 3"]
+    assert two.take(queue, pieces, range(3)) == Claim(1, 1, 0)
+    assert two.lose(0, "died", 2) == [], "a piece that has arrived is not made again"
+    assert two.lose(1, "died", 2) == ["piece 1 of the evaluation of version 3"]
+    assert one.take(queue, pieces, range(3)) == Claim(1, 0, 1)
+    with pytest.raises(ClaimError, match=r"piece 1 of the evaluation of version 3 lost 2 owners"):
+        two.lose(0, "died", 2)
+    one.forget(5)
+    assert one.accepts(queue, Claim(1, 0, 1)) is False

@@ -33,14 +33,7 @@ from digenrl.record.run_dir import (
 )
 from digenrl.rewards.hacking_alarms import Alarm, canary, of_evaluations
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import (
-    FixedSamples,
-    Pictures,
-    Piece,
-    ReferenceSamples,
-    joined,
-    split,
-)
+from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, ReferenceSamples, joined
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
@@ -265,19 +258,8 @@ class Evaluation(pl.Callback):
         if evaluations is not None and evaluations.on_rollouts:
             evaluations.open(rl_step)
             self._open = rl_step
-            return
-        with _span(trainer, rl_step):
-            pictures = self._sampled(trainer, range(len(self.prompts)))
-            if not trainer.is_global_zero:
-                return
-            numbers = self.measure(_engine(trainer), pictures)
-        self._tell(
-            trainer,
-            rl_step,
-            pictures,
-            numbers,
-            [self._reference_samples.look(pictures, _engine(trainer))],
-        )
+        else:
+            self._assemble(trainer, rl_step, None)
 
     def _finish(self, trainer: pl.Trainer) -> None:
         """Wait for the evaluation in progress, if there is one. All trainers still hold the weights
@@ -287,39 +269,33 @@ class Evaluation(pl.Callback):
             trainer.strategy.parts.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
 
     def _assemble(
-        self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece], missing: Sequence[int]
+        self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece] | None
     ) -> None:
-        """Write the evaluation of `pieces` on trainer 0 and of the `missing` pieces, which trainers
-        make first."""
+        """Write the evaluation of `pieces` on trainer 0. None: trainers make the pieces first."""
+        engine = _engine(trainer)
         with _span(trainer, rl_step):
-            own = self._sampled(trainer, missing) if missing else None
+            own = self._sampled(trainer) if pieces is None else None
             if not trainer.is_global_zero:
                 return
-            parts = {number: piece.pictures for number, piece in pieces.items()}
-            if own is not None:
-                parts |= zip(missing, split(own, self.samples_per_prompt), strict=True)
-            pictures = joined([parts[number] for number in range(len(self.prompts))])
-            numbers = self.measure(_engine(trainer), pictures)
-        self._tell(
-            trainer,
-            rl_step,
-            pictures,
-            numbers,
-            [piece.reference_scores for piece in pieces.values()],
-        )
+            made = pieces or {}
+            pictures = own or joined([made[n].pictures for n in range(len(self.prompts))])
+            numbers = self.measure(engine, pictures)
+        looked = [piece.reference_scores for piece in made.values()]
+        if own is not None:
+            looked.append(self._reference_samples.look(own, engine))
+        self._tell(trainer, rl_step, pictures, numbers, looked)
 
-    def _sampled(self, trainer: pl.Trainer, pieces: Sequence[int]) -> Pictures:
-        """Make `pieces` with all trainers together, and return their pictures on every trainer."""
+    def _sampled(self, trainer: pl.Trainer) -> Pictures:
+        """Sample all prompts with all trainers together, and return the pictures on every
+        trainer."""
         parts: Any = getattr(trainer.strategy, "parts", None)
         begin = (lambda: None) if parts is None else parts.stop_vote.begin
         with getattr(
             trainer.lightning_module, "averaged", nullcontext
         )():  # the moving average, where there is one
-            local = self.sample(
-                _engine(trainer), trainer.global_rank, trainer.world_size, begin, pieces
-            )
+            local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin)
         begin()
-        return self._gather(trainer, local, pieces)
+        return self._gather(trainer, local)
 
     def _tell(
         self,
@@ -400,31 +376,28 @@ class Evaluation(pl.Callback):
         rank: int = 0,
         ranks: int = 1,
         before_step: Callable[[], None] = lambda: None,
-        pieces: Sequence[int] | None = None,
     ) -> Pictures:
-        """Sample rank `rank`'s share of the prompts `pieces` (None: of all prompts), in this order.
-
-        `before_step` is as in `RolloutEngine.evaluate`.
-        """
-        pieces = range(len(self.prompts)) if pieces is None else pieces
-        share = -(-len(pieces) // ranks)
+        """Sample rank `rank`'s share of the prompts. `before_step` is as in
+        `RolloutEngine.evaluate`."""
+        prompts = len(self.prompts)
+        share = -(-prompts // ranks)
         # A rank without a prompt of its own repeats one: sharded weights need the same forwards
         # everywhere.
-        mine = [pieces[(rank * share + i) % len(pieces)] for i in range(share)]
+        mine = [(rank * share + i) % prompts for i in range(share)]
         return self.drawn.draw(engine, mine, before_step)
 
     def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
         """Return the numbers of an eval line; see the function `measure`."""
         return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
 
-    def _gather(self, trainer: pl.Trainer, local: Pictures, pieces: Sequence[int]) -> Pictures:
+    def _gather(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
         """Return the pictures of all ranks, on every rank. Repeated pictures come last and are cut
         off."""
-        rows = len(pieces) * self.samples_per_prompt
+        rows = len(self.prompts) * self.samples_per_prompt
         return Pictures(
             media=_gathered(trainer, local.media)[:rows],
             prompts=tuple(
-                self.prompts[number] for number in pieces for _ in range(self.samples_per_prompt)
+                prompt for prompt in self.prompts for _ in range(self.samples_per_prompt)
             ),
             rewards={
                 name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()

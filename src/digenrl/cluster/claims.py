@@ -5,6 +5,7 @@ of its own:
     owner/v{version}/{position}  owner and attempt of a task; changed by compare-and-set alone
     got/v{version}/{position}    number of trainers that hold the result
     returned/v{version}          positions that came back because their owner was lost
+    the same for version -1 - V      pieces of the evaluation of version V
     version, digest/v{version}   newest published version; digest of a version's bytes
     work/{rank}                  what a generating rank does now, and how fast it is
 

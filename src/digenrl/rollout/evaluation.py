@@ -34,21 +34,6 @@ def joined(parts: Sequence[Pictures]) -> Pictures:
     )
 
 
-def split(pictures: Pictures, rows: int) -> list[Pictures]:
-    """Parts of `rows` each."""
-    return [
-        Pictures(
-            media=pictures.media[start : start + rows],
-            prompts=pictures.prompts[start : start + rows],
-            rewards={
-                name: scores[start : start + rows] for name, scores in pictures.rewards.items()
-            },
-            kl=pictures.kl[start : start + rows],
-        )
-        for start in range(0, len(pictures.prompts), rows)
-    ]
-
-
 class ReferenceSamples:
     """The first few pictures of the first evaluation, which every later evaluation scores again."""
 

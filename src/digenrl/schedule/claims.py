@@ -73,7 +73,7 @@ class Owner:
 
 class ClaimStore(Protocol):
     """Keeps the claims of all queues. Each queue belongs to the weight version that generates its
-    tasks."""
+    tasks; a version's evaluation has a queue too (`evaluation_queue`)."""
 
     def count(self, name: str, amount: int = 0) -> int:
         """Add `amount` to counter `name` (0 at first) and return the sum: atomic."""
@@ -237,10 +237,9 @@ class Claims:
         owner = self._store.owner(version, claim.position)
         return owner is not None and (owner.rank, owner.attempt) == (claim.rank, claim.attempt)
 
-    def received(self, version: int, position: int) -> None:
-        """Count one more trainer that holds a task's result. Each trainer calls this once per
-        task."""
-        self._store.count(_received(version, position), 1)
+    def received(self, version: int, position: int, trainers: int = 1) -> None:
+        """Count `trainers` more trainers that hold a task's result, each once per task."""
+        self._store.count(_received(version, position), trainers)
 
     def held_by(self, version: int, position: int, trainers: int) -> bool:
         """Return whether `trainers` trainers hold a task's result."""
@@ -251,12 +250,13 @@ class Claims:
         return sum(1 for _ in self._waiting(version, tasks))
 
     def forget(self, version: int) -> None:
-        """Delete what no rank needs once `version` is published: the tasks of an old queue, and the
-        rest of a very old one."""
-        old = version - _FORGET_AFTER
-        for position in range(self._known(old)):
-            self._store.forget(old, position)
-        self._store.forget_queue(version - _FORGET_QUEUE_AFTER)
+        """Delete what no rank needs once `version` is published: the tasks of old queues, and the
+        rest of very old ones."""
+        for number in _queues(version - _FORGET_AFTER):
+            for position in range(self._known(number)):
+                self._store.forget(number, position)
+        for number in _queues(version - _FORGET_QUEUE_AFTER):
+            self._store.forget_queue(number)
 
     # ---- whoever notices a loss: who hosts the store
 
@@ -266,11 +266,8 @@ class Claims:
 
         The rank has left and is marked as lost. The tasks that it finished count.
         """
-        # Two queues can have open tasks: with one-step asynchrony the version before the newest
-        # still generates.
         names: list[str] = []
-        newest = self._store.newest_version()
-        for version in (newest - 1, newest):
+        for version in self._open_queues():
             returned, back = self._store.returned(version), []
             for position in range(self._known(version)):
                 owner = self._store.owner(version, position)
@@ -281,7 +278,7 @@ class Claims:
                     owner = free if self._store.change(version, position, owner, free) else None
                 if owner is not None and owner.rank == NOBODY and position not in returned:
                     back.append(position)
-                    names.append(_name(owner))
+                    names.append(_name(version, owner))
             if back:
                 self._store.add_returned(version, back)
         return names
@@ -296,8 +293,7 @@ class Claims:
             ClaimError: a task has lost its last owner.
         """
         names: list[str] = []
-        newest = self._store.newest_version()
-        for version in (newest - 1, newest):
+        for version in self._open_queues():
             back = [
                 position
                 for position in range(self._known(version))
@@ -326,7 +322,7 @@ class Claims:
                 return False
             if self._store.count(_received(version, position)) >= trainers:
                 return False
-            name = _name(owner)
+            name = _name(version, owner)
             if owner.attempt + 1 >= MAX_ATTEMPTS:
                 raise ClaimError(
                     f"{name} lost {owner.attempt + 1} owners, the last being rank {rank}, which "
@@ -350,9 +346,33 @@ class Claims:
             if owner is not None and owner.rank == NOBODY:
                 yield position, owner
 
+    def _open_queues(self) -> tuple[int, ...]:
+        """Return the queues that can have open tasks. With one-step asynchrony the version before
+        the newest still generates."""
+        newest = self._store.newest_version()
+        return *_queues(newest - 1), *_queues(newest)
+
     def _known(self, version: int) -> int:
         """Count the positions of the queue that may have an owner."""
         return self._store.count(f"claim/v{version}")
+
+
+def evaluation_queue(version: int) -> int:
+    """Return the number of the queue of the pieces of the evaluation of `version`. Weights for that
+    evaluation, if they differ from the policy's (for example a moving average), are published under
+    the same number. A negative number never collides with a version."""
+    return -1 - version
+
+
+def evaluation_pieces(version: int, pieces: int) -> tuple[Task, ...]:
+    """Return the queue of the pieces of the evaluation of `version`."""
+    queue = evaluation_queue(version)
+    return tuple(Task(version, piece, piece, 0, 0, queue) for piece in range(pieces))
+
+
+def _queues(version: int) -> tuple[int, ...]:
+    """Return the queues of a version: its tasks, and its evaluation."""
+    return (version, evaluation_queue(version)) if version >= 0 else ()
 
 
 def queue_name(version: int, part: range, tasks: int) -> str:
@@ -370,7 +390,9 @@ def _received(version: int, position: int) -> str:
     return f"got/v{version}/{position}"
 
 
-def _name(owner: Owner) -> str:
+def _name(queue: int, owner: Owner) -> str:
+    if queue < 0:
+        return f"piece {owner.index} of the evaluation of version {owner.step}"
     return f"task {owner.index} of step {owner.step} (group {owner.group})"
 
 

@@ -223,7 +223,7 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.world.joined:
             control.join(self.world.rank)
         leave, evaluated = self.session.leave, self.rank_setup.evaluated
-        evaluation_worker = EvaluationWorker(evaluated, self.engine, control, self.world.rank)
+        evaluation_worker = EvaluationWorker(evaluated, self.engine, control, runner.claims)
         policy = self.engine.policy
         RolloutWorker(
             self.world, runner, policy, control, link, spans, leave, evaluation_worker

@@ -1,27 +1,23 @@
 """Evaluation on rollouts, while trainers go on.
 
     trainers   open the evaluation of version V as soon as V is published, and train
-    rollouts   run V's tasks; then they take V's pieces, one at a time, and send each to trainer 0
+    rollouts   run V's tasks; then they claim V's pieces, one at a time, and send each to trainer 0
     trainers   wait for the pieces before their next update: no rollout can leave V before V's evaluation is complete
 
-A piece depends on the weights and its number alone (`digenrl.rollout.evaluation`), so any rank may
-draw a piece, even two ranks. Another rollout takes the piece of a rank that is lost. The trainers
-draw a piece that two rollouts were lost with, and all pieces when no rollout is left. Trainers meet
-before the update, so all of them still hold V.
+Pieces are claimed as tasks are, from a queue of their own (`digenrl.schedule.claims`). A piece
+depends on the weights and its number alone (`digenrl.rollout.evaluation`), so any rank may draw it,
+even two ranks. When no rollout is left, the trainers draw all pieces. Trainers meet before the
+update, so all of them still hold V.
 
 An evaluation may be of other weights than V's: a moving average, or weights that an algorithm
-trains but does not sample with. Trainers publish these as version -1 - V, and a rollout exchanges
-them with V's while it makes a piece.
-
-On the control store:
-    evaluation               "version pieces digest" of the open evaluation; no digest: of V's own weights
-    evaluation/v{V}          the counter: one atomic add takes the next piece
-    evaluation/v{V}/{piece}  "rank attempt" of the piece's owner, changed by compare-and-set; "": received
+trains but does not sample with. Trainers publish these under the queue's number, and a rollout
+exchanges them with V's while it makes a piece. The store's key `evaluation` is "version digest" of
+the open evaluation; no digest means V's own weights.
 """  # noqa: E501
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from digenrl.cluster.control import Control
@@ -29,7 +25,7 @@ from digenrl.cluster.world import World
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, Piece, ReferenceSamples
-from digenrl.schedule.claims import MAX_ATTEMPTS
+from digenrl.schedule.claims import Claim, Claims, evaluation_pieces, evaluation_queue
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.transport.weights import Version, exchanged
@@ -40,32 +36,17 @@ _POLL_S = 0.2
 """Longest wait for a message before trainer 0 looks at everything again."""
 
 
-def evaluation_version(version: int) -> int:
-    """Return the version number under which the weights for evaluating `version` are published, if
-    they differ from the policy's (for example a moving average). A negative number never collides
-    with a training version."""
-    return -1 - version
-
-
-def _counter(version: int) -> str:
-    return f"{_OPEN}/v{version}"
-
-
-def _owner_keys(version: int, pieces: Iterable[int]) -> list[str]:
-    return [f"{_counter(version)}/{piece}" for piece in pieces]
-
-
 class EvaluationWorker:
-    """A rollout rank's part in evaluations: taking pieces, and making them.
+    """A rollout rank's part in evaluations: claiming pieces, and making them.
 
     Args:
         drawn: samples of every evaluation. None: rollouts evaluate nothing.
     """
 
     def __init__(
-        self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, rank: int
+        self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, claims: Claims
     ) -> None:
-        self._drawn, self._engine, self._control, self._rank = drawn, engine, control, rank
+        self._drawn, self._engine, self._control, self._claims = drawn, engine, control, claims
         self._reference_samples = ReferenceSamples()
         self._looked = -1
         """Version at whose evaluation the reference samples were last scored."""
@@ -83,44 +64,29 @@ class EvaluationWorker:
 
     def adopted(self, version: int) -> None:
         """Drop the weights of evaluations before `version`, which this rank has adopted."""
-        if self._weights is not None and self._weights.number > evaluation_version(version):
+        if self._weights is not None and self._weights.number > evaluation_queue(version):
             self._weights = None
 
-    def take(self, version: int) -> int | None:
-        """Return the number of a piece of the evaluation of `version` for this rank, or None if
-        there is none."""
+    def claim(self, version: int) -> Claim | None:
+        """Claim the next piece of the evaluation of `version`; None if there is none for this
+        rank."""
         if self._drawn is None or not (opened := self._control.get(_OPEN)):
             return None
-        number, pieces, *wanted = opened.split()
+        number, self._wanted = opened.split(":")
         if int(number) != version:
             return None
-        self._wanted, count = "".join(wanted), int(pieces)
         if self._wanted and (self._weights is None or self._weights.digest != self._wanted):
             return None  # the weights are on their way; a rank that joined meanwhile gets none
-        while self._control.add(_counter(version), 0) < count:
-            piece = self._control.add(_counter(version), 1) - 1
-            if piece < count and self._own(version, piece, "0 0", 1):
-                return piece
-        lost = self._control.lost_ranks()
-        owners = self._control.get_all(_owner_keys(version, range(count))) if lost else []
-        for piece, owner in enumerate(owners):
-            if not owner:
-                continue
-            rank, attempt = (int(word) for word in owner.split())
-            # Attempt 0: counted but never owned. The rank that counted it died in between, or loses
-            # the exchange below.
-            free = attempt == 0 or (rank in lost and attempt < MAX_ATTEMPTS)
-            if free and self._own(version, piece, owner, attempt + 1):
-                return piece
-        return None
+        pieces = evaluation_pieces(version, len(self._drawn.prompts))
+        return self._claims.take(evaluation_queue(version), pieces, range(len(pieces)))
 
-    def _own(self, version: int, piece: int, before: str, attempt: int) -> bool:
-        (key,) = _owner_keys(version, [piece])
-        return self._control.compare_set(key, before, f"{self._rank} {attempt}")
+    def release(self, version: int, claim: Claim) -> None:
+        """Give a piece up, because this rank leaves. Another rank makes it."""
+        self._claims.release(evaluation_queue(version), claim)
 
     def make(self, version: int, number: int, before_step: Callable[[], None]) -> Message:
         """Make a piece, and return the message for trainer 0."""
-        assert self._drawn is not None, "a piece was taken"
+        assert self._drawn is not None, "a piece was claimed"
         with self._in_use():
             pictures = self._drawn.draw(self._engine, [number], before_step)
         looked = (
@@ -139,7 +105,7 @@ class EvaluationWorker:
         if not self._wanted:
             yield
             return
-        assert self._weights is not None, "a piece was taken"
+        assert self._weights is not None, "a piece was claimed"
         self.away = True
         try:
             with exchanged(self._engine.policy.trained_parameters(), self._weights):
@@ -163,6 +129,7 @@ class Evaluations:
         drawn: FixedSamples | None,
         world: World,
         control: Control,
+        claims: Claims,
         stop_vote: StopVote,
         spans: SpanLog,
         ledger: StepLedger,
@@ -170,9 +137,9 @@ class Evaluations:
         agree: Callable[[int], int],
         publish: Callable[[int], str],
     ) -> None:
-        self._drawn, self._world, self._control, self._stop_vote = drawn, world, control, stop_vote
-        self._spans, self._ledger, self._receive, self._agree = spans, ledger, receive, agree
-        self._publish = publish
+        self._drawn, self._world, self._control, self._claims = drawn, world, control, claims
+        self._stop_vote, self._spans, self._ledger = stop_vote, spans, ledger
+        self._receive, self._agree, self._publish = receive, agree, publish
         self._version = -1
         self._makers: list[int] | None = None
         """Rollouts that were sent the weights of the open evaluation. None: every rollout holds
@@ -186,32 +153,31 @@ class Evaluations:
         return self._drawn is not None
 
     def open(self, version: int) -> None:
-        """Let rollouts evaluate `version`, which is published."""
-        assert self._drawn is not None
+        """Let rollouts evaluate `version`, which is the newest published one."""
         self._version, self._arrived = version, {}
         there = self._control.survivors(self._world.rollout_ranks)
         digest = self._publish(version)
         self._makers = there if digest else None
         if self._world.rank == 0:
-            for key in self._keys():
-                self._control.set(key, "0 0")
-            self._control.set(_OPEN, f"{version} {len(self._drawn.prompts)} {digest}")
+            self._control.set(_OPEN, f"{version}:{digest}")
 
     def add(self, message: Message) -> None:
         """Take a piece."""
         assert self._drawn is not None
         number = int(message.meta["piece"])
-        if message.meta["version"] == self._version:
+        if message.meta["version"] == self._version and number not in self._arrived:
             self._arrived[number] = Piece.of(message.tensors, self._drawn.prompts[number])
-            self._control.set(self._keys()[number], "")
+            # From here on the piece is done, whatever becomes of the rank that made it.
+            queue = evaluation_queue(self._version)
+            self._claims.received(queue, number, self._world.trainers)
 
-    def finish(self, then: Callable[[Mapping[int, Piece], Sequence[int]], None]) -> None:
+    def finish(self, then: Callable[[Mapping[int, Piece] | None], None]) -> None:
         """Wait for the open evaluation. Every trainer calls this at the same place, before the
         weights change. The wait counts neither as training nor as the step's time.
 
         Args:
-            then: called with the pieces that arrived (on trainer 0) and the numbers of those that
-                trainers must make.
+            then: called with the pieces (on trainer 0), or with None if trainers must make them
+                all.
 
         Raises:
             StepGivenUp: the step in progress ends instead.
@@ -220,42 +186,23 @@ class Evaluations:
             with self._spans.span("wait", cause="evaluation", step=self._version):
                 # Trainer 0 alone waits for messages. The others poll for its grant, outside any
                 # collective: a long wait in a collective would run into its limit.
-                missing = self._missing() if self._world.rank == 0 else []
+                complete = self._world.rank == 0 and self._wait()
                 self._stop_vote.begin()
-                together = self._agree(sum(1 << number for number in missing))
-            then(
-                self._arrived,
-                [number for number in range(together.bit_length()) if together >> number & 1],
-            )
+                complete = bool(self._agree(int(complete)))
+            then(self._arrived if complete else None)
         if self._world.rank == 0:
-            for key in (_OPEN, _counter(self._version), *self._keys()):
-                self._control.delete(key)
+            self._control.delete(_OPEN)
         self._version, self._arrived = -1, {}
 
-    def _keys(self) -> list[str]:
+    def _wait(self) -> bool:
+        """Wait for the pieces, and return whether all have arrived. False: no rollout that could
+        make the others is left."""
         assert self._drawn is not None
-        return _owner_keys(self._version, range(len(self._drawn.prompts)))
-
-    def _missing(self) -> list[int]:
-        """Wait for all pieces that rollouts make. Return the numbers of the others."""
-        assert self._drawn is not None
-        every = range(len(self._drawn.prompts))
-        while left := [number for number in every if number not in self._arrived]:
-            if self._without_maker(left) == left:
-                break
+        while len(self._arrived) < len(self._drawn.prompts):
+            there = self._control.survivors(self._world.rollout_ranks)
+            if not (there if self._makers is None else set(there).intersection(self._makers)):
+                return False
             self._control.check()
             self._stop_vote.check()
             self._receive(_POLL_S)
-        return left
-
-    def _without_maker(self, pieces: Sequence[int]) -> list[int]:
-        """Return the `pieces` that no rollout will make: none is there, or `MAX_ATTEMPTS` owners
-        were lost."""
-        there = self._control.survivors(self._world.rollout_ranks)
-        if not (there if self._makers is None else set(there).intersection(self._makers)):
-            return list(pieces)
-        if not (lost := self._control.lost_ranks()):
-            return []
-        owners = self._control.get_all(_owner_keys(self._version, pieces))
-        ends = {f"{rank} {MAX_ATTEMPTS}" for rank in lost}
-        return [piece for piece, owner in zip(pieces, owners, strict=True) if owner in ends]
+        return True

@@ -20,9 +20,8 @@ from digenrl.cluster.claims import note_digest, note_version
 from digenrl.cluster.control import Control
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
-from digenrl.schedule.claims import Claims
+from digenrl.schedule.claims import Claims, evaluation_queue
 from digenrl.strategy import gradients
-from digenrl.strategy.evaluating import evaluation_version
 from digenrl.strategy.learner import Learner, PublishedCopy
 from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.setup import RankSetup
@@ -132,7 +131,7 @@ class Publisher:
             return ""
         with self._spans.span("publish", version=version, evaluated=True) as facts:
             if self._world.rank == 0:
-                like, number = self._policy.generating_parameters(), evaluation_version(version)
+                like, number = self._policy.generating_parameters(), evaluation_queue(version)
                 made = publish(
                     number, source, self._link, self._routes(version), lambda digest: None, like
                 )

@@ -136,6 +136,7 @@ def wire(
         setup.evaluated,
         world,
         control,
+        runner.claims,
         stop_vote,
         spans,
         ledger,

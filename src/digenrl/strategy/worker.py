@@ -386,22 +386,20 @@ class RolloutWorker:
     def _evaluate_once(self) -> bool:
         """Make a piece of the evaluation of the version in use; False when there is none for this
         rank."""
-        number = self._evaluation_worker.take(self._version)
-        if number is None:
+        claim = self._evaluation_worker.claim(self._version)
+        if claim is None:
             return False
         self._end_wait("tail")
         with self._spans.stage("wait reward"):  # a scorer may not be asked by two threads at once
             self._runner.settle(wait=True)
         try:
-            with self._spans.span("eval", step=self._version, piece=number):
-                self._link.send(
-                    0,
-                    self._evaluation_worker.make(
-                        self._version, number, self._between_steps_of_evaluation
-                    ),
+            with self._spans.span("eval", step=self._version, piece=claim.position):
+                piece = self._evaluation_worker.make(
+                    self._version, claim.position, self._between_steps_of_evaluation
                 )
+                self._link.send(0, piece)
         except _Leaving:
-            pass
+            self._evaluation_worker.release(self._version, claim)
         return True
 
     def _between_steps_of_evaluation(self) -> None:
