@@ -37,7 +37,7 @@ from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
 from digenrl.schedule.claims import Claim, Claims
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
-from digenrl.strategy.worker import TaskRunner
+from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.cells import Part, Placement, StepBoard, pack
 from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt, Trajectory

@@ -20,7 +20,7 @@ from digenrl.schedule import ScheduleSpec, Task, queue
 from digenrl.schedule.claims import Claim, ClaimError, Claims
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles
-from digenrl.strategy.worker import TaskRunner
+from digenrl.strategy.tasks import TaskRunner
 
 SPEC = ScheduleSpec(prompts=3, group_size=4, task_size=2, denoise_steps=4, trained_steps=3)
 TASKS = queue(SPEC, 0, 0)

@@ -26,9 +26,8 @@ from digenrl.schedule.claims import Claim
 from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import worker
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
-from digenrl.strategy.lending import Lending
 from digenrl.strategy.publishing import Publisher
-from digenrl.strategy.worker import TaskRunner
+from digenrl.strategy.tasks import Lending, TaskRunner
 from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
 from digenrl.transport.suspended import Suspended, pack_state
 from digenrl.transport.wire import Message, WireError, decode, encode

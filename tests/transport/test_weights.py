@@ -128,7 +128,7 @@ def test_an_exchange_gives_both_versions_back_bit_for_bit() -> None:
     arrived = delivered(Arrivals(own), messages)[-1]
     assert arrived is not None
     for _ in range(2):
-        with exchanged(own, arrived):
+        with exchanged(own, arrived.tensors):
             assert all(torch.equal(own[name], value) for name, value in other.items())
         assert all(torch.equal(own[name], value) for name, value in weights(0.1).items())
 

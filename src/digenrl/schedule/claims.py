@@ -18,8 +18,10 @@ permission. Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from digenrl.schedule.spec import Task
@@ -112,15 +114,14 @@ class MemoryClaims:
     version: int = 0
     """Number of the newest published version."""
     lost: set[int] = field(default_factory=set)
-    _counts: dict[str, int] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
     _owners: dict[tuple[int, int], Owner] = field(default_factory=dict)
     _returned: dict[int, set[int]] = field(default_factory=dict)
 
     def count(self, name: str, amount: int = 0) -> int:
-        total = self._counts.get(name, 0) + amount
         if amount:
-            self._counts[name] = total
-        return total
+            self._counts[name] += amount
+        return self._counts[name]
 
     def owner(self, version: int, position: int) -> Owner | None:
         return self._owners.get((version, position))
@@ -266,22 +267,7 @@ class Claims:
 
         The rank has left and is marked as lost. The tasks that it finished count.
         """
-        names: list[str] = []
-        for version in self._open_queues():
-            returned, back = self._store.returned(version), []
-            for position in range(self._known(version)):
-                owner = self._store.owner(version, position)
-                # A task given to this rank that it never confirmed: the giver has stopped, so no
-                # rank runs it.
-                if owner is not None and owner.rank == rank and owner.giver != NOBODY:
-                    free = replace(owner, rank=NOBODY, giver=NOBODY)
-                    owner = free if self._store.change(version, position, owner, free) else None
-                if owner is not None and owner.rank == NOBODY and position not in returned:
-                    back.append(position)
-                    names.append(_name(version, owner))
-            if back:
-                self._store.add_returned(version, back)
-        return names
+        return self._offer_again(partial(self._free_released, rank))
 
     def lose(self, rank: int, cause: str, trainers: int) -> list[str]:
         """Give back every task that `rank` owned and that not all trainers hold. Return their names
@@ -292,48 +278,59 @@ class Claims:
         Raises:
             ClaimError: a task has lost its last owner.
         """
+        return self._offer_again(partial(self._free_lost, rank, cause, trainers))
+
+    def _offer_again(self, free: Callable[[int, int], str | None]) -> list[str]:
+        """Give back the open tasks for which `free` (version, position) returns a name, "" if no
+        rank had entered one."""
         names: list[str] = []
-        for version in self._open_queues():
-            back = [
-                position
-                for position in range(self._known(version))
-                if self._take_back(version, position, rank, cause, trainers, names)
-            ]
+        newest = self._store.newest_version()
+        # With one-step asynchrony the version before the newest still generates.
+        for version in (*_queues(newest - 1), *_queues(newest)):
+            found = {position: free(version, position) for position in range(self._known(version))}
+            back = [position for position, name in found.items() if name is not None]
             if back:
                 self._store.add_returned(version, back)
+            names += filter(None, found.values())
         return names
 
-    def _take_back(
-        self, version: int, position: int, rank: int, cause: str, trainers: int, names: list[str]
-    ) -> bool:
-        """Give back the task at `position` if `rank` owned it, and return whether it goes back."""
+    def _free_released(self, rank: int, version: int, position: int) -> str | None:
+        """Return the name of a task that `rank` released, or that was given to it meanwhile."""
+        owner = self._store.owner(version, position)
+        # A task given to this rank that it never confirmed: the giver has stopped, so no rank runs
+        # it.
+        if owner is not None and owner.rank == rank and owner.giver != NOBODY:
+            free = replace(owner, rank=NOBODY, giver=NOBODY)
+            owner = free if self._store.change(version, position, owner, free) else None
+        if owner is None or owner.rank != NOBODY or position in self._store.returned(version):
+            return None
+        return _name(version, owner)
+
+    def _free_lost(
+        self, rank: int, cause: str, trainers: int, version: int, position: int
+    ) -> str | None:
+        """Take the task at `position` from `rank`, which died, and return the task's name."""
         while True:
             owner = self._store.owner(version, position)
             # The counter has passed this position, but the claimant has not entered its name:
             # perhaps it was the rank that died in between. A live claimant's own compare-and-set
             # then fails, and it claims another task.
             if owner is None:
-                if self._store.change(
-                    version, position, None, Owner(NOBODY, 0, NOBODY, -1, -1, -1)
-                ):
-                    return True
+                nobody = Owner(NOBODY, 0, NOBODY, -1, -1, -1)
+                if self._store.change(version, position, None, nobody):
+                    return ""
                 continue
-            if rank not in (owner.rank, owner.giver):
-                return False
-            if self._store.count(_received(version, position)) >= trainers:
-                return False
-            name = _name(version, owner)
-            if owner.attempt + 1 >= MAX_ATTEMPTS:
+            if rank not in (owner.rank, owner.giver) or self.held_by(version, position, trainers):
+                return None
+            name, lost = _name(version, owner), owner.attempt + 1
+            if lost >= MAX_ATTEMPTS:
                 raise ClaimError(
-                    f"{name} lost {owner.attempt + 1} owners, the last being rank {rank}, which "
-                    f"{cause}: "
+                    f"{name} lost {lost} owners, the last being rank {rank}, which {cause}: "
                     "the task itself is the likely cause. Look at its prompt and its reward."
                 )
-            if self._store.change(
-                version, position, owner, Owner(NOBODY, owner.attempt + 1, NOBODY, *_named(owner))
-            ):
-                names.append(name)
-                return True
+            freed = replace(owner, rank=NOBODY, attempt=lost, giver=NOBODY)
+            if self._store.change(version, position, owner, freed):
+                return name
 
     def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
         """Yield (position, owner entry) of the tasks that came back and have no owner.
@@ -345,12 +342,6 @@ class Claims:
             owner = self._store.owner(version, position) if position < tasks else None
             if owner is not None and owner.rank == NOBODY:
                 yield position, owner
-
-    def _open_queues(self) -> tuple[int, ...]:
-        """Return the queues that can have open tasks. With one-step asynchrony the version before
-        the newest still generates."""
-        newest = self._store.newest_version()
-        return *_queues(newest - 1), *_queues(newest)
 
     def _known(self, version: int) -> int:
         """Count the positions of the queue that may have an owner."""
@@ -394,7 +385,3 @@ def _name(queue: int, owner: Owner) -> str:
     if queue < 0:
         return f"piece {owner.index} of the evaluation of version {owner.step}"
     return f"task {owner.index} of step {owner.step} (group {owner.group})"
-
-
-def _named(owner: Owner) -> Iterable[int]:
-    return owner.step, owner.index, owner.group

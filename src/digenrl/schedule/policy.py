@@ -437,7 +437,8 @@ class SchedulePolicy:
         """Return the search's input, for generating ranks of known speed and `lenders` trainers
         that may begin to lend."""
         plans = [self._plan(version) for version in (step - 1, step)]
-        older, own = (_tail(plan, count) for plan, count in zip(plans, left, strict=True))
+        # The unclaimed tasks are the last ones of a queue, because claims go in order.
+        older, own = (plan[len(plan) - n :] for plan, n in zip(plans, left, strict=True))
         working = {**rollouts, **lending}
         free = {other: work.free_in(now) for other, work in working.items()}
         in_flight: dict[int, float] = {}
@@ -502,9 +503,8 @@ def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], A
     for row in rows:
         if "spec" in row:
             spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
-            policy = SchedulePolicy(
-                spec, Roles(**row["roles"]), functools.partial(_queue, spec, row["last_step"])
-            )
+            plan = functools.partial(queue, spec, last_step=row["last_step"])
+            policy = SchedulePolicy(spec, Roles(**row["roles"]), plan)
             continue
         assert policy is not None, "a record begins with its header"
         name, args = (
@@ -518,15 +518,6 @@ def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], A
         if "decision" in row and answer != row["answer"]:
             different.append((row, answer))
     return different
-
-
-def _queue(spec: ScheduleSpec, last_step: int, version: int) -> Sequence[Task]:
-    return queue(spec, version, last_step)
-
-
-def _tail(tasks: Sequence[Task], count: int) -> Sequence[Task]:
-    """Return the last `count` tasks. These are the unclaimed tasks, because claims go in order."""
-    return tasks[len(tasks) - count :]
 
 
 def _by_fragment(

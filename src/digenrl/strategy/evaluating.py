@@ -108,7 +108,7 @@ class EvaluationWorker:
         assert self._weights is not None, "a piece was claimed"
         self.away = True
         try:
-            with exchanged(self._engine.policy.trained_parameters(), self._weights):
+            with exchanged(self._engine.policy.trained_parameters(), self._weights.tensors):
                 yield
         finally:
             self.away = False

@@ -32,8 +32,8 @@ from digenrl.types import CellBlock, TrainBatch
 
 
 class FragmentSource(Protocol):
-    """Supplier of fragments: ranks that generate (`lending`), or an extension such as a recorded
-    run."""
+    """Supplier of fragments: ranks that generate (`tasks.Lending`), or an extension such as a
+    recorded run."""
 
     def predicted_end(self, step: int) -> float | None:
         """Return the second of the run's clock at which RL step `step`, which begins, should end.

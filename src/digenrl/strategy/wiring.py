@@ -19,8 +19,7 @@ from digenrl.strategy.agreement import Agreement
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.evaluating import Evaluations
 from digenrl.strategy.hooks import Hooks
-from digenrl.strategy.learner import Learner, PublishedCopy
-from digenrl.strategy.lending import Lending
+from digenrl.strategy.learner import Learner
 from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.setup import RankSetup
@@ -34,8 +33,8 @@ from digenrl.strategy.stream import (
     NoTrajectoryRecord,
     TrajectoryRecord,
 )
+from digenrl.strategy.tasks import Lending, PublishedCopy, TaskRunner
 from digenrl.strategy.trainer_state import TrainerState
-from digenrl.strategy.worker import TaskRunner
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.wire import MessageKind

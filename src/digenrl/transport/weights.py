@@ -298,12 +298,12 @@ def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
 
 
 @contextmanager
-def exchanged(parameters: Mapping[str, Tensor], version: Version) -> Iterator[None]:
-    """Give `parameters` this version's values while the context is open.
+def exchanged(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give `parameters` these `values`, of their dtypes, while the context is open.
 
-    The version's memory holds the parameters' own values meanwhile, so there is no third copy.
+    The memory of `values` holds the parameters' own values meanwhile, so there is no third copy.
     """
-    held = dict(version.tensors)
+    held = dict(values)
     _exchange(parameters, held)
     try:
         yield
