@@ -24,7 +24,7 @@ from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.staleness import StalenessError
-from digenrl.strategy import worker
+from digenrl.strategy import tasks
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.tasks import Lending, TaskRunner
@@ -210,7 +210,7 @@ def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
     is exactly 0."""
 
     def corrupt(rank: run.Rank, world: World) -> None:
-        original = worker.pack
+        original = tasks.pack
 
         def pack_one_wrong(trajectory: Trajectory, *args: Any) -> Message:
             if corrupted and (trajectory.step, trajectory.index) == (0, 3):
@@ -218,7 +218,7 @@ def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
                 trajectory.log_probs[1, 2] += 1e-3
             return original(trajectory, *args)
 
-        worker.pack = pack_one_wrong
+        tasks.pack = pack_one_wrong
 
     config = configured(*LIGHT, "max_rl_steps=1", "algorithm.ratio_bound=1.0")
     completed(run_cluster(tmp_path, 1, 1, config, after_build=corrupt))

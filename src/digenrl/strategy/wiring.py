@@ -115,8 +115,7 @@ def wire(
         policy.expected(stage, rank, seconds)
     ledger = StepLedger(spec, world, spans, policy, session.run_dir)
     shares = Shares(spec, world, control, session.run_dir, timed=setup.sharding == "ddp")
-    # What is generated here. A rank that joins has no measurement of its own yet: the profile's
-    # figure stands in.
+    # What is generated here. A rank that joins has the profile's figure until it has measured.
     known_s = setup.expected.get(("generate", world.size - 1), 0.0) if world.joined else 0.0
     plan, place = hooks.plan_tasks, hooks.place_timesteps
     runner = TaskRunner(
