@@ -49,8 +49,8 @@ class ReferenceSamples:
             at the first call.
         """
         if self._first is None:
-            first = split(pictures, REFERENCE_SAMPLES)[0]
-            media, prompts = first.media.clone(), first.prompts
+            media = pictures.media[:REFERENCE_SAMPLES].clone()
+            prompts = pictures.prompts[:REFERENCE_SAMPLES]
             self._first = media, prompts, engine.rescore(media.float() / 255.0, prompts)
             return {}
         media, prompts, once = self._first

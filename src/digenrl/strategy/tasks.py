@@ -87,8 +87,8 @@ class TaskRunner:
         self._control, self._link, self._spans = control, link, spans
         self.claims = Claims(StoredClaims(control), world.rank)
         self._held: dict[tuple[int, int], Claim] = {}
-        """(step, index) -> claim of each task that this rank has begun and not shipped. One thread
-        uses it."""
+        """(step, index) -> claim of each task that this rank has begun and not shipped. A single
+        thread touches these claims."""
         self._task_seconds = task_seconds
         self._unshipped: deque[Future[None]] = deque()
         self._withdrawn = False
