@@ -61,6 +61,21 @@ def test_a_task_of_srun_finds_its_place() -> None:
         find_place({key: value for key, value in STEP.items() if key != "MASTER_PORT"})
 
 
+@pytest.mark.parametrize(
+    ("agent", "rank", "hosts"),
+    [(None, 0, False), ("True", 0, False), ("False", 0, True), ("False", 1, False)],
+)
+def test_process_0_hosts_the_store_where_torchruns_agent_does_not(
+    agent: str | None, rank: int, hosts: bool
+) -> None:
+    environment = {"TORCHELASTIC_RUN_ID": "a", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    environment |= {} if agent is None else {"TORCHELASTIC_USE_AGENT_STORE": agent}
+    expected = Place(rank, 2, rank, "head", 29500, "digenrl-a-0", hosts, 2)
+    assert find_place(environment) == expected
+
+
 def test_a_batch_script_that_starts_us_without_srun_is_one_machine() -> None:
     batch = {key: value for key, value in STEP.items() if "STEP" not in key}
     assert find_place(batch) is None

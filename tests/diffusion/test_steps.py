@@ -126,6 +126,7 @@ def test_untrained_steps_follow_their_option() -> None:
     [
         (Window(2, stop=10), 10, "usable steps"),
         (Window(6, stop=5), 10, "does not fit"),
+        (Window(4, first=2, stop=5), 10, "does not fit"),
         (RandomSubset(size=20), 10, "size=20"),
         (RandomSubset(0.5, first=9), 10, "usable steps"),
         (NoiseLevels(stop=11), 10, "usable steps"),

@@ -90,6 +90,20 @@ def test_ties_have_no_gradient() -> None:
     )
 
 
+def test_a_sample_of_advantage_zero_makes_no_pair() -> None:
+    """Neither as the better nor as the worse half: nothing says that it is."""
+    policy = ToyPolicy()
+    module = dpo(policy)
+    block = blocks_of(policy)[0]
+    for advantages, informative in (
+        ([1.0, 0.5, 0.2, -1.0], 1.0),
+        ([1.0, 0.5, 0.2, 0.0], 0.0),
+        ([0.0, -0.1, -0.2, -1.0], 0.0),
+    ):
+        module.cell_losses(block, torch.tensor(advantages), batch([block]), live=True)
+        assert float(module._meters.collect()["informative_pairs"]) == informative
+
+
 def test_reference_is_refreshed_when_due() -> None:
     policy = ToyPolicy()
     module = dpo(policy, reference_every=2)
