@@ -108,7 +108,7 @@ ROOMS = {
     "extensions/launchers": Room(600, ("extensions/launchers",)),
     "extensions/links": Room(500, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
-    "extensions/forward": Room(250, ("extensions/forward",)),
+    "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
     "reward_models": Room(1500, ("reward_models",)),
     "hot path": Room(7500, HOT_PATH, ceiling=7496),

@@ -20,7 +20,7 @@ LOSSES, ADVANTAGES = "algorithms/test_objectives.py", "algorithms/test_advantage
 FORWARD = "extensions/forward/test_losses.py"
 GRPO, SURROGATES, LEARNING = (
     "algorithms/test_grpo.py",
-    "algorithms/test_surrogates.py",
+    "extensions/offpolicy/test_surrogates.py",
     "algorithms/test_learning.py",
 )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from digenrl.algorithms.copies import Ema
 from digenrl.algorithms.grpo import GRPO
-from digenrl.algorithms.surrogates import Clipped, DecoupledPPO, FlowDPPO, Guard
+from digenrl.algorithms.surrogates import Clipped, FlowDPPO, Guard
 from digenrl.diffusion.sde import FlowCPS, FlowSDE
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.types import CellBlock, TrainBatch
@@ -394,26 +394,6 @@ def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) ->
     other = ToyPolicy()
     with pytest.raises(ValueError, match=r"algorithm\.ema"):
         fit(grpo(other), other, cut, epochs=4, ckpt_path=str(path))
-
-
-@pytest.mark.parametrize("empty", [False, True])
-def test_decoupled_ppo_anchors_at_the_beginning_of_the_batch(empty: bool) -> None:
-    """In the second update prox is the policy before the first one, not the present one."""
-    policy = ToyPolicy()
-    blocks = roll(policy)
-    module = grpo(policy, surrogate=DecoupledPPO(), updates_per_batch=2)
-    optimizer = module.configure_optimizers()
-    if empty:  # the first update's cells were all another rank's
-        module.policy.transformer[0].weight.grad = torch.ones_like(policy.transformer[0].weight)
-        module.training_step(batch([], torch.rand(2, 4), 1.0), 0)
-    else:
-        module.training_step(batch(blocks), 0).backward()
-    optimizer.step()
-    assert module.training_step(batch(blocks, update=1), 1).isfinite()
-    proximal = module._proximal(blocks[0], batch(blocks, update=1))
-    assert proximal is not None
-    torch.testing.assert_close(proximal, blocks[0].log_probs, atol=1e-6, rtol=0)
-    assert module._proximal(blocks[0], batch(blocks, update=0)) is None
 
 
 def test_stale_cells_are_counted_apart() -> None:

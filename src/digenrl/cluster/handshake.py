@@ -167,7 +167,8 @@ class AuthenticatedListener:
                     del self._waiting[oldest]
                     # Only shut down here: the thread that reads from this socket wakes up and
                     # closes it.
-                    _end(oldest)
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
                 self._waiting[sock] = None
             threading.Thread(
                 target=self._authenticate, args=(sock,), name=self._purpose, daemon=True
@@ -188,11 +189,6 @@ class AuthenticatedListener:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.sendall(_WELCOME)
             self._welcome(sock, rank)
-
-
-def _end(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _read(sock: socket.socket, size: int, deadline: float) -> bytes:

@@ -431,7 +431,7 @@ class _Watch:
                     self._suspects[rank] = cause
                     alive[rank].kill()
                 else:
-                    self._settle(self._members.gone(rank, cause))
+                    self._fail(self._members.gone(rank, cause))
             self._obey_signals()
             if self._outcome.status != "completed" and alive.keys().isdisjoint(
                 range(self._spec.trainers)
@@ -470,7 +470,7 @@ class _Watch:
                 )
             if rank < self._spec.trainers:
                 return self._fail(f"{self._name(rank)} {cause}")
-            self._settle(self._members.gone(rank, cause))
+            self._fail(self._members.gone(rank, cause))
 
     def _death(self, rank: int, code: int) -> str | None:
         """Return how a dead rank ended ("was killed by ...", "raised ..."); None if it exited only
@@ -498,8 +498,8 @@ class _Watch:
         """Handle rollouts that have just `left`, that ask to leave, or that joined. End the run
         when too few remain."""
         for rank in left & self._members.leaving:
-            self._settle(self._members.gone(rank, "left"))
-        self._settle(self._members.watch())
+            self._fail(self._members.gone(rank, "left"))
+        self._fail(self._members.watch())
         if (
             self._outcome.status != "completed" or self._signals.count
         ):  # a stop: nobody leaves before the others
@@ -509,10 +509,6 @@ class _Watch:
         if (cause := self._members.abandoned()) is not None:
             self._outcome = RunOutcome("failed", cause, 1, died=not self._members.last_one_left)
             self._give_up(0.0)
-
-    def _settle(self, refusal: str | None) -> None:
-        if refusal is not None:
-            self._fail(refusal)
 
     def _give_up(self, grace: float) -> None:
         """Stop after the step in progress if it ends within `grace` seconds, else give that step
@@ -524,8 +520,9 @@ class _Watch:
             return self._kill()
         self._give_up_at = time.monotonic() + grace
 
-    def _fail(self, cause: str) -> None:
-        if self._outcome.status != "failed":
+    def _fail(self, cause: str | None) -> None:
+        """End the run because of `cause`, the first one. None changes nothing."""
+        if cause is not None and self._outcome.status != "failed":
             self._outcome.died = (
                 self._outcome.status == "completed" and self._control.get("stop") is None
             )

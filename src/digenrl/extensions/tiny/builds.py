@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from importlib.metadata import version
@@ -48,15 +47,13 @@ def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
     if target.exists():
         return target
     root.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{facts.family}-", dir=root))
-    try:
-        build(facts, scratch, seed)
-        os.replace(scratch, target)
-    except OSError:
-        if not target.exists():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{facts.family}-", dir=root) as scratch:
+        made = build(facts, Path(scratch) / "build", seed)
+        try:
+            os.replace(made, target)
+        except OSError:  # another rank was first
+            if not target.exists():
+                raise
     return target
 
 
@@ -89,8 +86,9 @@ def part(facts: Facts, name: str) -> Any:
     return described
 
 
-def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
-    """Make the family's pipeline with weights drawn from `seed` and save it into `folder`."""
+def build(facts: Facts | str, folder: Path, seed: int = 0) -> Path:
+    """Make the family's pipeline with weights drawn from `seed`, save it into `folder`, and return
+    `folder`."""
     facts = require(facts)
     hide_progress_bars()
     with torch.random.fork_rng(devices=[]):
@@ -114,6 +112,7 @@ def build(facts: Facts | str, folder: Path, seed: int = 0) -> None:
             f"the tiny build of {facts.family} has no weights: in a process group rank 0 alone "
             "writes them; call builds.ensure before the group begins"
         )
+    return folder
 
 
 def _digest(facts: Facts) -> str:

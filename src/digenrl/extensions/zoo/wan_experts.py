@@ -70,10 +70,9 @@ class Experts(ModelMixin, PeftAdapterMixin):
         """
         inputs = {"hidden_states": hidden_states, "timestep": timestep, **rows}
         high = self.high(timestep)
-        if all(high) and not isinstance(self, FSDPModule):
-            return self.transformer(**inputs, return_dict=False)
-        if not any(high) and not isinstance(self, FSDPModule):
-            return self.transformer_2(**inputs, return_dict=False)
+        if len(set(high)) == 1 and not isinstance(self, FSDPModule):
+            only = self.transformer if high[0] else self.transformer_2
+            return only(**inputs, return_dict=False)
         velocity, idle = None, None
         for expert, own in (
             (self.transformer, high),

@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.surrogates import (
+from digenrl.algorithms.surrogates import Cells, Clipped, FlowDPPO, Guard, Surrogate
+from digenrl.extensions.offpolicy.surrogates import (
     CISPO,
     TOPR,
-    Cells,
-    Clipped,
     DecoupledPPO,
-    FlowDPPO,
-    Guard,
-    Surrogate,
     TruncatedIS,
     Uncorrected,
 )
+from tests.algorithms.fit import grpo
+from tests.algorithms.toy_policy import ToyPolicy, batch, roll
 
 LOG_RATIO = [-0.3, -0.05, 0.0, 0.05, 0.3, 2.0]
 LOW, HIGH = 0.1, 0.04
@@ -139,3 +137,23 @@ def test_requirements_are_declared() -> None:
         TruncatedIS(cap=-1.0)
     with pytest.raises(ValueError, match="threshold"):
         FlowDPPO(0.0)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_decoupled_ppo_anchors_at_the_beginning_of_the_batch(empty: bool) -> None:
+    """In the second update prox is the policy before the first one, not the present one."""
+    policy = ToyPolicy()
+    blocks = roll(policy)
+    module = grpo(policy, surrogate=DecoupledPPO(), updates_per_batch=2)
+    optimizer = module.configure_optimizers()
+    if empty:  # the first update's cells were all another rank's
+        module.policy.transformer[0].weight.grad = torch.ones_like(policy.transformer[0].weight)
+        module.training_step(batch([], torch.rand(2, 4), 1.0), 0)
+    else:
+        module.training_step(batch(blocks), 0).backward()
+    optimizer.step()
+    assert module.training_step(batch(blocks, update=1), 1).isfinite()
+    proximal = module._proximal(blocks[0], batch(blocks, update=1))
+    assert proximal is not None
+    torch.testing.assert_close(proximal, blocks[0].log_probs, atol=1e-6, rtol=0)
+    assert module._proximal(blocks[0], batch(blocks, update=0)) is None

@@ -1,0 +1,1 @@
+"""Off-policy corrections: surrogates that weigh stale samples."""
