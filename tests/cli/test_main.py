@@ -12,6 +12,7 @@ import pytest
 
 from digenrl.cli import main as command
 from digenrl.cli.commands import commands
+from tests.conftest import ROOT
 
 
 def exit_code(words: list[str]) -> object:
@@ -71,3 +72,11 @@ def test_the_working_directory_comes_last_among_the_places_of_modules(tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert "experiment_name: digits_flowgrpo" in done.stdout
+
+
+def test_too_little_address_space_is_said(tmp_path: Path) -> None:
+    command = f"ulimit -v 1500000; exec {sys.executable} -m digenrl train output_root={tmp_path}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "(ulimit -v)" in done.stderr
+    assert "Traceback" not in done.stderr

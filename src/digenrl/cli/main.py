@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import sys
 from collections.abc import Sequence
 
@@ -51,4 +52,16 @@ def main(words: Sequence[str] | None = None) -> int:
         )
         return 2
     sys.path.append(os.getcwd())  # last, so that no file there stands in for an installed module
-    return int(importlib.import_module(command.module).main(rest))
+    try:
+        return int(importlib.import_module(command.module).main(rest))
+    except (ImportError, MemoryError) as error:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            raise
+        cause = str(error).strip().splitlines() or ["out of memory"]
+        print(
+            f"digenrl {name}: {cause[-1]}. A process here may take {limit / 2**30:.1f} GiB "
+            "of addresses (ulimit -v); PyTorch's libraries alone take about 4: ulimit -v unlimited",
+            file=sys.stderr,
+        )
+        return 1
