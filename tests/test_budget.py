@@ -93,7 +93,7 @@ ROOMS = {
     "record": Room(500, ("record",), ceiling=629),
     "callbacks": Room(500, ("callbacks",), ceiling=587),
     "config": Room(1500, ("config",), ceiling=2050),
-    "cli": Room(500, ("cli",), ceiling=717),
+    "cli": Room(500, ("cli",), ceiling=730),
     "report": Room(600, ("report",), ceiling=785),
     "extensions/planner": Room(3300, ("extensions/planner",)),
     "extensions/zoo, tiny, export": Room(
@@ -120,9 +120,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=16089,
+        ceiling=16102,
     ),
-    "everything": Room(26000, ("",), ceiling=27875),
+    "everything": Room(26000, ("",), ceiling=27888),
 }
 """Room -> its budget. The last three rows are sums."""
 
