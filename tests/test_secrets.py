@@ -28,13 +28,13 @@ SECRETS = {
 }
 
 
-def command(module: str, *words: str, where: Path) -> subprocess.CompletedProcess[str]:
+def command(name: str, *words: str, where: Path) -> subprocess.CompletedProcess[str]:
     """A command of ours, with every secret in its environment."""
     environment = (
         os.environ | SECRETS | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "WANDB_MODE": "offline"}
     )
     return subprocess.run(
-        [sys.executable, "-m", module, *words],
+        [sys.executable, "-m", "digenrl", name, *words],
         cwd=where,
         env=environment,
         capture_output=True,
@@ -61,7 +61,7 @@ def test_a_run_with_a_served_reward_writes_no_secret(tmp_path: Path) -> None:
             f"reward.urls={{judge_a: ['{url}'], judge_b: ['{url}']}}",
         ]
         run = command(
-            "digenrl.cli.train",
+            "train",
             *TINY,
             *words,
             *placed,
@@ -75,7 +75,7 @@ def test_a_run_with_a_served_reward_writes_no_secret(tmp_path: Path) -> None:
     assert "said on purpose: <redacted>" in (run_dir / "logs/rank-000.log").read_text()
     assert math.isfinite(_reward(run_dir)), "the service scored the first step"
     exported = command(
-        "digenrl.extensions.export.cli.export",
+        "export",
         f"run={run_dir}",
         "allow_targets=[tests]",
         where=tmp_path,

@@ -30,13 +30,7 @@ def service(repository):
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(repository / "src"), str(repository)]),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "digenrl.extensions.rewards.cli.serve_reward",
-        "reward=jpeg",
-        "port=0",
-    ]
+    command = [sys.executable, "-m", "digenrl", "serve-reward", "reward=jpeg", "port=0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     line = process.stdout.readline()
     assert line.startswith("serving at http://127.0.0.1:"), line

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.processes
 
 JOB = """
 import json, os, pathlib, signal, sys, time
-words = dict(word.split("=", 1) for word in sys.argv[1:])
+words = dict(word.split("=", 1) for word in sys.argv[2:])
 run = pathlib.Path(words["hydra.run.dir"])
 run.mkdir()
 if words["seed"] == "2":
@@ -94,6 +94,15 @@ def test_a_stopped_sweep_stops_its_job_and_keeps_its_table(
     assert [row["status"] for row in rows] == ["completed", "failed", "waiting"]
     assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path}/out"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_sweep_of_plans_starts_real_plans(tmp_path: Path) -> None:
+    """Two digits models, which have no counted sizes: each job is `digenrl plan`, and says so."""
+    words = ["-m", "experiment=digits_flowgrpo", "seed=1,2", f"hydra.sweep.dir={tmp_path}/out"]
+    assert sweep(words, "plan") == 1
+    causes = [row["cause"] for row in json.loads((tmp_path / "out" / "sweep.json").read_text())]
+    assert len(causes) == 2
+    assert all("cannot plan: model=digits has no counted sizes" in cause for cause in causes)
 
 
 @pytest.mark.parametrize("flag", [["--cfg", "job"], ["--cfg"], ["-c", "job"]])

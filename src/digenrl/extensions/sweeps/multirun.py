@@ -72,10 +72,8 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     return sweep_dir, jobs
 
 
-def sweep(
-    argv: Sequence[str], module: str = "digenrl.cli.train", config_name: str = "train"
-) -> int:
-    """Run every job of the sweep as `python -m <module>` and return the exit code (0 = every job
+def sweep(argv: Sequence[str], config_name: str = "train", module: str = "digenrl") -> int:
+    """Run every job of the sweep as `digenrl <config_name>` and return the exit code (0 = every job
     completed).
 
     Standard output has one line per job, the table, and as the last line the sweep's directory. The
@@ -106,7 +104,7 @@ def sweep(
                 )
                 job.status = "running"
                 write_tables(sweep_dir, jobs, plot=False)
-                _run(job, module, stop)
+                _run(job, [module, config_name], stop)
             print(
                 f"[{job.number + 1}/{len(jobs)}] {_label(job)}: {job.status} in {job.wall_s:.0f} s"
                 + (f" ({job.cause})" if job.cause else ""),
@@ -170,9 +168,9 @@ def _refuse_bad(jobs: Sequence[SweepJob], config_name: str) -> None:
         )
 
 
-def _run(job: SweepJob, module: str, stop: _Signals) -> None:
+def _run(job: SweepJob, program: Sequence[str], stop: _Signals) -> None:
     """Run one job to its end and fill in its result."""
-    command = [sys.executable, "-m", module, *job.words, f"hydra.run.dir={job.run_dir}"]
+    command = [sys.executable, "-m", *program, *job.words, f"hydra.run.dir={job.run_dir}"]
     began = time.monotonic()
     with job.log.open("wb") as log:
         # In a group of its own: Ctrl-C reaches it through `stop` alone, once.

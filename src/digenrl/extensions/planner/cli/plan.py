@@ -58,7 +58,7 @@ def main(words: list[str]) -> int:
         sweep = extension(
             "digenrl.extensions.sweeps.multirun.sweep", "-m", "plan each combination by itself"
         )
-        return int(sweep(words, "digenrl.extensions.planner.cli.plan", "plan"))
+        return int(sweep(words, "plan"))
     machine = "--json" in words
     composed = configuration.load_or_exit(
         [word for word in words if word != "--json"], "plan", __doc__
