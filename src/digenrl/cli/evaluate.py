@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import Field
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, RunDirectory, own_command
@@ -48,16 +47,14 @@ class NoCheckpoint(RuntimeError):
 class EvaluateKeys(Arguments):
     """Keys of the command line."""
 
-    run: RunDirectory = Field(
-        description="with an evaluation callback and, unless step=base, a whole checkpoint"
-    )
-    step: Literal["base", "last"] = Field(
-        "last", description="only the base model, or also the last checkpoint"
-    )
-    reward: str | None = Field(
-        None, description="option of the group `reward` to score with; null: the run's own"
-    )
-    data: str | None = Field(None, description="prompt file; null: the run's own held-out prompts")
+    run: RunDirectory
+    """with an evaluation callback and, unless step=base, a whole checkpoint"""
+    step: Literal["base", "last"] = "last"
+    """only the base model, or also the last checkpoint"""
+    reward: str | None = None
+    """option of the group `reward` to score with; null: the run's own"""
+    data: str | None = None
+    """prompt file; null: the run's own held-out prompts"""
 
 
 def mirrored(stored: DictConfig, words: Sequence[str]) -> list[str]:

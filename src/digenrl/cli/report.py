@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pydantic import Field
 from rich.console import Console
 
 from digenrl.config.help import Arguments, RunDirectory, own_command
@@ -22,7 +21,8 @@ from digenrl.report.build import rebuild
 class ReportKeys(Arguments):
     """Keys of the command line."""
 
-    run: RunDirectory = Field(description="finished, crashed or still running")
+    run: RunDirectory
+    """finished, crashed or still running"""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -27,7 +27,9 @@ Own = TypeVar("Own", bound="Arguments")
 class Arguments(BaseModel):
     """Base class for the keys of a command, read from key=value words."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def read_arguments(

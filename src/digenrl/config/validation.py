@@ -63,7 +63,10 @@ def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -
             }
         else:
             found[name] = Key(
-                _phrase(entry), entry.get("description", ""), needed, entry.get("default")
+                _phrase(entry),
+                " ".join(entry.get("description", "").split()),
+                needed,
+                entry.get("default"),
             )
     return found
 

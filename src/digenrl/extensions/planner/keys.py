@@ -12,17 +12,16 @@ from digenrl.config.schema import Amount, AtLeast1, Closed, TrainKeys
 class PlanOptionsKeys(Closed):
     """plan.*"""
 
-    asynchronous: bool = Field(
-        alias="async", description="may choose asynchrony where schedule.async_steps is 0"
-    )
-    show: AtLeast1 = Field(description="candidates printed")
-    simulated_steps: Annotated[int, Field(ge=4)] | None = Field(
-        description="RL steps of each finalist's simulation; null: until its step no longer changes"
-    )
-    price_per_gpu_hour: Amount | None = Field(
-        description="for the cost of the run, in any currency"
-    )
-    plot: bool = Field(description="draw the winner's step as plots/gantt.png")
+    asynchronous: bool = Field(alias="async")
+    """may choose asynchrony where schedule.async_steps is 0"""
+    show: AtLeast1
+    """candidates printed"""
+    simulated_steps: Annotated[int, Field(ge=4)] | None
+    """RL steps of each finalist's simulation; null: until its step no longer changes"""
+    price_per_gpu_hour: Amount | None
+    """for the cost of the run, in any currency"""
+    plot: bool
+    """draw the winner's step as plots/gantt.png"""
 
 
 class PlanKeys(TrainKeys):

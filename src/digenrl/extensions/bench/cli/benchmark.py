@@ -62,43 +62,36 @@ Scorer = Callable[[Item, "list[Tensor]"], list[tuple[float, str]]]
 class BenchmarkKeys(Arguments):
     """Arguments of the command line."""
 
-    suite: Literal["geneval", "dpg", "parti", "vbench", "scenes"] = Field(
-        description="scenes: the embedded drawn scenes"
-    )
-    run: RunDirectory | None = Field(
-        None, description="null: the words name an experiment; then step=base"
-    )
-    step: str = Field(
-        "last", pattern=r"^(base|last|\d+)$", description="base, last, or a checkpoint's RL step"
-    )
-    file: str | None = Field(
-        None, description="the suite's published file; null: suites/SUITE/ and its name there"
-    )
-    out: Folder | None = Field(
-        None, description="where images go; null: RUN/benchmark or outputs/benchmark/EXPERIMENT"
-    )
-    samples: int | None = Field(
-        None, ge=1, description="images of each prompt; null: as the suite asks"
-    )
-    prompts: int | None = Field(None, ge=1, description="only the first so many; null: all")
-    seed: int = Field(1234, ge=0, description="of the noise, the same for base and checkpoint")
-    detector: Folder | None = Field(
-        None, description="geneval: a transformers object detector; null: images alone"
-    )
-    colours: Folder | None = Field(None, description="geneval: the CLIP model that tells colours")
-    threshold: float = Field(0.3, ge=0, le=1, description="geneval: only detections above count")
-    counting_threshold: float = Field(
-        0.9, ge=0, le=1, description="geneval: the same for prompts that count"
-    )
-    max_overlap: float = Field(
-        1.0, ge=0, le=1, description="geneval: of boxes that overlap more the surest stays"
-    )
-    reward: str | None = Field(
-        None, description="option of the group `reward` that scores the images; null: the rules"
-    )
-    ranks: int | None = Field(
-        None, ge=1, description="processes that share the prompts; null: one for each GPU"
-    )
+    suite: Literal["geneval", "dpg", "parti", "vbench", "scenes"]
+    """scenes: the embedded drawn scenes"""
+    run: RunDirectory | None = None
+    """null: the words name an experiment; then step=base"""
+    step: str = Field("last", pattern=r"^(base|last|\d+)$")
+    """base, last, or a checkpoint's RL step"""
+    file: str | None = None
+    """the suite's published file; null: suites/SUITE/ and its name there"""
+    out: Folder | None = None
+    """where images go; null: RUN/benchmark or outputs/benchmark/EXPERIMENT"""
+    samples: int | None = Field(None, ge=1)
+    """images of each prompt; null: as the suite asks"""
+    prompts: int | None = Field(None, ge=1)
+    """only the first so many; null: all"""
+    seed: int = Field(1234, ge=0)
+    """of the noise, the same for base and checkpoint"""
+    detector: Folder | None = None
+    """geneval: a transformers object detector; null: images alone"""
+    colours: Folder | None = None
+    """geneval: the CLIP model that tells colours"""
+    threshold: float = Field(0.3, ge=0, le=1)
+    """geneval: only detections above count"""
+    counting_threshold: float = Field(0.9, ge=0, le=1)
+    """geneval: the same for prompts that count"""
+    max_overlap: float = Field(1.0, ge=0, le=1)
+    """geneval: of boxes that overlap more the surest stays"""
+    reward: str | None = None
+    """option of the group `reward` that scores the images; null: the rules"""
+    ranks: int | None = Field(None, ge=1)
+    """processes that share the prompts; null: one for each GPU"""
 
 
 @dataclass(frozen=True)

@@ -49,25 +49,18 @@ class NoWeights(RuntimeError):
 class ExportKeys(Arguments):
     """Arguments of the command line."""
 
-    run: RunDirectory = Field(description="with a whole checkpoint")
-    out: Folder | None = Field(None, description="where to write; null: RUN/export")
-    weights: Literal["evaluated", "trained", "average"] = Field(
-        "evaluated",
-        description="evaluated: the moving average where the run keeps one, else the trained ones",
-    )
-    format: Literal["diffusers", "comfyui", "kohya"] = Field(
-        "diffusers",
-        description="comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those",
-    )
-    merge: bool = Field(
-        False,
-        description="the adapter added to the base's weights, in their dtype, as transformer/",
-    )
-    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = Field(
-        None,
-        description="model repository of the hub to upload the folder to; made private if new; "
-        "null: nowhere",
-    )
+    run: RunDirectory
+    """with a whole checkpoint"""
+    out: Folder | None = None
+    """where to write; null: RUN/export"""
+    weights: Literal["evaluated", "trained", "average"] = "evaluated"
+    """evaluated: the moving average where the run keeps one, else the trained ones"""
+    format: Literal["diffusers", "comfyui", "kohya"] = "diffusers"
+    """comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those"""
+    merge: bool = False
+    """the adapter added to the base's weights, in their dtype, as transformer/"""
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """model repository of the hub to upload the folder to; made private if new; null: nowhere"""
 
 
 def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:

@@ -33,15 +33,12 @@ TOKEN = "DIGENRL_RUN_TOKEN"
 class JoinKeys(Arguments):
     """Keys of the command line."""
 
-    run: RunDirectory = Field(
-        description="that is running; or a copy of its config.yaml and access.json"
-    )
-    address: str | None = Field(
-        None, description="HOST:PORT of its store; null: as access.json says"
-    )
-    device: int = Field(
-        0, ge=0, description="number of the GPU to take, of those that this process sees"
-    )
+    run: RunDirectory
+    """that is running; or a copy of its config.yaml and access.json"""
+    address: str | None = None
+    """HOST:PORT of its store; null: as access.json says"""
+    device: int = Field(0, ge=0)
+    """number of the GPU to take, of those that this process sees"""
 
 
 class Failed(RuntimeError):

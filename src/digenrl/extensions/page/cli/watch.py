@@ -22,8 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import Field
-
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.config.schema import AtLeast1, Port, Positive
 from digenrl.extensions.page import html
@@ -46,13 +44,14 @@ with the run."""
 class WatchKeys(Arguments):
     """Arguments of the command line."""
 
-    run: RunDirectory = Field(description="finished, crashed or still running")
-    port: Port | None = Field(None, description="to listen on; null: any that is free")
-    refresh_s: Positive | None = Field(
-        None,
-        description="seconds between two drawings, at least; null: ten times as long as one takes",
-    )
-    log_kib: AtLeast1 = Field(16, description="KiB of each rank's log that are shown, from its end")
+    run: RunDirectory
+    """finished, crashed or still running"""
+    port: Port | None = None
+    """to listen on; null: any that is free"""
+    refresh_s: Positive | None = None
+    """seconds between two drawings, at least; null: ten times as long as one takes"""
+    log_kib: AtLeast1 = 16
+    """KiB of each rank's log that are shown, from its end"""
 
 
 class Live:

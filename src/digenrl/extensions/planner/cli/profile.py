@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.help import Arguments, command_help, read_arguments
@@ -43,9 +41,8 @@ UNITS = {
 class ProfileKeys(Arguments):
     """Keys that the command has beside the keys of a run."""
 
-    pool: str | None = Field(
-        None, description="pool of the profile that this machine stands for, where it has several"
-    )
+    pool: str | None = None
+    """pool of the profile that this machine stands for, where it has several"""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.schema import AtLeast1, File, Positive, Share
 
@@ -33,19 +31,20 @@ if TYPE_CHECKING:  # torch is imported only when the settings are read
 class PretrainSettings(Arguments):
     """Settings of the command line."""
 
-    base: File | None = Field(
-        None, description="where the base model is written; null: the committed file"
-    )
-    judges: File | None = Field(
-        None, description="where the judges are written; null: the committed file"
-    )
-    wrong_captions: Share = Field(
-        0.45, description="share of the captions that name a random digit"
-    )
-    steps: AtLeast1 = Field(1500, description="optimizer steps of the base model")
-    batch: AtLeast1 = Field(128, description="images of a step")
-    lr: Positive = Field(2e-3, description="learning rate at its peak")
-    seed: int = Field(0, description="of noise, captions and initial weights")
+    base: File | None = None
+    """where the base model is written; null: the committed file"""
+    judges: File | None = None
+    """where the judges are written; null: the committed file"""
+    wrong_captions: Share = 0.45
+    """share of the captions that name a random digit"""
+    steps: AtLeast1 = 1500
+    """optimizer steps of the base model"""
+    batch: AtLeast1 = 128
+    """images of a step"""
+    lr: Positive = 2e-3
+    """learning rate at its peak"""
+    seed: int = 0
+    """of noise, captions and initial weights"""
 
 
 def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:

@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
 from digenrl.config.help import Arguments, own_command
 from digenrl.config.schema import AtLeast0, AtLeast1, File, Positive, Share
 from digenrl.extensions.tasks.cli.pretrain import sampled, save
@@ -44,32 +42,30 @@ the settings' rate."""
 class Settings(Arguments):
     """Settings of the command line."""
 
-    task: Literal["scenes", "edits"] = Field(
-        "scenes", description="whose base model; scenes: and the judge"
-    )
-    base: File | None = Field(
-        None, description="where the base model is written; null: the committed file"
-    )
-    judge: File | None = Field(
-        None, description="where the judge is written; null: the committed file"
-    )
-    wrong_captions: Share = Field(
-        0.2, description="share of the captions that are wrong in one word, or of the edits"
-    )
-    wrong_from: AtLeast0 = Field(
-        0, description="step before which half as many are wrong, so that words are learned"
-    )
-    steps: AtLeast1 = Field(3200, description="optimizer steps of the base model")
-    decay_steps: AtLeast1 | None = Field(
-        None, description="of the base, over which the rate falls; null: all"
-    )
-    judge_steps: AtLeast1 = Field(2400, description="optimizer steps of the judge")
-    batch: AtLeast1 = Field(64, description="pictures of a step of the base model")
-    lr: Positive = Field(2e-3, description="learning rate at its peak, of what Muon does not train")
-    seed: int = Field(0, description="of scenes, noise, captions and initial weights")
-    budget_s: Positive | None = Field(
-        None, description="seconds until the base is put away for later; null: none"
-    )
+    task: Literal["scenes", "edits"] = "scenes"
+    """whose base model; scenes: and the judge"""
+    base: File | None = None
+    """where the base model is written; null: the committed file"""
+    judge: File | None = None
+    """where the judge is written; null: the committed file"""
+    wrong_captions: Share = 0.2
+    """share of the captions that are wrong in one word, or of the edits"""
+    wrong_from: AtLeast0 = 0
+    """step before which half as many are wrong, so that words are learned"""
+    steps: AtLeast1 = 3200
+    """optimizer steps of the base model"""
+    decay_steps: AtLeast1 | None = None
+    """of the base, over which the rate falls; null: all"""
+    judge_steps: AtLeast1 = 2400
+    """optimizer steps of the judge"""
+    batch: AtLeast1 = 64
+    """pictures of a step of the base model"""
+    lr: Positive = 2e-3
+    """learning rate at its peak, of what Muon does not train"""
+    seed: int = 0
+    """of scenes, noise, captions and initial weights"""
+    budget_s: Positive | None = None
+    """seconds until the base is put away for later; null: none"""
 
 
 def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:

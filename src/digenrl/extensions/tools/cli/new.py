@@ -43,8 +43,10 @@ class NewKeys(Arguments):
     """What the command line asks for."""
 
     kind: str = Field(description=" | ".join(KINDS))
-    name: str = Field(description="small letters, digits and _, a letter first")
-    out: Folder = Field(Path(), description="where to write")
+    name: str
+    """small letters, digits and _, a letter first"""
+    out: Folder = Path()
+    """where to write"""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,7 +23,8 @@ class PromptsKeys(Arguments):
     """What the command line asks for."""
 
     name: str = Field(description=" | ".join(SETS))
-    folder: Folder = Field(Path("prompts"), description="where a folder of each set is")
+    folder: Folder = Path("prompts")
+    """where a folder of each set is"""
 
 
 def main(words: Sequence[str]) -> int:
