@@ -23,7 +23,7 @@ WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train prompts encode resume join replay sweep plan bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
-        pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels
+        pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
 @test -n "$($(1))" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
@@ -146,6 +146,14 @@ $(SITE)/.stamp: $(wildcard $(WHEELS)/*.whl)
 	@rm -rf $(SITE)
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target $(SITE) $^ >&2
 	@touch $@
+
+device: $(STAMP)  ## A strict second device on the CPU (tests/device, needs g++), and a run on it. ARGS=all: the slow tests too
+ifeq ($(ARGS),all)
+	@$(PY) -m pytest -q -m "not cluster" tests/device
+else
+	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" tests/device $(ARGS)
+	@$(PY) -m pytest -q -m "" tests/device/test_on_the_device.py -k launcher
+endif
 
 gpu-wheels:  ## Collect in .whl/ what a GPU machine without a network lacks (under 60 MiB); `make gpu` there uses it
 	@rm -rf $(WHEELS)

@@ -4,10 +4,13 @@ the device."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.device.environment import run_pytest
+from tests.device.environment import python, run_pytest
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -32,3 +35,21 @@ def test_the_tests_for_gpus() -> None:
     """All but Inductor's test and the clock's, whose matrices take a processor minutes."""
     left_out = "not compiled and not the_clock"
     passed("-m", "gpu", "tests/gpu/test_policies.py", "-k", left_out)
+
+
+def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]:
+    """The trained weights of a run that the command `train` starts; `devices=0`: on the CPU."""
+    asked = ("-m", "digenrl.cli.train", f"output_root={out}", *words)
+    done = python(*asked, timeout=300.0, devices=devices)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return load_file(Path(done.stdout.split()[-1]) / "checkpoints/last/policy.safetensors")
+
+
+@pytest.mark.slow
+def test_the_first_run_through_the_launcher(tmp_path: Path) -> None:
+    """The attention's products round otherwise than the CPU's fused ones, hence no bit-equality."""
+    words = ("max_rl_steps=2", "logger=none", "~callbacks.evaluation")
+    found, wanted = (started(tmp_path / str(n), *words, devices=n) for n in (2, 0))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-4)
