@@ -20,7 +20,10 @@ runs; the notebooks (`notebooks/`) have more.
 CONTENTS = {
     "digenrl": ("digenrl/api.py", ("load_run", "sample", "score", "plan", "rl_loop")),
     "What they return: `digenrl.api`": ("digenrl/api.py", ("LoadedRun", "Scored")),
-    "RL steps in this process: `digenrl.one_process`": ("digenrl/one_process.py", ("Loop",)),
+    "RL steps in this process: `digenrl.extensions.workbench.loop`": (
+        "digenrl/extensions/workbench/loop.py",
+        ("Loop",),
+    ),
     "Pictures of an evaluation: `digenrl.report.pictures`": (
         "digenrl/report/pictures.py",
         ("Samples",),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import digenrl
-from digenrl.cli.evaluate import NoCheckpoint
+from digenrl.api import NoCheckpoint
 from digenrl.data import load_prompts
 from tests.extensions.export.test_export import make_run
 from tests.report.synthetic import write_run

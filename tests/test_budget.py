@@ -54,7 +54,7 @@ class Room:
 LOOSE = (
     "accelerator types run parts data devices api settle advisor extension hardware facts recompute images "
     "display "
-    "one_process __init__ __main__"
+    "__init__ __main__"
 )
 """Files of the core that stand beside the rooms."""
 CORE = tuple(
@@ -110,6 +110,7 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
+    "extensions/workbench": Room(230, ("extensions/workbench",)),
     "reward_models": Room(1500, ("reward_models",)),
     "hot path": Room(7500, HOT_PATH, ceiling=7439),
     "core": Room(

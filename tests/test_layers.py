@@ -187,7 +187,6 @@ def test_every_room_has_a_rule() -> None:
         "cli",
         "run",
         "parts",
-        "one_process",
         "advisor",
         "settle",
         "__init__",

@@ -195,7 +195,7 @@ def _by_command(ran: Path) -> dict[str, Any]:
     evil = (
         f"+callbacks.evil={{_target_: tempfile.mkdtemp, dir: '{ran.parent}', prefix: '{ran.name}'}}"
     )
-    return {"_target_": "digenrl.cli.encode.main", "words": ["allow_targets=[tempfile]", evil]}
+    return {"_target_": "digenrl.cli.report.main", "words": ["allow_targets=[tempfile]", evil]}
 
 
 @pytest.mark.parametrize("attack", [_by_lightning, _by_command])

@@ -17,15 +17,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.extension import extension
@@ -35,8 +37,23 @@ from digenrl.report.read_run import Run, read_run
 from digenrl.report.summary import build_summary
 
 if TYPE_CHECKING:
-    from digenrl.one_process import Loop
     from digenrl.types import Prompt
+
+
+MIRRORS = {
+    "data.heldout": "callbacks.evaluation.heldout_prompts",
+    "sampling.eval.steps": "callbacks.evaluation.steps",
+    "sampling.guidance_scale": "model.guidance_scale",
+    "sampling.height": "model.height",
+    "sampling.width": "model.width",
+    "sampling.frames": "model.frames",
+}
+"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved
+there."""
+
+
+class NoCheckpoint(RuntimeError):
+    """The run has no whole checkpoint to evaluate."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +140,9 @@ def sample(
 
     Raises:
         ConfigError: no such run, or words that do not fit.
-        digenrl.cli.evaluate.NoCheckpoint: weights="last", but the run has no whole checkpoint.
+        NoCheckpoint: weights="last", but the run has no whole checkpoint.
     """
-    from digenrl.cli.evaluate import last_checkpoint, mirrored, restore
-    from digenrl.config.stored import read_stored
-
-    directory = run.path if isinstance(run, LoadedRun) else Path(run)
-    changes = mirrored(read_stored(directory, "run")[0], words)
-    composed = configuration.load(changes, stored=directory)
+    composed = changed_run(run.path if isinstance(run, LoadedRun) else Path(run), words)
     checkpoint, rl_step = last_checkpoint(composed.run_dir) if weights == "last" else (None, 0)
 
     import torch
@@ -211,30 +223,21 @@ def plan(*words: str) -> dict[str, Any]:
     return content
 
 
-def rl_loop(*words: str) -> Loop:
+def rl_loop(*words: str) -> Any:
     """RL steps in this process, without launcher, Strategy and Trainer: for notebooks and
-    debuggers. Nothing is written.
+    debuggers. Nothing is written. Returns a `digenrl.extensions.workbench.loop.Loop`.
 
     Args:
         words: of `make train`, such as `experiment=digits_flowgrpo`.
 
     Raises:
         ConfigError: words that do not fit.
-        ValueError: a word of `one_process.ALONE`, which the loop sets; or more than the profile's
-            GPU has memory for.
+        ValueError: a word that the loop sets otherwise; or more than the profile's GPU has memory
+            for; or the extension `workbench` is not installed.
     """
-    from digenrl.one_process import ALONE, Loop
-    from digenrl.settle import settled, with_task_size
-
-    fixed = dict(word.split("=") for word in ALONE)
-    for key, _, value in (word.partition("=") for word in words):
-        if fixed.get(key, value) != value:
-            raise ValueError(
-                f"{key}={value}: the loop is one rank that generates and trains, "
-                f"{key}={fixed[key]}."
-            )
-    composed = configuration.load([*words, *ALONE])
-    return Loop(settled(with_task_size(composed), trainers=1, rollouts=0).config)
+    return extension(
+        "digenrl.extensions.workbench.loop.rl_loop", "digenrl.rl_loop", "use digenrl train"
+    )(*words)
 
 
 def as_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
@@ -242,6 +245,55 @@ def as_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
     from digenrl.types import Prompt
 
     return [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def changed_run(run: Path, words: Sequence[str]) -> configuration.Composed:
+    """Return the configuration of the run in directory `run`, changed by `words`. A change of a key
+    in `MIRRORS` is made in both places.
+
+    Raises:
+        ConfigError: there is no such run, or its configuration does not allow a change.
+    """
+    from digenrl.config.stored import read_stored
+
+    stored, found = read_stored(run, "run")[0], list(words)
+    for word in words:
+        key, _, value = word.partition("=")
+        node, _, leaf = MIRRORS.get(key, "").rpartition(".")
+        if leaf and leaf in (OmegaConf.select(stored, node) or {}):
+            found.append(f"{node}.{leaf}={value}")
+    return configuration.load(found, stored=run)
+
+
+def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
+    """Return the newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
+    from digenrl.strategy.checkpoint_io import (
+        CheckpointError,
+        DirectoryCheckpointIO,
+        newest_valid,
+        step_of,
+    )
+
+    try:
+        folder = newest_valid(run_dir / "checkpoints", say=partial(print, file=sys.stderr))
+        return DirectoryCheckpointIO().load_checkpoint(folder), step_of(folder)
+    except CheckpointError as error:
+        raise NoCheckpoint(str(error)) from error
+
+
+def restore(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Give an algorithm's module the weights, averages and counters of a checkpoint.
+
+    Evaluations use the average. A message is printed if the average has not moved yet.
+    """
+    module.load_state_dict(checkpoint["state_dict"], strict=False)
+    module.on_load_checkpoint(checkpoint)
+    if module.ema is not None and module.ema.steps < module.ema.every:
+        print(
+            f"the moving average is still the base model: it follows every {module.ema.every} "
+            f"optimizer steps (algorithm.ema.every), and there were {module.ema.steps}",
+            file=sys.stderr,
+        )
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

@@ -53,7 +53,7 @@ def test_components_are_allowed(name: str) -> None:
         "posix.system",
         "digenrl.__builtins__.eval",
         "digenrl.api.load_run",
-        "digenrl.cli.encode.main",
+        "digenrl.cli.report.main",
         "digenrl.extensions.planner.cli.plan.main",
         "digenrl.config.instantiate",
         "digenrl.config.targets.instantiate",
@@ -70,7 +70,7 @@ def test_what_is_no_component_is_refused(name: str) -> None:
 def test_own_packages_are_never_trusted_whole() -> None:
     """`allow_targets=[digenrl]` looks harmless, and would let a configuration run a command with
     words of its own."""
-    assert not is_allowed("digenrl.cli.encode.main", ["digenrl", "digenrl.cli"])
+    assert not is_allowed("digenrl.cli.report.main", ["digenrl", "digenrl.cli"])
     assert is_allowed("digenrl.extensions.tasks.digits.DigitsPolicy", ["mine"])
 
 
@@ -183,7 +183,7 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "configs").mkdir()
-    evil = ["os.system", "lightning.pytorch.cli.instantiate_class", "digenrl.cli.encode.main"]
+    evil = ["os.system", "lightning.pytorch.cli.instantiate_class", "digenrl.cli.report.main"]
     own = ["digenrl.models.policy.Policy", "reward_models.weights.read_state"]
     nodes = "".join(f"- {{_target_: {name}}}\n" for name in [*evil, *own])
     (tmp_path / "configs" / "mine.yaml").write_text(nodes)

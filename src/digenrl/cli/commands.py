@@ -28,14 +28,8 @@ CORE: dict[str, Command] = {
     "resume": Command(
         "digenrl.cli.train", "continue a run from its last checkpoint: resume RUN", "resume"
     ),
-    "encode": Command("digenrl.cli.encode", "encode the prompts of a run into the prompt store"),
     "report": Command(
         "digenrl.cli.report", "rebuild summary, pictures and report of a run: report RUN", "run"
-    ),
-    "eval": Command(
-        "digenrl.cli.evaluate",
-        "evaluate a run's model again, with other prompts, steps or rewards: eval RUN",
-        "run",
     ),
 }
 

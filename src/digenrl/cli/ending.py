@@ -39,8 +39,7 @@ def stop_grace(config: DictConfig, run_dir: Path) -> float:
         seconds = min(wanted, scheduler_limit(time.time()) / 2)  # the other half is for saving
     print(
         f"stopping after the step in progress, for which there are {seconds:.0f} s; a second "
-        "signal gives it up. "
-        "Finished steps are saved either way.",
+        "signal gives it up. Finished steps are saved either way.",
         file=sys.stderr,
         flush=True,
     )

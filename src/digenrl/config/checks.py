@@ -92,8 +92,7 @@ def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterat
         elif isinstance(value, str) and value and is_secret_name(path):
             yield (
                 f"{path} = {MASK}: a configuration is written to disk and shown in reports; pass "
-                "secrets in the "
-                "environment (WANDB_API_KEY, HF_TOKEN, DIGENRL_REWARD_TOKEN)."
+                "secrets in the environment (WANDB_API_KEY, HF_TOKEN, DIGENRL_REWARD_TOKEN)."
             )
         elif path == "experiment_name" and isinstance(value, str) and redact_text(value) != value:
             yield (
@@ -105,8 +104,7 @@ def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterat
         ):
             yield (
                 f"{path} = {shown(value)}: a reward is sent variables named DIGENRL_... only, so "
-                "that no configuration "
-                "can ask for another secret; put its token into one of those."
+                "that no configuration can ask for another secret; put its token into one of those."
             )
         elif isinstance(value, str) and MASK in value:
             yield (
@@ -160,9 +158,8 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
                 )
                 yield (
                     "data.prompts_per_batch = "
-                    f"{wanted}{f' with data.oversample = {more}' * bool(more)}: "
-                    f"{file.path.name} holds {len(file.records)} different prompts and a batch "
-                    "needs distinct ones"
-                    f"{share}; allowed: 1 .. "
+                    f"{wanted}{f' with data.oversample = {more}' * bool(more)}: {file.path.name} "
+                    f"holds {len(file.records)} different prompts and a batch needs distinct "
+                    f"ones{share}; allowed: 1 .. "
                     f"{int(len(file.records) * sum(weights) / weight)}{' in all' * bool(more)}."
                 )

@@ -147,8 +147,7 @@ def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
             for name in sorted({*names} & {*known.get(group, ())}):
                 yield (
                     f"--config-dir {directory}: {group}/{name}.yaml has the name of an option that "
-                    "is there already; "
-                    "rename it."
+                    "is there already; rename it."
                 )
 
 

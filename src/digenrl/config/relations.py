@@ -86,17 +86,14 @@ def _updates_within(get: _View) -> Iterator[str]:
     if group % updates:
         yield (
             f"algorithm.updates_per_batch = {updates} with data.updates_split = samples: each "
-            "update takes as many "
-            f"samples of every group, so it must divide data.group_size = {group}; allowed: "
-            f"{_divisors(group)}."
+            "update takes as many samples of every group, so it must divide data.group_size = "
+            f"{group}; allowed: {_divisors(group)}."
         )
     elif size != "auto" and group // updates % size:
         yield (
             f"sampling.task_size = {size} with data.updates_split = samples: no task may have "
-            "samples of two updates, "
-            f"and each of the {updates} takes {group // updates} samples of a group; allowed: "
-            "auto, "
-            f"{_divisors(group // updates)}."
+            f"samples of two updates, and each of the {updates} takes {group // updates} samples "
+            f"of a group; allowed: auto, {_divisors(group // updates)}."
         )
 
 
@@ -107,15 +104,13 @@ def _updates(get: _View) -> Iterator[str]:
     if prompts % updates:
         yield (
             f"algorithm.updates_per_batch = {updates}: must divide data.prompts_per_batch = "
-            f"{prompts}; "
-            f"allowed: {_divisors(prompts)}; or data.updates_split=samples, each taking some "
-            "samples of every group."
+            f"{prompts}; allowed: {_divisors(prompts)}; or data.updates_split=samples, each taking "
+            "some samples of every group."
         )
     if (oversample := get("data.oversample")) % updates:
         yield (
             f"data.oversample = {oversample}: each of algorithm.updates_per_batch = {updates} "
-            "takes an equal part of "
-            f"it; allowed: 0, {updates}, {2 * updates}, ..."
+            f"takes an equal part of it; allowed: 0, {updates}, {2 * updates}, ..."
         )
 
 
@@ -128,9 +123,8 @@ def _batch_wide_statistics(get: _View) -> Iterator[str]:
         )
         yield (
             f"algorithm.advantage.{key} = {value} needs every reward of the batch before the first "
-            "gradient, but "
-            f"schedule.gap = {gap} trains groups as they complete; set schedule.gap=0 or "
-            f"algorithm.advantage.{key}={other}."
+            f"gradient, but schedule.gap = {gap} trains groups as they complete; set "
+            f"schedule.gap=0 or algorithm.advantage.{key}={other}."
         )
 
 
@@ -148,14 +142,12 @@ def _scouts(get: _View) -> Iterator[str]:
     if candidates > 1 and get("sampling.same_noise"):
         yield (
             f"sampling.scouts.candidates = {candidates} with sampling.same_noise = true: scouts "
-            "choose among initial "
-            "noises, and there is one; set sampling.same_noise=false."
+            "choose among initial noises, and there is one; set sampling.same_noise=false."
         )
     if candidates > 1 and get("sampling.task_size") < 2:
         yield (
             f"sampling.scouts.candidates = {candidates} with sampling.task_size = 1: a task keeps "
-            "its best and its "
-            "worst samples, and has one; set sampling.task_size to 2 or more."
+            "its best and its worst samples, and has one; set sampling.task_size to 2 or more."
         )
 
 
@@ -163,9 +155,8 @@ def _precision(get: _View) -> Iterator[str]:
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
             f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and "
-            "ratios leave 1; set "
-            "model.dtype (bfloat16, float16, float32, float64), in which both compute, and leave "
-            "trainer.precision=32-true."
+            "ratios leave 1; set model.dtype (bfloat16, float16, float32, float64), in which both "
+            "compute, and leave trainer.precision=32-true."
         )
 
 
@@ -203,8 +194,7 @@ def _shares(get: _View) -> Iterator[str]:
     if isinstance(trainers, int) and len(shares) != trainers:
         yield (
             f"schedule.shares = {shares}: has {len(shares)} entries for allocation.trainers = "
-            f"{trainers}; "
-            "give one for each trainer rank, or schedule.shares=equal."
+            f"{trainers}; give one for each trainer rank, or schedule.shares=equal."
         )
 
 
@@ -213,8 +203,7 @@ def _sharding(get: _View) -> Iterator[str]:
     if sharding in ("hsdp", "fsdp") and trainers == 1:
         yield (
             f"parallel.sharding = {sharding} with allocation.trainers = 1: there is nobody to "
-            "share the weights with; "
-            "set parallel.sharding=ddp or allocation.trainers to 2 or more."
+            "share the weights with; set parallel.sharding=ddp or allocation.trainers to 2 or more."
         )
 
 
@@ -228,8 +217,7 @@ def _shard_group(get: _View) -> Iterator[str]:
         if group != "auto":
             yield (
                 f"parallel.shard_group = {group} with parallel.sharding = {sharding}: only hsdp "
-                "has shard groups; "
-                "set parallel.sharding=hsdp, or parallel.shard_group=auto."
+                "has shard groups; set parallel.sharding=hsdp, or parallel.shard_group=auto."
             )
     elif isinstance(group, int) and isinstance(trainers, int) and trainers % group:
         yield (
@@ -250,17 +238,15 @@ def _context(get: _View) -> Iterator[str]:
     if get("schedule.shares") != "equal":
         yield (
             f"schedule.shares = {get('schedule.shares')} with parallel.context = {context}: "
-            "trainers that share the "
-            "tokens of a forward are equally fast; set schedule.shares=equal, or "
-            "parallel.context=1."
+            "trainers that share the tokens of a forward are equally fast; set "
+            "schedule.shares=equal, or parallel.context=1."
         )
     for name, pool in get("hardware.pools").items():
         node = pool.get("per_node", min(pool.get("count", 1), 8))
         if pool.get("gpu") != "cpu" and pool.get("role", "auto") != "rollout" and node % context:
             yield (
                 f"parallel.context = {context}: the {node} GPUs of a node of hardware.pools.{name} "
-                "do not divide into "
-                f"groups of {context}; allowed: {_divisors(node)}."
+                f"do not divide into groups of {context}; allowed: {_divisors(node)}."
             )
 
 
@@ -270,9 +256,8 @@ def _split_claims(get: _View) -> Iterator[str]:
     if isinstance(rollouts := get("allocation.rollouts"), Mapping):
         yield (
             f"allocation.rollouts = {rollouts} with schedule.claims = split: every rank has its "
-            "part of the tasks, so "
-            "none can join or leave; set schedule.claims=shared, or allocation.rollouts to a "
-            "number."
+            "part of the tasks, so none can join or leave; set schedule.claims=shared, or "
+            "allocation.rollouts to a number."
         )
     if get("schedule.tag"):
         yield (
@@ -283,9 +268,8 @@ def _split_claims(get: _View) -> Iterator[str]:
     if (lost := get("allocation.max_lost_rollouts")) not in ("auto", 0):
         yield (
             f"allocation.max_lost_rollouts = {lost} with schedule.claims = split: nobody takes "
-            "over the part of a rank "
-            "that died; set schedule.claims=shared, or allocation.max_lost_rollouts to 0 or auto "
-            "(which is 0 then)."
+            "over the part of a rank that died; set schedule.claims=shared, or "
+            "allocation.max_lost_rollouts to 0 or auto (which is 0 then)."
         )
 
 
@@ -294,8 +278,7 @@ def _recomputation(get: _View) -> Iterator[str]:
     if isinstance(kept, list) and isinstance(trainers, int) and len(kept) != trainers:
         yield (
             f"model.gradient_checkpointing = {kept}: has {len(kept)} entries for "
-            f"allocation.trainers = {trainers}; "
-            "give one for each trainer rank, or a single value."
+            f"allocation.trainers = {trainers}; give one for each trainer rank, or a single value."
         )
 
 
@@ -311,9 +294,8 @@ def _rank_counts(get: _View) -> Iterator[str]:
     if needed > devices:
         yield (
             f"allocation.trainers = {trainers} and allocation.rollouts = {rollouts}: need {needed} "
-            "ranks, but the "
-            f"hardware profile has {devices} ({summary}); lower one, set it to auto, or choose "
-            "another hardware."
+            f"ranks, but the hardware profile has {devices} ({summary}); lower one, set it to "
+            "auto, or choose another hardware."
         )
         return
     for key, number, role in (("trainers", trainers, "trainer"), ("rollouts", rollouts, "rollout")):
@@ -321,8 +303,7 @@ def _rank_counts(get: _View) -> Iterator[str]:
         if rollouts != 0 and isinstance(number, int) and number > room:
             yield (
                 f"allocation.{key} = {number}: the hardware profile has {room} devices that may be "
-                f"{role}s "
-                f"({summary}); allowed: at most {room}."
+                f"{role}s ({summary}); allowed: at most {room}."
             )
 
 
@@ -333,8 +314,7 @@ def _links(get: _View) -> Iterator[str]:
         if len(pair) < 2 or not pair <= set(pools):
             yield (
                 f"hardware.links.{name}.between = {list(entry['between'])}: does not name two "
-                "pools of the hardware "
-                f"profile; its pools are {', '.join(pools)}."
+                f"pools of the hardware profile; its pools are {', '.join(pools)}."
             )
         elif pair in seen:
             yield (

@@ -79,8 +79,7 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         raise ConfigError(
             [
                 f"{file}: {path} = {shown(value)}: is refused, because a run stores values and no "
-                "interpolations; "
-                "write the value there if you trust the file."
+                "interpolations; write the value there if you trust the file."
                 for path, value in foreign
             ]
         )
@@ -151,9 +150,8 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
             found.setdefault(host, path)
     return [
         f"{path}: names {host}, and this configuration was stored by an earlier run, maybe "
-        "somebody else's; add "
-        f"confirm_hosts=[{','.join(found)}] to the command line (with make: ARGS=...) if data may "
-        "go there."
+        f"somebody else's; add confirm_hosts=[{','.join(found)}] to the command line (with make: "
+        "ARGS=...) if data may go there."
         for host, path in found.items()
     ]
 

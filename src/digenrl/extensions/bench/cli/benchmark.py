@@ -36,9 +36,8 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from digenrl import config as configuration
-from digenrl.cli.evaluate import NoCheckpoint, mirrored, restore
+from digenrl.api import NoCheckpoint, changed_run, restore
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
-from digenrl.config.stored import read_stored
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import replaced, write_json
@@ -175,10 +174,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     print(
         f"{suite.name}: {len(suite.items)} prompts, sha256 {suite.digest}{known}", file=sys.stderr
     )
-    changes = (
-        [*words] if request.run is None else mirrored(read_stored(request.run, "run")[0], words)
-    )
-    composed = configuration.load(changes, stored=request.run)
+    composed = configuration.load(words) if request.run is None else changed_run(request.run, words)
     config, items = composed.config, suite.items[: request.prompts]
     samples = request.samples or suite.kind.samples
     above = (

@@ -43,8 +43,7 @@ def main(words: Sequence[str]) -> int:
     if filled is None:
         print(
             f"nothing to encode: data.prompt_store = {config.data.prompt_store}, and the model is "
-            f"{policy.family}; set "
-            "data.prompt_store=auto, and choose a model with text encoders.",
+            f"{policy.family}; set data.prompt_store=auto, and choose a model with text encoders.",
             file=sys.stderr,
         )
         return configuration.EXIT_CODE

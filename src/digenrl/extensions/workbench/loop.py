@@ -8,7 +8,7 @@ gradient.
 The policy, the rollout engine, the board of the step and the algorithm's LightningModule are those
 of a run; launcher, Strategy and Lightning's Trainer take no part, so that a breakpoint anywhere
 stops everything. Samples, gradients and weights equal those of a run with the same settings on one
-rank (tests/test_rl_loop.py).
+rank (tests/extensions/workbench/test_loop.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.run import engine_of
 from digenrl.schedule import fragments, group_tasks, place
 from digenrl.schedule.claims import Claim
+from digenrl.settle import settled, with_task_size
 from digenrl.strategy import gradients
 from digenrl.transport.cells import Part, StepBoard, pack
 from digenrl.types import Trajectory
@@ -41,6 +42,28 @@ ALONE = (
     "reward.placement=inline",
 )
 """Words of a run that is this process alone."""
+
+
+def rl_loop(*words: str) -> Loop:
+    """Return the loop of a configuration.
+
+    Args:
+        words: of `make train`, such as `experiment=digits_flowgrpo`.
+
+    Raises:
+        ConfigError: words that do not fit.
+        ValueError: another value for a key of `ALONE`; or more than the profile's GPU has memory
+            for.
+    """
+    fixed = dict(word.split("=") for word in ALONE)
+    for key, _, value in (word.partition("=") for word in words):
+        if fixed.get(key, value) != value:
+            raise ValueError(
+                f"{key}={value}: the loop is one rank that generates and trains, "
+                f"{key}={fixed[key]}."
+            )
+    composed = configuration.load([*words, *ALONE])
+    return Loop(settled(with_task_size(composed), trainers=1, rollouts=0).config)
 
 
 class Loop:

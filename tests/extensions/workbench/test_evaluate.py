@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli.evaluate import EvaluateKeys, NoCheckpoint, evaluate, main
+from digenrl.api import NoCheckpoint
 from digenrl.config.help import read_arguments
+from digenrl.extensions.workbench.cli.evaluate import EvaluateKeys, evaluate, main
 from tests.cli.finished import finished_run
 
 
@@ -108,7 +109,7 @@ def test_bad_words_are_refused_in_words(
 
 def test_a_refusal_does_not_import_torch(run_dir: Path) -> None:
     code = (
-        "import sys; from digenrl.cli.evaluate import main; "
+        "import sys; from digenrl.extensions.workbench.cli.evaluate import main; "
         f"assert main(['run={run_dir}', 'data=absent.txt']) == 2; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

@@ -15,33 +15,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
-
 from digenrl import config as configuration
+from digenrl.api import NoCheckpoint, changed_run, last_checkpoint, restore
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.config.stored import read_stored
 from digenrl.rewards.needs import require_weights
 
-MIRRORS = {
-    "data.heldout": "callbacks.evaluation.heldout_prompts",
-    "sampling.eval.steps": "callbacks.evaluation.steps",
-    "sampling.guidance_scale": "model.guidance_scale",
-    "sampling.height": "model.height",
-    "sampling.width": "model.width",
-    "sampling.frames": "model.frames",
-}
-"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved
-there."""
 RESULT = "eval.json"
 PICTURE = "eval.png"
-
-
-class NoCheckpoint(RuntimeError):
-    """The run has no whole checkpoint to evaluate."""
 
 
 class EvaluateKeys(Arguments):
@@ -57,18 +40,6 @@ class EvaluateKeys(Arguments):
     """prompt file; null: the run's own held-out prompts"""
 
 
-def mirrored(stored: DictConfig, words: Sequence[str]) -> list[str]:
-    """Return `words`, each repeated for the key that follows it in the `stored` configuration (see
-    `MIRRORS`)."""
-    found = list(words)
-    for word in words:
-        key, _, value = word.partition("=")
-        node, _, leaf = MIRRORS.get(key, "").rpartition(".")
-        if leaf and leaf in (OmegaConf.select(stored, node) or {}):
-            found.append(f"{node}.{leaf}={value}")
-    return found
-
-
 def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]:
     """Sample, score and write. Return the content of eval.json.
 
@@ -81,9 +52,7 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         ValueError: the run's configuration has no evaluation callback.
     """
     changes = [*([f"data.heldout={request.data}"] if request.data else []), *words]
-    composed = configuration.load(
-        mirrored(read_stored(request.run, "run")[0], changes), stored=request.run
-    )
+    composed = changed_run(request.run, changes)
     for note in composed.notes:
         print(note, file=sys.stderr)
     config = composed.config
@@ -142,50 +111,17 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
     return result
 
 
-def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
-    """Return the newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
-    from digenrl.strategy.checkpoint_io import (
-        CheckpointError,
-        DirectoryCheckpointIO,
-        newest_valid,
-        step_of,
-    )
-
-    try:
-        folder = newest_valid(run_dir / "checkpoints", say=partial(print, file=sys.stderr))
-        return DirectoryCheckpointIO().load_checkpoint(folder), step_of(folder)
-    except CheckpointError as error:
-        raise NoCheckpoint(str(error)) from error
-
-
-def restore(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Give an algorithm's module the weights, averages and counters of a checkpoint.
-
-    Evaluations use the average. A message is printed if the average has not moved yet.
-    """
-    module.load_state_dict(checkpoint["state_dict"], strict=False)
-    module.on_load_checkpoint(checkpoint)
-    if module.ema is not None and module.ema.steps < module.ema.every:
-        print(
-            f"the moving average is still the base model: it follows every {module.ema.every} "
-            "optimizer steps "
-            f"(algorithm.ema.every), and there were {module.ema.steps}",
-            file=sys.stderr,
-        )
-
-
 def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
     """Draw the before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
     from digenrl.report.pictures import Samples, comparison
     from digenrl.report.style import paper_style
 
-    def samples(pictures: Any, step: int) -> Samples:
-        return Samples(
-            step, pictures.media.numpy(), tuple(prompt.text for prompt in pictures.prompts), {}
-        )
-
+    grids = (
+        Samples(step, shown.media.numpy(), tuple(prompt.text for prompt in shown.prompts), {})
+        for step, shown in ((0, before), (rl_step, after))
+    )
     with paper_style():
-        comparison(samples(before, 0), samples(after, rl_step)).savefig(path)
+        comparison(*grids).savefig(path)
 
 
 def table(result: dict[str, Any]) -> str:
