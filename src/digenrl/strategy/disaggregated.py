@@ -258,7 +258,7 @@ class DisaggregatedStrategy(DDPStrategy):
                 self.parts.close()
             tell_unwritten(self.session.run_dir)
         self.engine.close(self.session.limits.leave_s)
-        super().teardown()
+        # Lightning's own would copy the network and the optimizer of every rank to the host.
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -2,10 +2,10 @@
 
 The child, `python -m digenrl.extensions.rewards.process`, is the reward service (`service.py`) on a
 free port of 127.0.0.1, behind a token that only parent and child know. It reads {"node": ...,
-"token": ...} from its standard input and answers {"url": ...} on its standard output, later
-{"error": ...} if the scorer fails. It ends when its standard input ends, so it ends also when the
-parent is killed. It leads a process group of its own, which ends with it: processes that a scorer
-has started do not stay.
+"token": ..., "device": number or null} from its standard input and answers {"url": ...} on its
+standard output, later {"error": ...} if the scorer fails. It ends when its standard input ends,
+so also when the parent is killed. It leads a process group of its own, which ends with it:
+processes that a scorer has started do not stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from torch import Tensor
+from torch.accelerator import device_index
 
+from digenrl import accelerator
 from digenrl.extensions.rewards.client import ClientOptions, RewardClient, Unanswered
 from digenrl.rewards.protocol import (
     Identity,
@@ -127,9 +129,9 @@ class ProcessScorer:
         )
         assert self._child.stdin is not None
         try:
-            print(
-                json.dumps({"node": self._node, "token": token}), file=self._child.stdin, flush=True
-            )
+            # `auto` in the child is this rank's device; torch numbers devices alike in both.
+            asked = {"node": self._node, "token": token, "device": accelerator.current().index}
+            print(json.dumps(asked), file=self._child.stdin, flush=True)
             url = self._told(self._start_s)["url"]
         except (OSError, KeyError) as error:
             self._lost(error, self._start_s)
@@ -193,10 +195,10 @@ class ProcessScorer:
 class _Reporting:
     """Scorer of the child, which reports a failure to the parent and then ends the process."""
 
-    def __init__(self, node: Mapping[str, Any], answers: TextIO) -> None:
-        self._answers = answers
+    def __init__(self, node: Mapping[str, Any], device: int | None, answers: TextIO) -> None:
+        self._device, self._answers = device, answers
         try:
-            with contained(str(node.get("_target_"))):
+            with device_index(self._device), contained(str(node.get("_target_"))):
                 self._scorer = build_scorer(node)
             identity = identity_of(self._scorer)
         except Exception as error:
@@ -205,7 +207,8 @@ class _Reporting:
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         try:
-            with contained(self.model_id):
+            # The service calls from threads of its own, and a new thread begins on device 0.
+            with device_index(self._device), contained(self.model_id):
                 return check_scores(self.model_id, self._scorer(media, prompts), len(prompts))
         except RewardUnavailable:
             raise
@@ -245,7 +248,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a scorer prints belongs to the run's log
-    scorer = _Reporting(asked["node"], answers)
+    scorer = _Reporting(asked["node"], asked["device"], answers)
     try:
         from digenrl.extensions.rewards.service import RewardService, ServiceLimits, serve
     except ImportError as error:
