@@ -253,13 +253,8 @@ def main() -> None:
         from digenrl.extensions.rewards.service import RewardService, ServiceLimits, serve
     except ImportError as error:
         scorer.fail(error)
-    limits = ServiceLimits(
-        _UNBOUNDED,
-        max_samples=1 << 20,
-        max_pixels=_UNBOUNDED,
-        body_s=_UNBOUNDED,
-        score_s=_UNBOUNDED,
-    )
+    most = _UNBOUNDED
+    limits = ServiceLimits(most, max_samples=1 << 20, max_pixels=most, body_s=most, score_s=most)
     service = RewardService(scorer, limits, asked["token"])
     serve(service, "127.0.0.1", 0, lambda url: scorer.tell({"url": url}))
 
