@@ -255,8 +255,12 @@ def main() -> None:
         scorer.fail(error)
     most = _UNBOUNDED
     limits = ServiceLimits(most, max_samples=1 << 20, max_pixels=most, body_s=most, score_s=most)
-    service = RewardService(scorer, limits, asked["token"])
-    serve(service, "127.0.0.1", 0, lambda url: scorer.tell({"url": url}))
+    serve(
+        RewardService(scorer, limits, asked["token"]),
+        "127.0.0.1",
+        0,
+        lambda url: scorer.tell({"url": url}),
+    )
 
 
 if __name__ == "__main__":
