@@ -15,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
-from digenrl.config.compose import KnownKeys, compose_words, merge_words, quoted, with_search_path
+from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import configuration_help, show
-from digenrl.config.schema import REPLAYABLE
-from digenrl.config.stored import REPLAYED, changes, read_stored, unconfirmed_hosts
+from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
+from digenrl.extension import ExtensionMissing, extension
 
 SWEEP_FLAGS = ("-m", "--multirun")
 EXIT_CODE = 2
@@ -54,7 +54,8 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes
     RUN/config.yaml as the base instead, and RUN as the run directory. Only the keys of
     `digenrl.config.schema.RESUMABLE` may then differ from it. `replay=RUN` takes the same base for
-    a new run without rollout ranks, in which those of `REPLAYABLE` may differ.
+    a new run without rollout ranks. `digenrl.extensions.records.settings.REPLAYABLE` has the keys
+    in which it may differ.
 
     Args:
         stored: a run whose config.yaml is the base, to look at what it made. Every key may differ.
@@ -68,6 +69,8 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         path = str(error.filename)
         named = path if len(path) < 300 else f"{path[:300]}..."
         raise ConfigError([f"{named}: {error.strerror}."]) from error
+    except ExtensionMissing as error:
+        raise ConfigError([str(error)]) from error
 
 
 def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Composed:
@@ -92,7 +95,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     if run is None and replayed is not None:
         tree, completed = read_stored(replayed, "replay")
         base, _ = resolved(tree)
-        found = _turn_into_replay(tree, replayed, words, config_name)
+        found = _of_records("turn_into_replay", replayed)(tree, replayed, words, config_name)
         run_dir = _run_dir()
     elif run is None:
         tree, found = compose_words(words, config_name)
@@ -122,7 +125,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         if resumed is not None:
             problems += changes(base, plain)
         elif replayed is not None and run is None:
-            problems += changes(base, plain, REPLAYABLE, REPLAYED)
+            problems += _of_records("changes_of_replay", replayed)(base, plain)
     if problems:
         raise ConfigError(problems)
     for holder, key in _prompt_files(plain["data"]):
@@ -143,19 +146,10 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     )
 
 
-def _turn_into_replay(
-    tree: DictConfig, replayed: Path, words: Sequence[str], config_name: str
-) -> list[str]:
-    """Change the stored configuration of `replayed` into that of a run that replays it. Return
-    what is wrong with the words."""
-    own = {"allocation.rollouts": 0, "record.trajectories": False, "replay": str(replayed)}
-    for key, value in own.items():
-        OmegaConf.update(tree, key, value)
-    of_hydra = [word for word in words if word.startswith("hydra.")]
-    others = [word for word in words if not word.startswith("hydra.")]
-    found = merge_words(tree, others, config_name, groups=True)
-    named = [f"{key}={quoted(str(tree[key]))}" for key in ("experiment_name", "output_root")]
-    return [*found, *compose_words([*named, *of_hydra], config_name)[1]]
+def _of_records(function: str, replayed: Path) -> Any:
+    """Return a function of the extension `records`, for the configuration of a replay."""
+    target = f"digenrl.extensions.records.settings.{function}"
+    return extension(target, f"replay = {replayed}", "leave replay out")
 
 
 def _only_on_the_command_line(

@@ -137,20 +137,6 @@ def _same_noise(get: _View) -> Iterator[str]:
         )
 
 
-def _scouts(get: _View) -> Iterator[str]:
-    candidates = get("sampling.scouts.candidates")
-    if candidates > 1 and get("sampling.same_noise"):
-        yield (
-            f"sampling.scouts.candidates = {candidates} with sampling.same_noise = true: scouts "
-            "choose among initial noises, and there is one; set sampling.same_noise=false."
-        )
-    if candidates > 1 and get("sampling.task_size") < 2:
-        yield (
-            f"sampling.scouts.candidates = {candidates} with sampling.task_size = 1: a task keeps "
-            "its best and its worst samples, and has one; set sampling.task_size to 2 or more."
-        )
-
-
 def _precision(get: _View) -> Iterator[str]:
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
@@ -167,21 +153,6 @@ def _asynchrony(get: _View) -> Iterator[str]:
             f"schedule.async_steps = {steps} with allocation.rollouts = 0: without rollout ranks "
             "nobody generates "
             "while others train; set allocation.rollouts to 1 or more, or schedule.async_steps=0."
-        )
-
-
-def _replay(get: _View) -> Iterator[str]:
-    if get("replay") is None:
-        return
-    if rollouts := get("allocation.rollouts"):
-        yield (
-            f"allocation.rollouts = {rollouts} with replay: nothing is generated; set "
-            "allocation.rollouts=0."
-        )
-    if get("record.trajectories"):
-        yield (
-            "record.trajectories = true with replay: what it trains is recorded already; leave it "
-            "false."
         )
 
 
@@ -330,10 +301,8 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _updates,
     _batch_wide_statistics,
     _same_noise,
-    _scouts,
     _precision,
     _asynchrony,
-    _replay,
     _shares,
     _sharding,
     _shard_group,

@@ -689,40 +689,6 @@ RESUMABLE: tuple[str, ...] = (
 about what watches the run, and where it ends. Every other key is part of what the checkpoint was
 trained with, and keeps its value."""
 
-REPLAYABLE: tuple[str, ...] = (
-    *(key for key in RESUMABLE if key not in ("sampling.task_size", "reward.placement")),
-    "experiment_name",
-    "output_root",
-    "resume",
-    "replay",
-    "strategy",
-    "trainer",
-    "parallel",
-    "data.zero_variance_groups",
-    "data.updates_split",
-    "sampling.eval",
-    "model.keep_reference",
-    "reward.heldout",
-    "reward.placement",
-    "reward.rewards.*.weight",
-    "algorithm._target_",
-    "algorithm.surrogate",
-    "algorithm.clip_range",
-    "algorithm.kl_weight",
-    "algorithm.kl_kind",
-    "algorithm.step_weight",
-    "algorithm.detach_uncond",
-    "algorithm.ratio_bound",
-    "algorithm.advantage",
-    "algorithm.optimizer",
-    "algorithm.updates_per_batch",
-    "algorithm.max_grad_norm",
-    "algorithm.ema",
-)
-"""Keys and groups in which a replay may differ from the run that it replays. These keys decide what
-happens to a finished sample. Every other key decided about the samples themselves (`*` stands for
-any name)."""
-
 
 @cache
 def schema_of(config_name: str) -> type[Closed]:

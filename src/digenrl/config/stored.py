@@ -32,7 +32,6 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
 """A whole value HOST:PORT, as in `ray.address`; `cuda:0` is a device."""
 _RESUMED = "a resumed run keeps what its checkpoint was trained with"
-REPLAYED = "the record holds what was sampled with the stored value"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 
 

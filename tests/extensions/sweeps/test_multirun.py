@@ -79,7 +79,6 @@ def test_jobs_run_apart_and_a_failure_leaves_a_row(
         for file in sorted((tmp_path / "out").glob("job-*/summary.json"))
     ]
     assert len({summary["pid"] for summary in summaries}) == 2
-    assert (tmp_path / "out" / "sweep.png").stat().st_size > 1000
     assert "lost the device" in "\n".join(lines)
 
 

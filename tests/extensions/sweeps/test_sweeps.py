@@ -120,5 +120,4 @@ def test_the_ablation_ends_in_one_table_and_a_plot(tmp_path: Path) -> None:
     assert len({round(float(value), 4) for value in on_policy}) == 1, (
         "the same seeds give the same first batch"
     )
-    assert (directory / "sweep.png").stat().st_size > 1000
     assert all(name in out for name in ("step_s", "samples_per_s", "staleness_max"))

@@ -1,6 +1,7 @@
 """Recorded trajectories, and training from them."""
 
 from digenrl.cli.commands import Command
+from digenrl.extensions.records.settings import replay_problems
 
 COMMANDS = {
     "replay": Command(
@@ -9,3 +10,4 @@ COMMANDS = {
         "replay",
     ),
 }
+RULES = (replay_problems,)

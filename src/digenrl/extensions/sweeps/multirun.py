@@ -77,7 +77,7 @@ def sweep(argv: Sequence[str], config_name: str = "train", module: str = "digenr
     completed).
 
     Standard output has one line per job, the table, and as the last line the sweep's directory. The
-    directory holds a run directory and a log for each job, sweep.csv, sweep.json and sweep.png. The
+    directory holds a run directory and a log for each job, sweep.csv and sweep.json. The
     files are written before and after every job, so that a killed sweep keeps what it has. `--cfg`
     prints the configuration of every job instead.
     """
@@ -103,17 +103,17 @@ def sweep(argv: Sequence[str], config_name: str = "train", module: str = "digenr
                     flush=True,
                 )
                 job.status = "running"
-                write_tables(sweep_dir, jobs, plot=False)
+                write_tables(sweep_dir, jobs)
                 _run(job, [module, config_name], stop)
             print(
                 f"[{job.number + 1}/{len(jobs)}] {_label(job)}: {job.status} in {job.wall_s:.0f} s"
                 + (f" ({job.cause})" if job.cause else ""),
                 flush=True,
             )
-            write_tables(sweep_dir, jobs, plot=False)
+            write_tables(sweep_dir, jobs)
             if stop.number:
                 break
-        print(write_tables(sweep_dir, jobs, plot=True))
+        print(write_tables(sweep_dir, jobs))
     print(sweep_dir)
     return stop.exit_code or int(any(job.status != "completed" for job in jobs))
 

@@ -1,4 +1,4 @@
-"""Write the result of a sweep: sweep.csv and sweep.json, a table for the terminal, and a plot."""
+"""Write the result of a sweep: sweep.csv, sweep.json, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ COLUMNS = (
 )
 """Columns after the swept keys: results of `result_of`, and `ratio`, samples_per_s over that of the
 first completed job."""
-_PLOTTED = ("samples_per_s", "step_s", "heldout_last", "reward_last")
 
 
 @dataclass
@@ -114,8 +113,8 @@ def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
     return table
 
 
-def write_tables(sweep_dir: Path, jobs: Sequence[SweepJob], plot: bool) -> str:
-    """Write sweep.csv, sweep.json and, if `plot`, sweep.png; return the table as text."""
+def write_tables(sweep_dir: Path, jobs: Sequence[SweepJob]) -> str:
+    """Write sweep.csv and sweep.json; return the table as text."""
     table = rows(jobs)
     names = sorted({name for row in table for name in row if name.startswith("lost:")})
     ends = ["cause", "run"]
@@ -130,8 +129,6 @@ def write_tables(sweep_dir: Path, jobs: Sequence[SweepJob], plot: bool) -> str:
     writer.writerows(table)
     (sweep_dir / "sweep.csv").write_text(text.getvalue(), encoding="utf-8")
     (sweep_dir / "sweep.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    if plot:
-        _plot(sweep_dir / "sweep.png", jobs)
     return _as_text(table, [name for name in names if name != "run"])
 
 
@@ -167,56 +164,3 @@ def _cell(name: str, value: Any) -> str:
         return f"{100 * value:.1f}%"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _plot(path: Path, jobs: Sequence[SweepJob]) -> None:
-    """Draw a bar chart of each figure that at least one job reported, and of the time lost by
-    cause."""
-    shown = [
-        key
-        for key in _PLOTTED
-        if any(isinstance(job.summary.get(key), (int, float)) for job in jobs)
-    ]
-    if not shown:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    labels = [
-        ", ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in job.varied.items())
-        for job in jobs
-    ]
-    lost = [job.summary.get("bubble") or {} for job in jobs]
-    causes = sorted({cause for shares in lost for cause, share in shares.items() if share})
-    panels = len(shown) + bool(causes)
-    size = (3.4 * panels, 1.3 + 0.35 * len(jobs))
-    figure, axes = pyplot.subplots(
-        1, panels, figsize=size, sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, key in zip(axes[0], shown, strict=False):
-        bars = axis.barh(
-            range(len(jobs)), [job.summary.get(key) or 0.0 for job in jobs], color="#4477aa"
-        )
-        texts = [
-            _cell(key, job.summary.get(key)) if job.summary.get(key) else job.status for job in jobs
-        ]
-        axis.bar_label(bars, texts, padding=3, fontsize=8)
-        axis.margins(x=0.22)
-        axis.set_xlabel(key)
-    if causes:
-        left = [0.0] * len(jobs)
-        for number, cause in enumerate(causes):
-            widths = [100 * shares.get(cause, 0.0) for shares in lost]
-            colour = pyplot.get_cmap("YlOrRd")((number + 1) / (len(causes) + 1))
-            axes[0][-1].barh(
-                range(len(jobs)), widths, left=left, color=colour, label=cause.replace("_", " ")
-            )
-            left = [base + width for base, width in zip(left, widths, strict=True)]
-        axes[0][-1].set_xlabel("% of all ranks' time lost")
-        axes[0][-1].legend(fontsize=7)
-    axes[0][0].set_yticks(range(len(jobs)), labels)
-    axes[0][0].invert_yaxis()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
