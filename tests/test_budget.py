@@ -110,6 +110,7 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
+    "extensions/terminal": Room(80, ("extensions/terminal",)),
     "extensions/workbench": Room(230, ("extensions/workbench",)),
     "reward_models": Room(1500, ("reward_models",)),
     "hot path": Room(7500, HOT_PATH, ceiling=7438),

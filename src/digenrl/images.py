@@ -154,17 +154,14 @@ def examine(content: bytes, limits: ImageLimits) -> None:
                 )
             if getattr(picture, "n_frames", 1) > 1:
                 raise ImageError("is an animation; save one picture of it.")
-            picture.draft(
-                "RGB", (picture.width // 8, picture.height // 8)
-            )  # JPEG: read to its end, at an eighth
+            # A JPEG is read to its end, at an eighth of its size.
+            picture.draft("RGB", (picture.width // 8, picture.height // 8))
             picture.load()
     except ImageError:
         raise
     except Image.UnidentifiedImageError as error:
         raise ImageError(f"is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
-    except (
-        Image.DecompressionBombError
-    ) as error:  # Pillow's own bound, above which it opens nothing
+    except Image.DecompressionBombError as error:  # above Pillow's own bound
         raise ImageError(f"has far too many pixels ({error}).") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
         raise ImageError(f"is broken ({' '.join(str(error).split())[:120]}).") from error

@@ -22,7 +22,7 @@ from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.config import Composed, prepare_run_dir_or_exit
 from digenrl.data import PromptData
-from digenrl.display import Display
+from digenrl.display import Display, display
 from digenrl.record.run_dir import METRICS, POISON, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
@@ -154,7 +154,7 @@ class _Shown:
 
     def tick(self, states: Callable[[], dict[int, str]]) -> None:
         """Show what is new. The display is made with the first tick, when all ranks are forked."""
-        self._display = self._display or Display(self._run_dir, self._steps, states)
+        self._display = self._display or display(self._run_dir, self._steps, states)
         self._display.poll()
 
     def end(self) -> None:

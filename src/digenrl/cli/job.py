@@ -60,11 +60,10 @@ class Job:
     @property
     def max_lost(self) -> int | None:
         """Rollouts that may die; None: all."""
-        if (
-            self.composed.config.schedule.claims == "split"
-        ):  # nobody may claim the part of a rank that died
+        config = self.composed.config
+        if config.schedule.claims == "split":  # nobody may claim the part of a rank that died
             return 0
-        most = self.composed.config.allocation.max_lost_rollouts
+        most = config.allocation.max_lost_rollouts
         return None if most == "auto" else int(most)
 
     @property

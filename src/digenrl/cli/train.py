@@ -47,11 +47,8 @@ def train(words: list[str], signals: StopSignals) -> int:
     # torch loads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from digenrl.cli import (  # torch and Lightning load here, once, before the ranks are forked
-        ending,
-        job,
-        start,
-    )
+    # torch and Lightning load here, once, before the ranks are forked.
+    from digenrl.cli import ending, job, start
 
     try:
         settled = job.settle(composed)
@@ -59,9 +56,8 @@ def train(words: list[str], signals: StopSignals) -> int:
     except job.NotStarted as refusal:
         return refusal.said()
     if settled.reports:
-        signals.leave_after(
-            1, 1, str(run_dir)
-        )  # the report is finished, unless it is asked for twice
+        # The report is finished, unless it is asked for twice.
+        signals.leave_after(1, 1, str(run_dir))
         ending.report(run_dir, outcome, settled.attempt)
         print(run_dir, flush=True)
     return outcome.exit_code or signals.exit_code

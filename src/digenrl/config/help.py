@@ -108,9 +108,8 @@ def show(page: str) -> None:
     try:
         print(page, flush=True)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes once more as it exits
+        # Python flushes once more as it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str:

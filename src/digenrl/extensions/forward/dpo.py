@@ -64,8 +64,7 @@ class DPO(PolicyModule):
         if beta <= 0 or pairs < 1 or (reference_every is not None and reference_every < 1):
             raise ValueError(
                 "DPO needs beta > 0, pairs >= 1 and reference_every >= 1 or null, got "
-                f"beta={beta}, pairs={pairs}, "
-                f"reference_every={reference_every}"
+                f"beta={beta}, pairs={pairs}, reference_every={reference_every}"
             )
         self.seed, self.beta, self.pairs, self.reference_every = seed, beta, pairs, reference_every
         self._reference = self.copies["reference"] = (
@@ -79,8 +78,7 @@ class DPO(PolicyModule):
         if 2 * self.pairs > block.samples:
             raise ValueError(
                 f"algorithm.pairs={self.pairs} needs at least {2 * self.pairs} samples in a task, "
-                f"got {block.samples}: "
-                "raise sampling.task_size or lower algorithm.pairs"
+                f"got {block.samples}: raise sampling.task_size or lower algorithm.pairs"
             )
         order = advantages.argsort(descending=True, stable=True).tolist()
         chosen, rejected = order[: self.pairs], order[::-1][: self.pairs]

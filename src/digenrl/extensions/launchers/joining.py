@@ -74,16 +74,14 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
     except NotOfThisRun as error:
         raise ValueError(
             f"the token is not that of the run at {request.place}: take "
-            f"{request.run_dir}/access.json anew from the "
-            "run's directory (each start of a run has a token of its own), or set "
-            "DIGENRL_RUN_TOKEN to what is in it."
+            f"{request.run_dir}/access.json anew from the run's directory (each start of a run has "
+            "a token of its own), or set DIGENRL_RUN_TOKEN to what is in it."
         ) from error
     except (OSError, StoreLost) as error:
         raise ValueError(
             f"no run answers at {request.place} ({error}): it has ended, or this machine does not "
-            "reach it. A run on "
-            "one "
-            "machine listens on loopback unless it was started with network.interface=NAME."
+            "reach it. A run on one machine listens on loopback unless it was started with "
+            "network.interface=NAME."
         ) from error
     if cause is not None or any(end is not None for end in ends):
         raise ValueError(
@@ -94,8 +92,7 @@ def credentials_of(request: JoinRequest) -> Mapping[str, Any]:
     if not found:
         raise ValueError(
             f"the run at {request.place} takes nobody in: it is colocated, or has "
-            "schedule.claims=split. Start it with "
-            "rollouts and schedule.claims=shared."
+            "schedule.claims=split. Start it with rollouts and schedule.claims=shared."
         )
     return found
 

@@ -219,8 +219,7 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
         f"{booking.evaluations} "
         f"evaluations by {evaluators}): {booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
         f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if "
-        "durations vary by 5%, "
-        f"{winner.slow_rank_s:.2f} s if one rank is 15% slower.",
+        f"durations vary by 5%, {winner.slow_rank_s:.2f} s if one rank is 15% slower.",
     ]
     found = sensitivity(plan, asynchronous)
     other = (
@@ -325,8 +324,7 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
     idle = plan.costing.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
     return [
         f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound "
-        f"({plan.bound_s:.2f} s); "
-        f"what separates them: {causes}.",
+        f"({plan.bound_s:.2f} s); what separates them: {causes}.",
         why,
         "All GPUs work." if idle == 0 else f"{idle} GPUs stay idle.",
     ]

@@ -134,8 +134,7 @@ class Recorded:
         if not self.steps:
             raise TrajectoryError(
                 f"replay = {self.run_dir}: has no trajectories from RL step 0 on; name a run that "
-                "was made with "
-                "record.trajectories=true."
+                "was made with record.trajectories=true."
             )
         if steps > self.steps:
             raise TrajectoryError(
@@ -145,23 +144,20 @@ class Recorded:
         first = self.ranks[0][0]
         if means and not first["means"]:
             raise TrajectoryError(
-                "algorithm.surrogate: needs the means of the rollout's transitions, which replay "
-                f"= {self.run_dir} "
-                "does not hold; record with a surrogate that needs them (grpo_guard, dppo), or "
-                "take another one."
+                "algorithm.surrogate: needs the means of the rollout's transitions, which replay = "
+                f"{self.run_dir} does not hold; record with a surrogate that needs them "
+                "(grpo_guard, dppo), or take another one."
             )
         if final != first["final"]:
             raise TrajectoryError(
                 f"algorithm: {'needs' if final else 'does not train on'} clean latents, and replay "
-                f"= {self.run_dir} "
-                f"holds {'transitions' if final else 'clean latents'}; keep the record's "
-                "algorithm._target_."
+                f"= {self.run_dir} holds {'transitions' if final else 'clean latents'}; keep the "
+                "record's algorithm._target_."
             )
         if unknown := sorted(set(rewards) - set(first["rewards"])):
             raise TrajectoryError(
                 f"reward.rewards: {', '.join(unknown)} is not in replay = {self.run_dir}, which "
-                "holds the scores of "
-                f"{', '.join(first['rewards'])}."
+                f"holds the scores of {', '.join(first['rewards'])}."
             )
 
     def read(self, rank: int, step: int) -> memoryview:
@@ -178,8 +174,7 @@ class Recorded:
         if (len(data), xxhash.xxh3_64_hexdigest(data)) != (row["bytes"], row["xxh3"]):
             raise TrajectoryError(
                 f"{path} is damaged: it is not what its index says ({row['bytes']} bytes, xxh3 "
-                f"{row['xxh3']}); restore "
-                f"it, or set max_rl_steps={step}."
+                f"{row['xxh3']}); restore it, or set max_rl_steps={step}."
             )
         return memoryview(data)
 

@@ -332,9 +332,8 @@ def _other_rank(work: BenchmarkWork, rank: int, pipe: connection.Connection) -> 
         if not (parent := parent_process()) or not parent.is_alive():
             raise SystemExit(1)
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all, and the first rank ends the others
+    # Ctrl-C reaches all ranks, and the first rank ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         share(work, rank, between)
         answer: tuple[type[Exception], str] = (RankLost, "")

@@ -89,8 +89,7 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     if request.push is not None and constants.is_offline_mode():
         raise ValueError(
             f"push = {request.push}: HF_HUB_OFFLINE is set; unset it, or export without push and "
-            "run `hf upload "
-            f"{request.push} FOLDER` where there is a network"
+            f"run `hf upload {request.push} FOLDER` where there is a network"
         )
     composed = configuration.load(words, stored=request.run)
     out = request.out or request.run / "export"
@@ -149,9 +148,8 @@ def push(folder: Path, repository: str) -> None:
     except Exception as error:  # of the hub's client, whose HTTP library depends on its version
         raise NotPushed(
             f"push = {repository}: {folder} is written, and was not uploaded "
-            f"({' '.join(str(error).split())[:300]}). "
-            f"Run `hf auth login` with a token that may write there, then `hf upload {repository} "
-            f"{folder}`."
+            f"({' '.join(str(error).split())[:300]}). Run `hf auth login` with a token that may "
+            f"write there, then `hf upload {repository} {folder}`."
         ) from error
     print(f"export: uploaded to https://huggingface.co/{repository}", file=sys.stderr)
 

@@ -72,8 +72,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
     if credentials["code"] != code_version():
         raise ValueError(
             f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start "
-            "the rollout from "
-            "the same checkout and environment as the run."
+            "the rollout from the same checkout and environment as the run."
         )
     if different := disagreements(credentials["configuration"], identity(config)):
         raise ValueError(
