@@ -1,8 +1,15 @@
-"""A storm of stop signals: random ones, at random moments, to random processes of small runs. Every
-run must end saved or cleanly, with its cause and no process left; what is resumed must give the
-weights of the calm run, bit for bit.
+"""A storm over small runs: random signals and mishaps, at random moments, to random processes.
 
-    python -m tests.storm n=200 seed=0 resume=4     (resume: every how-manieth run is continued to its end)
+- A signal to stop: the run must end saved or cleanly, with its cause and no process left; what is
+  resumed must give the weights of the calm run, bit for bit.
+- A pause (SIGSTOP, then SIGCONT), or the death of a rank at any point, the last save and an
+  evaluation among them: the run must complete, with the weights of the calm run.
+- A scorer that ends its process in some way: the run must fail with a cause and no process left, or
+  complete with the weights of the calm run.
+
+    python -m tests.storm n=200 seed=0 resume=4 kinds=signal,pause,death,exit
+
+resume: every how-manieth stopped run is continued to its end.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +31,9 @@ import digenrl.extensions.tasks.digits  # noqa: F401  (diffusers loads once, her
 from digenrl import run  # noqa: F401
 from digenrl.cluster.signals import LEAVES, STOPS
 from digenrl.strategy.checkpoint_io import newest_valid
-from tests.training import GONE_WITHIN_S, SMALL, Train, commands
+from tests.strategy.faults import Leaving
+from tests.strategy.processes import TINY
+from tests.training import GONE_WITHIN_S, SMALL, Train, commands, fault
 
 STEPS = 6
 RUNS = {
@@ -43,6 +53,23 @@ RUNS = {
     ),
 }
 BY_ITSELF = ("callbacks.checkpoint.every=1000", f"max_rl_steps={STEPS}")
+DEATHS = (
+    "claim",
+    "denoise",
+    "decode",
+    "reward",
+    "accumulate",
+    "reduce",
+    "publish",
+    "save",
+    "evaluate",
+)
+"""Points of `tests.strategy.faults.POINTS` at which a rank is killed."""
+EVALUATED = (
+    "callbacks.evaluation.samples_per_prompt=2",
+    "callbacks.evaluation.max_prompts=4",
+    "callbacks.evaluation.every=2",
+)
 LIMIT_S = 60.0
 """From the signal to the end, on a machine that does other things too."""
 Start = Callable[..., Train]
@@ -69,9 +96,8 @@ class Shot:
     twice: bool
 
     @classmethod
-    def random(cls, seed: str, runs: Sequence[str]) -> Shot:
-        """The shot of a seed, at one of `runs`."""
-        chance = random.Random(seed)
+    def random(cls, chance: random.Random, runs: Sequence[str]) -> Shot:
+        """A signal to stop, at one of `runs`."""
         moment = chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
         number = chance.choice(STOPS)
         return cls(
@@ -88,6 +114,90 @@ class Shot:
             grace=chance.choice(("auto", "0")),
             twice=chance.random() < 0.2,
         )
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What a run survives, or ends of with a cause."""
+
+    run: str
+    kind: str
+    """pause, death or exit"""
+    words: tuple[str, ...]
+    """What orders it, in the run's configuration."""
+    pause: Shot | None = None
+    """When and whom SIGSTOP meets."""
+    seconds: float = 0.0
+    """From SIGSTOP to SIGCONT."""
+
+    @classmethod
+    def random(cls, chance: random.Random, runs: Sequence[str], kind: str) -> Mishap:
+        """A mishap of this kind, at one of `runs`."""
+        name, rank, call = chance.choice(runs), chance.randrange(3), chance.randrange(1, STEPS + 1)
+        again = ("allocation.max_restarts=3", "allocation.restart_pause_s=0.1")
+        if kind == "pause":
+            moment = chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
+            shot = Shot(
+                run=name,
+                number=signal.SIGSTOP,
+                target=chance.choice(("launcher", "group", "rank")),
+                moment=moment,
+                after=chance.randrange(1, STEPS - 1),
+                delay=chance.uniform(0.0, 0.5),
+                grace="auto",
+                twice=chance.random() < 0.3,
+            )
+            return cls(name, kind, (), shot, chance.uniform(0.02, 2.0))
+        if kind == "death":
+            point = chance.choice(DEATHS)
+            at = 1 if point == "save" else call
+            evaluated = EVALUATED if point == "evaluate" else ()
+            order = fault(point, rank, "kill", call=at, once="true")
+            return cls(name, kind, (*again, *evaluated, *order))
+        scorer = "reward.rewards.judge_a.scorer"
+        way = chance.choice(tuple(Leaving.WAYS))
+        words = (
+            "allow_targets=[tests]",
+            f"{scorer}._target_=tests.strategy.faults.Leaving",
+            f"+{scorer}.way={way}",
+            f"+{scorer}.call={call}",
+            f"reward.placement={chance.choice(("inline", "thread", "process"))}",
+        )
+        return cls(name, kind, words)
+
+
+def survive(start: Start, mishap: Mishap, undisturbed: dict[int, str]) -> str:
+    """Let it happen, and check how the run ends; returns how."""
+    evaluates = set(EVALUATED) <= set(mishap.words)
+    tiny = [word for word in TINY if not (evaluates and word == "~callbacks.evaluation")]
+    train = start(*SMALL, *RUNS[mishap.run], *BY_ITSELF, *mishap.words, tiny=tiny, fork=True)
+    if mishap.pause is not None:
+        _wait_for(train, mishap.pause)
+        for _ in range(1 + mishap.pause.twice):
+            held = _fire(train, mishap.pause)
+            time.sleep(mishap.seconds)
+            for pid in held:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+    code = _end(train, str(mishap))
+    assert list(train.root.glob("outputs/*/*")), f"{mishap}: {code}\n{train.stderr}"
+    summary = train.summary
+    attempts = f"{summary.get('restarts', 0)} restarts"
+    context = (
+        f"{mishap}: {code}, {summary['status']}, {summary['cause']}, {attempts}\n{train.stderr}"
+    )
+    assert published(train).items() <= undisturbed.items(), context
+    assert "Traceback" not in train.stderr, context
+    if mishap.kind == "exit" and code == 1:
+        assert summary["status"] == "failed", context
+        assert summary["cause"], context
+        return "exit: failed, with a cause"
+    if mishap.kind == "exit" and code == 128 + signal.SIGTERM:
+        assert summary["cause"] == "signal SIGTERM", context
+        return "exit: stopped, as SIGTERM asks"
+    assert (code, summary["status"]) == (0, "completed"), context
+    assert published(train) == undisturbed, context
+    return f"{mishap.kind}: completed, bit-equal, {attempts}"
 
 
 def calm(start: Start, name: str) -> dict[int, str]:
@@ -118,16 +228,7 @@ def strike(start: Start, shot: Shot, undisturbed: dict[int, str], resume: bool) 
     if shot.twice:
         time.sleep(1.2)
         _fire(train, shot)
-    deadline = time.monotonic() + LIMIT_S
-    while (code := train.poll()) is None:
-        assert time.monotonic() < deadline, f"{shot}: hangs\n{train.stderr}"
-        time.sleep(0.02)
-    deadline = (
-        time.monotonic() + GONE_WITHIN_S
-    )  # a helper of a launcher that died at its start goes a moment later
-    while left := train.left():
-        assert time.monotonic() < deadline, f"{shot}: left behind: {left}"
-        time.sleep(0.02)
+    code = _end(train, str(shot))
     if not list(train.root.glob("outputs/*/*")):
         assert code in (128 + shot.number, -shot.number), f"{shot}: {code}\n{train.stderr}"
         return "nothing had begun"
@@ -159,6 +260,20 @@ def strike(start: Start, shot: Shot, undisturbed: dict[int, str], resume: bool) 
     return "saved"
 
 
+def _end(train: Train, what: str) -> int:
+    """The exit code, when the run has ended and no process of it is left."""
+    deadline = time.monotonic() + LIMIT_S
+    while (code := train.poll()) is None:
+        assert time.monotonic() < deadline, f"{what}: hangs\n{train.stderr}"
+        time.sleep(0.02)
+    # a helper of a launcher that died at its start goes a moment later
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left := train.left():
+        assert time.monotonic() < deadline, f"{what}: left behind: {left}"
+        time.sleep(0.02)
+    return code
+
+
 def _wait_for(train: Train, shot: Shot) -> None:
     """Until the moment has come, or the run is over."""
     deadline = time.monotonic() + LIMIT_S
@@ -181,21 +296,30 @@ def _reached(train: Train, shot: Shot) -> bool:
     return any(row["kind"] == "end" for row in train.rows("events.jsonl"))
 
 
-def _fire(train: Train, shot: Shot) -> None:
+def _fire(train: Train, shot: Shot) -> list[int]:
+    """Send it; the processes that it has gone to."""
     if train.poll() is not None:
-        return
-    others = [pid for pid in train.left() if pid != train.pid] if shot.target == "rank" else []
+        return []
+    present = train.left()
+    others = [pid for pid in present if pid != train.pid] if shot.target == "rank" else []
+    met = present if shot.target == "group" else [random.choice(others or [train.pid])]
     try:
         if shot.target == "group":
             os.killpg(train.pid, shot.number)
         else:
-            os.kill(random.choice(others) if others else train.pid, shot.number)
+            os.kill(met[0], shot.number)
     except ProcessLookupError:  # it has just ended, or is no group yet
-        return
+        return []
+    return met
 
 
 def storm(
-    root: Path, shots: int, seed: int | str, resume_every: int, runs: Sequence[str] = tuple(RUNS)
+    root: Path,
+    shots: int,
+    seed: int | str,
+    resume_every: int,
+    runs: Sequence[str] = tuple(RUNS),
+    kinds: Sequence[str] = ("signal",),
 ) -> tuple[Counter[str], list[str]]:
     """Fire `shots` times; returns how many runs ended how, and what went wrong."""
     ends: Counter[str] = Counter()
@@ -205,21 +329,34 @@ def storm(
     undisturbed = cache(partial(calm, start))
     for number in range(shots):
         try:
-            shot = Shot.random(f"{seed}/{number}", runs)
-            ends[strike(start, shot, undisturbed(shot.run), resume=number % resume_every == 0)] += 1
+            chance = random.Random(f"{seed}/{number}")
+            kind = chance.choice(kinds) if len(kinds) > 1 else kinds[0]
+            if kind == "signal":
+                shot = Shot.random(chance, runs)
+                resume = number % resume_every == 0
+                end = strike(start, shot, undisturbed(shot.run), resume)
+            else:
+                mishap = Mishap.random(chance, runs, kind)
+                end = survive(start, mishap, undisturbed(mishap.run))
+            ends[end] += 1
         except AssertionError as error:
             wrong.append(f"shot {number}: {error}")
+            print(wrong[-1], flush=True)
     next(started, None)
     return ends, wrong
 
 
 if __name__ == "__main__":
-    settings = {"n": 200, "seed": 0, "resume": 4} | {
-        key: int(value) for key, value in (word.split("=") for word in sys.argv[1:])
-    }
+    settings = {"n": "200", "seed": "0", "resume": "4", "kinds": "signal,pause,death,exit"}
+    settings |= dict(word.split("=", 1) for word in sys.argv[1:])
     with tempfile.TemporaryDirectory() as directory:
         counted, failures = storm(
-            Path(directory), settings["n"], settings["seed"], settings["resume"]
+            Path(directory),
+            int(settings["n"]),
+            settings["seed"],
+            int(settings["resume"]),
+            kinds=settings["kinds"].split(","),
         )
-    print(*failures, *(f"{count:4d} {end}" for end, count in counted.most_common()), sep="\n")
+    print(*(f"{count:4d} {end}" for end, count in counted.most_common()), sep="\n")
+    print(f"{counted.total()} of {settings['n']} ended as they must, seed {settings['seed']}")
     sys.exit(bool(failures))

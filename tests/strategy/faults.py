@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -72,6 +72,7 @@ class Fault(pl.Callback):
     call: at the how-manieth passage.
     target: whom it happens to: self, launcher, or another launch rank.
     seconds: how long it hangs; None = for ever.
+    once: not again in an attempt that begins after it.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class Fault(pl.Callback):
         call: int = 1,
         target: str | int = "self",
         seconds: float | None = None,
+        once: bool = False,
     ) -> None:
+        self._once = once
         self._rank, self._action, self._left, self._target, self._seconds = (
             rank,
             action,
@@ -132,6 +135,11 @@ class Fault(pl.Callback):
             self._left -= 1
             if self._left:
                 return
+        struck = self._pids / ".struck"
+        if self._once and struck.exists():
+            return
+        if self._once:
+            struck.touch()
         if self._target == "self" and self._action == "raise":
             raise InjectedError("injected fault")
         if self._action == "hang":
@@ -213,6 +221,41 @@ class Exiting(DigitJudge):
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         sys.exit(3)
+
+
+class Leaving(DigitJudge):
+    """A scorer that ends its process, or raises what ends one, at its n-th call.
+
+    Args:
+        way: a key of `WAYS`.
+        call: at the how-manieth call of this process.
+    """
+
+    WAYS: ClassVar[dict[str, Callable[[], Any]]] = {
+        "exit": sys.exit,
+        "exit-3": lambda: sys.exit(3),
+        "os-exit": lambda: os._exit(0),
+        "os-exit-3": lambda: os._exit(3),
+        "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+        "keyboard": lambda: exec("raise KeyboardInterrupt"),
+        "memory": lambda: exec("raise MemoryError"),
+        "recursion": lambda: exec("raise RecursionError"),
+        "abort": os.abort,
+        "fault": lambda: signal.raise_signal(signal.SIGSEGV),
+        "kill": lambda: signal.raise_signal(signal.SIGKILL),
+        "term": lambda: signal.raise_signal(signal.SIGTERM),
+        "stop-iteration": lambda: next(iter(())),
+    }
+
+    def __init__(self, *args: Any, way: str, call: int = 1, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._way, self._until = self.WAYS[way], call
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        self._until -= 1
+        if self._until == 0:
+            self._way()
+        return super().__call__(media, prompts)
 
 
 class Absent(DigitJudge):

@@ -80,9 +80,11 @@ def test_the_committed_base_model_is_good_but_follows_prompts_badly() -> None:
 
 @pytest.mark.parametrize("rows", [5, 16])
 @pytest.mark.parametrize("steps_per_forward", [1, 2, 5])
-def test_replay_is_bit_equal_to_sampling_for_any_steps_per_forward(
+def test_replay_equals_sampling_for_any_steps_per_forward(
     rows: int, steps_per_forward: int
 ) -> None:
+    """To the bit where a forward has as many rows as in sampling. More rows may meet another kernel
+    of the processor's matrix library, which adds in another order."""
     policy, kernel, selection = perturbed(DigitsPolicy(lora=LORA)), FlowSDE(0.9), AllButLast()
     condition, grid = policy.encode(PROMPTS[:1]), policy.sigma_grid(STEPS)
     plan = selection.plan(0, 0, STEPS)
@@ -103,7 +105,9 @@ def test_replay_is_bit_equal_to_sampling_for_any_steps_per_forward(
             log_probs=samples.log_probs[:, part],
             condition=condition,
         )
-        assert torch.equal(denoise.replay(policy, block, kernel).log_prob.detach(), block.log_probs)
+        replayed = denoise.replay(policy, block, kernel).log_prob.detach()
+        assert torch.allclose(replayed, block.log_probs, rtol=0, atol=2e-6)
+        assert steps_per_forward > 1 or torch.equal(replayed, block.log_probs)
 
 
 def test_lora_reaches_every_stream_and_the_reference_is_the_base() -> None:
