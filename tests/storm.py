@@ -161,7 +161,7 @@ class Mishap:
             f"{scorer}._target_=tests.strategy.faults.Leaving",
             f"+{scorer}.way={way}",
             f"+{scorer}.call={call}",
-            f"reward.placement={chance.choice(("inline", "thread", "process"))}",
+            f"reward.placement={chance.choice(('inline', 'thread', 'process'))}",
         )
         return cls(name, kind, words)
 
