@@ -20,8 +20,7 @@ from pathlib import Path
 from benchmarks._shared import options
 from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.gpus import ENGINES, known
-from digenrl.extensions.planner.workload import Workload
-from digenrl.facts import counted
+from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.hardware import Hardware, Pool
 
 FAMILIES = {

@@ -18,14 +18,13 @@ from typing import Any
 
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
-from digenrl import facts
 from digenrl.config import Composed, config_directory
 from digenrl.data import load_prompts
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fitted
 from digenrl.extensions.planner.planner import fastest
 from digenrl.extensions.planner.reading import workload
-from digenrl.extensions.planner.workload import Workload
+from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.hardware import parse_hardware
 
 SELECTING = "hunyuanvideo_dancegrpo"
@@ -74,12 +73,12 @@ def texts_per_step(composed: Composed, work: Workload) -> float:
     return drawn / float(config.max_rl_steps)
 
 
-def counted() -> dict[str, Composed]:
+def experiments_counted() -> dict[str, Composed]:
     """Experiments whose model has counted sizes, by name."""
     found = {}
     for path in sorted((config_directory() / "experiment").glob("[a-z]*.yaml")):
         composed = configuration.load([f"experiment={path.stem}"], "plan")
-        if composed.choices["model"] in facts.counted():
+        if composed.choices["model"] in counted():
             found[path.stem] = composed
     return found
 
@@ -116,7 +115,7 @@ def main(words: list[str]) -> int:
             "ratio",
         ),
     )
-    experiments = counted()
+    experiments = experiments_counted()
     for name, composed in experiments.items():
         work = workload(composed)
         whole, less = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from digenrl.facts import counted
+from digenrl.extensions.planner.workload import counted
 from reward_models.published import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]

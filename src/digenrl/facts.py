@@ -72,10 +72,6 @@ class Facts:
     """What `make gpu` measures of the first of `models`: `experiment`, whose sizes are taken;
     `images_per_s` and `source`, a published speed of its RL steps per GPU. {}: nothing."""
 
-    def heads(self, model: str) -> int:
-        """Return the attention heads that ranks can share; 1 where they can share no tokens."""
-        return int(self.models[model]["network"]["num_attention_heads"]) if self.context else 1
-
 
 def of_module(module: str) -> Mapping[str, Facts]:
     """Return family -> facts of an adapter module, which is not imported; {} where no file lies
@@ -109,18 +105,6 @@ def families() -> Mapping[str, Facts]:
     """Return family -> facts of every adapter in this package."""
     files = sorted(Path(__file__).parent.rglob(f"*{ENDING}"))
     return {family: facts for path in files for family, facts in _read(path).items()}
-
-
-@cache
-def counted() -> Mapping[str, Facts]:
-    """Return model -> facts of its family, for every option of configs/model whose sizes have been
-    counted."""
-    return {
-        model: facts
-        for facts in families().values()
-        for model, sizes in facts.models.items()
-        if "parameters" in sizes
-    }
 
 
 def cpu_tiny(target: str | None, key: str, usual: int) -> int:

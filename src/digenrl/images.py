@@ -67,7 +67,7 @@ class PromptImage:
         if self.data is not None:
             return self.data
         content = _read(self.path)
-        if _digest(content) != self.digest:
+        if digest_of(content) != self.digest:
             raise ImageError(
                 f"{self.path} changed after the prompts were read; start again with the file as it "
                 "is."
@@ -133,7 +133,7 @@ def _known(path: str, size: int, changed_ns: int, limits: ImageLimits | None) ->
     content = _read(path)
     if limits is not None:
         examine(content, limits)
-    return _digest(content)
+    return digest_of(content)
 
 
 def examine(content: bytes, limits: ImageLimits) -> None:
@@ -165,15 +165,6 @@ def examine(content: bytes, limits: ImageLimits) -> None:
         raise ImageError(f"has far too many pixels ({error}).") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
         raise ImageError(f"is broken ({' '.join(str(error).split())[:120]}).") from error
-
-
-def received(role: str, digest: str, content: bytes, limits: ImageLimits) -> PromptImage:
-    """Return an image that came with a request. Raises ImageError as `examine`, and if the image is
-    not the one named."""
-    if _digest(content) != digest:
-        raise ImageError(f"image {digest[:64]} is not what its digest says.")
-    examine(content, limits)
-    return PromptImage(role, digest, len(content), data=content)
 
 
 def mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
@@ -217,5 +208,6 @@ def _read(path: str) -> bytes:
         raise ImageError(f"cannot be read ({error.strerror}; looked for {path}).") from error
 
 
-def _digest(content: bytes) -> str:
+def digest_of(content: bytes) -> str:
+    """Return the digest by which an image is identified."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -177,9 +177,8 @@ def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) 
     return config
 
 
-@functools.lru_cache(
-    maxsize=16
-)  # a sweep checks many jobs that differ in values alone; YAML does not change meanwhile
+# A sweep checks many jobs that differ in values alone; YAML does not change meanwhile.
+@functools.lru_cache(maxsize=16)
 def _composed(config_name: str, groups: tuple[str, ...], own: tuple[Path, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
     search = (

@@ -225,30 +225,20 @@ def _names(source: Path) -> list[str]:
 
 
 def _find(module: str, name: str, depth: int = 0) -> _Definition | None:
-    """Return the definition of `name` in `module`, following imports from the same top-level
-    package."""
+    """Return the definition of `name` in `module`, following absolute imports from the same
+    top-level package."""
     source = _module_file(module)
     if source is None or depth > 4:
         return None
     for item in _body(source):
         if isinstance(item, _Definition) and item.name == name:
             return item
-        if isinstance(item, ast.ImportFrom):
+        if isinstance(item, ast.ImportFrom) and item.module and not item.level:
             for alias in item.names:
-                if (alias.asname or alias.name) == name:
-                    origin = _import_origin(module, source, item)
-                    if origin.partition(".")[0] == module.partition(".")[0]:
-                        return _find(origin, alias.name, depth + 1)
+                same = item.module.partition(".")[0] == module.partition(".")[0]
+                if same and (alias.asname or alias.name) == name:
+                    return _find(item.module, alias.name, depth + 1)
     return None
-
-
-def _import_origin(module: str, source: Path, item: ast.ImportFrom) -> str:
-    if item.level == 0:
-        return item.module or ""
-    parts = module.split(".")
-    package = parts if source.name == "__init__.py" else parts[:-1]
-    kept = package[: len(package) - item.level + 1]
-    return ".".join([*kept, *([item.module] if item.module else [])])
 
 
 def _parameters(function: ast.FunctionDef, method: bool = False) -> tuple[str, ...] | None:

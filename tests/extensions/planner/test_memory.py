@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.count_facts import without_attention
 from benchmarks.live_bytes import count_bytes
 from digenrl.extensions.planner.memory import rollout_memory, trainer_memory
-from digenrl.extensions.planner.workload import Workload
-from digenrl.facts import counted
+from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import Recompute, parse_recompute

@@ -107,8 +107,7 @@ class Costing:
         """Return the values of `parallel.context` above 1 that the trainers, their nodes and the
         model allow."""
         per_node = (pool.per_node for pool in self.hardware.pools)
-        heads = self.work.facts.heads(self.work.model)
-        common = math.gcd(candidate.trainers, self.work.tokens, heads, *per_node)
+        common = math.gcd(candidate.trainers, self.work.tokens, self.work.heads, *per_node)
         return [n for n in range(2, common + 1) if common % n == 0 and not candidate.shares]
 
     def recompute(self, candidate: Candidate, pool: Pool) -> Recompute:

@@ -16,8 +16,7 @@ from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import as_sent
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
-from digenrl.extensions.planner.workload import Workload
-from digenrl.facts import counted
+from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.schedule import ScheduleSpec, groups_of_step

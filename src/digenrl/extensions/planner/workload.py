@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
-from digenrl.facts import Facts, counted
+from digenrl.facts import Facts, families
 from digenrl.recompute import ALL, INPUTS
 from digenrl.schedule import ScheduleSpec
 
@@ -131,6 +131,11 @@ class Workload:
     def facts(self) -> Facts:
         """Facts of the model's family."""
         return counted()[self.model]
+
+    @property
+    def heads(self) -> int:
+        """Attention heads that ranks can share; 1 where they can share no tokens."""
+        return int(self.sizes["network"]["num_attention_heads"]) if self.facts.context else 1
 
     @property
     def latent_pixels(self) -> int:
@@ -292,3 +297,15 @@ class Workload:
         and stays in the cache."""
         encoders = self.sizes["encoders"]
         return 2.0 * encoders["parameters"] * encoders["tokens"]
+
+
+@cache
+def counted() -> Mapping[str, Facts]:
+    """Return model -> facts of its family, for every option of configs/model whose sizes have been
+    counted."""
+    return {
+        model: facts
+        for facts in families().values()
+        for model, sizes in facts.models.items()
+        if "parameters" in sizes
+    }

@@ -32,7 +32,7 @@ from pydantic import (
 )
 from torch import Tensor
 
-from digenrl.images import ROLES, ImageError, ImageLimits, PromptImage, received
+from digenrl.images import ROLES, ImageError, ImageLimits, PromptImage, digest_of, examine
 from digenrl.rewards.protocol import Identity
 from digenrl.types import Prompt
 
@@ -277,7 +277,11 @@ def decode_prompts(
                 f"{', '.join(ROLES)}."
             )
         try:
-            return received(role, digest, found[digest], ImageLimits(max_pixels=max_pixels))
+            content = found[digest]
+            if digest_of(content) != digest:
+                raise ImageError(f"image {digest[:64]} is not what its digest says.")
+            examine(content, ImageLimits(max_pixels=max_pixels))
+            return PromptImage(role, digest, len(content), data=content)
         except ImageError as error:
             raise FrameError(f"The image {digest!r} {error}") from error
 
