@@ -171,7 +171,7 @@ chaos: $(STAMP)  ## Random deaths, joins, cut cables, full disks ... in one run;
 soak: $(STAMP)  ## A long toy run; memory, open files, directory and report must not grow. ARGS="steps=10000"
 	@$(PY) -m tests.soak $(ARGS)
 
-storm: $(STAMP)  ## Random signals at random moments of small runs; each ends saved or cleanly. ARGS="n=200 seed=0"
+storm: $(STAMP)  ## Random signals, pauses, deaths and exits at random moments of small runs; each ends as it must. ARGS="n=200 seed=0"
 	@$(PY) -m tests.storm $(ARGS)
 
 fuzz: $(STAMP)  ## Damaged and hostile inputs: taken or refused, never a crash, a hang or a file outside. ARGS="n=10000 seed=1"

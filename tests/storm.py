@@ -3,7 +3,8 @@
 - A signal to stop: the run must end saved or cleanly, with its cause and no process left; what is
   resumed must give the weights of the calm run, bit for bit.
 - A pause (SIGSTOP, then SIGCONT), or the death of a rank at any point, the last save and an
-  evaluation among them: the run must complete, with the weights of the calm run.
+  evaluation among them: the run must complete, with the weights of the calm run. Only a death
+  before the first RL step is finished may end it: what is wrong from the start would be so again.
 - A scorer that ends its process in some way: the run must fail with a cause and no process left, or
   complete with the weights of the calm run.
 
@@ -128,7 +129,7 @@ class Mishap:
     pause: Shot | None = None
     """When and whom SIGSTOP meets."""
     seconds: float = 0.0
-    """From SIGSTOP to SIGCONT."""
+    """From SIGSTOP to SIGCONT; twice that is less than `limits.suspended_s`."""
 
     @classmethod
     def random(cls, chance: random.Random, runs: Sequence[str], kind: str) -> Mishap:
@@ -147,7 +148,7 @@ class Mishap:
                 grace="auto",
                 twice=chance.random() < 0.3,
             )
-            return cls(name, kind, (), shot, chance.uniform(0.02, 2.0))
+            return cls(name, kind, (), shot, chance.uniform(0.02, 1.2))
         if kind == "death":
             point = chance.choice(DEATHS)
             at = 1 if point == "save" else call
@@ -195,6 +196,9 @@ def survive(start: Start, mishap: Mishap, undisturbed: dict[int, str]) -> str:
     if mishap.kind == "exit" and code == 128 + signal.SIGTERM:
         assert summary["cause"] == "signal SIGTERM", context
         return "exit: stopped, as SIGTERM asks"
+    if mishap.kind == "death" and summary["rl_steps"] == 0 and code == 1:
+        assert "was killed by signal 9 (SIGKILL" in summary["cause"], context
+        return "death before the first step was finished: failed, with its cause"
     assert (code, summary["status"]) == (0, "completed"), context
     assert published(train) == undisturbed, context
     return f"{mishap.kind}: completed, bit-equal, {attempts}"

@@ -224,6 +224,15 @@ def test_two_hundred_random_signals(tmp_path: Path) -> None:
     assert sum(ends.values()) == 200
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["pause", "death", "exit"])
+def test_random_mishaps(tmp_path: Path, kind: str) -> None:
+    ends, wrong = storm(tmp_path, 40, "all", 1, kinds=(kind,))
+    assert not wrong, "\n".join(wrong)
+    assert sum(ends.values()) == 40
+
+
 def _handles(pid: int, number: int) -> bool:
     """Whether the process has a handler for the signal."""
     status = Path(f"/proc/{pid}/status").read_text()
