@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from digenrl.record.spans import Span, bubbles, busy, clipped, perfetto
+from digenrl.record.spans import Span, perfetto
 
 SPANS = [
     Span(0, "trainer", "train", 1.0, 3.0, 0, {"groups": [0]}),
@@ -19,15 +19,6 @@ SPANS = [
 def test_a_span_survives_json() -> None:
     for span in SPANS:
         assert Span.from_dict(json.loads(json.dumps(span.to_dict()))) == span
-
-
-def test_seconds_by_role_and_cause() -> None:
-    assert bubbles(SPANS) == {"trainer": {"tail": 1.5}, "rollout": {"weights": 1.0}}
-    assert busy(SPANS) == {"trainer": {"train": 2.0}, "rollout": {"generate": 2.0}}
-    assert bubbles(clipped(SPANS, 0.5, 4.0)) == {
-        "trainer": {"tail": 1.0},
-        "rollout": {"weights": 0.5},
-    }
 
 
 def test_perfetto_events_are_complete_and_in_microseconds() -> None:

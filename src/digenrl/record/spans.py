@@ -138,36 +138,3 @@ def perfetto(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
             "dur": round(span.seconds * 1e6, 3),
             "args": {"step": span.step, **span.args},
         }
-
-
-def bubbles(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """Return role -> cause -> seconds waited, summed over ranks. Roles without a wait are
-    absent."""
-    return _totals(
-        (span.role, span.args["cause"], span.seconds) for span in spans if span.stage == "wait"
-    )
-
-
-def busy(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """Return role -> stage -> seconds worked, summed over ranks (without waits)."""
-    return _totals((span.role, span.stage, span.seconds) for span in spans if span.stage != "wait")
-
-
-def _totals(parts: Iterable[tuple[str, str, float]]) -> dict[str, dict[str, float]]:
-    """Return role -> name -> sum of the seconds."""
-    table: dict[str, dict[str, float]] = {}
-    for role, name, seconds in parts:
-        row = table.setdefault(role, {})
-        row[name] = row.get(name, 0.0) + seconds
-    return table
-
-
-def clipped(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """Return the parts of `spans` inside [start, end], for the costs of an RL step or of another
-    window."""
-    parts = []
-    for span in spans:
-        first, last = max(span.start, start), min(span.end, end)
-        if last > first:
-            parts.append(Span(span.rank, span.role, span.stage, first, last, span.step, span.args))
-    return parts

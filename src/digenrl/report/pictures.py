@@ -1,30 +1,18 @@
-"""Compare samples before and after: the same prompts and noise under the first and the last
-evaluated weights."""
+"""Read the samples that each evaluation of a run kept. The extension `page` draws them."""
 
 from __future__ import annotations
 
 import os
 import re
-import textwrap
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from digenrl.record.run_dir import SAMPLES
 from digenrl.report.find import files_of, open_own
 from digenrl.report.read_run import Run
-from digenrl.report.style import BLUE, FAINT, INK, VERMILION
-
-STRIP_FRAMES = 5
-"""Frames of a video where only a picture can be shown."""
-NARROW, SHORT = 32, 24
-"""Pixels up to which pictures are drawn small (ten in a row), and most letters of a prompt for
-that."""
 
 
 @dataclass(frozen=True)
@@ -88,139 +76,3 @@ def sample_files(run: Run) -> list[Path]:
     """Return the files of the run's evaluation samples by rising rl_step."""
     files = files_of(run.path, SAMPLES, "eval-*.npz")
     return sorted(files, key=lambda path: int(re.sub(r"\D", "", path.stem) or 0))
-
-
-def before_after(run: Run) -> Figure | None:
-    """Draw samples/before_after.png; None while fewer than two evaluations have samples."""
-    files = sample_files(run)
-    if len(files) < 2:
-        return None
-    return comparison(read_samples(files[0]), read_samples(files[-1]))
-
-
-def comparison(before: Samples, after: Samples) -> Figure:
-    """Draw samples of `before` above those of `after`, matched by prompt and position. Videos are
-    film strips.
-
-    Raises:
-        ValueError: the two share no prompt, or hold media of different shapes.
-    """
-    if before.media.shape[1:] != after.media.shape[1:]:
-        raise ValueError(
-            f"before has samples of shape {before.media.shape[1:]}, after {after.media.shape[1:]}"
-        )
-    pairs = _matched(before.prompts, after.prompts)
-    if not pairs:
-        raise ValueError(
-            f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}"
-        )
-    if before.is_video:
-        return _film_strips(before, after, pairs)
-    return _image_grid(before, after, pairs)
-
-
-def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:
-    """Return prompt -> [(index before, index after)].
-
-    The k-th sample of a prompt has the same noise in every evaluation.
-    """
-    places: dict[str, list[int]] = defaultdict(list)
-    for index, text in enumerate(after):
-        places[text].append(index)
-    pairs: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for index, text in enumerate(before):
-        taken = len(pairs[text]) if text in pairs else 0
-        if taken < len(places[text]):
-            pairs[text].append((index, places[text][taken]))
-    return dict(pairs)
-
-
-def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
-    height, width = before.media.shape[-2:]
-    narrow = width <= NARROW and max(map(len, pairs)) <= SHORT
-    prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if narrow else (6, 2, 1.55, 0.85, 24)
-    texts = list(pairs)[:prompts]
-    rows = min(rows, max(len(pairs[text]) for text in texts))
-    sides: list[tuple[NDArray[np.uint8], int, str, str]] = [
-        (before.media, 0, _moment(before, "before"), VERMILION),
-        (after.media, 1, _moment(after, "after"), BLUE),
-    ]
-    if before.sources is not None:
-        sides.insert(0, (before.sources, 0, "source", INK))
-    figure = Figure(
-        figsize=(0.75 + cell * len(texts), head + len(sides) * rows * cell * height / width + 0.15)
-    )
-    blocks = figure.add_gridspec(
-        len(sides), 1, hspace=0.1, left=0.75 / figure.get_figwidth(), right=0.995, bottom=0.01,
-        top=1 - head / figure.get_figheight(),
-    )  # fmt: skip
-    for block, (pictures, side, title, colour) in enumerate(sides):
-        grid = blocks[block].subgridspec(rows, len(texts), hspace=0.06, wspace=0.06)
-        for column, text in enumerate(texts):
-            for row in range(rows):
-                axes = figure.add_subplot(grid[row, column])
-                axes.set_axis_off()
-                if row < len(pairs[text]):
-                    _show(axes, pictures[pairs[text][row][side]])
-                if block == 0 and row == 0:
-                    caption = "\n".join(
-                        textwrap.wrap(text, letters, max_lines=3, placeholder=" ...")
-                    )
-                    axes.set_title(
-                        caption, fontsize=8, fontweight="normal", loc="center", color=INK, pad=4
-                    )
-        box = blocks[block].get_position(figure)
-        figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",  # noqa: E501
-                    fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
-    return figure
-
-
-def _film_strips(
-    before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]
-) -> Figure:
-    texts = list(pairs)[:5]
-    frames = before.media.shape[1]
-    height, width = before.media.shape[-2:]
-    shown = np.unique(np.linspace(0, frames - 1, min(STRIP_FRAMES, frames)).round().astype(int))
-    cell = 4.6 / len(shown)
-    row_height = cell * height / width + 0.3
-    # One strip beside the other: those of the samples, and one frame of what they were made from.
-    strips = [
-        (before.media[:, shown], 0, _moment(before, "before"), VERMILION),
-        (after.media[:, shown], 1, _moment(after, "after"), BLUE),
-    ]
-    if before.sources is not None:
-        strips.insert(0, (before.sources[:, None], 0, "source", INK))
-    widths = [media.shape[1] for media, *_ in strips]
-    figure = Figure(figsize=(9.6 * sum(widths) / (2 * len(shown)), 0.35 + row_height * len(texts)))
-    columns = figure.add_gridspec(
-        1, len(strips), width_ratios=widths, wspace=0.04, left=0.005, right=0.995, bottom=0.01,
-        top=1 - 0.3 / figure.get_figheight(),
-    )  # fmt: skip
-    for place, (media, side, title, colour) in enumerate(strips):
-        box = columns[place].get_position(figure)
-        figure.text((box.x0 + box.x1) / 2, 1 - 0.15 / figure.get_figheight(), title.replace("\n", ", "), ha="center",  # noqa: E501
-                    va="center", fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
-        grid = columns[place].subgridspec(
-            len(texts), widths[place], hspace=0.32 / (row_height - 0.3), wspace=0.02
-        )
-        for row, text in enumerate(texts):
-            for column, frame in enumerate(media[pairs[text][0][side]]):
-                axes = figure.add_subplot(grid[row, column])
-                axes.set_axis_off()
-                _show(axes, frame)
-                if place == 0 and column == 0:
-                    axes.set_title(textwrap.shorten(text, 110, placeholder=" ..."), fontsize=8, fontweight="normal",  # noqa: E501
-                                   loc="left", color=FAINT, pad=3)  # fmt: skip
-    return figure
-
-
-def _show(axes: Axes, sample: NDArray[np.uint8]) -> None:
-    """Draw one picture [C, H, W]. Small pixel images keep their hard edges."""
-    image = sample[0] if len(sample) == 1 else np.moveaxis(sample, 0, -1)
-    smooth = "nearest" if image.shape[1] <= 64 else "antialiased"
-    axes.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation=smooth, aspect="equal")
-
-
-def _moment(samples: Samples, word: str) -> str:
-    return f"{word}\nbase model" if samples.rl_step == 0 else f"{word}\nRL step {samples.rl_step}"

@@ -121,11 +121,12 @@ def prompt_store(run: Run) -> dict[str, int] | None:
     return {"encoded": encoded, "reused": max(0, texts - encoded)} if events else None
 
 
-def counted(run: Run, kind: str, name: str, amount: str) -> dict[str, int]:
-    """Return the sums of `amount` over the events of `kind`, by their `name`."""
+def counted(run: Run, kind: str, name: str, amount: str, otherwise: int = 0) -> dict[str, int]:
+    """Return the sums of `amount` over the events of `kind`, by their `name`. An event without an
+    amount counts as `otherwise`."""
     counts: Counter[str] = Counter()
     for event in run.events_of(kind):
-        counts[str(event.get(name))] += event.get(amount, 0)
+        counts[str(event.get(name))] += event.get(amount, otherwise)
     return dict(sorted(counts.items()))
 
 
@@ -207,9 +208,7 @@ def wall_seconds(run: Run) -> float | None:
 def samples_by(run: Run, kind: str, key: str) -> dict[str, int]:
     """Return the samples counted in events of `kind`, by their `key`. An event without a count is
     one sample."""
-    counts: Counter[str] = Counter()
-    for event in run.events_of(kind):
-        counts[str(event.get(key))] += event.get("samples", 1)
+    counts = Counter(counted(run, kind, key, "samples", otherwise=1))
     for event in run.events_of(LEFT_OUT):
         if event.get("of") == kind:
             counts[str(event.get("by"))] += event.get("samples", 0)

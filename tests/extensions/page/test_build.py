@@ -13,12 +13,13 @@ from PIL import Image
 
 from digenrl.cli import report
 from digenrl.extensions.page import plots
+from digenrl.extensions.page.comparison import comparison
 from digenrl.extensions.page.plots import PICTURES
+from digenrl.extensions.page.style import paper_style
 from digenrl.record.run_dir import append_event
 from digenrl.report.build import finish, rebuild
-from digenrl.report.pictures import comparison, read_samples
+from digenrl.report.pictures import read_samples
 from digenrl.report.read_run import Run
-from digenrl.report.style import paper_style
 from tests.report.synthetic import write_run
 
 pytestmark = pytest.mark.heavy

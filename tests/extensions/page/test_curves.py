@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from digenrl.extensions.page import curves
+from digenrl.extensions.page.style import paper_style
 from digenrl.report.read_run import Run, read_run
-from digenrl.report.style import paper_style
 
 
 @pytest.fixture

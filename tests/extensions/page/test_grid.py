@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from digenrl.extensions.page.grid import draw_grid, read_grid
-from digenrl.report.find import newest_run
+from digenrl.extensions.page.newest import newest_run
+from digenrl.extensions.page.style import paper_style
 from digenrl.report.read_run import read_run
-from digenrl.report.style import paper_style
 from tests.report.synthetic import GROUPS, write_run
 
 

@@ -14,8 +14,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from digenrl.callbacks.guarded import Guarded
-from digenrl.callbacks.loggers import WandbLogger
 from digenrl.extensions.page.logged import logged
+from digenrl.extensions.page.wandb_logger import WandbLogger
 from tests.callbacks.test_evaluation import evaluated_edits
 
 PROMPTS = ("a fox",) * 3 + ("a very long prompt " * 9,) * 3 + ("unseen",) * 3

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.extensions.page.timeline import lanes, time_by_rank, timeline, typical_window
+from digenrl.extensions.page.style import CAUSE_COLOURS, STAGE_COLOURS, paper_style
+from digenrl.extensions.page.timeline import (
+    clipped,
+    lanes,
+    time_by_rank,
+    timeline,
+    typical_window,
+)
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 from digenrl.report.read_run import finishes, read_run
-from digenrl.report.style import CAUSE_COLOURS, STAGE_COLOURS, paper_style
 from tests.report.synthetic import write_run
 
 
@@ -74,3 +80,9 @@ def test_figures_have_a_row_per_rank_and_none_without_spans(finished: Path) -> N
             rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
             assert rows == ["trainer 0", "trainer 1", "rollout 2", "rollout 3"]
             assert plot(replace(run, spans=(), seconds={}, step_ends={})) is None
+
+
+def test_spans_are_cut_to_a_window() -> None:
+    spans = [span(1.0, 3.0), span(0.0, 2.0, stage="generate", rank=1), span(4.0, 5.0)]
+    cut = [(each.rank, each.start, each.end) for each in clipped(spans, 0.5, 4.0)]
+    assert cut == [(0, 1.0, 3.0), (1, 0.5, 2.0)]

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from digenrl.extensions.page.style import BLUE, CYCLE, FAINT, GREEN, VERMILION
 from digenrl.report.read_run import Run
-from digenrl.report.style import BLUE, CYCLE, FAINT, GREEN, VERMILION
 
 WIDTH = 7.2
 """Width of a figure in inches: a full text width in print."""

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from digenrl import images
-from digenrl.report.pictures import STRIP_FRAMES
 
+STRIP_FRAMES = 5
+"""Frames of a video where only a picture can be shown."""
 SMALLEST, LARGEST = 96, 320
 """Pixels of a tile's longer side: smaller pictures are enlarged with hard edges, larger ones
 reduced."""

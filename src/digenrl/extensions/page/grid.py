@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from digenrl.extensions.page.style import CYCLE
 from digenrl.record.spans import Span
 from digenrl.report.read_run import Run
-from digenrl.report.style import CYCLE
 from digenrl.schedule import groups_of_step
 
 

@@ -13,11 +13,12 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from digenrl.extensions.page import curves, timeline
+from digenrl.extensions.page.comparison import before_after
+from digenrl.extensions.page.style import BLUE, VERMILION, paper_style
 from digenrl.record.run_dir import BEFORE_AFTER, PLOTS, replaced
 from digenrl.report.build import attempt
-from digenrl.report.pictures import Samples, before_after, read_samples, sample_files
+from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run
-from digenrl.report.style import BLUE, VERMILION, paper_style
 
 Plot = Callable[[Run], Figure | None]
 """Function that draws a run, or returns None if the run recorded nothing of this kind."""

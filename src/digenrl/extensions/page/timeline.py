@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from digenrl.extensions.page.curves import WIDTH
-from digenrl.record.spans import Span, clipped
+from digenrl.extensions.page.style import CAUSE_COLOURS, FAINT, GRID, INK, STAGE_COLOURS
+from digenrl.record.spans import Span
 from digenrl.report.read_run import Run, label_of
-from digenrl.report.style import CAUSE_COLOURS, FAINT, GRID, INK, STAGE_COLOURS
 from digenrl.report.summary import wall_seconds
 
 SHOWN_STEPS = 3
@@ -30,6 +30,17 @@ COLOURS = {stage: colour for stage, colour in STAGE_COLOURS.items() if stage != 
 def colour_of(span: Span) -> str:
     """Return the colour of a span: by stage, or by cause for a wait."""
     return COLOURS[label_of(span)]
+
+
+def clipped(spans: Iterable[Span], start: float, end: float) -> list[Span]:
+    """Return the parts of `spans` inside [start, end], for the costs of an RL step or of another
+    window."""
+    parts = []
+    for span in spans:
+        first, last = max(span.start, start), min(span.end, end)
+        if last > first:
+            parts.append(Span(span.rank, span.role, span.stage, first, last, span.step, span.args))
+    return parts
 
 
 def typical_window(

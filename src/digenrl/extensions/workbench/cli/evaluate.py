@@ -21,6 +21,7 @@ from typing import Any, Literal
 from digenrl import config as configuration
 from digenrl.api import NoCheckpoint, changed_run, last_checkpoint, restore
 from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.extension import extension, installed
 from digenrl.rewards.needs import require_weights
 
 RESULT = "eval.json"
@@ -112,16 +113,20 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
 
 
 def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
-    """Draw the before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
-    from digenrl.report.pictures import Samples, comparison
-    from digenrl.report.style import paper_style
+    """Draw the before/after grid of two `digenrl.callbacks.evaluation.Pictures`, if the extension
+    `page` is there."""
+    if not installed("page"):
+        return
+    from digenrl.report.pictures import Samples
 
+    save = extension(
+        "digenrl.extensions.page.comparison.save_comparison", PICTURE, f"read {RESULT}"
+    )
     grids = (
         Samples(step, shown.media.numpy(), tuple(prompt.text for prompt in shown.prompts), {})
         for step, shown in ((0, before), (rl_step, after))
     )
-    with paper_style():
-        comparison(*grids).savefig(path)
+    save(path, *grids)
 
 
 def table(result: dict[str, Any]) -> str:

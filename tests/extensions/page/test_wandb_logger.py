@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import wandb
 
-from digenrl.callbacks.loggers import WandbLogger, has_key
+from digenrl.extensions.page.wandb_logger import WandbLogger, has_key
 
 
 @pytest.fixture(autouse=True)
