@@ -27,6 +27,10 @@ def test_the_device_keeps_its_promises() -> None:
     passed("tests/device/inside/test_strict.py")
 
 
+def test_parts_of_the_source() -> None:
+    passed("tests/device/inside/test_parts.py")
+
+
 def test_runs_compute_what_they_compute_on_the_cpu() -> None:
     passed("tests/device/inside/test_runs.py", devices=4)
 

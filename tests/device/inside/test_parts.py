@@ -1,0 +1,154 @@
+"""Parts of src on the strict device, each by itself: what they compute there is the CPU's, and lies
+where it belongs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from digenrl import devices
+from digenrl.algorithms.copies import Ema
+from digenrl.models.offload import Offload
+from digenrl.rewards.protocol import resolve_device
+from digenrl.rewards.scorer import AsyncScorer
+from digenrl.rewards.suite import RewardSuite
+from digenrl.rollout.engine import SamplingSpec, ode_samples
+from digenrl.transport.weights import Version, adopt, exchanged, publish
+from digenrl.types import Prompt, move
+from reward_models.jpeg_size import JpegSize
+from tests.models.tiny_policies import make, prompt
+
+DEVICE = torch.device("strict", 0)
+
+
+def blocks(device: str) -> dict[str, torch.Tensor]:
+    """Gradients of six blocks whose activations wait in host memory."""
+    torch.manual_seed(0)
+    net = nn.ModuleList(
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+    )
+    given, run = torch.randn(32, 64).to(device).requires_grad_(), Offload()
+    net.to(device)
+    hidden = given
+    for block in net:
+        hidden = hidden + run(block, hidden)
+    hidden.square().mean().backward()
+    found = {name: p.grad.cpu() for name, p in net.named_parameters() if p.grad is not None}
+    assert given.grad is not None
+    return found | {"given": given.grad.cpu()}
+
+
+def test_off_loaded_activations_come_back() -> None:
+    there, here = blocks("strict"), blocks("cpu")
+    assert all(torch.equal(there[name], here[name]) for name in here)
+
+
+def sent(parameters: dict[str, torch.Tensor]) -> Version:
+    nobody = SimpleNamespace(multicast=lambda routes, message: None)
+    return publish(1, parameters, nobody, {}, lambda digest: None)  # type: ignore[arg-type]
+
+
+def numbers(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    return {name: torch.randn(40, 50, generator=drawn).to(device) for name in "abc"}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_version_is_a_copy_in_pinned_memory(number: int) -> None:
+    device = torch.device("strict", number)
+    mine, plain = numbers(device), numbers()
+    version = sent(mine)
+    assert all(tensor.is_pinned() for tensor in version.tensors.values())
+    mine["a"].add_(1.0)
+    assert all(torch.equal(version.tensors[name], plain[name]) for name in plain)
+    other = {name: torch.zeros_like(value) for name, value in mine.items()}
+    adopt(other, version)
+    assert all(value.device == device for value in other.values())
+    assert all(torch.equal(value.cpu(), plain[name]) for name, value in other.items())
+
+
+def test_weights_are_exchanged_and_come_back() -> None:
+    own, lent = numbers(DEVICE), {name: value + 1 for name, value in numbers().items()}
+    with exchanged(own, lent):
+        assert all(value.device == DEVICE for value in own.values())
+        assert all(torch.equal(own[n].cpu(), value + 1) for n, value in numbers().items())
+    assert all(torch.equal(own[name].cpu(), value) for name, value in numbers().items())
+
+
+def test_an_average_from_a_checkpoint_follows_its_parameters() -> None:
+    parameters = {name: nn.Parameter(value) for name, value in numbers(DEVICE).items()}
+    ema = Ema(every=1)
+    ema.copy.load_state_dict(numbers())
+    ema.update(parameters)
+    with ema.copy.swapped(parameters):
+        pass
+    assert all(torch.equal(parameters[n].cpu(), value) for n, value in numbers().items())
+
+
+# ---- scorers ---------------------------------------------------------------------------------
+
+
+def test_a_scorer_in_a_thread_keeps_to_its_ranks_device() -> None:
+    devices.take(1)
+    try:
+        assert resolve_device("auto") == resolve_device("strict") == torch.device("strict", 1)
+        node = {"_target_": "tests.device.scorers.DeviceNumber"}
+        scorer = AsyncScorer(RewardSuite({"number": {"scorer": node}}, placement="thread"))
+        found = scorer.submit(torch.rand(2, 3, 4, 4), [Prompt("a")] * 2).result(30)
+        scorer.close()
+        assert found["number"].tolist() == [1.0, 1.0]
+    finally:
+        devices.take(0)
+
+
+def test_media_of_the_device_are_scored_as_the_cpus() -> None:
+    media, prompts = torch.rand(2, 3, 16, 16), [Prompt("a"), Prompt("b")]
+    wanted = JpegSize(80)(media, prompts)
+    assert torch.equal(JpegSize(80)(media.to(DEVICE), prompts), wanted)
+    node = {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 80}
+    suite = RewardSuite({"jpeg": {"scorer": node}}, placement="thread", cache_size=8)
+    scorer = AsyncScorer(suite)
+    found = scorer.submit(media.to(DEVICE), prompts).result(30)
+    scorer.close()
+    assert torch.equal(found["jpeg"], wanted)
+
+
+# ---- forks -----------------------------------------------------------------------------------
+
+
+def test_whoever_asks_for_devices_may_fork_ranks() -> None:
+    code = (
+        "import torch\n"
+        "import digenrl.cli.start, digenrl.run\n"
+        "from digenrl import accelerator, devices\n"
+        "assert len(devices.found()) == accelerator.count() == 2\n"
+        "assert not torch.get_device_module().is_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# ---- a policy --------------------------------------------------------------------------------
+
+
+def test_a_policy_encodes_samples_and_decodes() -> None:
+    spec = SamplingSpec(steps=2)
+    policy = make("flux").to(DEVICE)
+    condition = policy.encode([prompt("a red star")])
+    assert all(value.device == DEVICE for value in condition.values())
+    media = ode_samples(policy, spec, [prompt("a red star")], 2, 0)
+    assert media.device.type == "cpu"
+    assert media.isfinite().all()
+    assert policy._vae.device.type == "cpu", "the VAE waits on the host"
+    assert all(encoder.device.type == "cpu" for encoder in policy._encoders())
+
+
+def test_what_is_moved_is_moved_whole() -> None:
+    x = torch.ones(2)
+    moved = move({"a": x, "b": (x, [x][0])}, DEVICE)
+    assert moved["a"].device == moved["b"][0].device == moved["b"][1].device == DEVICE

@@ -1,0 +1,383 @@
+"""Mistakes with devices, each planted in a copy of the tree: a test on the strict device must fail.
+
+Whoever adds code that touches a device adds the mistake that a tired colleague would make there.
+`old` is the exact text and occurs once in its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PARTS = "tests/device/inside/test_parts.py"
+RUNS = "tests/device/inside/test_runs.py"
+POLICIES = "tests/gpu/test_policies.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One mistake, and the test that fails of it."""
+
+    name: str
+    """Area and a few words: the id of the test."""
+    file: str
+    old: str
+    new: str
+    why: str
+    """What would go wrong on a GPU."""
+    test: str
+    """File of the tests that run."""
+    only: str
+    """Expression for `pytest -k`: the narrowest test."""
+
+
+OFFLOAD, WEIGHTS = "src/digenrl/models/offload.py", "src/digenrl/transport/weights.py"
+PIPELINE, POLICY = "src/digenrl/models/pipeline.py", "src/digenrl/models/policy.py"
+ENGINE, DENOISE = "src/digenrl/rollout/engine.py", "src/digenrl/diffusion/denoise.py"
+SCORER, CHILD = "src/digenrl/rewards/scorer.py", "src/digenrl/extensions/rewards/process.py"
+PROTOCOL, DEVICES = "src/digenrl/rewards/protocol.py", "src/digenrl/devices.py"
+GRADIENTS = "src/digenrl/strategy/gradients.py"
+STRATEGY = "src/digenrl/strategy/disaggregated.py"
+
+FAULTS = (
+    # ---- streams
+    Fault(
+        "stream: a copy out does not wait for what it copies",
+        OFFLOAD,
+        "        side = _side(self._device)\n        side.wait_stream(torch.accelerator.current_stream(self._device))\n        host",
+        "        side = _side(self._device)\n        host",
+        "activations are copied before they are computed",
+        PARTS,
+        "off_loaded",
+    ),
+    Fault(
+        "stream: the backward does not wait for what comes back",
+        OFFLOAD,
+        "torch.accelerator.current_stream(self._device).wait_event(self._copied)",
+        "pass",
+        "gradients are computed from what is not there yet",
+        PARTS,
+        "off_loaded",
+    ),
+    Fault(
+        "stream: memory of a copy out is given again",
+        OFFLOAD,
+        "        source.record_stream(side)\n",
+        "",
+        "the next block writes over activations that are being copied",
+        PARTS,
+        "off_loaded",
+    ),
+    Fault(
+        "stream: a copy back writes memory in use",
+        OFFLOAD,
+        "        side.wait_stream(\n            torch.accelerator.current_stream(self._device)\n        )  # the",
+        "        # the",
+        "fresh buffers lie where the default stream still reads",
+        PARTS,
+        "off_loaded",
+    ),
+    Fault(
+        "stream: memory of a copy back is given again",
+        OFFLOAD,
+        "                buffer.record_stream(side)\n",
+        "",
+        "a freed buffer is written by a late copy",
+        PARTS,
+        "off_loaded",
+    ),
+    Fault(
+        "stream: the copies have no event",
+        OFFLOAD,
+        "            self._copied.record(_side(self._device))",
+        "            pass",
+        "the backward waits for nothing",
+        PARTS,
+        "off_loaded",
+    ),
+    # ---- pinned buffers and publication
+    Fault(
+        "publication: nobody waits for the copy",
+        WEIGHTS,
+        "            view.copy_(_whole(parameters[name]))",
+        "            view.copy_(_whole(parameters[name]), non_blocking=True)",
+        "digests and messages are made of bytes that have not arrived",
+        PARTS,
+        "a_version",
+    ),
+    Fault(
+        "pinned: a version lies in pageable memory",
+        WEIGHTS,
+        "pin = any(accelerator.is_own(parameters[name].device) for name in self.starts)",
+        "pin = False",
+        "copies of weights block and run at half speed",
+        PARTS,
+        "a_version",
+    ),
+    Fault(
+        "pinned: an accelerator is taken for a processor",
+        "src/digenrl/accelerator.py",
+        'return device.type != "cpu" and device.type == kind()',
+        'return device.type == "cuda"',
+        "every other kind loses streams and pinned memory",
+        PARTS,
+        "a_version",
+    ),
+    Fault(
+        "publication: adopted weights stay on the host",
+        WEIGHTS,
+        "        if (parameter.device, parameter.dtype) == (\n            value.device,\n            value.dtype,\n        )",
+        "        if (parameter.dtype,) == (value.dtype,)",
+        "the network's parameters are the CPU's tensors",
+        PARTS,
+        "a_version",
+    ),
+    Fault(
+        "publication: an exchange leaves parameters on the host",
+        WEIGHTS,
+        "        if parameter.device == value.device:",
+        "        if parameter.dtype == value.dtype:",
+        "a trainer that lends itself computes with the CPU's tensors",
+        PARTS,
+        "exchanged",
+    ),
+    Fault(
+        "publication: an exchange does not wait",
+        WEIGHTS,
+        "            value.copy_(own)",
+        "            value.pin_memory().copy_(own, non_blocking=True)",
+        "a trainer does not get its own weights back",
+        PARTS,
+        "exchanged",
+    ),
+    # ---- placement
+    Fault(
+        "placement: noise of a step stays on the CPU",
+        DENOISE,
+        "    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]).to(\n        latents.device\n    )",
+        "    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:])",
+        "the transition mixes devices",
+        RUNS,
+        "one_trainer",
+    ),
+    Fault(
+        "placement: the grid of a transition stays on the CPU",
+        DENOISE,
+        "step_sigmas(sigmas.to(latents.device), steps)",
+        "step_sigmas(sigmas, steps)",
+        "an index of the device into the CPU's tensor",
+        RUNS,
+        "one_trainer",
+    ),
+    Fault(
+        "placement: a conditioning stays on the CPU",
+        POLICY,
+        "        return move(self.trimmed(condition), self.device)",
+        "        return self.trimmed(condition)",
+        "the network mixes devices",
+        PARTS,
+        "policy_encodes",
+    ),
+    Fault(
+        "placement: what is in tuples is not moved",
+        "src/digenrl/types.py",
+        "        return tuple(move(item, device, non_blocking) for item in value)  # type: ignore[return-value]",
+        "        return value",
+        "half of a batch stays on the CPU",
+        PARTS,
+        "moved_whole",
+    ),
+    Fault(
+        "placement: the VAE does not come",
+        PIPELINE,
+        "            vae.to(latents.device)",
+        "            pass",
+        "latents of the device meet weights of the CPU",
+        PARTS,
+        "policy_encodes",
+    ),
+    Fault(
+        "placement: the VAE does not go",
+        PIPELINE,
+        '            vae.to("cpu")',
+        "            pass",
+        "memory that the plan gives to activations is taken",
+        PARTS,
+        "policy_encodes",
+    ),
+    Fault(
+        "placement: encoders do not go",
+        PIPELINE,
+        '                encoder.to("cpu")',
+        "                pass",
+        "memory that the plan gives to activations is taken",
+        PARTS,
+        "policy_encodes",
+    ),
+    # ---- generators
+    Fault(
+        "generator: initial noise is the device's",
+        DENOISE,
+        "    return SampleState(key, noise.to(storage_dtype).to(device))",
+        "    import torch\n\n    noise = torch.randn(noise.shape, device=device)\n    return SampleState(key, noise.to(storage_dtype))",
+        "samples depend on the kind of device (I11)",
+        RUNS,
+        "one_trainer",
+    ),
+    Fault(
+        "generator: a CPU generator draws on the device",
+        DENOISE,
+        "    return SampleState(key, noise.to(storage_dtype).to(device))",
+        "    drawn = torch.Generator().manual_seed(key.uid)\n    noise = torch.randn(noise.shape, device=device, generator=drawn)\n    return SampleState(key, noise.to(storage_dtype))",
+        "torch refuses a generator of another device",
+        RUNS,
+        "one_trainer",
+    ),
+    # ---- forks
+    Fault(
+        "fork: the launcher asks the driver itself",
+        DEVICES,
+        "    ours, theirs = multiprocessing.Pipe(duplex=False)",
+        "    return seen()\n    ours, theirs = multiprocessing.Pipe(duplex=False)",
+        "no forked rank can use its GPU",
+        PARTS,
+        "may_fork",
+    ),
+    Fault(
+        "fork: an import touches the device",
+        "src/digenrl/run.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\nimport torch as _t\n\n_t.zeros(1, device=_t.accelerator.current_accelerator())\n",
+        "no forked rank can use its GPU",
+        PARTS,
+        "may_fork",
+    ),
+    # ---- numbers of devices
+    Fault(
+        "number: every rank takes device 0",
+        DEVICES,
+        "    number = 0 if accelerator.count() == 1 else local_rank",
+        "    number = 0",
+        "all ranks of a machine share its first GPU",
+        PARTS,
+        "keeps_to_its_ranks",
+    ),
+    Fault(
+        "number: `auto` has none",
+        PROTOCOL,
+        "    return accelerator.current() if unnumbered else resolved",
+        "    return resolved",
+        "a scorer computes on device 0 in its thread",
+        PARTS,
+        "keeps_to_its_ranks",
+    ),
+    Fault(
+        "number: a scorer's thread begins on device 0",
+        SCORER,
+        "            torch.accelerator.set_device_index(self._device)  # a new thread begins on device 0\n",
+        "",
+        "kernels of a scorer run beside another rank",
+        PARTS,
+        "keeps_to_its_ranks",
+    ),
+    Fault(
+        "number: a scorer's process takes device 0 (H1)",
+        CHILD,
+        '"device": accelerator.current().index}',
+        '"device": None}',
+        "the scorers of all ranks fill GPU 0",
+        RUNS,
+        "scorer_of and process",
+    ),
+    Fault(
+        "number: a collective's tensor is on device 0",
+        GRADIENTS,
+        "    kind = accelerator.kind()\n",
+        '    kind = "cuda"\n',
+        "nothing but CUDA has trainers in more than one process",
+        RUNS,
+        "two_trainers and ddp",
+    ),
+    # ---- host reads
+    Fault(
+        "host read: media are hashed on the device",
+        SCORER,
+        '        copy = media.detach().to("cpu", torch.float32, copy=True)',
+        "        copy = media.detach().to(torch.float32, copy=True)",
+        "numpy reads memory of the device",
+        PARTS,
+        "media_of_the_device",
+    ),
+    Fault(
+        "host read: media are read before they are there",
+        SCORER,
+        '        copy = media.detach().to("cpu", torch.float32, copy=True)',
+        '        copy = media.detach().to("cpu", torch.float32, copy=True, non_blocking=True)',
+        "scores of pictures that have not arrived",
+        PARTS,
+        "media_of_the_device",
+    ),
+    Fault(
+        "host read: frames stay on the device",
+        PROTOCOL,
+        '.mul(255).round().to("cpu", torch.uint8)',
+        ".mul(255).round().to(torch.uint8)",
+        "the encoder of pictures reads memory of the device",
+        PARTS,
+        "media_of_the_device",
+    ),
+    # ---- evaluation, averages, the end
+    Fault(
+        "evaluation: media stay on the device",
+        ENGINE,
+        "        media.append(policy.decode(torch.cat(parts)).cpu())",
+        "        media.append(policy.decode(torch.cat(parts)))",
+        "a GPU holds all media of an evaluation",
+        PARTS,
+        "policy_encodes",
+    ),
+    Fault(
+        "evaluation: noise stays on the CPU",
+        ENGINE,
+        "        latents = noise.to(policy.device, wide(sampling.storage_dtype))",
+        "        latents = noise.to(wide(sampling.storage_dtype))",
+        "the network mixes devices",
+        PARTS,
+        "policy_encodes",
+    ),
+    Fault(
+        "checkpoint: an average stays where it was read",
+        "src/digenrl/algorithms/copies.py",
+        "        self.tensors[name] = copy = self.tensors[name].to(parameter.device)",
+        "        self.tensors[name] = copy = self.tensors[name]",
+        "the first update after a resume mixes devices",
+        PARTS,
+        "an_average",
+    ),
+    Fault(
+        "end: networks are copied to the host (H5)",
+        STRATEGY,
+        "        # Lightning's own would copy the network and the optimizer of every rank to the host.",
+        "        super().teardown()",
+        "a finished run ends for lack of host memory",
+        RUNS,
+        "stays_on",
+    ),
+    Fault(
+        "collective: gradients are summed in a copy on the host",
+        GRADIENTS,
+        "        dist.all_reduce(flat)",
+        "        dist.all_reduce(flat.cpu())",
+        "replicas train their own cells alone",
+        RUNS,
+        "two_trainers and ddp",
+    ),
+    Fault(
+        "collective: the table of gradients is on the CPU",
+        GRADIENTS,
+        "dtype=dtype, device=members[0].device",
+        "dtype=dtype",
+        "the flat gradient mixes devices",
+        RUNS,
+        "two_trainers and ddp",
+    ),
+)

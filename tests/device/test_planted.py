@@ -1,0 +1,45 @@
+"""A test of the tests: every planted mistake (`planted.py`) is found by a test on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.deleting import copy_without
+from tests.device.environment import run_pytest
+from tests.device.planted import FAULTS, Fault
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_without((), tmp_path_factory.mktemp("planted"))
+
+
+def devices(test: str) -> int:
+    return 4 if test.endswith("test_runs.py") else 2
+
+
+def test_there_are_enough() -> None:
+    assert len(FAULTS) >= 25
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_mistake_is_found(tree: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Bytecode is compared by second and size: a mistake could outlive its removal.
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    path = tree / fault.file
+    text = path.read_text()
+    assert text.count(fault.old) == 1, f"{fault.file} holds `old` {text.count(fault.old)} times"
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        words = (fault.test, "-x", "-k", fault.only)
+        done = run_pytest(*words, root=tree, devices=devices(fault.test))
+    finally:
+        path.write_text(text)
+    assert done.returncode in (1, -11), f"not found: {fault.why}\n{done.stdout[-3000:]}"
+    assert "no tests ran" not in done.stdout
+    assert "error" not in done.stdout.splitlines()[-1], done.stdout[-3000:]
