@@ -64,6 +64,7 @@ def test_a_version_is_a_copy_in_pinned_memory(number: int) -> None:
     mine, plain = numbers(device), numbers()
     version = sent(mine)
     assert all(tensor.is_pinned() for tensor in version.tensors.values())
+    assert version.digest == sent(plain).digest, "sent before it was copied"
     mine["a"].add_(1.0)
     assert all(torch.equal(version.tensors[name], plain[name]) for name in plain)
     other = {name: torch.zeros_like(value) for name, value in mine.items()}
