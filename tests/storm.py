@@ -175,12 +175,11 @@ def survive(start: Start, mishap: Mishap, undisturbed: dict[int, str]) -> str:
     if mishap.pause is not None:
         _wait_for(train, mishap.pause)
         for _ in range(1 + mishap.pause.twice):
-            held = _fire(train, mishap.pause)
+            met = _fire(train, mishap.pause)
             time.sleep(mishap.seconds)
-            for pid in held:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-    code = _end(train, str(mishap))
+            _continue(train, met)
+    # A scorer's process that dies begins again, which takes seconds each time.
+    code = _end(train, str(mishap), LIMIT_S if mishap.kind != "exit" else 5 * LIMIT_S)
     assert list(train.root.glob("outputs/*/*")), f"{mishap}: {code}\n{train.stderr}"
     summary = train.summary
     attempts = f"{summary.get('restarts', 0)} restarts"
@@ -264,9 +263,18 @@ def strike(start: Start, shot: Shot, undisturbed: dict[int, str], resume: bool) 
     return "saved"
 
 
-def _end(train: Train, what: str) -> int:
+def _continue(train: Train, met: Sequence[int]) -> None:
+    """SIGCONT to the group, where processes begin between two looks, and to those that were met."""
+    with suppress(ProcessLookupError):
+        os.killpg(train.pid, signal.SIGCONT)
+    for pid in met:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _end(train: Train, what: str, limit_s: float = LIMIT_S) -> int:
     """The exit code, when the run has ended and no process of it is left."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while (code := train.poll()) is None:
         assert time.monotonic() < deadline, f"{what}: hangs\n{train.stderr}"
         time.sleep(0.02)
