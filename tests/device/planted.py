@@ -259,7 +259,7 @@ FAULTS = (
         "            # A stream of its own: on the default one, scoring would queue behind the generation\n"
         "            # that it is to overlap.\n"
         "            torch.accelerator.set_stream(torch.Stream(self._device))\n",
-        "",
+        "            pass\n",
         "kernels of a scorer run beside another rank",
         PARTS,
         "keeps_to_its_ranks",
