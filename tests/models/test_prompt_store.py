@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from digenrl.cli import encode as encode_command
+from digenrl.cli.main import main
 from digenrl.data import PromptData
 from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
 from digenrl.parts import fill_prompt_store
@@ -304,9 +304,7 @@ def test_a_run_is_the_same_with_and_without_and_the_next_encodes_nothing(
         row["encoded"] for row in trains[1].rows("events.jsonl") if row["kind"] == "prompt_store"
     ]
     assert sum(count > 0 for count in encoded) == 1, "the encoders moved for more than one rank"
-    assert (
-        encode_command.main([*words, f"data.prompt_store={other}", f"output_root={tmp_path}"]) == 0
-    )
+    assert main(["encode", *words, f"data.prompt_store={other}", f"output_root={tmp_path}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(other)
     alone = {path.relative_to(other): path.read_bytes() for path in other.rglob("*.safetensors")}
     assert alone == {
@@ -318,7 +316,7 @@ def test_a_run_is_the_same_with_and_without_and_the_next_encodes_nothing(
         f"data.prompt_store={other}",
         f"output_root={tmp_path}",
     )
-    assert encode_command.main([*every, *more]) == 0
+    assert main(["encode", *every, *more]) == 0
     assert "7 texts, 3 encoded, 4 reused" in capsys.readouterr().err, "those of the evaluation, too"
 
 
