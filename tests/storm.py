@@ -76,6 +76,11 @@ LIMIT_S = 60.0
 Start = Callable[..., Train]
 
 
+def _moment(chance: random.Random) -> str:
+    """When it happens: see `Shot.moment`."""
+    return chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
+
+
 @dataclass(frozen=True)
 class Shot:
     """One signal, or two."""
@@ -99,7 +104,7 @@ class Shot:
     @classmethod
     def random(cls, chance: random.Random, runs: Sequence[str]) -> Shot:
         """A signal to stop, at one of `runs`."""
-        moment = chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
+        moment = _moment(chance)
         number = chance.choice(STOPS)
         return cls(
             run=chance.choice(runs),
@@ -137,7 +142,7 @@ class Mishap:
         name, rank, call = chance.choice(runs), chance.randrange(3), chance.randrange(1, STEPS + 1)
         again = ("allocation.max_restarts=3", "allocation.restart_pause_s=0.1")
         if kind == "pause":
-            moment = chance.choices(("start", "ranks", "step", "end"), (1, 2, 6, 1))[0]
+            moment = _moment(chance)
             shot = Shot(
                 run=name,
                 number=signal.SIGSTOP,
