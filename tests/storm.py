@@ -359,6 +359,7 @@ def storm(
         except AssertionError as error:
             wrong.append(f"shot {number}: {error}")
             print(wrong[-1], flush=True)
+        print(f"{ends.total()} of {number + 1}, seed {seed}", file=sys.stderr, flush=True)
     next(started, None)
     return ends, wrong
 
