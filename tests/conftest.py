@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -80,15 +81,25 @@ def repository() -> Path:
     return ROOT
 
 
+def _is_tracker(process: psutil.Process) -> bool:
+    """Whether it is multiprocessing's resource tracker, which stays until this process ends."""
+    with contextlib.suppress(psutil.Error):
+        return "resource_tracker" in " ".join(process.cmdline())
+    return False
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_left_behind() -> Iterator[None]:
     """Fail the session if a child process outlives it (each leftover rank would keep a port and a
     core)."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    left = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in before and not _is_tracker(child)
+    ]
     _, alive = psutil.wait_procs(left, timeout=5.0)
-    alive = [child for child in alive if "resource_tracker" not in " ".join(child.cmdline())]
     commands = [" ".join(child.cmdline())[:120] for child in alive]
     for child in alive:
         child.kill()

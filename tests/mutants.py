@@ -3,12 +3,13 @@
     make mutants ARGS="n=150 seed=1 rooms=schedule,strategy"     (python -m tests.mutants n=150 seed=1)
 
 First the default tests that start no process run once under coverage, which tells which test reaches
-which line. Then `n` places are drawn, equally many in each room. Each gets one small mistake in a copy of the tree: a
-comparison, an operator, a constant, a negated condition, a removed statement, exchanged arguments
-or an early return. The tests that reach the line run against it, those of the same room first, and
-then all of the room. A test that fails without the mistake too has noticed nothing. What was judged
-is kept in outputs/mutants, so the same command goes on where it was stopped. Limits count the seconds
-in which the tests had a processor or waited for something else, so it may run at the lowest priority:
+which line. Then `n` places are drawn, equally many in each room. Each gets one small mistake in a copy
+of the tree: a comparison, an operator, a constant, a negated condition, a removed statement, exchanged
+arguments or an early return. The tests that reach the line run against it, those of the same room
+first. Coverage does not see the ranks of a run, so what is left then meets all tests of its room and
+runs of all kinds. What was judged is kept in outputs/mutants, so the same command goes on where it was
+stopped. Limits count the seconds in which the tests had a processor or waited for something else, so
+it may run at the lowest priority:
 
     chrt -i 0 nice -n 19 python -m tests.mutants n=150 seed=1
 
@@ -27,10 +28,10 @@ import hashlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ ROOMS = (
     "extensions/planner"
 )
 CHOSEN = "not slow and not cluster and not alone"
-BUDGET_S, LIMIT_S, JOBS = 100.0, 600.0, 2
+BUDGET_S, LIMIT_S, JOBS = 40.0, 600.0, 2
 """Seconds of tests for a mutant by their own durations, seconds after which it has timed out, and
 mutants at a time."""
 UNSTABLE = 3
@@ -63,7 +64,7 @@ ANYWHERE = (
     "tests/strategy/test_invariants.py",
     "tests/strategy/test_witnesses.py",
 )
-"""Runs, for what the tests that reach the line have not noticed, beside all tests of its room."""
+"""Runs of all kinds, beside all tests of a room."""
 KILLED, SURVIVED, TIMED_OUT = "killed", "survived", "timed out"
 
 
@@ -285,82 +286,112 @@ class Tests:
         return chosen
 
 
-def judged(mutant: Mutant, tree: Path, tests: list[str]) -> dict[str, Any]:
-    """Run the tests against a mutant in a copy of the tree, and return what came of it. Coverage
-    does not see the ranks of a run, so all tests of the room and runs of all kinds come last."""
-    path = tree / "src" / "digenrl" / mutant.file
-    original, began = path.read_bytes(), time.monotonic()
-    mistaken = mutant.applied(original)
-    home = f"tests/{mutant.room}/"
-    lines = [tests, [name for name in (home, *ANYWHERE) if (ROOT / name).exists()]]
-    result, by = SURVIVED, ""
-    try:
-        for chosen in filter(None, lines):
-            unstable = list[str]()
-            while len(unstable) < UNSTABLE:
-                path.write_bytes(mistaken)
-                result, by = run(tree, chosen, unstable)
-                if result != KILLED or "::" not in by:
+PRELOADED = (
+    "torch lightning diffusers transformers peft hydra hypothesis psutil safetensors.torch "
+    "torch.distributed.fsdp torch.distributed.tensor PIL.Image numpy pydantic httpx xxhash"
+)
+SERVER = """
+import importlib, json, os, sys
+import pytest
+for name in sys.argv[1].split():
+    importlib.import_module(name)
+for line in sys.stdin:
+    words, output = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in (1, 2):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os._exit(pytest.main(words))
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Process that has imported what takes seconds, and forks for each pytest."""
+
+
+class Tree:
+    """Copy of the tree, in which tests are run."""
+
+    def __init__(self, root: Path) -> None:
+        subprocess.run(["rm", "-rf", root], check=True)
+        root.mkdir(parents=True)
+        self.root = copy_without((), root)
+        environment = os.environ | {
+            "PYTHONPATH": f"{root / 'src'}:{root}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, PRELOADED],
+            cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def judged(self, mutant: Mutant, tests: list[str], far: bool) -> dict[str, Any]:
+        """Run tests against a mutant, and return what came of it. In the far round, where tests
+        start processes, one that fails must pass without the mistake."""
+        path = self.root / "src" / "digenrl" / mutant.file
+        original, began = path.read_bytes(), time.monotonic()
+        result, by, unstable = SURVIVED, "", list[str]()
+        try:
+            while tests and len(unstable) < UNSTABLE:
+                path.write_bytes(mutant.applied(original))
+                result, by = self.run(tests, unstable)
+                if not (far and result == KILLED and "::" in by):
                     break
                 path.write_bytes(original)
-                if run(tree, [by], [])[0] == SURVIVED:
+                if self.run([by], [])[0] == SURVIVED:
                     break
                 unstable.append(by)
                 result = SURVIVED
-            if result != SURVIVED:
-                break
-    finally:
-        path.write_bytes(original)
-    return {"result": result, "by": by, "seconds": round(time.monotonic() - began, 1)}
+        finally:
+            path.write_bytes(original)
+        seconds = round(time.monotonic() - began, 1)
+        return {"result": result, "by": by, "far": far, "seconds": seconds}
 
-
-def run(tree: Path, tests: list[str], without: list[str]) -> tuple[str, str]:
-    """Run tests in a copy of the tree; return what came of it, and the test that failed."""
-    environment = os.environ | {
-        "PYTHONPATH": f"{tree / 'src'}:{tree}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    left_out = [word for test in without for word in ("--deselect", test)]
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [*command, "-m", CHOSEN, "--timeout=3600", *left_out, *tests],
-            cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        if not ended(process, LIMIT_S):
+    def run(self, tests: list[str], without: list[str]) -> tuple[str, str]:
+        """Run tests; return what came of it, and the test that failed."""
+        left_out = [word for test in without for word in ("--deselect", test)]
+        words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", CHOSEN, "--timeout=3600"]
+        output = self.root.with_suffix(".txt")
+        assert self._server.stdin
+        assert self._server.stdout
+        print(json.dumps([[*words, *left_out, *tests], str(output)]), file=self._server.stdin)
+        self._server.stdin.flush()
+        in_time = self._ended(int(self._server.stdout.readline()))
+        code = int(self._server.stdout.readline())
+        if not in_time:
             return TIMED_OUT, ""
-        output.seek(0)
-        told = [line for line in output if line.startswith(("FAILED", "ERROR"))]
-    result = SURVIVED if process.returncode in (0, 5) else KILLED
-    return result, told[0].split(" - ")[0].split(maxsplit=1)[1].strip() if told else ""
+        lines = output.read_text(errors="replace").splitlines()
+        told = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        by = told[0].split(" - ")[0].split(maxsplit=1)[1].strip() if told else f"exit code {code}"
+        return (SURVIVED, "") if code in (0, 5) else (KILLED, by)
 
-
-def ended(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait for a process and what it has started; end them all and return False after `limit_s`.
-    Seconds in which a thread of theirs waited for a processor do not count."""
-    waits, now = dict[str, float](), time.monotonic()
-    while process.poll() is None:
-        time.sleep(0.5)
-        before, now, known = now, time.monotonic(), waits
-        family = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = [process.pid, *(p.pid for p in psutil.Process(process.pid).children(True))]
-        waits = {}
-        for pid in family:
-            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):
-                    waits[path.parent.name] = int(path.read_text().split()[1]) / 1e9
-        starved = max(
-            (s - known[thread] for thread, s in waits.items() if thread in known), default=0.0
-        )
-        limit_s -= max(0.0, now - before - starved)
-        if limit_s < 0:
-            for pid in reversed(family):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
-            return False
-    return True
+    def _ended(self, child: int) -> bool:
+        """Wait for a pytest and what it has started; kill them all and return False after
+        `LIMIT_S`. Seconds in which a thread of theirs waited for a processor do not count."""
+        assert self._server.stdout
+        left_s, waits, now = LIMIT_S, dict[str, float](), time.monotonic()
+        while not select.select([self._server.stdout], [], [], 0.5)[0]:
+            before, now, known = now, time.monotonic(), waits
+            family = [child]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family += [process.pid for process in psutil.Process(child).children(True)]
+            waits = {}
+            for pid in family:
+                for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                    with contextlib.suppress(OSError):
+                        waits[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+            waited = (s - known[thread] for thread, s in waits.items() if thread in known)
+            left_s -= max(0.0, now - before - max(waited, default=0.0))
+            if left_s < 0:
+                for pid in reversed(family):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return False
+        return True
 
 
 def difference(mutant: Mutant) -> str:
@@ -409,35 +440,39 @@ def main(words: list[str]) -> int:
     known = {}
     if record.exists():
         known = {row["key"]: row for row in map(json.loads, record.read_text().splitlines())}
-    trees: Queue[Path] = Queue()
+    trees: Queue[Tree] = Queue()
     for number in range(JOBS):
-        tree = OUTPUT / f"tree-{number}"
-        subprocess.run(["rm", "-rf", tree], check=True)
-        tree.mkdir(parents=True)
-        trees.put(copy_without((), tree))
+        trees.put(Tree(OUTPUT / f"tree-{number}"))
 
-    path, rows = OUTPUT / f"mutants-{seed}.md", list[dict[str, Any]]()
+    path = OUTPUT / f"mutants-{seed}.md"
 
-    def work(mutant: Mutant) -> None:
-        if mutant.key in known:
-            rows.append(known[mutant.key])
+    def report() -> None:
+        rows = [known[mutant.key] for mutant in mutants if mutant.key in known]
+        path.write_text(table(rows, " ".join(words)))
+
+    def work(mutant: Mutant, far: bool) -> None:
+        row = known.get(mutant.key)
+        if row is not None and (row["far"] >= far or row["result"] != SURVIVED):
             return
+        home = f"tests/{mutant.room}/"
+        whole = [name for name in (home, *ANYWHERE) if (ROOT / name).exists()]
         tree = trees.get()
         try:
-            row = asdict(mutant) | {"key": mutant.key} | judged(mutant, tree, tests.of(mutant))
+            found = tree.judged(mutant, whole if far else tests.of(mutant), far)
         finally:
             trees.put(tree)
-        row["difference"] = difference(mutant)
+        row = asdict(mutant) | {"key": mutant.key, "difference": difference(mutant)} | found
+        known[mutant.key] = row
         with record.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{row['result']:<12}{row['seconds']:>6} s  {row['file']}:{row['line']}  {row['kind']}  {row['by']}",
               file=sys.stderr, flush=True)  # fmt: skip
-        rows.append(row)
-        path.write_text(table(rows, " ".join(words)))
+        report()
 
-    with ThreadPoolExecutor(JOBS) as pool:
-        list(pool.map(work, mutants))
-    path.write_text(table(rows, " ".join(words)))
+    for far in (False, True):
+        with ThreadPoolExecutor(JOBS) as pool:
+            list(pool.map(work, mutants, [far] * len(mutants)))
+    report()
     print(path)
     return 0
 

@@ -119,6 +119,7 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_way_on(running: Any, di
     assert (run_dir / "checkpoints" / f"step-{done + 2:06d}").exists()
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_waits_for_room(running: Any, disk: Path) -> None:
     """Nothing was saved before, so a run that gave up at once would lose all its steps."""
     words = ("max_rl_steps=2", "callbacks.checkpoint.every=1000")

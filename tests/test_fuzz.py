@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    ("n", "seed"), [(200, "default"), pytest.param(10_000, "slow", marks=pytest.mark.slow)]
+    ("n", "seed"), [(80, "default"), pytest.param(10_000, "slow", marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(1800)
 def test_every_input_is_taken_or_refused(n: int, seed: str) -> None:

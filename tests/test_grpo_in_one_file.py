@@ -80,7 +80,7 @@ def test_the_prompts_of_every_step_are_those_of_the_system(size: int) -> None:
         assert [prompt.uid for prompt in drawn] == [prompt.uid for prompt in sampler.batch(step)]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_page_runs_as_a_command() -> None:
     done = subprocess.run(
         [sys.executable, PAGE, "1"], cwd=ROOT, capture_output=True, text=True, check=True

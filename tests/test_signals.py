@@ -209,11 +209,10 @@ def test_too_few_open_files_are_refused_with_the_number_that_is_needed(running: 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("runs", [("apart", "async"), ("together",)], ids=" and ".join)
-def test_twenty_random_signals(tmp_path: Path, runs: tuple[str, ...]) -> None:
-    ends, wrong = storm(tmp_path, 10, "-".join(runs), 9, runs)
+def test_a_few_random_signals(tmp_path: Path) -> None:
+    ends, wrong = storm(tmp_path, 8, "a few", 4, ("apart", "together"))
     assert not wrong, "\n".join(wrong)
-    assert sum(ends.values()) == 10
+    assert sum(ends.values()) == 8
 
 
 @pytest.mark.slow

@@ -87,6 +87,7 @@ def test_I13_replaying_recorded_runs_gives_every_decision_again(tmp_path: Path) 
             assert replay(changed) == [(row, TRAIN)], "a record that was tampered with is told"
 
 
+@pytest.mark.slow
 def test_I13_the_record_of_colocated_ranks_gives_every_decision_again(tmp_path: Path) -> None:
     config = configured(*LIGHT, "schedule=colocated", "schedule.tsp.batch=1", "max_rl_steps=1")
     cluster = run_cluster(tmp_path, 2, 0, config, after_build=slow_rollouts)

@@ -93,7 +93,7 @@ def assert_equal_runs(
         pytest.param(1, 0, False, id="colocated-1-fp32", marks=pytest.mark.slow),
         pytest.param(1, 0, True, id="colocated-1-fp64", marks=pytest.mark.slow),
         pytest.param(2, 0, False, id="colocated-2-fp32", marks=pytest.mark.slow),
-        pytest.param(2, 0, True, id="colocated-2-fp64"),
+        pytest.param(2, 0, True, id="colocated-2-fp64", marks=pytest.mark.slow),
     ],
 )
 def test_schedule_equals_the_single_process_loop_over_five_steps(

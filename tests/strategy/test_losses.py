@@ -138,8 +138,13 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
     tmp_path: Path,
 ) -> None:
     """One-step asynchrony: rank 2 dies with a task of version 0 when the other rollout already
-    holds version 1."""
-    others_hold_next = tmp_path / "adopted"
+    holds version 1. A rollout that comes late to its first task finds none of version 0 left, so
+    the other one waits for it."""
+    claimed, others_hold_next = tmp_path / "claimed", tmp_path / "adopted"
+
+    def wait_for(path: Path) -> None:
+        while not path.exists():
+            threading.Event().wait(0.02)
 
     def die_late(rank: run.Rank, world: World) -> None:
         if world.is_trainer:
@@ -149,9 +154,11 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
         def slow(generation: Generation) -> Generation:
             task = generation.task
             if world.rank == 2 and (task.step, task.version) == (1, 0):
-                while not others_hold_next.exists():
-                    threading.Event().wait(0.02)
+                claimed.touch()
+                wait_for(others_hold_next)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if world.rank == 1 and (task.step, task.version) == (1, 0):
+                wait_for(claimed)
             if world.rank == 1 and task.version == 1:
                 others_hold_next.touch()
             return advance(generation)

@@ -61,6 +61,7 @@ def test_a_scorer_that_fails_names_its_error():
     scorer.close()
 
 
+@pytest.mark.slow
 def test_each_failure_of_a_call_is_told_apart():
     scorer = ProcessScorer({"_target_": "tests.extensions.rewards.services.Moody"}, max_deaths=2)
     one = MEDIA[:1]

@@ -69,6 +69,7 @@ def test_another_reward_scores_the_same_samples(
     assert "jpeg" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_a_run_without_a_whole_one_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
