@@ -326,7 +326,7 @@ class Tree:
         }
         self._server = subprocess.Popen(
             [sys.executable, "-c", SERVER, PRELOADED],
-            cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            cwd=root, env=environment, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
     def judged(self, mutant: Mutant, tests: list[str], far: bool) -> dict[str, Any]:
@@ -358,8 +358,8 @@ class Tree:
         output = self.root.with_suffix(".txt")
         assert self._server.stdin
         assert self._server.stdout
-        print(json.dumps([[*words, *left_out, *tests], str(output)]), file=self._server.stdin)
-        self._server.stdin.flush()
+        asked = json.dumps([[*words, *left_out, *tests], str(output)])
+        self._server.stdin.write(asked.encode() + b"\n")
         in_time = self._ended(int(self._server.stdout.readline()))
         code = int(self._server.stdout.readline())
         if not in_time:
