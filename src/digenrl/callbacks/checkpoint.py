@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from digenrl.record.run_dir import CHECKPOINT_FAILED, append_event, append_urgent, free_space
+from digenrl.record.run_dir import CHECKPOINT_FAILED, append_event, free_space
 from digenrl.types import StepGivenUp
 
 KEY = "digenrl"
@@ -135,9 +135,8 @@ class Checkpoint(pl.Callback):
         cause = _failure(trainer, path)
         if cause is not None:
             if trainer.is_global_zero:
-                append_urgent(
-                    trainer.default_root_dir, CHECKPOINT_FAILED, {"rl_step": step, "cause": cause}
-                )
+                facts = {"rl_step": step, "cause": cause}
+                append_event(trainer.default_root_dir, CHECKPOINT_FAILED, facts, urgent=True)
             # All trainers are told of a failure alike, so all take the same number of pauses.
             for pause in self._pauses if last else ():
                 time.sleep(pause)

@@ -6,7 +6,7 @@ of its own:
     got/v{version}/{position}    number of trainers that hold the result
     returned/v{version}          positions that came back because their owner was lost
     the same for version -1 - V      pieces of the evaluation of version V
-    version, digest/v{version}   newest published version; digest of a version's bytes
+    version                      newest published version
     work/{rank}                  what a generating rank does now, and how fast it is
 
 `digenrl.schedule.claims` has the rules. A claim lasts as long as its owner lives. The launcher sees
@@ -69,19 +69,6 @@ class StoredClaims:
 def note_version(control: Control, version: int) -> None:
     """Publish the number of the newest version. Call this before the version's weights are sent."""
     control.set("version", str(version))
-
-
-def note_digest(control: Control, version: int, digest: str) -> None:
-    """Publish the digest of a version's bytes before any rank can hold them, and delete the digest
-    of an old version."""
-    control.set(f"digest/v{version}", digest)
-    control.delete(f"digest/v{version - 3}")
-
-
-def digest_of(control: Control, version: int) -> str | None:
-    """Return the digest that the bytes of a version must have; None if it was deleted since, or
-    never published."""
-    return control.get(f"digest/v{version}")
 
 
 def announce(control: Control, rank: int, work: Work | None) -> None:

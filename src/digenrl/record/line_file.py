@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -70,35 +71,20 @@ class LineFile:
 
 
 def kept_steps(sizes: Mapping[int, int], limit: float) -> set[int]:
-    """Return the steps that stay when a file is thinned to at most half of `limit`.
-
-    The first steps get an eighth of `limit`, the newest a quarter. Between them every second,
-    fourth or eighth step ... stays, in another eighth. Strides are powers of two, so that several
-    ranks keep the same steps up to the coarser stride.
+    """Return the steps that stay when a file is thinned: the first ones, in an eighth of `limit`,
+    and the newest, in three eighths.
 
     Args:
         sizes: step -> bytes.
         limit: bytes of the whole file.
     """
-    order = sorted(sizes)
-    first = _while_fits(order, sizes, limit / 8)
-    newest = _while_fits([step for step in reversed(order) if step not in first], sizes, limit / 4)
-    between = [step for step in order if step not in first and step not in newest]
-    stride = 1
-    while sum(sizes[step] for step in between) > limit / 8:
-        stride *= 2
-        between = [step for step in between if step % stride == 0] if stride <= order[-1] else []
-    return {*first, *newest, *between}
+    first = _while_fits(sorted(sizes), sizes, limit / 8)
+    return first | _while_fits(sorted(sizes.keys() - first, reverse=True), sizes, 3 * limit / 8)
 
 
 def _while_fits(steps: list[int], sizes: Mapping[int, int], room: float) -> set[int]:
-    taken: set[int] = set()
-    for step in steps:
-        room -= sizes[step]
-        if room < 0:
-            break
-        taken.add(step)
-    return taken
+    ends = accumulate(sizes[step] for step in steps)
+    return {step for step, end in zip(steps, ends, strict=True) if end <= room}
 
 
 def thin(path: Path, limit: float) -> None:

@@ -68,20 +68,13 @@ PROMPT_STORE = "prompt_store"
 TRAJECTORIES = "trajectories"
 """Directory of the messages on which trainers trained. Events of this kind give their size, or an
 early end, as `cause`."""
-LEFT_OUT = "left_out"
-"""Kind of the event that tells how many routine events of a kind (`of`) were not written, and their
-`samples`."""
 ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
-"""Kinds of events that a step may repeat; beyond the limit of `limit_events` they are only
-counted."""
+"""Kinds of events that a step may repeat. Beyond the limit of `limit_events` they are refused."""
 
-_RESERVE, _RESERVE_BYTES, _PAGE = ".reserve", 64 << 10, 4 << 10
+_RESERVE, _RESERVE_BYTES = ".reserve", 64 << 10
 _unwritten: Counter[Path] = Counter()
 """Lines that this process could not write and has not reported yet, by file. A file that failed
 once stays here."""
-_left_out: Counter[tuple[Path, str, str, str]] = Counter()
-"""(events file, kind, counted thing, key) -> routine events, or their samples, that this process
-left out."""
 _events_limit: float = math.inf
 
 
@@ -97,34 +90,23 @@ def unix_time() -> float:
 
 
 def limit_events(size: float) -> None:
-    """Count routine events instead of writing them once events.jsonl has `size` bytes."""
+    """Refuse routine events once events.jsonl has `size` bytes."""
     global _events_limit
     _events_limit = size
 
 
 def hold_reserve(run_dir: str | os.PathLike[str]) -> None:
-    """Reserve a little disk space, which is released page by page when the disk is full."""
+    """Reserve a little disk space, for what a full disk must still take (`append_event`)."""
     with suppress(OSError), replaced(Path(run_dir) / _RESERVE) as path:
         path.write_bytes(bytes(_RESERVE_BYTES))
 
 
-def release_reserve(run_dir: str | os.PathLike[str]) -> None:
-    """Release the whole reserve at the end of a run, whose summary may need it."""
+def release_reserve(run_dir: str | os.PathLike[str]) -> bool:
+    """Release the reserve, and return whether there was one."""
     with suppress(OSError):
-        (Path(run_dir) / _RESERVE).unlink(missing_ok=True)
-
-
-def _release_page(run_dir: Path) -> bool:
-    """Release a page of the reserve, and return whether that was possible. Half of the reserve is
-    for the run's end."""
-    try:
-        size = (run_dir / _RESERVE).stat().st_size
-        if size <= _RESERVE_BYTES // 2:
-            return False
-        os.truncate(run_dir / _RESERVE, size - _PAGE)
-    except OSError:
-        return False
-    return True
+        (Path(run_dir) / _RESERVE).unlink()
+        return True
+    return False
 
 
 def free_space(path: str | os.PathLike[str]) -> str:
@@ -175,13 +157,13 @@ def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
         unwritten(Path(path), 1, error)
 
 
-def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> bool:
-    """Append `row` to a file of less than `limit` bytes, and return whether it was appended.
+def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> None:
+    """Append `row` to a file of less than `limit` bytes.
 
     After a line that a crash tore, the row still begins on a new line.
 
     Raises:
-        OSError: the file cannot be opened or does not take the whole line.
+        OSError: the file cannot be opened, has reached `limit`, or does not take the whole line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     line = (
@@ -194,13 +176,12 @@ def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> bool
     try:
         size = os.fstat(descriptor).st_size
         if size >= limit:
-            return False
+            raise OSError(errno.EFBIG, "the limit of record.keep_mib")
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line
         write_whole(descriptor, line)
     finally:
         os.close(descriptor)
-    return True
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
@@ -215,33 +196,26 @@ def write_whole(descriptor: int, data: bytes) -> None:
 
 
 def append_event(
-    run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any] | None = None
-) -> None:
-    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl.
+    run_dir: str | os.PathLike[str],
+    kind: str,
+    facts: Mapping[str, Any] | None = None,
+    urgent: bool = False,
+) -> bool:
+    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl; return
+    whether it was written. Secrets are masked, because facts contain texts of errors.
 
-    Secrets are masked, because facts contain texts of errors.
+    Args:
+        urgent: whether the event takes the reserve if the disk is full.
     """
     path, event = Path(run_dir) / EVENTS, {"time": unix_time(), "kind": kind, **redact(facts or {})}
     try:
-        if not _append(path, event, _events_limit if kind in ROUTINE else math.inf):
-            by = str(event.get("reward", event.get("reason", "")))
-            _left_out[path, kind, "times", by] += 1
-            _left_out[path, kind, "samples", by] += int(event.get("samples", 0))
+        _append(path, event, _events_limit if kind in ROUTINE else math.inf)
     except OSError as error:
+        if urgent:
+            return release_reserve(run_dir) and append_event(run_dir, kind, facts, urgent)
         unwritten(path, 1, error)
-
-
-def append_urgent(run_dir: str | os.PathLike[str], kind: str, facts: Mapping[str, Any]) -> bool:
-    """Append an event as `append_event` does, with the reserve if the disk is full; return whether
-    it was written."""
-    path, event = Path(run_dir) / EVENTS, {"time": unix_time(), "kind": kind, **redact(facts)}
-    for _ in range(2):
-        try:
-            return _append(path, event)
-        except OSError:
-            if not _release_page(path.parent):
-                break
-    return False
+        return False
+    return True
 
 
 def unwritten(path: Path, lines: int, error: OSError) -> None:
@@ -254,19 +228,12 @@ def unwritten(path: Path, lines: int, error: OSError) -> None:
 
 
 def tell_unwritten(run_dir: str | os.PathLike[str]) -> None:
-    """Report the lines that this process could not write or left out. Called at the end of its part
-    of the run."""
+    """Report the lines that this process could not write. Called at the end of its part of the
+    run."""
     for path in [
         path for path, lines in _unwritten.items() if lines and Path(run_dir) in path.parents
     ]:
         _tell(path, None)
-    for path, kind, what, by in [
-        key for key in _left_out if key[0].parent == Path(run_dir) and key[2] == "times"
-    ]:
-        facts = {"of": kind, "by": by, "times": _left_out.pop((path, kind, what, by))}
-        append_urgent(
-            run_dir, LEFT_OUT, facts | {"samples": _left_out.pop((path, kind, "samples", by))}
-        )
 
 
 def _tell(path: Path, cause: str | None) -> None:
@@ -276,7 +243,7 @@ def _tell(path: Path, cause: str | None) -> None:
         else path.parents[1]
     )
     facts = {"file": str(path.relative_to(run_dir)), "lines": _unwritten[path], "cause": cause}
-    if append_urgent(run_dir, UNWRITTEN, facts):
+    if append_event(run_dir, UNWRITTEN, facts, urgent=True):
         _unwritten[path] = 0
 
 

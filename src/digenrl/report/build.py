@@ -19,7 +19,7 @@ from digenrl.record.run_dir import (
     EVENTS,
     SUMMARY,
     TRACE,
-    append_urgent,
+    append_event,
     free_space,
     release_reserve,
     tell_unwritten,
@@ -62,7 +62,7 @@ def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None
     release_reserve(run_dir)
     tell_unwritten(run_dir)
     warnings: list[str] = []
-    if not append_urgent(run_dir, END, {"status": status, "cause": cause}):
+    if not append_event(run_dir, END, {"status": status, "cause": cause}, urgent=True):
         warnings.append(
             f"{EVENTS} could not take the end of the run ({free_space(run_dir)}): its record has "
             "gaps"

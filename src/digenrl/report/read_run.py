@@ -57,11 +57,8 @@ class _Event(_Row):
     message: str = ""
     rl_step: _Count | Annotated[float, Field(ge=0, le=2**53)] = 0
     samples: _Count = 0
-    times: _Count = 0
     lines: _Count = 0
     failures: _Count = 0
-    of: str = ""
-    by: str = ""
     file: str = ""
     logger: str = ""
     reward: str = ""

@@ -13,9 +13,7 @@ from typing import Any
 from digenrl.record.run_dir import (
     CHECKPOINT_FAILED,
     END,
-    EVENTS,
     LAUNCH,
-    LEFT_OUT,
     LOGGER,
     LOST,
     METRICS,
@@ -79,8 +77,8 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         },
         "groups": {name: int(sum(run.column(f"groups_{name}")[1])) for name in GROUPS},
         "prompt_store": prompt_store(run),
-        "dropped": samples_by(run, "dropped", "reason"),
-        "missing": samples_by(run, "missing", "reward"),
+        "dropped": counted(run, "dropped", "reason", "samples", otherwise=1),
+        "missing": counted(run, "missing", "reward", "samples", otherwise=1),
         "alarms": suspicions(run),
         "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),
         "lost": [str(event.get("cause")) for event in run.events_of(LOST)],
@@ -148,11 +146,6 @@ def troubles(run: Run) -> list[str]:
             f"logger {name} failed {failures} time(s), first: {causes[LOGGER, name]}; {METRICS} "
             "has everything"
         )
-    left_out = counted(run, LEFT_OUT, "of", "times")
-    told += [
-        f"{EVENTS} reached its limit: {times} events of kind {kind} left out"
-        for kind, times in left_out.items()
-    ]
     return list(dict.fromkeys(told))
 
 
@@ -203,16 +196,6 @@ def wall_seconds(run: Run) -> float | None:
         before = bisect_left(times, following)
         total += max(start, times[before - 1] if before else start) - start
     return total
-
-
-def samples_by(run: Run, kind: str, key: str) -> dict[str, int]:
-    """Return the samples counted in events of `kind`, by their `key`. An event without a count is
-    one sample."""
-    counts = Counter(counted(run, kind, key, "samples", otherwise=1))
-    for event in run.events_of(LEFT_OUT):
-        if event.get("of") == kind:
-            counts[str(event.get("by"))] += event.get("samples", 0)
-    return dict(sorted(counts.items()))
 
 
 def world(run: Run) -> dict[str, int]:

@@ -54,8 +54,6 @@ class EvaluationWorker:
         """Weights received for the open evaluation, or None."""
         self._wanted = ""
         """Digest of the weights that the open evaluation needs. "": the version's own weights."""
-        self.away = False
-        """Whether the engine holds an evaluation's weights instead of the version's own."""
 
     def hold(self, weights: Version) -> None:
         """Keep weights that were published for an evaluation, and drop those of the evaluation
@@ -106,12 +104,8 @@ class EvaluationWorker:
             yield
             return
         assert self._weights is not None, "a piece was claimed"
-        self.away = True
-        try:
-            with exchanged(self._engine.policy.trained_parameters(), self._weights.tensors):
-                yield
-        finally:
-            self.away = False
+        with exchanged(self._engine.policy.trained_parameters(), self._weights.tensors):
+            yield
 
 
 class Evaluations:

@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import Tensor
 
-from digenrl.cluster.claims import note_digest, note_version
+from digenrl.cluster.claims import note_version
 from digenrl.cluster.control import Control
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
@@ -143,8 +143,7 @@ class Publisher:
         return ""
 
     def serve(self, rank: int) -> None:
-        """Send the present version to `rank`, which joined and found no rollout that holds
-        weights."""
+        """Send the present version to `rank`, which joined."""
         publish(
             self._state.version,
             self._state.current,
@@ -156,8 +155,6 @@ class Publisher:
     def _agree_on_digest(self, version: int, digest: str) -> None:
         with self._session.progress.stage("wait straggler"):
             gradients.assert_equal_digests(digest, self._replicas, version)
-        if self._world.rank == 0:
-            note_digest(self._control, version, digest)
 
     def _routes(self, version: int) -> dict[int, list[int]]:
         """Return the rollouts that get `version` from trainer 0, each with the ranks of its node
@@ -165,7 +162,8 @@ class Publisher:
 
         Bytes of version 0 are not sent, so nobody waits for the addresses of rollouts that still
         load. With a launcher that watches ranks, no rank relays: a relay's death would leave others
-        without weights.
+        without weights. A rank that joined gets everything by one connection, hence in order: it
+        may get the version that it asked for and the next one at once.
         """
         ranks = self._control.survivors(self._world.rollout_ranks)
         if self._session.watched or version == 0:
@@ -176,7 +174,8 @@ class Publisher:
             host = self._control.wait_for(
                 f"address/{rank}", f"the address of rank {rank}"
             ).rpartition(":")[0]
-            if host != self._session.host and host in first:
+            started = rank in self._world.rollout_ranks
+            if started and host != self._session.host and host in first:
                 routes[first[host]].append(rank)
             else:
                 first[host], routes[rank] = rank, []

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from contextlib import ExitStack
 
-from digenrl.cluster.claims import digest_of, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.models.policy import Policy
@@ -22,7 +21,7 @@ from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended
-from digenrl.transport.weights import Arrivals, Version, WeightsError, adopt, publish
+from digenrl.transport.weights import Arrivals, Version, adopt
 from digenrl.transport.wire import Message, MessageKind
 
 
@@ -60,10 +59,8 @@ class RolloutWorker:
         self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
         self._suspended: deque[Suspended] = deque()
-        self._asked: list[tuple[int, int]] = []
-        """(rank that joined, the least version that it wants)."""
-        self._source: int | None = None
-        """Rank that was asked for weights after this rank joined, or None."""
+        self._asked = False
+        """Whether this rank, which joined, has asked for weights."""
         self._version = -1
         self._idle_since: float | None = None
         self._idle = ExitStack()
@@ -150,7 +147,6 @@ class RolloutWorker:
             adopt(self._parameters, weights)
         self._evaluation_worker.adopted(self._version)
         self._runner.announce(self._version)
-        self._serve()
 
     def _wait(self) -> None:
         """Spend a moment without work."""
@@ -179,70 +175,17 @@ class RolloutWorker:
                 version = self._arrivals.add(message)
                 if version is not None and version.number < 0:
                     self._evaluation_worker.hold(version)
-                elif version is not None and (message.meta["sender"] == 0 or self._wanted(version)):
+                elif version is not None:
                     self._weights.append(version)
             elif message.kind is MessageKind.STATE:
                 self._suspended.append(Suspended.of(message, self._rank))
-            elif message.kind is MessageKind.ASK:
-                self._asked.append((int(message.meta["rank"]), int(message.meta["version"])))
-        if self._asked:
-            self._serve()
-
-    # ---- who joins has asked who is there
 
     def _ask(self) -> None:
-        """Ask the nearest rank that holds weights for them: a rollout of this machine, else any,
-        else trainer 0. Once; again where who was asked is lost. Versions that are published from
-        now on come by themselves."""
-        newest = self._control.get("version")
-        if newest is None or (
-            self._source is not None and self._source not in self._control.lost_ranks()
-        ):
-            return
-        works = work_of(self._control, self._world.rollout_ranks)
-        holders = [rank for rank, work in works.items() if work is not None and work.version >= 0]
-        own, *hosts = (
-            (address or "").rpartition(":")[0]
-            for address in self._control.get_all(
-                [f"address/{rank}" for rank in (self._rank, *holders)]
-            )
-        )
-        near = [rank for rank, host in zip(holders, hosts, strict=True) if host == own]
-        self._source = next(iter((*near, *holders)), 0)
-        self._link.send(
-            self._source, Message(MessageKind.ASK, {"rank": self._rank, "version": int(newest)}, {})
-        )
-
-    def _serve(self) -> None:
-        """Send the version in use to those that wait for it; not while a piece of an evaluation has
-        others in use."""
-        if self._evaluation_worker.away:
-            return
-        served = [(rank, version) for rank, version in self._asked if version <= self._version]
-        for rank, _ in served:
-            with self._spans.span("send", quiet=True, version=self._version):
-                publish(
-                    self._version,
-                    self._parameters,
-                    self._link,
-                    {rank: ()},
-                    lambda digest: None,
-                    sender=self._rank,
-                )
-        self._asked = [asked for asked in self._asked if asked not in served]
-
-    def _wanted(self, version: Version) -> bool:
-        """Whether weights that another rollout has sent are new here.
-
-        Raises:
-            WeightsError: the digest is not that of the version that the trainers published.
-        """
-        if (published := digest_of(self._control, version.number)) not in (None, version.digest):
-            raise WeightsError(
-                f"weights of version {version.number} came with digest {version.digest} from a "
-                f"rollout; the trainers published {published}."
-            )
-        return version.number > max([self._version, *(weights.number for weights in self._weights)])
+        """Ask trainer 0 for its newest weights, because this rank joined. Versions that are
+        published from now on come by themselves."""
+        if not self._asked and self._control.get("version") is not None:
+            self._asked = True
+            self._link.send(0, Message(MessageKind.ASK, {"rank": self._rank}))
 
     def _between_steps(self, task: Task) -> int | None:
         """Return the rank that finishes `task` if this rank leaves, or None to go on."""

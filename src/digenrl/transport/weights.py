@@ -4,7 +4,6 @@ trajectories.
     trainer 0                                          rollout rank
     publish: bucket 0, 1, ..., then the digest  -->    Arrivals.add, until the digest has come and matches  -->  adopt
                                                        (one rank of a node passes each message on inside it: the link)
-    any rank that holds the version: publish   -->     a rank that has joined, and asked for the version
     other trainers: attest (replicas) or take_part (shards); they keep no copy
 
 Version v is the weights after v logical batches. LoRA runs send the adapter alone. Every run sends
@@ -18,7 +17,6 @@ first compare a digest of names, shapes and dtypes (`table`).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,7 +141,6 @@ def publish(
     agree: Callable[[str], None],
     like: Mapping[str, Tensor] | None = None,
     there: bool = False,
-    sender: int = 0,
 ) -> Version:
     """Copy `parameters` and send them as version `number`.
 
@@ -157,11 +154,10 @@ def publish(
         like: tensors with the dtypes to send; None = those of `parameters`.
         there: the ranks hold these weights already, as at the start of a run. Only the digest is
             sent.
-        sender: this rank. Receivers keep the messages of two senders apart.
     """
     like = parameters if like is None else like
     known, plan = table(like), buckets(like)
-    meta = {"version": number, "table": known, "sender": sender}
+    meta = {"version": number, "table": known}
     tensors: dict[str, Tensor] = {}
     digests: list[str] = []
     for index, bucket in enumerate(plan):
@@ -211,8 +207,7 @@ class Arrivals:
     rank's own.
 
     A link keeps the order of a sender's messages: buckets in order, the digest last. A digest
-    without buckets confirms weights that this rank already has. A rank that joined may get two
-    versions at once: the one that it asked for, and the next.
+    without buckets confirms weights that this rank already has.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -221,8 +216,8 @@ class Arrivals:
             table(parameters),
             buckets(parameters),
         )
-        self._arrived: defaultdict[int, list[Message]] = defaultdict(list)
-        """Sender -> messages so far of its version."""
+        self._arrived: list[Message] = []
+        """Messages so far of the version that arrives."""
 
     def add(self, message: Message) -> Version | None:
         """Take in one message, and return the version that it completes, or None.
@@ -237,8 +232,7 @@ class Arrivals:
                 f"weights of version {number} do not fit this rank: names, shapes or dtypes "
                 "differ. All ranks must build the model from the same configuration."
             )
-        sender = message.meta["sender"]
-        place = len(self._arrived[sender])
+        place = len(self._arrived)
         if announced is None:
             data, index = message.tensors.get("data"), message.meta.get("bucket")
             if (
@@ -250,9 +244,9 @@ class Arrivals:
                 raise WeightsError(
                     f"weights of version {number}: bucket {index} came where {place} was expected."
                 )
-            self._arrived[sender].append(message)
+            self._arrived.append(message)
             return None
-        arrived = self._arrived.pop(sender)
+        arrived, self._arrived = self._arrived, []
         if not arrived:
             if (own := attest(self._parameters, self._parameters)) != announced:
                 raise WeightsError(

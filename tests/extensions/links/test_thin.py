@@ -93,7 +93,6 @@ def test_deltas_make_the_same_versions_in_few_bytes(adopted: bool) -> None:
     assert {key for message in connection.read for key in message.meta} <= {
         "version",
         "table",
-        "sender",
         "bucket",
         "digest",
     }
