@@ -197,7 +197,7 @@ def prompt_file(root: Path) -> Attack:
         path = root / chance.choice(("p.jsonl", "p.txt"))
         path.write_bytes(mutated(b"\n".join(texts), chance))
         try:
-            list(prompts.read(path, ImageLimits()).records)
+            list(prompts.read(path, ImageLimits()).prompts)
         except prompts.PromptFileError:
             return False
         return True

@@ -121,7 +121,7 @@ def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
         r"```json\n(.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"), re.DOTALL
     )
     (tmp_path / "prompts.jsonl").write_text(lines)
-    first, second = prompts.read(tmp_path / "prompts.jsonl").records
+    first, second = prompts.read(tmp_path / "prompts.jsonl").prompts
     assert (first.target, first.metadata, second.negative) == (
         "OPEN",
         {"id": 7, "style": "neon"},

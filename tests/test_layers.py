@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "digenrl"
 
 MAY_IMPORT: dict[str, set[str]] = {
     "images": set(),
-    "types": {"images"},
+    "types": {"prompts"},
     "prompts": {"images"},
     "record": set(),
     "schedule": set(),

@@ -9,85 +9,43 @@ nor a library's shuffle matters. Several files share out each batch by their wei
 from __future__ import annotations
 
 import hashlib
-from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from math import ceil
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import lightning.pytorch as pl
 
-from digenrl.prompts import PromptRecord, most_of_batch, read, sources
+from digenrl.prompts import Prompt, most_of_batch, read, sources
 from digenrl.schedule import groups_of_step
-from digenrl.types import Prompt
 
 
-class Prompts(Sequence[Prompt]):
-    """The distinct prompts of one file or several, in their order, read from the files when they
-    are asked for.
-
-    Args:
-        setting: a file, or several as `data.prompts` names them. A prompt that two files hold is
-            the first one's.
+def load_files(
+    setting: str | Path | Sequence[Mapping[str, Any]],
+) -> list[tuple[tuple[Prompt, ...], float]]:
+    """Return (distinct prompts, weight) of each file that `data.prompts` names. A prompt that two
+    files hold is the first one's.
 
     Raises:
         digenrl.prompts.PromptFileError: a file is missing, empty or malformed; names file and line.
     """
-
-    def __init__(self, setting: str | Path | Sequence[Mapping[str, Any]]) -> None:
-        self._files = [read(name).records for name, _ in sources(setting)]
-        self._places, self.uids = array("q"), array("q")
-        """Number of each among the records of all files; its uid."""
-        seen = set[int]()
-        for place, record in enumerate(chain.from_iterable(self._files)):
-            if (uid := prompt_of(record).uid) not in seen:
+    seen, files = set[int](), list[tuple[tuple[Prompt, ...], float]]()
+    for name, weight in sources(setting):
+        prompts = list[Prompt]()
+        for prompt in read(name).prompts:
+            if (uid := prompt.uid) not in seen:
                 seen.add(uid)
-                self.uids.append(uid)
-                self._places.append(place)
-        ends = [
-            bisect_left(self._places, end) for end in accumulate(map(len, self._files), initial=0)
-        ]
-        counts = [last - first for first, last in pairwise(ends)]
-        self.shares = tuple(
-            (count, weight) for count, (_, weight) in zip(counts, sources(setting), strict=True)
-        )
-        """(prompts, weight) of each file."""
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        if isinstance(index, slice):
-            return tuple(self[row] for row in range(*index.indices(len(self))))
-        place = self._places[index]
-        for records in self._files:
-            if place < len(records):
-                return prompt_of(records[place])
-            place -= len(records)
-        raise AssertionError
-
-    def __iter__(self) -> Iterator[Prompt]:
-        kept = set(self._places)
-        records = enumerate(chain.from_iterable(self._files))
-        return (prompt_of(record) for place, record in records if place in kept)
+                prompts.append(prompt)
+        files.append((tuple(prompts), weight))
+    return files
 
 
-def load_prompts(setting: str | Path | Sequence[Mapping[str, Any]]) -> Prompts:
-    """The distinct prompts of one file, in file order, or of several; as `Prompts`."""
-    return Prompts(setting)
-
-
-def prompt_of(record: PromptRecord) -> Prompt:
-    """The prompt of a line."""
-    return Prompt(record.text, record.negative, record.target, record.metadata, record.images)
+def load_prompts(setting: str | Path | Sequence[Mapping[str, Any]]) -> tuple[Prompt, ...]:
+    """Return the distinct prompts of one file or several, in their order. Raises: see
+    `load_files`."""
+    return tuple(chain.from_iterable(prompts for prompts, _ in load_files(setting)))
 
 
 class PromptSampler:
@@ -120,7 +78,7 @@ class PromptSampler:
                 f"{len(prompts)} different prompts "
                 f"and a batch needs distinct ones; use 1 .. {len(prompts)}, or a longer file."
             )
-        uids = prompts.uids if isinstance(prompts, Prompts) else [prompt.uid for prompt in prompts]
+        uids = [prompt.uid for prompt in prompts]
         self._prompts, self._at = prompts, {uid: index for index, uid in enumerate(uids)}
         if len(self._at) != len(prompts):
             raise ValueError(
@@ -266,13 +224,13 @@ class PromptData(pl.LightningDataModule):
 
     def __init__(self, settings: Any, seed: int) -> None:
         super().__init__()
-        self.prompts = load_prompts(settings.prompts)
+        files = load_files(settings.prompts)
+        self.prompts = tuple(chain.from_iterable(prompts for prompts, _ in files))
         self.heldout = self.prompts if settings.heldout is None else load_prompts(settings.heldout)
         """Evaluation prompts, never trained (the training prompts themselves where the set has no
         held-out split)."""
-        self.sampler = PromptSampler(
-            self.prompts, groups_of_step(settings), seed, self.prompts.shares
-        )
+        shares = [(len(prompts), weight) for prompts, weight in files]
+        self.sampler = PromptSampler(self.prompts, groups_of_step(settings), seed, shares)
 
     def train_dataloader(self) -> range:
         """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to

@@ -23,7 +23,7 @@ from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
-from digenrl.data import PromptData, prompt_of
+from digenrl.data import PromptData
 from digenrl.extension import extension, installed
 from digenrl.hardware import assign, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
@@ -288,8 +288,8 @@ def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
     """(key, file and line, prompt) of the prompts of a run and of its evaluation."""
     for key in (key for key in ("prompts", "heldout") if data[key] is not None):
         for file in (prompts.read(name) for name, _ in prompts.sources(data[key])):
-            for record in file.records:
-                yield f"data.{key}: {file.path}:{record.line}", prompt_of(record)
+            for line, prompt in zip(file.lines, file.prompts, strict=True):
+                yield f"data.{key}: {file.path}:{line}", prompt
 
 
 def _target(config: DictConfig, group: str) -> Any:

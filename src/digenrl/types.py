@@ -7,16 +7,13 @@ denoising steps, S trained steps, K steps of one cell block, *L latent dimension
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from digenrl.images import PromptImage
+from digenrl.prompts import Prompt as Prompt
 
 _T = TypeVar("_T")
 
@@ -24,33 +21,6 @@ _T = TypeVar("_T")
 class StepGivenUp(RuntimeError):
     """A stop that cannot wait for the RL step in progress: all trainers drop it, and save the
     version before it."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One line of a prompt file."""
-
-    text: str
-    """What to draw. Kept exactly as written (no Unicode normalisation)."""
-    negative: str | None = None
-    """Negative prompt of classifier-free guidance; None = the family's default."""
-    target: str | None = None
-    """What a scorer should find (the word of a sign, the digit); None = the scorer derives it from
-    the text."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Every other JSONL field; travels to the scorers untouched."""
-    images: tuple[PromptImage, ...] = ()
-    """What is edited, animated or compared with; a family reads those whose role it knows
-    (`Policy.reads`)."""
-
-    @property
-    def uid(self) -> int:
-        """63-bit hash of the content, never of the line number, so that reordering a file changes
-        no sample."""
-        facts: list[Any] = [self.text, self.negative, self.target, dict(self.metadata)]
-        facts += [[image.role, image.digest] for image in self.images]
-        content = json.dumps(facts, sort_keys=True, ensure_ascii=False)
-        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, kw_only=True)

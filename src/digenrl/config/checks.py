@@ -152,14 +152,14 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
         for (file, weight), most in zip(
             files, prompts.most_of_batch(weights, groups_of_step(data)), strict=True
         ):
-            if len(file.records) < most:
+            if len(file.prompts) < most:
                 share = f", {most} of them by its weight {weight:g} of {sum(weights):g}" * (
                     len(files) > 1
                 )
                 yield (
                     "data.prompts_per_batch = "
                     f"{wanted}{f' with data.oversample = {more}' * bool(more)}: {file.path.name} "
-                    f"holds {len(file.records)} different prompts and a batch needs distinct "
+                    f"holds {len(file.prompts)} different prompts and a batch needs distinct "
                     f"ones{share}; allowed: 1 .. "
-                    f"{int(len(file.records) * sum(weights) / weight)}{' in all' * bool(more)}."
+                    f"{int(len(file.prompts) * sum(weights) / weight)}{' in all' * bool(more)}."
                 )

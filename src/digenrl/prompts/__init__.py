@@ -3,10 +3,8 @@
 `.txt` holds one prompt per line. `.jsonl` holds one object `{prompt, negative?, target?, id?,
 ...metadata}` per line, with images as paths relative to the file: `image` (or `images`, a list),
 `last_image`, `target_image`. Blank lines are skipped. A byte order mark and CRLF are accepted. Text
-is kept as written, without Unicode normalisation. A file is checked line by line and stays on disk;
-only the offsets of its lines are in memory.
- The files beside this module are the project's own sets;
-`python -m digenrl.extensions.tasks.generate_prompts` writes them again.
+is kept as written, without Unicode normalisation. The files beside this module are the project's
+own sets; `python -m digenrl.extensions.tasks.generate_prompts` writes them again.
 """
 
 from __future__ import annotations
@@ -15,13 +13,11 @@ import difflib
 import hashlib
 import json
 import math
-from array import array
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from digenrl.images import ROLES, ImageLimits, PromptImage, open_regular, read_image
 
@@ -44,74 +40,30 @@ class PromptFileError(ValueError):
 
 
 @dataclass(frozen=True)
-class PromptRecord:
-    """A prompt as written in a line of a prompt file."""
+class Prompt:
+    """One line of a prompt file."""
 
     text: str
-    line: int
-    """1-based line number, for messages only."""
+    """What to draw. Kept exactly as written (no Unicode normalisation)."""
     negative: str | None = None
+    """Negative prompt of classifier-free guidance; None = the family's default."""
     target: str | None = None
+    """What a scorer should find (the word of a sign, the digit); None = the scorer derives it from
+    the text."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Every other field, including `id`."""
+    """Every other JSONL field; travels to the scorers untouched."""
     images: tuple[PromptImage, ...] = ()
-    """Images in the order of `images.ROLES`."""
+    """What is edited, animated or compared with; a family reads those whose role it knows
+    (`Policy.reads`)."""
 
-
-class Records(Sequence[PromptRecord]):
-    """Prompts of a file that `read` has checked. Each is read again from its line when it is
-    needed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines, self._offsets, self._digests = array("q"), array("q"), array("Q")
-        self._kept: dict[int, PromptRecord] = {}
-        """Records with images, by uid. They are kept because image files that change later must not
-        change a record."""
-
-    def add(self, record: PromptRecord, offset: int, raw: bytes) -> None:
-        """Add the record of line `raw`, which begins at byte `offset`."""
-        if record.images:
-            self._kept[len(self)] = record
-        self._lines.append(record.line)
-        self._offsets.append(offset)
-        self._digests.append(_digest(raw))
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    @overload
-    def __getitem__(self, index: int) -> PromptRecord: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[PromptRecord, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> PromptRecord | tuple[PromptRecord, ...]:
-        """Return a record. Raises PromptFileError if the file is gone or the line has changed since
-        the check."""
-        if isinstance(index, slice):
-            return tuple(self._at(range(*index.indices(len(self)))))
-        return next(self._at([range(len(self))[index]]))
-
-    def __iter__(self) -> Iterator[PromptRecord]:
-        return self._at(range(len(self)))
-
-    def _at(self, rows: Iterable[int]) -> Iterator[PromptRecord]:
-        with ExitStack() as stack:
-            file = None
-            with suppress(OSError):
-                file = stack.enter_context(open_regular(self._path))
-            for row in rows:
-                raw = b""
-                if file is not None:
-                    file.seek(self._offsets[row])
-                    raw = file.readline(_MAX_LINE_BYTES)
-                if _digest(raw) != self._digests[row]:
-                    raise PromptFileError(
-                        f"{self._path}:{self._lines[row]}: changed after the prompts were read; "
-                        "start again with the file as it is."
-                    )
-                yield self._kept.get(row) or _parsed(self._path, raw, self._lines[row], None)
+    @property
+    def uid(self) -> int:
+        """63-bit hash of the content, never of the line number, so that reordering a file changes
+        no sample."""
+        facts: list[Any] = [self.text, self.negative, self.target, dict(self.metadata)]
+        facts += [[image.role, image.digest] for image in self.images]
+        content = json.dumps(facts, sort_keys=True, ensure_ascii=False)
+        return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -119,10 +71,12 @@ class PromptFile:
     """A valid prompt file without duplicates."""
 
     path: Path
-    records: Records
-    """Records in file order. Never empty."""
+    prompts: tuple[Prompt, ...]
+    """Prompts in file order. Never empty."""
+    lines: tuple[int, ...]
+    """1-based line number of each prompt."""
     duplicates: tuple[tuple[int, int], ...]
-    """(line, line of the first occurrence) of every record that was left out as a duplicate."""
+    """(line, line of the first occurrence) of every prompt that was left out as a duplicate."""
 
 
 def builtin() -> list[str]:
@@ -166,34 +120,28 @@ def read(name: str | Path, limits: ImageLimits | None = None) -> PromptFile:
     path = locate(name)
     if path.suffix not in SUFFIXES:
         raise PromptFileError(f"{path}: unknown kind {path.suffix!r}; use {' or '.join(SUFFIXES)}.")
-    records, first_line = Records(path), dict[bytes, int]()
+    found, first_line = list[Prompt](), dict[int, int]()
     duplicates, problems, wrong = list[tuple[int, int]](), list[str](), 0
     try:
-        for line, offset, raw in _lines(path):
+        for line, raw in _lines(path):
             try:
-                record = _parsed(path, raw, line, limits)
+                prompt = _parsed(path, raw, limits)
             except ValueError as error:
                 wrong += 1
                 problems += [f"{path}:{line}: {error}"] * (wrong <= _MAX_PROBLEMS)
                 continue
-            images = [(image.role, image.digest) for image in record.images]
-            facts = json.dumps(
-                [record.text, record.negative, record.target, record.metadata, images],
-                sort_keys=True,
-            )
-            identity = hashlib.blake2b(facts.encode(), digest_size=16).digest()
-            if (first := first_line.setdefault(identity, line)) != line:
+            if (first := first_line.setdefault(prompt.uid, line)) != line:
                 duplicates.append((line, first))
             else:
-                records.add(record, offset, raw)
+                found.append(prompt)
     except OSError as error:
         raise PromptFileError(f"{path}: cannot be read ({error.strerror}).") from error
     if problems:
         more = [f"... and {wrong - _MAX_PROBLEMS} more lines"] if wrong > _MAX_PROBLEMS else []
         raise PromptFileError("; ".join([*problems, *more]))
-    if not records:
+    if not found:
         raise PromptFileError(f"{path}: holds no prompt; write one a line.")
-    return PromptFile(path, records, tuple(duplicates))
+    return PromptFile(path, tuple(found), tuple(first_line.values()), tuple(duplicates))
 
 
 def sources(
@@ -210,39 +158,35 @@ def most_of_batch(weights: Sequence[float], prompts: int) -> list[int]:
     return [math.ceil(prompts * weight / sum(weights) - 1e-9) for weight in weights]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (1-based number, offset, bytes) of every line that is not blank. Only LF ends a line;
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (1-based number, bytes) of every line that is not blank. Only LF ends a line;
     the CR of CRLF is blank.
 
     Raises:
         PromptFileError: a line is too long to be read.
     """
-    offset = number = 0
+    number = 0
     with open_regular(path) as file:
         if file.read(len(BOM_UTF8)) != BOM_UTF8:
             file.seek(0)
         while raw := file.readline(_MAX_LINE_BYTES + 1):
-            number, offset = number + 1, file.tell() - len(raw)
+            number += 1
             if len(raw) > _MAX_LINE_BYTES:
                 raise PromptFileError(
                     f"{path}:{number}: the line has more than {_MAX_LINE_BYTES} bytes; end it "
                     f"earlier (a prompt has at most {MAX_CHARACTERS} characters)."
                 )
             if raw.strip(_BLANKS):
-                yield number, offset, raw
+                yield number, raw
 
 
-def _parsed(path: Path, raw: bytes, line: int, limits: ImageLimits | None) -> PromptRecord:
-    """Return the record of a line. Raises ValueError, whose text says what is wrong with the
+def _parsed(path: Path, raw: bytes, limits: ImageLimits | None) -> Prompt:
+    """Return the prompt of a line. Raises ValueError, whose text says what is wrong with the
     line."""
     text = _decoded(raw.strip(_BLANKS))
     if path.suffix == ".jsonl":
-        return _json_record(text, line, path.parent, limits)
-    return PromptRecord(_checked(text, "prompt"), line)
-
-
-def _digest(raw: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+        return _json_prompt(text, path.parent, limits)
+    return Prompt(_checked(text, "prompt"))
 
 
 def _decoded(raw: bytes) -> str:
@@ -275,7 +219,7 @@ def _finite(number: str) -> float:
     return value
 
 
-def _json_record(text: str, line: int, folder: Path, limits: ImageLimits | None) -> PromptRecord:
+def _json_prompt(text: str, folder: Path, limits: ImageLimits | None) -> Prompt:
     try:
         fields = json.loads(text, parse_constant=_reject_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
@@ -309,9 +253,7 @@ def _json_record(text: str, line: int, folder: Path, limits: ImageLimits | None)
         if (text := fields.pop(name, None)) is not None
     }
     words = {name: _checked(text, name) for name, text in given.items()}
-    return PromptRecord(
-        prompt, line, **words, images=tuple(_images(fields, folder, limits)), metadata=fields
-    )
+    return Prompt(prompt, **words, images=tuple(_images(fields, folder, limits)), metadata=fields)
 
 
 def _images(

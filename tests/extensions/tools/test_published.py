@@ -39,7 +39,7 @@ def test_a_published_set_is_checked_and_what_is_held_out_is_not_trained(
     assert command.main(["mine", f"folder={tmp_path}"]) == 0
     out, told = capsys.readouterr()
     train, heldout = (word.partition("=")[2] for word in out.splitlines()[-1].split())
-    assert [record.text for record in read(train).records] == ["a cat", "a bird"]
+    assert [record.text for record in read(train).prompts] == ["a cat", "a bird"]
     assert heldout == str(folder / "test.txt")
     assert "as published, 3 prompts and 1 repeated" in told
     assert "without what is held out, 1 fewer" in told

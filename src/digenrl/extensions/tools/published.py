@@ -134,15 +134,17 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
             )
         files[source] = read(path)
         yield (
-            f"{path}: as published, {len(files[source].records)} prompts and "
+            f"{path}: as published, {len(files[source].prompts)} prompts and "
             f"{len(files[source].duplicates)} repeated"
         )
     used = folder / chosen.train.name
     if chosen.heldout is None:
         yield f"data.prompts={used}"
         return
-    both = {record.text for record in files[chosen.heldout].records}
-    shared = {record.line for record in files[chosen.train].records if record.text in both}
+    both = {prompt.text for prompt in files[chosen.heldout].prompts}
+    train = files[chosen.train]
+    pairs = zip(train.lines, train.prompts, strict=True)
+    shared = {line for line, prompt in pairs if prompt.text in both}
     if shared:
         lines = used.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
         used = used.with_stem(f"{used.stem}_without_heldout")

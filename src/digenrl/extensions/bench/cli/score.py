@@ -80,12 +80,9 @@ def score(config: DictConfig) -> Path:
 def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
     """Return (line, prompt) of every line of a prompt file, also of repeated ones: files are
     matched by position."""
-    from digenrl.data import prompt_of
-
     file = prompts.read(name, ImageLimits())
-    records = {record.line: record for record in file.records}
-    records |= {line: records[first] for line, first in file.duplicates}
-    return [(line, prompt_of(record)) for line, record in sorted(records.items())]
+    found = dict(zip(file.lines, file.prompts, strict=True))
+    return sorted((found | {line: found[first] for line, first in file.duplicates}).items())
 
 
 def _rows(
