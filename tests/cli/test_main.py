@@ -46,6 +46,7 @@ def test_every_command_is_there_and_has_a_page_of_its_own(
         (["trian"], "no such command; nearest: train"),
         (["resume"], "say which run, e.g. digenrl resume outputs/"),
         (["resume", "max_rl_steps=9"], "say which run"),
+        (["eval", "rum=x"], "no run=... in rum=x; say which run"),
         (["resume", "nowhere"], "resume = "),
         (["report", "nowhere"], "run=nowhere"),
         (["eval", "nowhere"], "run = nowhere"),

@@ -31,7 +31,7 @@ from digenrl.record.run_dir import (
     unix_time,
     unwritten,
 )
-from digenrl.rewards.hacking_alarms import Alarm, canary, of_evaluations
+from digenrl.rewards.hacking_alarms import Alarm, canary
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, ReferenceSamples, joined
 from digenrl.types import Prompt
@@ -361,12 +361,11 @@ class Evaluation(pl.Callback):
         """Compare with this process's first evaluation, and write suspicious changes to
         events.jsonl."""
         found: list[Alarm] = []
-        if self._first is None:
-            self._first = pictures
-        else:
-            scores = {name: pictures.rewards[name].numpy() for name in weights}
-            texts = [prompt.text for prompt in pictures.prompts]
-            found = of_evaluations(self._first.media.numpy(), pictures.media.numpy(), scores, texts)
+        if self._first is not None and installed("rewards"):
+            target = "digenrl.extensions.rewards.picture_alarms.of_pictures"
+            compare = extension(target, "alarms about samples", "look at them")
+            found = compare(self._first, pictures, tuple(weights))
+        self._first = self._first or pictures
         for alarm in [*found, *changed]:
             append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 

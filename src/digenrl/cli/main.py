@@ -44,10 +44,14 @@ def main(words: Sequence[str] | None = None) -> int:
     key = command.run_key
     if key and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest[0] = f"{key}={rest[0]}"
-    needed = key is not None and command.run_required
-    if needed and not any(word.startswith((f"{key}=", "-h", "--help")) for word in rest):
+    if (
+        key
+        and command.run_required
+        and not any(word.startswith((f"{key}=", "-h", "--help")) for word in rest)
+    ):
+        given = f"no {key}=... in {' '.join(rest)}; " if rest else ""
         print(
-            f"digenrl {name}: say which run, e.g. digenrl {name} outputs/EXPERIMENT/TIME-0",
+            f"digenrl {name}: {given}say which run, e.g. digenrl {name} outputs/EXPERIMENT/TIME-0",
             file=sys.stderr,
         )
         return 2

@@ -1,31 +1,18 @@
-"""Alarms for rewards that are plausible but wrong, and for policies that exploit them: pure
-functions.
+"""Alarms that a run writes to its events: rewards that are plausible but wrong, and policies that
+exploit them.
 
-Each function takes data that a report has read from a run and returns `Alarm`s. No alarm means that
-nothing was found, not that all is well. `of_evaluations` calls the functions that need only samples
-and scores of two evaluations (samples/eval-*.npz). Two further alarms come from the eval lines
-(`digenrl.report.learning_alarms`): a reward that rises while a held-out one falls, and shrinking
-variety.
+No alarm means that nothing was found, not that all is well. The extension `rewards` looks at the
+samples of two evaluations (`digenrl.extensions.rewards.picture_alarms`). Two further alarms come
+from the eval lines (`digenrl.report.learning_alarms`): a reward that rises while a held-out one
+falls, and shrinking variety.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
-from digenrl.rewards.protocol import laplacian, luma
-
-COLLAPSED_SHARE = 0.9
-BLUR_SHARE = 0.5
-GRID_RATIO = 4.0
 CANARY_TOLERANCE = 1e-3
 """Tolerated difference, relative to the score or to 1.0 if the score is smaller. Kernels may round
 differently."""
@@ -44,88 +31,6 @@ class Alarm:
     """Cause, and what to look at."""
 
 
-def of_evaluations(
-    before: NDArray[np.uint8],
-    after: NDArray[np.uint8],
-    scores: Mapping[str, NDArray[np.float32]],
-    prompts: Sequence[str],
-) -> list[Alarm]:
-    """Return the alarms of two evaluations of a run: blur, grid, and rewards that are constant
-    within the prompts.
-
-    Args:
-        before, after: media of the first and of the last evaluation, [N, (F,) C, H, W].
-        scores: scores of the last evaluation, name -> [N].
-        prompts: prompts of the last evaluation, N texts. Samples of one prompt are a group.
-    """
-    pictures = [torch.from_numpy(media).float() / 255 for media in (before, after)]
-    found = [blur(*pictures), grid(*pictures)]
-    rows: dict[str, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows.setdefault(prompt, []).append(row)
-    for name, values in scores.items():
-        groups = [torch.from_numpy(values[members]) for members in rows.values()]
-        found.append(
-            variance_collapse(name, pad_sequence(groups, batch_first=True, padding_value=math.nan))
-        )
-    return [alarm for alarm in found if alarm is not None]
-
-
-def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm | None:
-    """Return an alarm if nearly every group of `rewards` [P, G] has a single value and so gives no
-    gradient.
-
-    `floor` is the standard deviation below which a group counts as constant. Its unit is the
-    reward's overall spread or 1.0, whichever is larger. NaN members are left out. Groups with fewer
-    than two members do not count.
-    """
-    spreads = [
-        row[~row.isnan()].std().item() for row in rewards.float() if (~row.isnan()).sum() >= 2
-    ]
-    if not spreads:
-        return None
-    known = rewards[~rewards.isnan()]
-    scale = max(1.0, known.std().item()) if known.numel() > 1 else 1.0
-    share = sum(spread <= floor * scale for spread in spreads) / len(spreads)
-    if share < COLLAPSED_SHARE:
-        return None
-    return Alarm(
-        "variance_collapse",
-        share,
-        COLLAPSED_SHARE,
-        f"Reward `{name}` is constant within {share:.0%} of the groups: no gradient comes from it "
-        "(all solved, none solvable, samples alike, or a broken scorer).",
-    )
-
-
-def blur(before: Tensor, after: Tensor) -> Alarm | None:
-    """Return an alarm if the samples `after` have less detail than `before` (both [N, (F,) C, H, W]
-    in [0, 1])."""
-    old, new = sharpness(before).median().item(), sharpness(after).median().item()
-    if old <= 0 or new / old >= BLUR_SHARE:
-        return None
-    return Alarm(
-        "blur",
-        new / old,
-        BLUR_SHARE,
-        f"Samples keep {new / old:.0%} of the detail that they had before training: blur.",
-    )
-
-
-def grid(before: Tensor, after: Tensor) -> Alarm | None:
-    """Return an alarm if a regular pattern grew, such as checkerboards and grids that please a
-    scorer."""
-    old, new = grid_strength(before).median().item(), grid_strength(after).median().item()
-    if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
-        return None
-    return Alarm(
-        "grid",
-        new,
-        GRID_RATIO * old,
-        f"A regular pattern stands out {new:.1f}-fold (at first {old:.1f}): grid.",
-    )
-
-
 def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
     """Return an alarm if pictures no longer get the scores of the run's beginning; both [N], NaN =
     not scored."""
@@ -140,36 +45,3 @@ def canary(name: str, scores: Tensor, expected: Tensor) -> Alarm | None:
         f"Reward `{name}` scores a picture {scores[row]:.6g} that it scored {expected[row]:.6g} "
         "when the run began: the reward model changed.",
     )
-
-
-def sharpness(media: Tensor) -> Tensor:
-    """Return [N], the mean absolute Laplacian of the samples' brightness."""
-    return laplacian(luma(media)).abs().mean((1, 2, 3))
-
-
-def grid_strength(media: Tensor) -> Tensor:
-    """Return [N], the sharpest peak of the spectrum above a quarter of Nyquist over its
-    neighbourhood; about 1.5 = no peak.
-
-    The power of every frequency along rows (and along columns) is averaged over the other axis. The
-    result is the largest ratio of a frequency to the mean of the eight around it. Photographs and
-    noise have smooth spectra, a grid has a line.
-    """
-    frames = luma(media)
-    frames = frames - frames.mean((-2, -1), keepdim=True)
-    strengths = [torch.ones(frames.shape[0])]
-    for axis, other in ((-1, -2), (-2, -1)):
-        if frames.shape[axis] < 16:
-            continue
-        power = torch.fft.rfft(frames, dim=axis).abs().square().mean((1, other))
-        neighbours = _window_sum(power) - power
-        count = _window_sum(torch.ones_like(power)) - 1
-        floor = power.mean(1, keepdim=True) * 1e-6 + 1e-12
-        ratio = power / (neighbours / count + floor)
-        strengths.append(ratio[:, power.shape[1] // 4 :].amax(1))
-    return torch.stack(strengths).amax(0)
-
-
-def _window_sum(spectrum: Tensor) -> Tensor:
-    """Return [N, K], the sum over the nine entries around each, fewer at the ends."""
-    return functional.avg_pool1d(spectrum[:, None], 9, stride=1, padding=4)[:, 0] * 9
