@@ -67,7 +67,7 @@ class Audience:
     """Store over which the group is formed."""
     device: torch.device
     """Device of this rank, whose kind decides the backend."""
-    tell: Callable[[str, Mapping[str, Any]], None]
+    tell: Callable[[str, Mapping[str, Any]], object]
     """Function that writes an event (kind, facts) into the run's events."""
 
 
