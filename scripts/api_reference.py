@@ -28,7 +28,7 @@ CONTENTS = {
         "digenrl/report/pictures.py",
         ("Samples",),
     ),
-    "Prompts: `digenrl.types`, `digenrl.data`": ("digenrl/types.py", ("Prompt",)),
+    "Prompts: `digenrl.types`, `digenrl.data`": ("digenrl/prompts/__init__.py", ("Prompt",)),
     "A reward implements: `digenrl.rewards.protocol`": (
         "digenrl/rewards/protocol.py",
         ("Scorer", "as_frames", "source_images"),
