@@ -124,7 +124,7 @@ ROOMS = {
         ),
         ceiling=15115,
     ),
-    "everything": Room(26000, ("",), ceiling=27507),
+    "everything": Room(26000, ("",), ceiling=27514),
 }
 """Room -> its budget. The last three rows are sums."""
 
