@@ -18,6 +18,10 @@ BENCHES := $(filter-out learning emulated count_facts live_bytes real_size mixtu
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive
 
+# Recipes read the user's variables as the shell's, "$$RUN", so that a path may have any letters and spaces.
+# Commands that name another one then name it as make's.
+train resume replay sweep plan join: export DIGENRL_CALLER = make
+
 PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
@@ -26,7 +30,7 @@ WORDS := experiment=$(EXP) $(PROFILE_WORDS)
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
-@test -n "$($(1))" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
+@test -n "$$$(1)" || { echo "make $@ needs $(1)=..., for example: make $@ $(2)" >&2; exit 2; }
 endef
 
 help:  ## This list
@@ -48,15 +52,15 @@ train: $(STAMP)  ## Train. EXP=experiment HW=hardware ARGS="key=value ..."; alon
 
 resume: $(STAMP)  ## Continue a run from its last checkpoint. RUN=directory
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.train resume=$(RUN) $(ARGS)
+	@$(PY) -m digenrl.cli.train "resume=$$RUN" $(ARGS)
 
 replay: $(STAMP)  ## Train again from a run's trajectories, with nothing generated. RUN=directory
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.train replay=$(RUN) $(ARGS)
+	@$(PY) -m digenrl.cli.train "replay=$$RUN" $(ARGS)
 
 join: $(STAMP)  ## One more rollout for a running run, from this machine. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl join run=$(RUN) $(ARGS)
+	@$(PY) -m digenrl join "run=$$RUN" $(ARGS)
 
 sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table and plot
 	@$(PY) -m digenrl.cli.train -m $(WORDS)
@@ -69,40 +73,40 @@ profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware p
 
 prompts: $(STAMP)  ## Use a published prompt set: what to download, its check, its settings. NAME=
 	$(call need,NAME,NAME=pickscore)
-	@$(PY) -m digenrl prompts name=$(NAME) $(ARGS)
+	@$(PY) -m digenrl prompts "name=$$NAME" $(ARGS)
 
 encode: $(STAMP)  ## Encode the prompts of a run into the prompt store, and nothing else. EXP= HW=
 	@$(PY) -m digenrl encode $(WORDS)
 
 report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run's files. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl report run=$(RUN) $(ARGS)
+	@$(PY) -m digenrl report "run=$$RUN" $(ARGS)
 
 watch: $(STAMP)  ## A live page of a run, in a browser of this machine: curves, pictures, timeline, logs. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl watch run=$(RUN) $(ARGS)
+	@$(PY) -m digenrl watch "run=$$RUN" $(ARGS)
 
 eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl eval run=$(RUN) $(if $(STEP),step=$(STEP)) $(if $(DATA),data=$(DATA)) $(ARGS)
+	@$(PY) -m digenrl eval "run=$$RUN" $(if $(STEP),"step=$$STEP") $(if $(DATA),"data=$$DATA") $(ARGS)
 
 benchmark: $(STAMP)  ## A standard benchmark of a run's checkpoint and its base. RUN= SUITE=geneval|dpg|parti|vbench|scenes [STEP=]
 	$(call need,SUITE,RUN=outputs/scenes_flowgrpo/TIME-0 SUITE=scenes)
-	@$(PY) -m digenrl benchmark $(if $(RUN),run=$(RUN)) suite=$(SUITE) $(if $(STEP),step=$(STEP)) $(ARGS)
+	@$(PY) -m digenrl benchmark $(if $(RUN),"run=$$RUN") "suite=$$SUITE" $(if $(STEP),"step=$$STEP") $(ARGS)
 
 export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN= FORMAT=diffusers|comfyui|kohya MERGE=true PUSH=OWNER/NAME
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl export run=$(RUN) $(if $(FORMAT),format=$(FORMAT)) $(if $(MERGE),merge=$(MERGE)) $(if $(PUSH),push=$(PUSH)) $(ARGS)
+	@$(PY) -m digenrl export "run=$$RUN" $(if $(FORMAT),"format=$$FORMAT") $(if $(MERGE),merge=$(MERGE)) $(if $(PUSH),"push=$$PUSH") $(ARGS)
 
 score: $(STAMP)  ## Score pictures or videos. REWARD=ocr IMAGES=directory PROMPTS=file
 	$(call need,REWARD,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
 	$(call need,IMAGES,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
 	$(call need,PROMPTS,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)
-	@$(PY) -m digenrl score reward=$(REWARD) images=$(IMAGES) prompts=$(PROMPTS) $(ARGS)
+	@$(PY) -m digenrl score "reward=$$REWARD" "images=$$IMAGES" "prompts=$$PROMPTS" $(ARGS)
 
 serve-reward: $(STAMP)  ## Serve a reward over HTTP. REWARD=ocr
 	$(call need,REWARD,REWARD=ocr)
-	@$(PY) -m digenrl serve-reward reward=$(REWARD) $(ARGS)
+	@$(PY) -m digenrl serve-reward "reward=$$REWARD" $(ARGS)
 
 tiny: $(STAMP)  ## Build the tiny model of every family (made on first use otherwise)
 	@$(PY) -m digenrl tiny $(ARGS)

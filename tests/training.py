@@ -223,7 +223,7 @@ def assert_failed(train: Train, cause: str, within: float = GONE_WITHIN_S) -> No
     assert cause in train.summary["cause"], f"{train.summary['cause']!r} instead of {cause!r}"
     assert f"failed: {train.summary['cause']}" in train.stderr
     saved = any(train.run_dir.glob("checkpoints/step-*"))
-    assert (f"resume RUN={train.run_dir}" in train.stderr) == saved
+    assert (f"to continue: digenrl resume {train.run_dir}" in train.stderr) == saved
     assert train.stdout.splitlines()[-1] == str(train.run_dir)
     assert "Traceback" not in train.stderr
 

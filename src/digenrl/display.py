@@ -50,7 +50,7 @@ class Display:
         run_dir: the run's directory.
         total_steps: `max_rl_steps`.
         states: returns rank -> its present activity, in a few words.
-        stream: where to print; None: standard output.
+        stream: where to print; None: standard error.
         clock: seconds, monotonic.
     """
 
@@ -71,7 +71,7 @@ class Display:
             states,
             clock,
         )
-        self._stream = stream if stream is not None else sys.stdout
+        self._stream = stream if stream is not None else sys.stderr
         self._metrics = JsonlTail(self._path / METRICS)
         self._events = JsonlTail(self._path / EVENTS)
         self._steps: list[Row] = []
@@ -136,9 +136,9 @@ class Display:
 
 
 def display(run_dir: Path, total_steps: int, states: Callable[[], Mapping[int, str]]) -> Display:
-    """Return the display of a run on standard output: live on a terminal, where the extension
+    """Return the display of a run on standard error: live on a terminal, where the extension
     `terminal` is installed."""
-    if not (sys.stdout.isatty() and installed("terminal")):
+    if not (sys.stderr.isatty() and installed("terminal")):
         return Display(run_dir, total_steps, states)
     live: type[Display] = extension(
         "digenrl.extensions.terminal.live.LiveDisplay", "a live view", "use lines"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from digenrl.extension import offered
+from digenrl.record.run_dir import CONFIG
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,41 @@ CORE: dict[str, Command] = {
         "digenrl.cli.report", "rebuild summary, pictures and report of a run: report RUN", "run"
     ),
 }
+
+
+_VARIABLES = {"experiment": "EXP", "hardware": "HW"}
+"""Keys that have a variable of their own in the Makefile."""
+
+
+def shell_command(name: str, words: Sequence[str], run: Path | None = None) -> str:
+    """Return a command that a shell reads as it stands: `make NAME ...` where make called this
+    process (the Makefile sets DIGENRL_CALLER), else `digenrl NAME ...`.
+
+    Args:
+        name: of the command, such as "resume".
+        words: key=value words.
+        run: run directory that the command works on.
+    """
+    if os.environ.get("DIGENRL_CALLER") != "make":
+        where = [] if run is None else [str(run)]
+        return shlex.join(["digenrl", name, *where, *words])
+    given = {} if run is None else {"RUN": str(run)}
+    pairs = [(word, *word.split("=", 1)) for word in words]
+    given |= {_VARIABLES[key]: value[0] for _, key, *value in pairs if key in _VARIABLES}
+    rest = shlex.join([word for word, key, *_ in pairs if key not in _VARIABLES])
+    given |= {"ARGS": rest} if rest else {}
+    doubled = [f"{key}={value.replace('$', '$$')}" for key, value in given.items()]
+    return shlex.join(["make", name, *doubled])
+
+
+def to_continue(run_dir: Path, *words: str) -> str:
+    """Return the command that resumes a run. What counts only on the command line is repeated."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(run_dir / CONFIG)
+    given = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
+    repeated = [f"{key}=[{','.join(map(str, names))}]" for key, names in given.items() if names]
+    return shell_command("resume", [*repeated, *words], run_dir)
 
 
 def commands() -> dict[str, Command]:

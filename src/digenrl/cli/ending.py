@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
+from digenrl.cli.commands import to_continue
 from digenrl.cluster.attach import scheduler_limit
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config import redact_text
@@ -85,8 +86,7 @@ def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False
         )
     elif any((run_dir / "checkpoints").glob("step-*")):
         print(
-            f"to continue: make resume RUN={run_dir} (without a checkout: digenrl resume "
-            f"{run_dir})",
+            f"to continue: {to_continue(run_dir)}",
             file=sys.stderr,
             flush=True,
         )

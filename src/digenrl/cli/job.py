@@ -11,6 +11,7 @@ from typing import Any
 
 from digenrl import devices, parts
 from digenrl.advisor import Advice, advisor
+from digenrl.cli.commands import to_continue
 from digenrl.cluster.attach import Place, check_allocation, find_place
 from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
 from digenrl.cluster.network import Network
@@ -134,10 +135,7 @@ def _continued(composed: Composed) -> Path | None:
         return checkpoint
     said = (
         f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go "
-        "on, raise "
-        f'max_rl_steps: make resume RUN={composed.run_dir} ARGS="max_rl_steps={2 * step}", or '
-        "digenrl resume with "
-        "these."
+        f"on, raise max_rl_steps: {to_continue(composed.run_dir, f'max_rl_steps={2 * step}')}"
     )
     raise NotStarted(said, 0, composed.run_dir)
 

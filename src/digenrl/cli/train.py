@@ -8,7 +8,7 @@
     replay=RUN        train from the trajectories that the run in that directory recorded; nothing is generated
     resume=RUN        continue the run in that directory; of a complete run it says so, with exit code 0
 
-The ranks run `digenrl.run.build(...).fit()`. The last line on standard output is the run directory.
+The ranks run `digenrl.run.build(...).fit()`. Standard output is the run directory alone.
 Under torchrun or SLURM this process is one rank already, and starts none.
 """  # noqa: E501
 

@@ -91,7 +91,7 @@ def parse_words(words: Sequence[str]) -> Words:
     options = group_options(config_directory(), *parsed.own)
     for word in words:
         try:
-            override = OverridesParser.create().parse_override(word)
+            override = _override(word)
         except HydraException as error:
             reason = redact_text(re.sub(r"\s+", " ", str(error).split("\nSee ")[0]))
             shown, name = redact_text(word), word.partition("=")[0]
@@ -122,6 +122,18 @@ def parse_words(words: Sequence[str]) -> Words:
         elif key != _SEARCH:
             parsed.values.append(override)
     return parsed
+
+
+def _override(word: str) -> Override:
+    """Parse one word. Hydra's grammar has no letters beyond ASCII outside of quotes; paths have."""
+    parser = OverridesParser.create()
+    try:
+        return parser.parse_override(word)
+    except HydraException:
+        key, _, value = word.partition("=")
+        if word.isascii() or value[:1] in "[{":
+            raise
+        return parser.parse_override(f"{key}={quoted(value)}")
 
 
 def own_directories(words: Sequence[str]) -> Iterator[Path]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -348,6 +349,30 @@ def test_a_plan_says_that_it_simulates_the_stock_hooks(
         == 0
     )
     assert said in capsys.readouterr().out
+
+
+def test_the_command_that_a_plan_ends_with_keeps_every_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned again, the printed line takes the seconds that it promised."""
+    monkeypatch.delenv("DIGENRL_CALLER", raising=False)
+    mine = tmp_path / "mine ä"
+    mine.mkdir()
+    own = ["data.prompts_per_batch=8", "data.group_size=8", "max_rl_steps=77"]
+    own += ["--config-dir", str(mine), f"output_root={tmp_path / 'ä b'}"]
+
+    def plan(*words: str) -> tuple[list[str], dict[str, Any]]:
+        assert plan_command.main([*words, "plan.plot=false"]) == 0
+        *_, line, path = capsys.readouterr().out.splitlines()
+        assert Path(path).is_relative_to(tmp_path / "ä b")
+        return shlex.split(line), json.loads(Path(path).read_text())
+
+    words, first = plan("experiment=qwen_image_flowgrpo", "hardware=testbed_c", *own)
+    assert words[:2] == ["digenrl", "train"]
+    assert set(own) <= set(words)
+    again, second = plan(*words[2:])
+    assert second["configured"]["step_s"] == pytest.approx(first["candidates"][0]["step_s"])
+    assert set(own) <= set(again)
 
 
 @pytest.mark.processes

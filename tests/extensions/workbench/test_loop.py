@@ -42,6 +42,14 @@ def test_what_is_missing_is_said_and_what_is_changed_counts() -> None:
     loop.close()
 
 
+def test_what_it_advises_it_takes() -> None:
+    words = ["experiment=flux1_flowgrpo"]
+    with pytest.raises(ValueError, match="needs .* GiB .* hardware.build=tiny") as refused:
+        digenrl.rl_loop(*words)
+    assert "allocation." not in str(refused.value)
+    digenrl.rl_loop(*words, "hardware.build=tiny").close()
+
+
 def test_a_schedule_has_no_place_in_it() -> None:
     with pytest.raises(ValueError, match="schedule=full: the loop is one rank"):
         digenrl.rl_loop("experiment=digits_flowgrpo", "schedule=full")

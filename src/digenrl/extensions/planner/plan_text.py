@@ -18,8 +18,7 @@ NEAR_DUPLICATE = 0.01
 
 
 def overrides(outcome: CandidateOutcome) -> list[str]:
-    """Return the words that run the candidate with `python -m digenrl.cli.train experiment=...
-    hardware=...`."""
+    """Return the words that run the candidate with `digenrl train experiment=... hardware=...`."""
     candidate, hardware = outcome.candidate, outcome.costing.hardware
     words = [
         f"allocation.trainers={candidate.trainers}",

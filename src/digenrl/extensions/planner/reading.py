@@ -66,7 +66,7 @@ def workload(composed: Composed) -> Workload:
         raise ValueError(
             f"model={model_name} has no counted sizes to plan with (known: "
             f"{', '.join(sorted(counted()))}). A small one is measured faster than planned: "
-            f"`python -m digenrl.cli.train experiment={composed.choices['experiment']} "
+            f"`digenrl train experiment={composed.choices['experiment']} "
             f"hardware={composed.choices['hardware']} max_rl_steps=3` ends with step_s in "
             "summary.json. A large one is counted by benchmarks/count_facts.py, once."
         )

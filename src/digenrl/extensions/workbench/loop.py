@@ -63,7 +63,16 @@ def rl_loop(*words: str) -> Loop:
                 f"{key}={fixed[key]}."
             )
     composed = configuration.load([*words, *ALONE])
-    return Loop(settled(with_task_size(composed), trainers=1, rollouts=0).config)
+    try:
+        return Loop(settled(with_task_size(composed), trainers=1, rollouts=0).config)
+    except ValueError as error:
+        cause, _, remedy = str(error).partition(": ")
+        if "allocation." not in remedy:
+            raise
+        raise ValueError(
+            f"{cause}, and the loop is one rank: use small random weights (hardware.build=tiny), "
+            "a profile with a larger GPU (hardware=...), or smaller media."
+        ) from error
 
 
 class Loop:

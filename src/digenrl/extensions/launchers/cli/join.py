@@ -21,6 +21,7 @@ from pathlib import Path
 from pydantic import Field
 
 from digenrl import config as configuration
+from digenrl.cli.commands import to_continue
 from digenrl.cluster.access import ACCESS, Access, read_access
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.config.help import Arguments, RunDirectory, own_command
@@ -126,7 +127,7 @@ def _access(request: JoinKeys) -> Access:
 def _why_closed(run: Path) -> str:
     """Return why no process can join the run in this directory, and what to do."""
     if (run / SUMMARY).is_file():
-        return f"this run has ended; continue it first (make resume RUN={run}), then join."
+        return f"this run has ended; continue it first, then join: {to_continue(run)}"
     return (
         f"no run is running here: {ACCESS} is missing, which lies in the directory of every "
         "running run; start it, or "

@@ -15,13 +15,14 @@ codes: 2 for a wrong configuration, 3 when nothing fits (the message says what w
 from __future__ import annotations
 
 import json
-import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from digenrl import config as configuration
+from digenrl.cli.commands import shell_command
 from digenrl.config import Composed
 from digenrl.config.compose import own_directories
 from digenrl.config.loading import is_multirun
@@ -107,14 +108,25 @@ def main(words: list[str]) -> int:
         print(
             f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
         )
-    choices = " ".join(f"{group}={composed.choices[group]}" for group in ("experiment", "hardware"))
-    kept = [
-        word for path in own_directories(composed.overrides) for word in ("--config-dir", str(path))
-    ]
-    kept += [word for word in composed.overrides if word.startswith("allow_targets=")]
-    print(f"\npython -m digenrl.cli.train {choices} {shlex.join([*kept, *overrides(winner)])}")
+    print(f"\n{to_train(composed, overrides(winner))}")
     print(path)
     return 0
+
+
+def to_train(composed: Composed, planned: Sequence[str]) -> str:
+    """Return the command that trains with the words `planned` of a plan, and every word of the
+    user's but `plan.*` and those that the plan says again."""
+    chosen = [f"{group}={composed.choices[group]}" for group in ("experiment", "hardware")]
+    again = {word.partition("=")[0] for word in [*chosen, *planned]} | {"hydra.searchpath"}
+    own = [
+        word
+        for word in composed.overrides
+        if not word.startswith(("plan.", "hydra.run."))
+        and word.partition("=")[0].lstrip("+~") not in again
+    ]
+    directories = own_directories(composed.overrides)
+    flags = [word for path in directories for word in ("--config-dir", str(path))]
+    return shell_command("train", [*chosen, *flags, *own, *planned])
 
 
 @dataclass(frozen=True)

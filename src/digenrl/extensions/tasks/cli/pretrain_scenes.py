@@ -1,13 +1,17 @@
 """`make pretrain-scenes`: train the scenes base model and its judge again, into the files that the
 repository commits.
 
-    digenrl pretrain-scenes [key=value ...] digenrl pretrain-scenes task=edits steps=1664
-    decay_steps=2600 wrong_captions=0.4 wrong_from=1344
+    digenrl pretrain-scenes [key=value ...]
+    digenrl pretrain-scenes task=edits steps=1664
 
-Training is deterministic on a given machine with a single thread. Training takes about fifteen
-minutes on one core. `budget_s` cuts it into pieces, and the same command then continues.
-`wrong_captions` sets how much is left for reinforcement learning to improve. task=edits trains the
-base model of the edits, which begins as that of the scenes; both share the judge.
+Training is deterministic on a given machine with a single thread, and takes about fifteen minutes.
+`budget_s` cuts it into pieces, and the same command then continues.
+
+The base learns from right captions first, so that it binds words to objects. Its last `noise_steps`
+steps have some random captions, which loosen that binding without undoing it: this is what is left
+for reinforcement learning to improve. A base with wrong captions from its first step never binds
+words to objects (benchmarks/results/scenes-2026-11-24.md). task=edits trains the base model of the
+edits, which begins as that of the scenes; both share the judge.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ if TYPE_CHECKING:  # torch is imported only when the settings are read
 CHUNK = 2048
 """Number of pictures that are drawn together."""
 EMA = 0.997
+NOISE_EMA = 0.97
+"""Decay of the moving average of the weights, of the first and of the last steps."""
 MUON_LR = 6e-3
 """Learning rate of the blocks' matrices, with updates of the size of AdamW's. Other weights take
 the settings' rate."""
@@ -48,20 +54,20 @@ class Settings(Arguments):
     """where the base model is written; null: the committed file"""
     judge: File | None = None
     """where the judge is written; null: the committed file"""
+    steps: AtLeast1 = 3600
+    """optimizer steps of the base model with right captions"""
+    noise_steps: AtLeast0 = 300
+    """optimizer steps after these, with some random captions or wrong edits"""
     wrong_captions: Share = 0.2
-    """share of the captions that are wrong in one word, or of the edits"""
-    wrong_from: AtLeast0 = 0
-    """step before which half as many are wrong, so that words are learned"""
-    steps: AtLeast1 = 3200
-    """optimizer steps of the base model"""
-    decay_steps: AtLeast1 | None = None
-    """of the base, over which the rate falls; null: all"""
+    """share of the last steps' captions that are random, or of the edits that are wrong"""
     judge_steps: AtLeast1 = 2400
     """optimizer steps of the judge"""
     batch: AtLeast1 = 64
     """pictures of a step of the base model"""
     lr: Positive = 2e-3
     """learning rate at its peak, of what Muon does not train"""
+    noise_lr: Positive = 5e-4
+    """learning rate of the last steps, of everything"""
     seed: int = 0
     """of scenes, noise, captions and initial weights"""
     budget_s: Positive | None = None
@@ -72,9 +78,9 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
     """Train by flow matching on drawn scenes or edits: regress eps - x0 at sigma ~
     shift(logit-normal(0, 1)).
 
-    A share of the captions is wrong. The result is the moving average of the weights. It is None
-    when `settings.budget_s` is spent. Then the state is in the file `unfinished`, and the next call
-    continues from there.
+    The last `settings.noise_steps` steps have some wrong captions. The result is the moving average
+    of the weights. It is None when `settings.budget_s` is spent. Then the state is in the file
+    `unfinished`, and the next call continues from there.
     """
     import torch
     from torch.nn import functional
@@ -91,34 +97,24 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
     )
     drawn = _edited if editing else _captioned
     network = policy.transformer
-    matrices = [p for n, p in network.named_parameters() if p.ndim == 2 and "blocks." in n]
-    inner = {id(parameter) for parameter in matrices}
-    others = [parameter for parameter in network.parameters() if id(parameter) not in inner]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, MUON_LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, settings.lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
-
-    def rate(step: int) -> float:
-        done = min(1.0, step / (settings.decay_steps or settings.steps))
-        return min(1.0, (step + 1) / 100) * (0.515 + 0.485 * math.cos(math.pi * done))
-
-    rates = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
-    parts: list[Any] = [*optimizers, *rates]
     average = {name: value.clone() for name, value in network.state_dict().items()}
     generator = torch.Generator().manual_seed(settings.seed)
-    chunk: tuple[Tensor, dict[str, Tensor]] | None = None
     first, losses = 0, list[float]()
+    parts = _optimizers(network, settings)
     if unfinished.exists():
         state = torch.load(unfinished, weights_only=True)
         network.load_state_dict(state["network"])
         average, first = state["average"], state["step"]
         generator.set_state(state["generator"])
+        if first > settings.steps:
+            parts = _noise_optimizers(network, settings)
         for part, saved in zip(parts, state["parts"], strict=True):
             part.load_state_dict(saved)
-    per_chunk = CHUNK // settings.batch
-    for step in range(first, settings.steps):
-        if chunk is None or step % per_chunk == 0:
+    per_chunk, last = CHUNK // settings.batch, settings.steps + settings.noise_steps
+    for step in range(first, last):
+        noisy = step >= settings.steps
+        place = (step - settings.steps if noisy else step) % per_chunk
+        if place == 0:
             spent = settings.budget_s is not None and time.monotonic() - started > settings.budget_s
             if spent and step > first:
                 torch.save(
@@ -132,14 +128,17 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
                     unfinished,
                 )
                 print(
-                    f"step {step}/{settings.steps}: the time is spent; the same command goes on",
+                    f"step {step}/{last}: the time is spent; the same command goes on",
                     file=sys.stderr,
                 )
                 return None
-            chunk = drawn(
-                settings.wrong_captions * (1.0 if step >= settings.wrong_from else 0.5), generator
-            )
-        rows = slice(step % per_chunk * settings.batch, (step % per_chunk + 1) * settings.batch)
+            if step == settings.steps:
+                average = {name: value.half().float() for name, value in average.items()}
+                network.load_state_dict(average)
+                parts = _noise_optimizers(network, settings)
+                generator.manual_seed(settings.seed + 1)
+            chunk = drawn(settings.wrong_captions if noisy else 0.0, generator)
+        rows = slice(place * settings.batch, (place + 1) * settings.batch)
         clean, condition = chunk[0][rows], {key: value[rows] for key, value in chunk[1].items()}
         noise = torch.randn(clean.shape, generator=generator)
         sigmas = static_shift(
@@ -154,16 +153,49 @@ def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         for part in parts:
             part.step()
+        decay = NOISE_EMA if noisy else min(EMA, (step + 1) / (step + 10))
         for name, value in network.state_dict().items():
-            average[name].lerp_(value, 1 - min(EMA, (step + 1) / (step + 10)))
+            average[name].lerp_(value, 1 - decay)
         losses.append(loss.item())
         if (step + 1) % 100 == 0:
-            told = f"step {step + 1}/{settings.steps} loss {sum(losses) / len(losses):.4f}"
+            told = f"step {step + 1}/{last} loss {sum(losses) / len(losses):.4f}"
             print(f"{told} {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
             losses.clear()
     unfinished.unlink(missing_ok=True)
     network.load_state_dict({name: value.half().float() for name, value in average.items()})
     return policy
+
+
+def _optimizers(network: torch.nn.Module, settings: Settings) -> list[Any]:
+    """Return optimizers and rates of the first steps: Muon for the blocks' matrices, AdamW for the
+    rest."""
+    import torch
+
+    matrices = [p for n, p in network.named_parameters() if p.ndim == 2 and "blocks." in n]
+    inner = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in network.parameters() if id(parameter) not in inner]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, MUON_LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, settings.lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+    def rate(step: int) -> float:
+        done = min(1.0, step / settings.steps)
+        return min(1.0, (step + 1) / 100) * (0.515 + 0.485 * math.cos(math.pi * done))
+
+    rates = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
+    return [*optimizers, *rates]
+
+
+def _noise_optimizers(network: torch.nn.Module, settings: Settings) -> list[Any]:
+    """Return the optimizer of the last steps: AdamW for every weight, at a constant rate."""
+    import torch
+
+    return [
+        torch.optim.AdamW(
+            network.parameters(), settings.noise_lr, betas=(0.9, 0.98), weight_decay=0.0
+        )
+    ]
 
 
 def _with_scenes(policy: ScenesEditPolicy) -> ScenesEditPolicy:
@@ -182,17 +214,18 @@ def _with_scenes(policy: ScenesEditPolicy) -> ScenesEditPolicy:
 
 
 def _captioned(wrong: float, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return latents [CHUNK, 36, 48] of drawn scenes, and the conditioning of their captions."""
+    """Return latents [CHUNK, 36, 48] of drawn scenes, and the conditioning of their captions, of
+    which a share `wrong` is that of any scene."""
     import torch
 
     from digenrl.extensions.tasks.scenes import pack
-    from reward_models.drawn_scenes import draw_scenes, near_misses
+    from reward_models.drawn_scenes import SCENES, draw_scenes
 
     scenes, pictures = draw_scenes(CHUNK, generator)
     mistaken = torch.rand(CHUNK, generator=generator) < wrong
     choice = torch.rand(CHUNK, generator=generator)
     captions = [
-        near_misses(scene)[int(choice[row] * len(near_misses(scene)))] if mistaken[row] else scene
+        SCENES[int(choice[row] * len(SCENES))] if mistaken[row] else scene
         for row, scene in enumerate(scenes)
     ]
     return pack(pictures), _features([caption.text for caption in captions])

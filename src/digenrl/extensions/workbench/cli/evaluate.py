@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from digenrl import config as configuration
 from digenrl.api import NoCheckpoint, changed_run, last_checkpoint, restore
+from digenrl.config.compose import quoted
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.extension import extension, installed
 from digenrl.rewards.needs import require_weights
@@ -52,14 +53,15 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         NoCheckpoint: step=last, but the run has no whole checkpoint.
         ValueError: the run's configuration has no evaluation callback.
     """
-    changes = [*([f"data.heldout={request.data}"] if request.data else []), *words]
+    changes = [*([f"data.heldout={quoted(request.data)}"] if request.data else []), *words]
     composed = changed_run(request.run, changes)
     for note in composed.notes:
         print(note, file=sys.stderr)
     config = composed.config
     scoring = config.reward
     if request.reward is not None:
-        own = [word for word in words if word.startswith(("hydra.searchpath=", "allow_targets="))]
+        kept = ("hydra.searchpath=", "allow_targets=", "hardware.build=")
+        own = [word for word in words if word.startswith(kept)]
         scoring = configuration.load([f"reward={request.reward}", *own]).config.reward
     if "evaluation" not in (config.callbacks or {}):
         raise ValueError(
