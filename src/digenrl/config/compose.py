@@ -165,7 +165,8 @@ def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
 
 def unknown_option(group: str, option: str, options: Sequence[str]) -> str:
     """Return the message for an option that `group` does not have."""
-    close = nearest(option, options)
+    holding = [its for its in options if len(option) > 2 and option.lower() in its.lower()]
+    close = ", ".join(holding) or nearest(option, options)
     hint = f"nearest: {close}. " if close else ""
     return (
         f"{group} = {redact_text(option)}: there is no such {group}; {hint}Available: "
@@ -232,7 +233,11 @@ class KnownKeys:
         tree.pop("hydra", None)
         self._schema = keys_of(schema_of(config_name))
         self._keys = sorted(
-            {*(path for path, _ in nodes(tree) if path and "[" not in path), *self._schema}
+            {
+                *(path for path, _ in nodes(tree) if path and "[" not in path),
+                *group_options(config_directory()),
+                *self._schema,
+            }
         )
 
     def unknown(self, key: str, value: Any) -> str:

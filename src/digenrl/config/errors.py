@@ -24,13 +24,20 @@ class ConfigError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the entry of `known` most like `name`, or None when nothing is close.
+    """Return the entry of `known` most like `name` in any case of letters, or None when nothing is
+    close.
 
     A dotted key is looked for in three places. First among the children of its own parent. Then by
     its last part under any parent, the shortest path first (`sampling.steps` before
-    `sampling.eval.steps`). Then as a whole.
+    `sampling.eval.steps`). Then as a whole. At last, the shortest that contains `name` counts.
     """
-    candidates = sorted(set(known), key=lambda key: (key.count("."), key))
+    spelled = {its.lower(): its for its in known}
+    found = _nearest(name.lower(), spelled)
+    return None if found is None else spelled[found]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    candidates = sorted(known, key=lambda key: (key.count("."), key))
     parent, _, leaf = name.rpartition(".")
     siblings = {
         its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent
@@ -42,12 +49,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return leaves[leaf]
     if close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.8):
         return close[0]
-    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
-    return leaves[close[0]] if close else None
+    if close := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8):
+        return leaves[close[0]]
+    holding = [its for its in candidates if len(name) > 2 and name in its]
+    return min(holding, key=len, default=None)
 
 
-def listing(names: Iterable[str], limit: int = 30) -> str:
-    """Return `names` in one line, cut after `limit` entries."""
-    ordered = sorted(names)
-    shown = ", ".join(ordered[:limit]) or "none"
-    return shown + (f" and {len(ordered) - limit} more" if len(ordered) > limit else "")
+def listing(names: Iterable[str]) -> str:
+    """Return `names` in one line."""
+    return ", ".join(sorted(names)) or "none"

@@ -196,7 +196,7 @@ def changes(
     said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
     return [
         f"{said}: {because}; start a new run for another value. May change: "
-        f"{listing(may, len(may))}."
+        f"{listing(may)}."
     ]
 
 

@@ -60,7 +60,7 @@ def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | No
         published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
         for argument, source in published.items():
             value = node.get(argument)
-            if (remedy := _absent(value, f"{key}.{argument}", source)) is not None:
+            if (remedy := absent(value, f"{key}.{argument}", source)) is not None:
                 problems.append(
                     f"{key}.{argument} = {value or 'null'}: the weights of {what} are not here; "
                     f"{remedy}. "
@@ -70,7 +70,7 @@ def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | No
         raise ValueError("\n".join(problems))
 
 
-def _absent(value: str | None, key: str, source: str) -> str | None:
+def absent(value: str | None, key: str, source: str) -> str | None:
     """Return how to get the weights at `value` (a path, a hub id, or None); None if they are
     here."""
     if value is None:

@@ -5,7 +5,12 @@ from digenrl.cli.commands import Command
 
 COMMANDS = {
     "check": Command(
-        "digenrl.extensions.tools.cli.check", "check this machine: versions, devices, memory, disk"
+        "digenrl.extensions.tools.cli.check",
+        "check this machine, or what a run lacks here: check experiment=NAME hardware=NAME",
+    ),
+    "list": Command(
+        "digenrl.extensions.tools.cli.list",
+        "the options of each group, or of one with what each is: list experiment",
     ),
     "new": Command(
         "digenrl.extensions.tools.cli.new",

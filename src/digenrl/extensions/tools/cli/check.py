@@ -1,6 +1,10 @@
 """`make setup` ends with this self-check: versions, devices, memory, disk, each ok, warning or fix.
 
     digenrl check
+    digenrl check experiment=NAME hardware=NAME [key=value ...]
+
+With words of `digenrl train` it lists all that this run lacks on this machine: GPUs, memory, the
+model's weights, the rewards' weights and packages. Nothing is built.
 
 A `warning` line says what will be slower or unavailable; a `fix` line says what to do before
 anything runs, and makes the exit code 1.
@@ -14,9 +18,9 @@ import platform
 import re
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +28,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from digenrl.cli.commands import shell_command
 from digenrl.config.help import command_help, show, wants_help
 
 Level = Literal["ok", "warning", "fix"]
@@ -199,6 +204,48 @@ def configurations() -> Iterator[Finding]:
     yield Finding("configuration", "ok", f"{composed.config.experiment_name} composes; {counts}")
 
 
+def needs(words: Sequence[str]) -> Iterator[Finding]:
+    """What the run of a command line lacks here, GPUs first."""
+    from digenrl import config, devices
+    from digenrl.rewards.needs import absent, require_weights, unscorable
+    from digenrl.settle import allocated, allocation
+
+    try:
+        composed = config.load(words)
+    except config.ConfigError as error:
+        yield from (Finding("configuration", "fix", problem) for problem in error.problems)
+        return
+    settings = composed.config
+    ranks = sum(allocation(settings))
+    if settings.launch == "local" and not settings.hardware.emulate:
+        places = {rank: rank for rank in range(ranks)}
+        seen = partial(devices.check, settings, places, ranks, devices.found())
+        yield from _of("GPUs", seen, f"{ranks} ranks have what they ask for")
+    yield from _of("memory", lambda: allocated(composed, None), "every rank fits")
+    model = settings.model
+    path, real = model.get("path"), model.get("build", "real") == "real"
+    named = path if real and path != "random" and not settings.hardware.emulate else None
+    remedy = named and absent(named, "model.path", named)
+    level: Level = "fix" if remedy else "ok"
+    said = f"{named}: {remedy}" if remedy else str(named or "nothing to download")
+    yield Finding("model", level, said)
+    if not settings.hardware.emulate:
+        weigh = partial(require_weights, settings.reward, settings.callbacks)
+        yield from _of("rewards", weigh, "their weights are here")
+        scorers = partial(unscorable, settings.reward, ())
+        yield from _of("scorers", scorers, "their packages are here")
+
+
+def _of(subject: str, check: Callable[[], object], fine: str) -> Iterator[Finding]:
+    """Yield each line of the check's ValueError, or `fine`."""
+    try:
+        check()
+    except (ValueError, OSError) as error:
+        yield from (Finding(subject, "fix", line) for line in str(error).splitlines())
+    else:
+        yield Finding(subject, "ok", fine)
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python_version,
     packages,
@@ -217,9 +264,9 @@ def main(words: Sequence[str] = ()) -> int:
         show(command_help(__doc__))
         return 0
     if words:
-        print(f"{' '.join(words)}: the self-check has no settings.", file=sys.stderr)
-        return 2
-    findings = [finding for check in CHECKS for finding in check()]
+        findings = [*needs(words)]
+    else:
+        findings = [finding for check in CHECKS for finding in check()]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
         style = _STYLES[finding.level]
@@ -229,6 +276,8 @@ def main(words: Sequence[str] = ()) -> int:
     print(
         "Fix the lines above first."
         if broken
+        else f"Ready: `{shell_command('train', words)}` starts the run."
+        if words
         else "Ready: `make train`, or `digenrl train`, starts the first run."
     )
     return 1 if broken else 0
