@@ -4,6 +4,7 @@ offers."""
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Sequence
 
 
@@ -31,28 +32,22 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     its last part under any parent, the shortest path first (`sampling.steps` before
     `sampling.eval.steps`). Then as a whole. At last, the shortest that contains `name` counts.
     """
-    spelled = {its.lower(): its for its in known}
-    found = _nearest(name.lower(), spelled)
-    return None if found is None else spelled[found]
-
-
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    candidates = sorted(known, key=lambda key: (key.count("."), key))
+    name, spelled = name.lower(), {its.lower(): its for its in known}
+    candidates = sorted(spelled, key=lambda key: (key.count("."), key))
     parent, _, leaf = name.rpartition(".")
     siblings = {
         its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent
     }
     leaves = {its.rpartition(".")[2]: its for its in reversed(candidates)}
-    if close := difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7):
-        return siblings[close[0]]
-    if leaf in leaves:
-        return leaves[leaf]
-    if close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.8):
-        return close[0]
-    if close := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8):
-        return leaves[close[0]]
-    holding = [its for its in candidates if len(name) > 2 and name in its]
-    return min(holding, key=len, default=None)
+    close = functools.partial(difflib.get_close_matches, n=1)
+    found = (
+        [siblings[its] for its in close(leaf, siblings, cutoff=0.7)]
+        or [leaves[its] for its in leaves if its == leaf]
+        or close(name, candidates, cutoff=0.8)
+        or [leaves[its] for its in close(leaf, leaves, cutoff=0.8)]
+        or sorted((its for its in candidates if len(name) > 2 and name in its), key=len)
+    )
+    return spelled[found[0]] if found else None
 
 
 def listing(names: Iterable[str]) -> str:

@@ -194,10 +194,7 @@ def changes(
     if not keys:
         return []
     said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
-    return [
-        f"{said}: {because}; start a new run for another value. May change: "
-        f"{listing(may)}."
-    ]
+    return [f"{said}: {because}; start a new run for another value. May change: {listing(may)}."]
 
 
 def identity(config: DictConfig) -> dict[str, Any]:

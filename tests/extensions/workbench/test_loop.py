@@ -44,7 +44,7 @@ def test_what_is_missing_is_said_and_what_is_changed_counts() -> None:
 
 def test_what_it_advises_it_takes() -> None:
     words = ["experiment=flux1_flowgrpo"]
-    with pytest.raises(ValueError, match="needs .* GiB .* hardware.build=tiny") as refused:
+    with pytest.raises(ValueError, match=r"needs .* GiB .* hardware\.build=tiny") as refused:
         digenrl.rl_loop(*words)
     assert "allocation." not in str(refused.value)
     digenrl.rl_loop(*words, "hardware.build=tiny").close()

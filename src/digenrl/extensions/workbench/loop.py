@@ -67,12 +67,9 @@ def rl_loop(*words: str) -> Loop:
         return Loop(settled(with_task_size(composed), trainers=1, rollouts=0).config)
     except ValueError as error:
         cause, _, remedy = str(error).partition(": ")
-        if "allocation." not in remedy:
-            raise
-        raise ValueError(
-            f"{cause}, and the loop is one rank: use small random weights (hardware.build=tiny), "
-            "a profile with a larger GPU (hardware=...), or smaller media."
-        ) from error
+        advice = "use hardware.build=tiny, a profile with a larger GPU, or smaller media."
+        said = f"{cause}; the loop is one rank: {advice}" if "allocation." in remedy else error
+        raise ValueError(said) from error
 
 
 class Loop:

@@ -263,10 +263,8 @@ def main(words: Sequence[str] = ()) -> int:
     if wants_help(words):
         show(command_help(__doc__))
         return 0
-    if words:
-        findings = [*needs(words)]
-    else:
-        findings = [finding for check in CHECKS for finding in check()]
+    checks = (partial(needs, words),) if words else CHECKS
+    findings = [finding for check in checks for finding in check()]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
         style = _STYLES[finding.level]
