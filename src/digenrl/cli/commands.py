@@ -66,9 +66,9 @@ def shell_command(name: str, words: Sequence[str], run: Path | None = None) -> s
 
 def to_continue(run_dir: Path, *words: str) -> str:
     """Return the command that resumes a run. What counts only on the command line is repeated."""
-    from omegaconf import OmegaConf
+    import yaml
 
-    config = OmegaConf.load(run_dir / CONFIG)
+    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
     given = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
     repeated = [f"{key}=[{','.join(map(str, names))}]" for key, names in given.items() if names]
     return shell_command("resume", [*repeated, *words], run_dir)
