@@ -139,12 +139,11 @@ def test_training_in_pieces_ends_where_training_at_once_does(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrain_scenes, "CHUNK", 16)  # put away after every second step
-    whole = pretrain_base(Settings(task=task, steps=4, batch=8), tmp_path / "whole")
+    short = {"task": task, "steps": 3, "noise_steps": 4, "batch": 8}
+    whole = pretrain_base(Settings(**short), tmp_path / "whole")
     pieces = None
-    for _ in range(4):
-        pieces = pieces or pretrain_base(
-            Settings(task=task, steps=4, batch=8, budget_s=1e-9), tmp_path / "state"
-        )
+    for _ in range(5):
+        pieces = pieces or pretrain_base(Settings(**short, budget_s=1e-9), tmp_path / "state")
     assert whole is not None
     assert pieces is not None
     for left, right in zip(whole.parameters(), pieces.parameters(), strict=True):
