@@ -47,6 +47,9 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert [samples.rl_step for samples in run.samples] == [0, 8]
     with pytest.raises(FileNotFoundError, match="no such directory"):
         digenrl.load_run(tmp_path / "nowhere")
+    assert repr(run) == f"LoadedRun({str(tmp_path / 'run')!r}, 8 RL steps)"
+    assert "<tr><th>status</th><td>" in run._repr_html_()
+    assert repr(run.samples[-1]).startswith("Samples(RL step 8, media [")
 
 
 @pytest.mark.heavy
@@ -57,6 +60,8 @@ def test_samples_are_those_of_the_runs_own_evaluation(trained: Path) -> None:
     drawn = digenrl.sample(run, prompts, samples=2)
     assert (drawn.rl_step, drawn.prompts) == (stored.rl_step, stored.prompts)
     assert np.array_equal(drawn.media, stored.media)
+    alone = digenrl.sample(run, prompts[0].text, samples=2)
+    assert alone.prompts == (prompts[0].text,) * 2
     base = digenrl.sample(trained, prompts, weights="base", samples=2)
     assert not np.array_equal(base.media, drawn.media)
     assert not np.array_equal(digenrl.sample(run, prompts, samples=2, seed=1).media, drawn.media)

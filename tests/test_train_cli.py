@@ -67,7 +67,11 @@ def test_a_killed_rollout_is_named_and_the_run_can_be_resumed(running: Any) -> N
 @pytest.mark.parametrize(
     ("scorer", "cause"),
     [
-        ("Broken", "rank 1 (rollout) raised InjectedError: the scorer has a bug"),
+        (
+            "Broken",
+            "rank 1 (rollout) raised RewardError: Reward `judge_a` raised "
+            "tests.strategy.faults.InjectedError: the scorer has a bug",
+        ),
         ("Exiting", "rank 1 (rollout) raised RewardError: Scorer `judge_a` raised SystemExit: 3"),
     ],
 )
@@ -78,7 +82,21 @@ def test_a_scorer_that_raises_fails_the_run_with_its_message(
         "allow_targets=[tests]",
         f"reward.rewards.judge_a.scorer._target_=tests.strategy.faults.{scorer}",
     ]
-    assert_failed(running(*SMALL, *words, fork=True), cause)
+    train = running(*SMALL, *words, fork=True)
+    assert_failed(train, cause)
+    assert train.summary["cause"].endswith("; see logs/rank-001.log")
+    assert "the last rollout" not in train.stderr
+
+
+def test_a_short_run_without_any_score_has_failed(running: Any) -> None:
+    """Too short for `reward.min_missing_samples` to stop it."""
+    scorer = "reward.rewards.judge_a.scorer._target_=tests.strategy.faults.Absent"
+    train = running(*SMALL, "allow_targets=[tests]", scorer, fork=True)
+    assert train.finish() == 1, train.stderr
+    assert train.summary["status"] == "failed"
+    cause = "no sample of the run has a reward, so nothing was learned; reward `judge_a`: "
+    assert train.summary["cause"] == f"{cause}the judge's service is down"
+    assert cause in train.stderr
 
 
 def test_too_many_missing_rewards_stop_the_run_with_a_checkpoint(running: Any) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +36,7 @@ from digenrl.record.run_dir import Row
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, read_run
 from digenrl.report.summary import build_summary
+from digenrl.report.tables import facts
 
 if TYPE_CHECKING:
     from digenrl.types import Prompt
@@ -62,6 +64,14 @@ class LoadedRun:
 
     run: Run
     """Everything in it: events, spans of all ranks, warnings."""
+
+    def __repr__(self) -> str:
+        return f"LoadedRun({str(self.path)!r}, {len(self.run.steps)} RL steps)"
+
+    def _repr_html_(self) -> str:
+        rows = [("run", str(self.path)), ("status", self.summary["status"]), *facts(self.summary)]
+        cells = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+        return f"<table>{''.join(cells)}</table>"
 
     @property
     def path(self) -> Path:
@@ -104,6 +114,10 @@ class Scored:
     rewards: Mapping[str, NDArray[np.float32]]
     """name -> [N], NaN where it is missing."""
 
+    def __repr__(self) -> str:
+        names = ", ".join(self.rewards)
+        return f"Scored({len(self.total)} samples, mean {np.nanmean(self.total):.4g}, of {names})"
+
 
 def load_run(directory: str | os.PathLike[str]) -> LoadedRun:
     """Read a run directory.
@@ -116,7 +130,7 @@ def load_run(directory: str | os.PathLike[str]) -> LoadedRun:
 
 def sample(
     run: LoadedRun | str | os.PathLike[str],
-    prompts: Sequence[str | Prompt],
+    prompts: str | Prompt | Sequence[str | Prompt],
     *words: str,
     samples: int = 4,
     weights: Literal["last", "base"] = "last",
@@ -127,7 +141,7 @@ def sample(
 
     Args:
         run: a run, or its directory.
-        prompts: texts, or prompts as `digenrl.data.load_prompts` reads them from a file.
+        prompts: one text or several, or prompts as `digenrl.data.load_prompts` reads them.
         words: changes of the run's configuration, such as `sampling.guidance_scale=3`.
         samples: of each prompt, one after the other.
         weights: of the newest checkpoint (its moving average where the run keeps one), or of the
@@ -240,10 +254,11 @@ def rl_loop(*words: str) -> Any:
     )(*words)
 
 
-def as_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
-    """Texts as prompts without target and metadata; prompts as they are."""
+def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
+    """Texts as prompts without target and metadata; prompts as they are; one as a list of one."""
     from digenrl.types import Prompt
 
+    prompts = [prompts] if isinstance(prompts, str | Prompt) else prompts
     return [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,7 +16,7 @@ from digenrl.cluster.launcher import RunOutcome
 from digenrl.config import redact_text
 from digenrl.display import final_table
 from digenrl.record.attempt import ResumeAttempt
-from digenrl.record.run_dir import METRICS
+from digenrl.record.run_dir import EVENTS, METRICS
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 
@@ -53,6 +54,8 @@ def report(run_dir: Path, outcome: RunOutcome, attempt: ResumeAttempt | None) ->
     A resume that ended before its ranks had loaded the checkpoint is undone instead. The run's
     earlier report then stays.
     """
+    if outcome.status == "completed" and (unscored := _unscored(run_dir)) is not None:
+        outcome.status, outcome.cause, outcome.exit_code = "failed", unscored, 1
     cause = None if outcome.cause is None else redact_text(outcome.cause)
     if outcome.status != "completed" and attempt is not None and attempt.undone():
         return _say_end(run_dir, outcome.status, cause, undone=True)
@@ -64,6 +67,17 @@ def report(run_dir: Path, outcome: RunOutcome, attempt: ResumeAttempt | None) ->
         print(f"went on without a rank: {loss}", file=sys.stderr)
     if outcome.status != "completed":
         _say_end(run_dir, outcome.status, cause)
+
+
+def _unscored(run_dir: Path) -> str | None:
+    """Return why a complete run has learned nothing: no sample of it was ever scored."""
+    rows = [row for row in JsonlTail(run_dir / METRICS).read() if row.get("kind") == "step"]
+    if not rows or any(row.get("reward") is not None for row in rows):
+        return None
+    events = [row for row in JsonlTail(run_dir / EVENTS).read() if row.get("kind") == "missing"]
+    causes = Counter(f"reward `{row.get('reward')}`: {row.get('cause')}" for row in events)
+    commonest = "".join(f"; {cause}" for cause, _ in causes.most_common(1))
+    return f"no sample of the run has a reward, so nothing was learned{commonest}"
 
 
 def end_alone(attempt: ResumeAttempt | None, run_dir: Path, cause: str) -> None:

@@ -142,7 +142,7 @@ class Control:
     def report(self, fatal: bool, error: BaseException) -> None:
         """Publish this rank's error for the launcher. `fatal` aborts the run, because no run goes
         on without a trainer."""
-        cause = f"raised {type(error).__name__}: {error}"
+        cause = f"raised {type(error).__name__}: {error}; see logs/rank-{self._rank:03d}.log"
         try:
             self.set(f"cause/{self._rank}", cause)
             if fatal:

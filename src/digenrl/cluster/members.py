@@ -220,4 +220,4 @@ class Members:
         waited = (
             f"; no other joined within {patience:.0f} s (allocation.patience_s)" if patience else ""
         )
-        return f"{self._last_cause}, {few}{waited}"
+        return self._last_cause if self._hopeless else f"{self._last_cause}, {few}{waited}"

@@ -29,6 +29,10 @@ class Samples:
     sources: NDArray[np.uint8] | None = None
     """[N, 3, H, W]: image that each sample was made from; None if prompts name no image."""
 
+    def __repr__(self) -> str:
+        size, kinds = list(self.media.shape), len(set(self.prompts))
+        return f"Samples(RL step {self.rl_step}, media {size} of {kinds} prompts)"
+
     @property
     def is_video(self) -> bool:
         """Whether the media have a frame axis."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -212,6 +213,14 @@ class RewardSuite:
         except RewardUnavailable as error:
             kept = torch.full((len(prompts),), math.nan) if error.scores is None else error.scores
             return check_scores(name, kept, len(prompts)).clone(), str(error)
+        except RewardError:
+            raise
+        except Exception as error:
+            said = traceback.format_exception_only(error)[-1].strip()
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise RewardError(
+                f"Reward `{name}` raised {said} ({frame.filename}, line {frame.lineno})"
+            ) from error
 
     def scorer(self, name: str) -> Scorer:
         """Return the scorer of a reward, optimised or held-out. Raise KeyError with the known
