@@ -80,7 +80,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices, api ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1681
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1693
     ),
     "schedule": Room(1100, ("schedule",), ceiling=1104),
     "strategy": Room(1600, ("strategy",), ceiling=2089),
@@ -93,8 +93,8 @@ ROOMS = {
     "record": Room(500, ("record",), ceiling=582),
     "callbacks": Room(500, ("callbacks",), ceiling=537),
     "config": Room(1500, ("config",), ceiling=1836),
-    "cli": Room(500, ("cli",), ceiling=587),
-    "report": Room(600, ("report",), ceiling=620),
+    "cli": Room(500, ("cli",), ceiling=598),
+    "report": Room(600, ("report",), ceiling=623),
     "extensions/planner": Room(3300, ("extensions/planner",)),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
@@ -122,9 +122,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=15150,
+        ceiling=15183,
     ),
-    "everything": Room(26000, ("",), ceiling=27670),
+    "everything": Room(26000, ("",), ceiling=27703),
 }
 """Room -> its budget. The last three rows are sums."""
 
