@@ -21,6 +21,7 @@ _INTRODUCTION = """\
 Made from `configs/model`, `configs/reward`, the counted sizes and the list of published weights by `make docs`. Every
 model of the hub has a tiny build of the same classes (`hardware=cpu_tiny`), which needs no download. Licences are those
 of the weights' publishers: read them on the page of the weights. `make plan EXP=... HW=...` says what fits where.
+To each line of the last column add `hardware=NAME` (`digenrl list hardware`); `hardware=cpu_tiny` tries it here.
 """  # noqa: E501
 
 _HACKED = """
@@ -83,8 +84,8 @@ _PLEASED = (
 def page() -> str:
     """The whole document, in Markdown."""
     models = [
-        "| model | what it is | blocks x width | weights | download |",
-        "|---|---|---|---|---|",
+        "| model | what it is | blocks x width | weights | download | train |",
+        "|---|---|---|---|---|---|",
         *_models(),
     ]
     rewards = ["| reward | what it measures | weights |", "|---|---|---|", *_rewards()]
@@ -108,7 +109,20 @@ def _models() -> Iterator[str]:
         shape = f"{known['blocks']} x {known['hidden']}" if known else "-"
         gib = f"{known['parameters'] * 2 / 2**30:.1f} GiB in 16 bit" if known else "-"
         command = f"`hf download {path}`" if path else "committed with the code"
-        yield f"| `{option}` | {head} | {shape} | {gib} | {command} |"
+        train = f"`digenrl train {_trained_by(option)}`"
+        yield f"| `{option}` | {head} | {shape} | {gib} | {command} | {train} |"
+
+
+def _trained_by(model: str) -> str:
+    """The words of `digenrl train` for a model: its first experiment, Flow-GRPO before others."""
+    chosen: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "configs/experiment").glob("[a-z]*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        if found := re.search(r"override /model: (\w+)", text):
+            chosen.setdefault(found[1], []).append(path.stem)
+    named = chosen.get(model, [])
+    plain = [name for name in named if name.endswith("flowgrpo")] or named
+    return f"experiment={plain[0] if plain else f'{model}_flowgrpo'}"
 
 
 def _rewards() -> Iterator[str]:

@@ -21,6 +21,7 @@ from tests.conftest import ROOT
 from tests.extensions.export.test_export import make_run
 
 DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICKSTART = (DOCS / "quickstart.md").read_text(encoding="utf-8")
 
 
@@ -146,3 +147,23 @@ def test_the_python_of_the_quickstart_runs(
     assert "(8, 1, 8, 8)" in capsys.readouterr().out
     exec(compile(looping, "quickstart.md", "exec"), {})
     assert "'reward'" in capsys.readouterr().out
+
+
+def test_the_overrides_of_the_readme_fit_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = README.split("Copy and change.")[1].split("```text\n")[1].split("```")[0]
+    lines = [line.partition("#")[0] for line in block.splitlines()]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    shipped = [*dict.fromkeys(prompts.read("drawn_scenes.txt").path.read_text().splitlines())]
+    (tmp_path / "mine.txt").write_text("\n".join(shipped[:20]))
+    (tmp_path / "mine_heldout.txt").write_text("\n".join(shipped[20:24]))
+    for line in lines:
+        words = shlex.split(line.replace("/data/runs", str(tmp_path)))
+        run = ["experiment=scenes_flowgrpo"] * ("experiment=" not in line)
+        if words[0] == "-m":
+            key, _, values = words[1].partition("=")
+            words = [f"{key}={values.split(',')[0]}"]
+        config.load([*run, *words])
+    assert len(lines) == 9
