@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+import digenrl
 from digenrl import config as configuration
 from digenrl.callbacks.evaluation import save_pictures
 from digenrl.diffusion import denoise, keys
@@ -246,3 +247,16 @@ def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path, capsys
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     assert main([f"run={tmp_path}"]) == 1
     assert "Nothing to export" in capsys.readouterr().err
+
+
+def test_a_new_run_may_begin_with_a_runs_merged_weights(tmp_path: Path) -> None:
+    """The commands of docs/running.md, "Starting from other weights"."""
+    make_run(tmp_path / "run", "experiment=digits_flowgrpo")
+    assert main([f"run={tmp_path / 'run'}", "merge=true"]) == 0
+    merged = tmp_path / "run/export/transformer/diffusion_pytorch_model.safetensors"
+    last = digenrl.sample(tmp_path / "run", "number two").media
+    words = (f"model.path={merged}",)
+    begun = digenrl.sample(tmp_path / "run", "number two", *words, weights="base").media
+    base = digenrl.sample(tmp_path / "run", "number two", weights="base").media
+    assert abs(begun.astype(int) - last).max() <= 1
+    assert abs(begun.astype(int) - base).max() > 1
