@@ -119,7 +119,7 @@ def test_a_bug_in_a_scorer_is_not_swallowed():
     def bug(media, prompts):
         raise KeyError("bug")
 
-    with pytest.raises(KeyError):
+    with pytest.raises(RewardError, match=r"raised KeyError: 'bug' \(.*test_suite\.py, line \d+\)"):
         suite(bug).score(MEDIA, PROMPTS)
 
 

@@ -130,7 +130,8 @@ def test_a_task_that_kills_two_rollouts_ends_the_run_and_is_named(tmp_path: Path
     assert cluster.outcome.status == "failed"
     cause = str(cluster.outcome.cause)
     assert cause.startswith("task 3 of step 0 (group 1) lost 2 owners")
-    assert "raised ValueError: a poisoned prompt: the task itself is the likely cause" in cause
+    assert "raised ValueError: a poisoned prompt; see logs/rank-" in cause
+    assert ": the task itself is the likely cause" in cause
     assert len(lost(cluster)) == 1
 
 
