@@ -1,7 +1,7 @@
 """Emulated clusters against the simulator: real processes, store, transfers and optimizer steps,
 sleeping networks.
 
-`python -m benchmarks.emulated [--testbeds testbed_c,...] [--models ...] [--schedules ...]
+`python -m benchmarks.emulated [--testbeds h20x16,...] [--models ...] [--schedules ...]
 [--seconds 45] [--again] [--overheads]`
 
 Every GPU of the testbed is a process of `digenrl.cli.train` with `hardware.emulate=true`;
@@ -56,7 +56,7 @@ from digenrl.schedule import place
 from digenrl.settle import trained_steps
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
-TESTBEDS = ("testbed_c", "testbed_ac")
+TESTBEDS = ("h20x16", "l40x32_h20x16")
 SCHEDULES = {
     "colocated_naive": None,
     "colocated": None,

@@ -5,7 +5,7 @@
 
 An empty list (emulated=) leaves that part out.
 
-Simulated: one RL step of the published batch on ever more GPUs of testbed_c; the planner finds the
+Simulated: one RL step of the published batch on ever more GPUs of h20x16; the planner finds the
 best run for each number. Ratio = (samples/s per GPU) / (the same on the smallest number). The batch
 is the algorithm's, so it does not
 grow: where a group or a micro-batch becomes too small a share of a rank's work, the ratio falls.
@@ -45,7 +45,7 @@ def grown(costing: Costing, gpus: int) -> Costing:
 
 def simulated(report: Report, experiment: str, sizes: list[int]) -> list[float]:
     """One row for each number of GPUs; the ratios."""
-    costing, _ = bench_of(experiment, "testbed_c")
+    costing, _ = bench_of(experiment, "h20x16")
     speeds = []
     for gpus in sizes:
         best = make_plan(grown(costing, gpus)).best("on_policy")
@@ -70,7 +70,7 @@ def measured(report: Report, sizes: list[int]) -> list[float]:
         trainers, run_dir = max(1, ranks // 4), OUTPUT / f"{ranks}-ranks"
         words = [
             "experiment=qwen_image_flowgrpo",
-            "hardware=testbed_c",
+            "hardware=h20x16",
             f"hardware.pools.c.count={ranks}",
         ]
         words += [
@@ -136,7 +136,7 @@ def main() -> int:
         for kind in ("simulated", "emulated")
     }
     notes = (
-        f"Simulated: {given['experiment']}, its published batch, best on-policy run on testbed_c's "
+        f"Simulated: {given['experiment']}, its published batch, best on-policy run on h20x16's "
         "GPU. "
         "Emulated: real processes, sleeping networks, batch in proportion to the ranks."
     )

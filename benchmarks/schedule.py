@@ -1,7 +1,7 @@
 """What each mechanism of the schedule buys, simulated: testbeds x models, every schedule at its
 best allocation.
 
-    python -m benchmarks.schedule [testbeds=testbed_a,...] [models=...] [mechanisms=true]
+    python -m benchmarks.schedule [testbeds=l40x32,...] [models=...] [mechanisms=true]
     [workers=2] [quick=true]
 
 prints the table and keeps it, dated, with a plot, in benchmarks/results/. All GPUs are counted.
@@ -39,7 +39,7 @@ from digenrl.hardware import parse_hardware
 from digenrl.recompute import Recompute
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")
-TESTBEDS = ("testbed_a", "testbed_b", "testbed_c", "testbed_ac", "unequal")
+TESTBEDS = ("l40x32", "a100x32", "h20x16", "l40x32_h20x16", "unequal")
 MECHANISMS: dict[str, dict[str, Any]] = {
     "naive": {"gap": 0, "tsp_shard": False},
     "+gap": {"gap": 1, "tsp_shard": False},
@@ -319,7 +319,7 @@ def main() -> int:
         "mechanisms": "true",
         "workers": "2",
     }
-    given = options(sys.argv[1:], defaults, {"testbeds": "testbed_c", "models": "wan21_flowgrpo"})
+    given = options(sys.argv[1:], defaults, {"testbeds": "h20x16", "models": "wan21_flowgrpo"})
     all_rows = given["mechanisms"] == "true"
     seats = list(
         itertools.product(given["testbeds"].split(","), given["models"].split(","), (all_rows,))

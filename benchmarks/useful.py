@@ -1,7 +1,7 @@
 """Less work for the same gradient: FLOPs of an RL step before and after what is never computed
 twice, or never at all.
 
-    python -m benchmarks.useful [testbeds=testbed_a,...] [quick=true]
+    python -m benchmarks.useful [testbeds=l40x32,...] [quick=true]
 
 For every experiment whose model has counted sizes, by the planner's counts: `encode` without and
 with the prompt store (a text is encoded once, not in every step that draws it), and `train` without
@@ -97,7 +97,7 @@ def planned(costing: Costing) -> float:
 
 def main(words: list[str]) -> int:
     given = options(
-        words, {"testbeds": "testbed_a,testbed_b,testbed_ac"}, quick={"testbeds": "testbed_b"}
+        words, {"testbeds": "l40x32,a100x32,l40x32_h20x16"}, quick={"testbeds": "a100x32"}
     )
     report = Report(
         "FLOPs of an RL step",

@@ -15,7 +15,7 @@ from digenrl import config as configuration
 from digenrl.advisor import Advice, Holding, PlainAdvisor, StandIn
 
 ROOT = Path(__file__).resolve().parents[1]
-WORDS = ("experiment=wan21_flowgrpo", "hardware=testbed_ac", "sampling.task_size=auto")
+WORDS = ("experiment=wan21_flowgrpo", "hardware=l40x32_h20x16", "sampling.task_size=auto")
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_hardware_composes_with_the_largest_experiment(hardware: str) -> None:
     assert composed.config.hardware.pools
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "cpu_tiny", "testbed_b"])
+@pytest.mark.parametrize("hardware", ["cpu", "cpu_tiny", "a100x32"])
 @pytest.mark.heavy
 def test_a_hardware_profile_leaves_a_colocated_schedule_colocated(hardware: str) -> None:
     """Profiles describe devices; who generates is the schedule's (allocation.rollouts=auto asks the

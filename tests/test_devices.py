@@ -176,14 +176,14 @@ def test_gpus_are_counted_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
         devices.found.cache_clear()
 
 
-SMALL = ("hardware=testbed_a", "allocation.trainers=1", "allocation.rollouts=1")
+SMALL = ("hardware=l40x32", "allocation.trainers=1", "allocation.rollouts=1")
 
 
 @pytest.mark.parametrize(
     ("words", "present", "seats", "processes", "message"),
     [
         (
-            ("hardware=testbed_a",),
+            ("hardware=l40x32",),
             (),
             {0: 0},
             32,
@@ -252,7 +252,7 @@ def test_ranks_without_their_device_are_refused(
     ],
 )
 def test_a_gpu_is_known_by_its_model(profile: str, name: str, same: bool) -> None:
-    words = ("hardware=testbed_c", f"hardware.pools.c.gpu={profile}", *SMALL[1:])
+    words = ("hardware=h20x16", f"hardware.pools.c.gpu={profile}", *SMALL[1:])
     config = configured(*words)
     seats, present = {0: 0}, (Device(name, 200.0),) * 2
     if same:

@@ -646,7 +646,7 @@ def test_a_profile_is_explained_all_at_once() -> None:
         "hardware.pools.a={gpu:X9,count:0,role:boss,memory_gib:1}",
         "+hardware.pools.b={gpu:Y}",
     ]
-    text = " ".join(problems_of("hardware=testbed_a", *words, "+hardware.efficiency.speed=1.0"))
+    text = " ".join(problems_of("hardware=l40x32", *words, "+hardware.efficiency.speed=1.0"))
     for part in (
         "pools.a.count = 0",
         "pools.a.role = boss",

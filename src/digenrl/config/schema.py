@@ -568,6 +568,8 @@ class HardwareKeys(Closed):
     """tiny: small random builds of the same model classes"""
     emulate: bool
     """sleep as long as the cost model says, in place of the networks"""
+    emulate_misfits: bool = ABSENT
+    """emulate ranks that their GPUs could not hold, too"""
     time_scale: Positive
     """of emulated durations"""
     pools: dict[str, PoolKeys] = Field(min_length=1)

@@ -251,7 +251,7 @@ def test_where_a_broadcast_cannot_be_is_said_in_one_message(
 
 @pytest.mark.parametrize(
     ("hardware", "words", "chosen"),
-    [("cpu", (), False), ("testbed_b", (), True), ("testbed_b", ("launch=ray",), False)],
+    [("cpu", (), False), ("a100x32", (), True), ("a100x32", ("launch=ray",), False)],
 )
 def test_auto_broadcasts_between_gpus_alone(
     hardware: str, words: tuple[str, ...], chosen: bool

@@ -33,7 +33,7 @@ SCALE = 0.07
 WORDS = (
     "experiment=wan21_flowgrpo",
     "model=wan21_1_3b",
-    "hardware=testbed_c",
+    "hardware=h20x16",
     "hardware.emulate=true",
     f"hardware.time_scale={SCALE}",
     "schedule=gap_tsp",
@@ -99,7 +99,7 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     composed = configuration.load(
         (
             *words,
-            "hardware=testbed_ac",
+            "hardware=l40x32_h20x16",
             line,
             *roles,
             "allocation.trainers=1",

@@ -4,6 +4,7 @@ with a way out."""
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from dataclasses import replace
 from functools import cache
@@ -11,8 +12,11 @@ from functools import cache
 import pytest
 
 from digenrl import config as configuration
+from digenrl.advisor import advisor
 from digenrl.config import Composed
 from digenrl.extensions.planner.advice import memory_lines
+from digenrl.extensions.planner.cli.plan import as_configured
+from digenrl.extensions.planner.plan_text import memory_by_role
 from digenrl.extensions.planner.reading import candidate_of, costing_of, sized
 from digenrl.settle import allocated, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
@@ -23,6 +27,10 @@ PROFILES = (
     "node_8xh100",
     "single_24gb",
     "single_gpu",
+    "l40x32",
+    "l40x32_h20x16",
+    "a100x32",
+    "h20x16",
     "testbed_a",
     "testbed_ac",
     "testbed_b",
@@ -86,11 +94,11 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(
     ("words", "message"),
     [
         (
-            ("experiment=wan21_flowgrpo", "hardware=testbed_b", "schedule.tsp.batch=19"),
+            ("experiment=wan21_flowgrpo", "hardware=a100x32", "schedule.tsp.batch=19"),
             r"set schedule\.tsp\.batch=1\.$",
         ),
         (
-            ("experiment=hunyuanvideo_dancegrpo", "hardware=testbed_b", "parallel.sharding=ddp"),
+            ("experiment=hunyuanvideo_dancegrpo", "hardware=a100x32", "parallel.sharding=ddp"),
             r"set parallel\.sharding=fsdp\.$",
         ),
         (
@@ -105,7 +113,7 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(
         (
             (
                 "experiment=wan21_dancegrpo",
-                "hardware=testbed_b",
+                "hardware=a100x32",
                 "model=wan21_14b",
                 "sampling.height=720",
                 "sampling.width=1280",
@@ -118,7 +126,7 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(
         (
             (
                 "experiment=wan21_dancegrpo",
-                "hardware=testbed_b",
+                "hardware=a100x32",
                 "model=wan21_14b",
                 "sampling.height=480",
                 "sampling.width=832",
@@ -146,7 +154,7 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
         experiment: allocated(
             loaded(
                 f"experiment={experiment}",
-                "hardware=testbed_b",
+                "hardware=a100x32",
                 "schedule=sync",
                 "schedule.tsp.batch=auto",
             )
@@ -183,7 +191,7 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "build"), [("cpu_tiny", "tiny"), ("testbed_b", "real"), ("single_gpu", "tiny")]
+    ("hardware", "build"), [("cpu_tiny", "tiny"), ("a100x32", "real"), ("single_gpu", "tiny")]
 )
 def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, build: str) -> None:
     """A tiny build is short of none; a real one whose sizes nobody has counted repeats every
@@ -283,3 +291,51 @@ def test_stored_prompts_cost_no_step_anything() -> None:
         seconds[store] = costing.cluster(costing.candidate(4, 4)).ranks[-1].encode_seconds
         assert (costing.bound().stage_values["encode"] > 0) == (store == "null")
     assert seconds["auto"] == 0.0 < seconds["null"]
+
+
+@pytest.mark.heavy
+def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
+    """For 40 drawn configurations the plan's verdict and memory are those of the run that starts."""
+    drawn, refused = random.Random(30), 0
+    choices = {
+        "experiment": ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "wan21_dancegrpo"),
+        "hardware": ("testbed_a", "testbed_b", "testbed_c", "l40x32", "node_8xh100"),
+        "schedule": ("sync", "gap", "gap_tsp_tag"),
+        "allocation.trainers": ("2", "4", "7"),
+        "allocation.rollouts": ("1", "auto"),
+        "parallel.sharding": ("auto", "ddp", "fsdp"),
+        "schedule.tsp.batch": ("auto", "1", "9"),
+        "model.gradient_checkpointing": ("auto", "false"),
+        "hardware.emulate": ("false", "true"),
+    }
+    for _ in range(40):
+        words = [f"{key}={drawn.choice(values)}" for key, values in choices.items()]
+        composed = loaded(*words, "data.prompts_per_batch=4", "data.group_size=12")
+        try:
+            run = allocated(composed)
+        except ValueError as error:
+            refused += 1
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                as_configured(composed)
+            continue
+        asked = as_configured(composed)
+        split = run.config.allocation.trainers, run.config.allocation.rollouts
+        assert (asked.candidate.trainers, asked.candidate.rollouts) == split, words
+        lines = advisor().memory_lines(run, *split)
+        for role, gib in memory_by_role(asked).items():
+            assert any(line.startswith(f"memory    {role}: {gib:.1f} GiB") for line in lines), words
+    assert 5 <= refused <= 35
+
+
+def test_an_emulated_misfit_is_refused_like_a_real_one_unless_it_is_wanted() -> None:
+    words = (
+        "experiment=flux1_mixgrpo",
+        "hardware=testbed_b",
+        "hardware.emulate=true",
+        "schedule=gap",
+        "parallel.sharding=ddp",
+    )
+    with pytest.raises(ValueError, match=r"needs .* of 71\.1 GiB .*: set parallel\.sharding=fsdp"):
+        allocated(loaded(*words))
+    run = allocated(loaded(*words, "hardware.emulate_misfits=true"))
+    assert run.config.parallel.sharding == "ddp"

@@ -94,8 +94,8 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["hardware=testbed_ac"], "say which of them this machine is"),
-        (["hardware=testbed_c", "pool=z"], "pool = z: the profile has no such pool; use c"),
+        (["hardware=l40x32_h20x16"], "say which of them this machine is"),
+        (["hardware=h20x16", "pool=z"], "pool = z: the profile has no such pool; use c"),
         (["hardware.emulate=true"], "sleeps cannot be measured"),
     ],
 )

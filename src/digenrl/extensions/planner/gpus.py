@@ -96,6 +96,8 @@ KINDS = {
     "ada_tall": GpuKind(
         Efficiency(generate=0.62, attention=0.62, fused_attention=0.62), published=True
     ),
+    # Blackwell with GDDR7: as Ada's tall kind, whose memory per product is alike (an assumption).
+    "blackwell_pro": GpuKind(Efficiency(generate=0.62, attention=0.62, fused_attention=0.62)),
     "other": GpuKind(),
 }
 
@@ -109,7 +111,7 @@ GPUS = {
     "A100": Gpu(312, 2.0, "ampere"),
     "A800": Gpu(312, 2.0, "ampere"),
     "A40": Gpu(150, 0.696, "ampere"),
-    "RTX-A6000": Gpu(155, 0.768, "ampere"),
+    "RTX-A6000": Gpu(154.8, 0.768, "ampere"),
     "RTX-3090": Gpu(71, 0.936, "ampere"),
     "L20": Gpu(119.5, 0.864, "ada"),
     "L40S": Gpu(362, 0.864, "ada_tall"),
@@ -119,6 +121,7 @@ GPUS = {
     "RTX-4090": Gpu(165, 1.0, "ada"),
     "RTX-6000-Ada": Gpu(364, 0.96, "ada_tall"),
     "RTX-5090": Gpu(210, 1.79, "ada"),
+    "RTX-PRO-6000-Blackwell": Gpu(503.8, 1.79, "blackwell_pro"),
     "B200": Gpu(2250, 8.0, "other"),
 }
 """Name -> data sheet. A profile's GPU is the longest of these that its name begins with."""

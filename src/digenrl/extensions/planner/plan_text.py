@@ -119,22 +119,21 @@ def chosen(plan: Plan, asynchronous: bool) -> list[CandidateOutcome]:
 
 
 def as_json(
-    plan: Plan, asked: CandidateOutcome | None, asynchronous: bool, booking: Booking
+    plan: Plan, asked: CandidateOutcome | None, refused: str, asynchronous: bool, booking: Booking
 ) -> dict[str, Any]:
     """Return plan.json: the ranked candidates, the run's cost, and the numbers to recompute the
     bound from.
 
-    `asked` is the run that the configuration describes. Its `misfits` say why it does not fit into
-    memory.
+    `asked` is the run that the configuration describes. `refused` says why `train` would refuse it,
+    and what would run instead.
     """
     costing = plan.costing
     best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
     ranked = chosen(plan, asynchronous)
     return {
         "candidates": [row(outcome) for outcome in ranked],
-        "configured": None
-        if asked is None
-        else row(asked) | {"misfits": costing.misfits(asked.candidate)},
+        "configured": None if asked is None else row(asked),
+        "refused": refused,
         "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
         "pools": {pool.name: pool.count for pool in costing.hardware.pools},
         "work": costing.work_units(),

@@ -74,12 +74,10 @@ def result_of(run_dir: Path) -> dict[str, Any]:
         return found | {"bubble": lost, "ranks": ranks}
     if plan.is_file():
         planned = json.loads(plan.read_text(encoding="utf-8"))
+        if planned["refused"]:
+            return {"ranks": "refused", "cause": planned["refused"], "status": "completed"}
         row = planned["configured"] or planned["candidates"][0]
-        ranks = f"{row['trainers']}+{row['rollouts']}"
-        shown = (
-            {"ranks": f"{ranks}: does not fit"} if row.get("misfits") else row | {"ranks": ranks}
-        )
-        return shown | {"status": "completed"}
+        return row | {"ranks": f"{row['trainers']}+{row['rollouts']}", "status": "completed"}
     return {}
 
 
@@ -106,7 +104,8 @@ def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
         row.update(
             {f"lost:{cause}": share for cause, share in (job.summary.get("bubble") or {}).items()}
         )
-        row.update(status=job.status, cause=job.cause, run=str(job.run_dir))
+        cause = job.cause or job.summary.get("cause")
+        row.update(status=job.status, cause=cause, run=str(job.run_dir))
         if row["wall_s"] is None:
             row["wall_s"] = round(job.wall_s, 3)
         table.append(row)

@@ -28,7 +28,6 @@ from digenrl.config.compose import own_directories
 from digenrl.config.loading import is_multirun
 from digenrl.config.relations import most_rollouts
 from digenrl.extension import extension
-from digenrl.extensions.planner.advice import planned_schedule, planned_split
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import (
@@ -46,7 +45,7 @@ from digenrl.extensions.planner.workload import Drawn
 from digenrl.hardware import assign
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto
-from digenrl.settle import allocation, with_task_size
+from digenrl.settle import allocated, allocation, with_task_size
 
 NOTHING_FITS = 3
 """Exit code of a plan in which no candidate fits."""
@@ -102,8 +101,9 @@ def main(words: list[str]) -> int:
         )
     if asked is not None:
         said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
-        said = "; ".join(costing.misfits(asked.candidate)) or said
         print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
+    if made.refused:
+        print(f"as configured: does not run: {made.refused}")
     if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
         print(
             f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
@@ -136,7 +136,9 @@ class Made:
     plan: Plan
     winner: CandidateOutcome
     asked: CandidateOutcome | None
-    """Outcome of `as_configured`."""
+    """Outcome of `as_configured`; None where `train` would refuse the configuration."""
+    refused: str
+    """Reason why `train` would refuse the configuration, with what would run; "" where it runs."""
     idle: int
     """Number of GPUs that the allocation leaves idle (`idle_gpus`)."""
     asynchronous: bool
@@ -145,7 +147,7 @@ class Made:
 
     def json(self) -> dict[str, Any]:
         """Return the contents of plan.json."""
-        return as_json(self.plan, self.asked, self.asynchronous, self.booking)
+        return as_json(self.plan, self.asked, self.refused, self.asynchronous, self.booking)
 
 
 def planned(composed: Composed) -> Made:
@@ -165,27 +167,25 @@ def planned(composed: Composed) -> Made:
         raise PlanError("no on-policy candidate fits; try plan.async=true")
     free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
     found = chosen(plan, bool(settings.schedule.async_steps)) if free else []
-    winner, asked = (
-        chosen(plan, asynchronous)[0],
-        found[0] if found else as_configured(composed, costing),
-    )
-    return Made(plan, winner, asked, idle, asynchronous, booking_of(settings))
+    asked, refused = found[0] if found else None, ""
+    if not found:
+        try:
+            asked = as_configured(composed)
+        except ValueError as refusal:
+            refused = str(refusal)
+    winner = chosen(plan, asynchronous)[0]
+    return Made(plan, winner, asked, refused, idle, asynchronous, booking_of(settings))
 
 
-def as_configured(composed: Composed, costing: Costing) -> CandidateOutcome | None:
+def as_configured(composed: Composed) -> CandidateOutcome:
     """Simulate the run that `train` would start from this configuration.
 
-    It has the configured schedule and allocation, or those that `train` would choose for `auto`.
-    The result is None if `train` would find none.
+    Raises:
+        ValueError: `train` would refuse the configuration; the message is the one of `train`.
     """
-    config: Any = composed.config
-    if config.schedule.auto:
-        found = planned_schedule(composed)
-        return found.outcomes[0] if found else None
-    if not isinstance(config.allocation.trainers, int):
-        split = planned_split(composed)
-        return split and evaluate(costing, split.candidate, split.bound, exact=True)
-    candidate = candidate_of(config, *allocation(config), costing.work.trained_steps)
+    run = allocated(composed)
+    costing = costing_of(run)
+    candidate = candidate_of(run.config, *allocation(run.config), costing.work.trained_steps)
     return evaluate(costing, candidate, costing.bound(), exact=True)
 
 
