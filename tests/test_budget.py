@@ -92,7 +92,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",), ceiling=570),
     "record": Room(500, ("record",), ceiling=582),
     "callbacks": Room(500, ("callbacks",), ceiling=537),
-    "config": Room(1500, ("config",), ceiling=1836),
+    "config": Room(1500, ("config",), ceiling=1837),
     "cli": Room(500, ("cli",), ceiling=598),
     "report": Room(600, ("report",), ceiling=623),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -122,9 +122,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=15183,
+        ceiling=15184,
     ),
-    "everything": Room(26000, ("",), ceiling=27703),
+    "everything": Room(26000, ("",), ceiling=27753),
 }
 """Room -> its budget. The last three rows are sums."""
 

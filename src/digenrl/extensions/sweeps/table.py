@@ -104,8 +104,7 @@ def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
         row.update(
             {f"lost:{cause}": share for cause, share in (job.summary.get("bubble") or {}).items()}
         )
-        cause = job.cause or job.summary.get("cause")
-        row.update(status=job.status, cause=cause, run=str(job.run_dir))
+        row.update(status=job.status, cause=job.cause, run=str(job.run_dir))
         if row["wall_s"] is None:
             row["wall_s"] = round(job.wall_s, 3)
         table.append(row)
