@@ -200,6 +200,18 @@ def test_guard_ratio_per_row() -> None:
         torch.testing.assert_close(Guard().loss(alone), whole[pick], atol=1e-13, rtol=0)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_guard_clips_each_side_at_its_own_bound_and_divides_by_h(advantage: float) -> None:
+    ratio = torch.tensor([[0.5, 0.8, 1.0, 1.2, 1.5]], dtype=torch.float64)
+    means, ones = torch.zeros(1, 5, *SHAPE, dtype=torch.float64), torch.ones_like(ratio)
+    advantages = torch.full((1, 1), advantage, dtype=torch.float64)
+    cells = Cells(
+        ratio.log(), 0 * ones, advantages, means, ones, 2 * ones, clip=(0.3, 0.1), old_mean=means
+    )
+    unclipped, clipped = -advantage * ratio, -advantage * ratio.clamp(0.7, 1.1)
+    torch.testing.assert_close(Guard().loss(cells), torch.maximum(unclipped, clipped) / 4)
+
+
 def test_guard_log_ratio_is_centred_and_the_plain_one_is_not() -> None:
     """Check 10: over z, E[log ratio] = 0, while the plain log-ratio has mean -bias."""
     x = torch.zeros(20_000, 1, *SHAPE, dtype=torch.float64)
