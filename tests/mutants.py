@@ -430,10 +430,11 @@ def main(words: list[str]) -> int:
     """Judge the mutants, and print the path of the table."""
     given = dict(word.split("=", 1) for word in words)
     n, seed = int(given.pop("n", 150)), int(given.pop("seed", 1))
+    jobs = int(given.pop("jobs", JOBS))
     rooms = given.pop("rooms", ROOMS).split(",")
     tests_words = given.pop("tests", "").split()
     if given or any(not (SOURCE / room).is_dir() for room in rooms):
-        print(f"unknown: {given or rooms}; use n=, seed=, rooms=, tests=", file=sys.stderr)
+        print(f"unknown: {given or rooms}; use n=, seed=, jobs=, rooms=, tests=", file=sys.stderr)
         return 2
     tests, mutants = Tests(survey(tests_words)), drawn(n, seed, rooms)
     record = OUTPUT / "judged.jsonl"
@@ -441,7 +442,7 @@ def main(words: list[str]) -> int:
     if record.exists():
         known = {row["key"]: row for row in map(json.loads, record.read_text().splitlines())}
     trees: Queue[Tree] = Queue()
-    for number in range(JOBS):
+    for number in range(jobs):
         trees.put(Tree(OUTPUT / f"tree-{number}"))
 
     path = OUTPUT / f"mutants-{seed}.md"
@@ -470,7 +471,7 @@ def main(words: list[str]) -> int:
         report()
 
     for far in (False, True):
-        with ThreadPoolExecutor(JOBS) as pool:
+        with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(work, mutants, [far] * len(mutants)))
     report()
     print(path)
