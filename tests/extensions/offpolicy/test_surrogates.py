@@ -82,8 +82,9 @@ def test_each_surrogate_says_what_it_cuts(advantage: float) -> None:
     r, positive = ratios(), advantage > 0
     nothing = torch.zeros_like(r, dtype=torch.bool)
     above, below = r > 1 + HIGH, r < 1 - LOW
-    proximal = torch.full((1, 6), 0.5, dtype=torch.float64)
-    moved = r / torch.tensor(0.5, dtype=torch.float64).exp()
+    # One cell moves by .05 up or down: out of the one bound, and within the other.
+    proximal = torch.full((1, 6), 0.25 if positive else 0.35, dtype=torch.float64)
+    moved = r / proximal.exp().flatten()
     far = replace(cells(advantage), old_mean=torch.ones(1, 6, 2, dtype=torch.float64))
     expected = [
         (Clipped(), cells(advantage), above if positive else below),
