@@ -7,6 +7,8 @@ import functools
 import gc
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +36,17 @@ if "STRICT_TESTS" not in os.environ:
 settings.register_profile("same", derandomize=True)
 settings.register_profile("random", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+# Runs save checkpoints, and each save waits for the disk several times. Memory lets nobody wait. Some
+# tests run what they have written.
+MEMORY = Path("/dev/shm")
+if (
+    "TMPDIR" not in os.environ
+    and MEMORY.is_dir()
+    and shutil.disk_usage(MEMORY).free > 8 << 30
+    and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC
+):
+    os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
 ROOT = Path(__file__).resolve().parents[1]
 DELETED = frozenset(os.environ.get("DIGENRL_TESTS_WITHOUT", "").split())
