@@ -46,6 +46,7 @@ def test_a_replay_gives_every_version_again_bit_by_bit(running: Any) -> None:
     first = done(running(*SMALL, *RECORD, "schedule=full", "max_rl_steps=3", fork=True))
     assert "MiB an RL step" in first.stderr + first.stdout
     again = done(running(f"replay={first.run_dir}", tiny=(), fork=True))
+    assert again.stdout == f"{again.run_dir}\n"
     assert digests(again) == digests(first)
     assert len(digests(first)) == 4
     policy = "checkpoints/last/policy.safetensors"

@@ -4,13 +4,13 @@ repository commits.
     digenrl pretrain-scenes [key=value ...]
     digenrl pretrain-scenes task=edits steps=1664
 
-Training is deterministic on a given machine with a single thread, and takes about ten minutes.
-`budget_s` cuts it into pieces, and the same command then continues.
+Training is deterministic on a given machine with a single thread, and takes about fifteen minutes
+of one idle core. `budget_s` cuts it into pieces, and the same command then continues.
 
 The base learns from right captions first, so that it binds words to objects. Its last `noise_steps`
 steps have some random captions, which loosen that binding without undoing it: this is what is left
 for reinforcement learning to improve. With wrong captions from the first step a base never binds
-words to objects.
+words to objects: benchmarks/results/scenes-2026-11-22.md.
 
 task=edits trains the base model of the edits, which begins as that of the scenes. Both share the
 judge.
@@ -56,7 +56,7 @@ class Settings(Arguments):
     """where the base model is written; null: the committed file"""
     judge: File | None = None
     """where the judge is written; null: the committed file"""
-    steps: AtLeast1 = 2400
+    steps: AtLeast1 = 3600
     """optimizer steps of the base model with right captions"""
     noise_steps: AtLeast0 = 300
     """optimizer steps after these, with some random captions or wrong edits"""
