@@ -26,7 +26,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train prompts encode resume join replay sweep plan bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train fetch prompts encode resume join replay sweep plan bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -70,6 +70,9 @@ plan: $(STAMP)  ## What a run will cost: memory per rank, s/step, bubbles, best 
 
 profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware profile. EXP= HW=
 	@$(PY) -m digenrl profile $(WORDS)
+
+fetch: $(STAMP)  ## Download what an experiment needs from the hub: weights, reward models. EXP= HW=; ARGS="list=true": only say it
+	@$(PY) -m digenrl fetch $(WORDS)
 
 prompts: $(STAMP)  ## Use a published prompt set: what to download, its check, its settings. NAME=
 	$(call need,NAME,NAME=pickscore)

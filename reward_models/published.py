@@ -33,3 +33,17 @@ WEIGHTS: dict[str, dict[str, str]] = {
 }
 """`_target_` of a scorer or statistic -> argument that says where weights are -> where they come
 from."""
+
+_WORDS = ("vocab.*", "merges.txt", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+_NETWORK = (
+    "config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+)
+
+
+def files_read(argument: str) -> list[str]:
+    """Return patterns of the files that a scorer opens in the hub's repository that its `argument`
+    names. Repositories hold the same weights in further formats, which are left where they are."""
+    return [*_WORDS] if argument == "tokenizer" else [*_NETWORK, *_WORDS]

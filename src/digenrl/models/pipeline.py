@@ -589,7 +589,7 @@ class DiffusersPolicy(Policy):
                 pretrained.require_shards(self.path, name)
         try:
             pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
-                self.path,
+                pretrained.folder_of(self.path, "model_index.json"),
                 torch_dtype=self.dtype,
                 local_files_only=True,
                 **self.pipeline_components(),

@@ -61,8 +61,8 @@ def missing(path: str, file: str, reason: object) -> PretrainedError:
         )
     return PretrainedError(
         f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} "
-        f"(gated models need it), run `hf auth login` once, then `hf download {path}`; or try the "
-        "tiny build: hardware=cpu_tiny"
+        f"(gated models need it), run `hf auth login` once, then `make fetch` with the EXP, HW and "
+        f"ARGS of this run (or `hf download {path}`); or try the tiny build: hardware=cpu_tiny"
     )
 
 
@@ -90,9 +90,10 @@ def load_component(
 ) -> nn.Module:
     """Return `component.from_pretrained` of one diffusers model, in eval mode. Raises
     PretrainedError if a tensor is missing."""
+    folder = folder_of(path, f"{subfolder}/")
     try:
         model, info = component.from_pretrained(
-            path,
+            folder,
             subfolder=subfolder,
             torch_dtype=dtype,
             local_files_only=True,
@@ -130,19 +131,25 @@ def scheduler_config(path: str) -> dict[str, Any]:
 
 
 def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, Any]:
+    folder = folder_of(path, file)
     try:
-        return owner.load_config(path, local_files_only=True, **where)
+        return owner.load_config(folder, local_files_only=True, **where)
     except (OSError, ValueError) as error:
         raise missing(path, file, error) from error
 
 
 def folder_of(path: str, wanted: str) -> Path:
     """Return the directory of a checkpoint on this machine. Raises PretrainedError, which names
-    what was `wanted` of it, if there is none."""
+    what was `wanted` of it, if there is none.
+
+    Only the index of a hub's checkpoint is asked for: the hub's library calls a snapshot incomplete
+    that lacks files which no run opens, such as a second copy of the weights in another layout.
+    """
     try:
         if Path(path).is_dir():
             return Path(path)
-        return Path(snapshot_download(path, local_files_only=True))
+        index = "model_index.json"
+        return Path(snapshot_download(path, local_files_only=True, allow_patterns=index))
     except (OSError, ValueError) as error:
         raise missing(path, wanted, error) from error
 
@@ -158,13 +165,13 @@ def component_files(path: str, *kinds: str) -> list[Path]:
 
 
 def require_shards(path: str, subfolder: str) -> None:
-    """Raise PretrainedError when an index in a local `path/subfolder` names a weight file that is
+    """Raise PretrainedError when an index in `path/subfolder` names a weight file that is
     not there.
 
     transformers fills missing tensors with random numbers and only warns, so encoders are checked
     here.
     """
-    folder = Path(path) / subfolder
+    folder = folder_of(path, subfolder) / subfolder
     if not folder.is_dir():
         return
     for index in sorted(folder.glob("*.index.json")):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reward_models.published import WEIGHTS
+from reward_models.published import WEIGHTS, files_read
 
 if TYPE_CHECKING:
     from digenrl.types import Prompt
@@ -28,7 +28,7 @@ def _built_here(reward: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[s
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
 
 
-def _measuring(
+def measuring(
     reward: Mapping[str, Any], callbacks: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic
@@ -56,7 +56,7 @@ def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | No
         ValueError: weights are missing. The message says which, and how to get them.
     """
     problems = []
-    for key, what, node in _measuring(reward, callbacks or {}):
+    for key, what, node in measuring(reward, callbacks or {}):
         published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
         for argument, source in published.items():
             value = node.get(argument)
@@ -83,10 +83,12 @@ def absent(value: str | None, key: str, source: str) -> str | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        snapshot_download(value, local_files_only=True)
+        files = files_read(key.rpartition(".")[2])
+        snapshot_download(value, local_files_only=True, allow_patterns=files)
     except LocalEntryNotFoundError:
         where = f"into {constants.HF_HUB_CACHE}; HF_HOME moves it"
-        return f"download them with `hf download {value}` ({where}), or set {key}=DIRECTORY"
+        command = f"`make fetch` with the EXP, HW and ARGS of this run, or `hf download {value}`"
+        return f"download them with {command} ({where}), or set {key}=DIRECTORY"
     return None
 
 

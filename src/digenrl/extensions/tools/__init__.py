@@ -1,5 +1,5 @@
-"""Commands around a run: skeletons of your own parts, published prompt sets, a check of this
-machine."""
+"""Commands around a run: skeletons of your own parts, published prompt sets, downloads, a check of
+this machine."""
 
 from digenrl.cli.commands import Command
 
@@ -11,6 +11,10 @@ COMMANDS = {
     "list": Command(
         "digenrl.extensions.tools.cli.list",
         "the options of each group, or of one with what each is: list experiment",
+    ),
+    "fetch": Command(
+        "digenrl.extensions.tools.cli.fetch",
+        "download what an experiment needs: experiment=NAME key=value; list=true only says it",
     ),
     "new": Command(
         "digenrl.extensions.tools.cli.new",

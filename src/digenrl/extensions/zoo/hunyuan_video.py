@@ -12,6 +12,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor
 
+from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
 from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
@@ -147,7 +148,9 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(
-            self.path, subfolder="tokenizer", local_files_only=True
+            pretrained.folder_of(self.path, "tokenizer"),
+            subfolder="tokenizer",
+            local_files_only=True,
         )
         return super().pipeline_components() | {"tokenizer": tokenizer}
 

@@ -1,0 +1,99 @@
+"""What a configuration needs from the hub: which files of which repositories, and nothing else of
+them.
+
+Repositories of models hold the same weights several times, in other layouts and precisions. The
+patterns here name the files that a run opens. A test traces the files of every experiment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from digenrl.rewards.needs import measuring
+from reward_models.published import WEIGHTS, files_read
+
+_HUB_COMMAND = re.compile(r"hf download (?P<repository>[\w.-]+/[\w.-]+)(?: (?P<file>\S+))?")
+_BESIDE_TEXT = ("image_encoder", "image_processor", "feature_extractor", "processor")
+"""Folders of families whose prompts have pictures; other families' repositories lack them."""
+IGNORED = (
+    "*.fp16*",
+    "*.bf16*",
+    "*.bin",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+    "text_encoder*/diffusion_pytorch_model*",
+)
+"""Copies of the weights that no run opens: other precisions, other libraries' formats."""
+
+
+@dataclass(frozen=True)
+class Download:
+    """Files of one repository that one key of the configuration names."""
+
+    key: str
+    repository: str
+    files: tuple[str, ...]
+    """Patterns of the files' names, as the hub's library takes them."""
+    to_set: bool = False
+    """Whether the key has no value yet, and takes the path of the file."""
+
+    @property
+    def page(self) -> str:
+        """Page of the repository, with its licence."""
+        return f"https://huggingface.co/{self.repository}"
+
+    @property
+    def command(self) -> str:
+        """Command that fetches the same on another machine."""
+        if self.to_set:
+            return f"hf download {self.repository} {self.files[0]}"
+        kept, left = (" ".join(map(repr, names)) for names in (self.files, IGNORED))
+        return f"hf download {self.repository} --include {kept} --exclude {left}"
+
+
+def downloads(config: Any) -> tuple[list[Download], list[str]]:
+    """Return what a checked configuration needs from the hub, and a line for each thing that lies
+    elsewhere. What is on this machine as a file or directory is left out."""
+    found, elsewhere = list(_model(config.model)), list[str]()
+    for key, what, node in measuring(config.reward, config.callbacks or {}):
+        if node.get("url") and node.get("model"):
+            elsewhere.append(f"{key}: {node['model']}, served at {node['url']} by you")
+        published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
+        for argument, source in published.items():
+            value, hub = node.get(argument), _HUB_COMMAND.fullmatch(source)
+            if value is not None and Path(value).expanduser().exists():
+                continue
+            if hub is None or (hub["file"] and value is not None):
+                elsewhere.append(f"{key}.{argument}: the weights of {what}: {source}")
+            elif hub["file"]:
+                files = (hub["file"],)
+                found.append(Download(f"{key}.{argument}", hub["repository"], files, to_set=True))
+            else:
+                files = tuple(files_read(argument))
+                found.append(Download(f"{key}.{argument}", value or hub["repository"], files))
+    unique = {(each.repository, each.files): each for each in reversed(found)}
+    return [*reversed(unique.values())], elsewhere
+
+
+def _model(node: Mapping[str, Any]) -> Iterator[Download]:
+    path = node.get("path")
+    if path is None or node.get("build", "real") != "real" or Path(path).exists():
+        return
+    from hydra.utils import get_class
+
+    yield Download("model.path", str(path), tuple(_checkpoint(get_class(node["_target_"]))))
+
+
+def _checkpoint(policy: Any) -> Iterator[str]:
+    """Yield patterns of the files that a policy of the class opens in its checkpoint."""
+    yield from ("model_index.json", "scheduler/scheduler_config.json")
+    # text_encoder* is text_encoder and text_encoder_2: some repositories also have text_encoders/.
+    kinds = [(kind.strip("*"), kind.replace("*", "_?")) for kind in policy.encoders]
+    encoders = dict.fromkeys(name for pair in kinds for name in pair)
+    for folder in (*policy.components, "vae", *encoders, *_BESIDE_TEXT):
+        yield f"{folder}/*"
