@@ -12,6 +12,7 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import parts, run
+from digenrl.advisor import Advice
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.world import Session, World
 from digenrl.config.schema import TrainKeys
@@ -145,3 +146,22 @@ def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
     assert [(row["kind"], row["message"]) for row in rows] == [
         ("warning", "clip_range=0.2 looks too large")
     ]
+
+
+def test_a_rollout_of_all_weights_holds_no_value_before_the_cast(tmp_path: Path) -> None:
+    """A checkpoint is read into the dtype of the rollout: fp32 would take twice the host memory."""
+    words = ["experiment=flux1_flowgrpo", "hardware=cpu_tiny", "model.lora=null"]
+    config = configuration.load([*words, "model.dtype=bfloat16"]).config
+    rollout = World(1, 1, 1)
+    policy = configuration.instantiate(parts.model_of(config, rollout))
+    assert all(value.is_meta for value in policy.transformer.parameters())
+    session = Session("127.0.0.1", 0, Handshake(), tmp_path, time.time())
+    read = run._policy(run.Given(config, rollout, session, Advice()))
+    usual = configuration.instantiate(config.model)
+    usual.only_generate()
+    before, after = (dict(each.transformer.named_parameters()) for each in (usual, read))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert torch.equal(after[name], value), name
+    assert torch.bfloat16 in {value.dtype for value in after.values()}

@@ -189,18 +189,20 @@ def sampling_spec(config: DictConfig) -> SamplingSpec:
 
 def model_of(config: DictConfig, world: World) -> DictConfig:
     """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where
-    trainers differ; not filled yet where trainers shard it; no reference copy and nothing for a
-    backward pass on a rank that only generates.
+    trainers differ; not filled yet where trainers shard it, or a rollout holds all weights in less
+    than they are stored in; no reference copy and nothing for a backward pass on a rollout.
     """
     own: dict[str, Any] = {}
-    model, shards = _target(config, "model"), world.is_trainer and sharding(config) != "ddp"
-    if shards and isinstance(model, type) and issubclass(model, DiffusersPolicy):
+    model = _target(config, "model")
+    shards = world.is_trainer and sharding(config) != "ddp"
+    casts = not world.is_trainer and config.model.get("lora") is None  # half of what is stored
+    if (shards or casts) and isinstance(model, type) and issubclass(model, DiffusersPolicy):
         own["empty"] = True
     kept = config.model.get("gradient_checkpointing")
     if world.is_trainer and isinstance(kept, ListConfig):
         own["gradient_checkpointing"] = kept[world.rank]
     if not world.is_trainer:
-        own = {
+        own |= {
             key: False
             for key in ("gradient_checkpointing", "keep_reference")
             if key in config.model

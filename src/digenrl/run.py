@@ -128,6 +128,7 @@ def _policy(given: Given) -> Policy:
     )
     if not given.world.is_trainer:
         policy.only_generate()
+        policy.fill(torch.device("cpu"))
     return policy
 
 

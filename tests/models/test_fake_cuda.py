@@ -15,10 +15,12 @@ from accelerate import init_empty_weights
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import _families
 from benchmarks._policy_bench import Build, composed
 from benchmarks._random_builds import FAMILY, REAL, fill, random_weights
+from digenrl import accelerator
 from digenrl import config as configuration
 from digenrl.config import config_directory
 from digenrl.diffusion import denoise
@@ -29,6 +31,7 @@ from digenrl.extensions.zoo.wan_experts import Experts
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
+from digenrl.schedule import Task
 from digenrl.transport.weights import Version, adopt
 from digenrl.types import CellBlock, Prompt
 from reward_models.clip_score import ClipScore
@@ -186,6 +189,74 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
             (2,),
             torch.float32,
         )
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies from the host to the GPU for which the host waits for all work before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocking = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and not given.get("non_blocking"):
+            to = given.get("device")
+            self.blocking += args[0].device.type == "cpu" and to is not None and to.type == "cuda"
+        return func(*args, **given)
+
+
+def test_a_denoising_step_waits_for_no_copy_and_reads_no_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted after the first step of a task, which brings the conditioning and the grid."""
+    policy = real("flux", True, offload_encoders=False)
+    grid = policy.sigma_grid(4)
+    policy.sigma_grid = lambda steps: grid
+    monkeypatch.setattr(accelerator, "is_own", lambda device: device.type == "cuda")
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # asks for a driver
+    rewards: Any = SimpleNamespace(placement="inline", pending=1, weights={}, names=())
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        place(policy, CUDA)
+        policy.keep_padding(True)
+        positive = {
+            name: value.cpu()
+            for name, value in conditioning(policy).items()
+            if not name.startswith(NEGATIVE)
+        }
+        policy._embeddings |= dict.fromkeys(itertools.chain(*policy.wordings([PROMPT])), positive)
+        encode, encoded = policy.encode, list[int]()
+        monkeypatch.setattr(policy, "encode", lambda ps: encoded.append(1) or encode(ps))
+        sampling = SamplingSpec(4, torch.bfloat16, same_noise=False, eval_steps=None)
+        engine = RolloutEngine(policy, rewards, FlowSDE(0.7), AllButLast(), sampling, seed=0)
+        task = Task(step=0, index=0, group=0, first_sample=0, samples=2, version=0)
+        generation = engine.advance(engine.begin(task, PROMPT))
+        encoded.clear()
+        with Copies() as copies:
+            for _ in range(2):
+                generation = engine.advance(generation)
+    assert copies.blocking == 0
+    assert encoded == []
+
+
+@pytest.mark.parametrize(("family", "stays"), [("flux", True), ("ltx2", False)])
+def test_a_small_decoder_stays_on_the_device(family: str, stays: bool) -> None:
+    """The VAE of FLUX has 84 million parameters: its two moves would take a fifth of a task."""
+    policy = real(family, True, offload_encoders=True)
+    moved: list[Any] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        place(policy, CUDA)
+        place(policy._vae, torch.device("cpu"))
+
+        def to(device: Any) -> Any:
+            moved.append(torch.device(device))
+            place(policy._vae, torch.device(device))
+            return policy._vae
+
+        policy._vae.to = to
+        for _ in range(2):
+            policy.decode(torch.empty(1, *policy.latent_shape, device=CUDA))
+    assert moved == ([CUDA] if stays else [CUDA, torch.device("cpu")] * 2)
 
 
 @pytest.mark.slow

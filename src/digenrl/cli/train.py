@@ -47,6 +47,11 @@ def train(words: list[str], signals: StopSignals) -> int:
     # torch loads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Generation and training alternate shapes on one GPU; ranks are forked, so that no question may
+    # initialise the driver here.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # torch and Lightning load here, once, before the ranks are forked.
     from digenrl.cli import ending, job, start
 

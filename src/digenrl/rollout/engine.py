@@ -137,6 +137,7 @@ class RolloutEngine:
         self.sampling, self.seed = sampling, seed
         self._keep_means, self._keep_final = keep_means, keep_final
         self._grid = policy.sigma_grid(sampling.steps)
+        self._read: tuple[Prompt, dict[str, Tensor], Tensor] | None = None
         self._scorer = AsyncScorer(rewards)
 
     @property
@@ -167,12 +168,20 @@ class RolloutEngine:
     def advance(self, generation: Generation) -> Generation:
         """Take one denoising step of all rows."""
         before = generation.state
-        condition = self.policy.encode([generation.prompt])
+        condition, grid = self._inputs(generation.prompt)
         plan = self._plan(generation.task, generation.prompt)
         state = denoise.advance(
-            self.policy, condition, before, self._grid, self._kernel, plan, self._keep_means
+            self.policy, condition, before, grid, self._kernel, plan, self._keep_means
         )
         return replace(generation, state=state)
+
+    def _inputs(self, prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the conditioning of a prompt and the sigma grid, on the policy's device. Those of
+        the last prompt are kept: every denoising step of a task reads them."""
+        if self._read is None or self._read[0] is not prompt:
+            there = self._grid.to(self.policy.device)
+            self._read = prompt, self.policy.encode([prompt]), there
+        return self._read[1:]
 
     @torch.no_grad()
     def decode(self, generation: Generation) -> Tensor:
@@ -214,7 +223,7 @@ class RolloutEngine:
             "first_sample": task.first_sample,
             "version": task.version,
             "sigmas": self._grid,
-            "condition": self.policy.encode([prompt]),
+            "condition": self._inputs(prompt)[0],
         }
 
     def outline(self, task: Task, prompt: Prompt) -> Trajectory:

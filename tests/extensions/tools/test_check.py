@@ -43,6 +43,30 @@ def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> No
     assert "tested: 0.1" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("driver", "built", "told"),
+    [
+        ("12.4", "13.2", "torch torchvision --index-url https://download.pytorch.org/whl/cu126"),
+        ("13.0", None, "whl/cu130"),
+        ("13.0", "13.2", "CUDA_VISIBLE_DEVICES"),
+        ("11.8", "13.2", "update the driver"),
+    ],
+)
+def test_a_driver_that_torch_does_not_fit_is_told_which_torch(
+    driver: str, built: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nvidia-smi` of a machine whose torch sees no GPU, as here."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '| NVIDIA-SMI 550.54   CUDA Version: {driver}     |'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("torch.version.cuda", built)
+    (finding,) = (each for each in setup.torch_and_devices() if each.subject == "devices")
+    assert finding.level == "fix"
+    assert f"runs CUDA {driver}" in finding.text
+    assert told in finding.text
+
+
 def test_full_or_protected_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert levels(list(setup.disk())) == ["ok"]

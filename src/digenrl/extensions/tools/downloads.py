@@ -33,7 +33,7 @@ IGNORED = (
 
 @dataclass(frozen=True)
 class Download:
-    """Files of one repository that one key of the configuration names."""
+    """Files of a repository, and the key of the configuration that needs them."""
 
     key: str
     repository: str
@@ -71,8 +71,8 @@ def downloads(config: Any) -> tuple[list[Download], list[str]]:
             if hub is None or (hub["file"] and value is not None):
                 elsewhere.append(f"{key}.{argument}: the weights of {what}: {source}")
             elif hub["file"]:
-                files = (hub["file"],)
-                found.append(Download(f"{key}.{argument}", hub["repository"], files, to_set=True))
+                file = (hub["file"],)
+                found.append(Download(f"{key}.{argument}", hub["repository"], file, to_set=True))
             else:
                 files = tuple(files_read(argument))
                 found.append(Download(f"{key}.{argument}", value or hub["repository"], files))

@@ -18,6 +18,8 @@ import platform
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +41,8 @@ MIN_MEMORY_GIB = 4.0
 """Two ranks, the launcher and the report of the first run take about 2 GiB together."""
 MIN_DISK_GIB = 2.0
 MIN_OPEN_FILES = 1024
+_INDEXES = {"12": "cu126", "13": "cu130"}
+"""Major CUDA version of a driver -> PyTorch's index of builds that all such drivers run."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ def torch_and_devices() -> Iterator[Finding]:
         "torch", "ok", f"torch {torch.__version__}, torchvision {torchvision.__version__}"
     )
     own, gpus = accelerator.kind(), accelerator.count()
-    if not gpus:
+    if not gpus and (cuda := _driver_cuda()) is not None:
+        yield _misfit(cuda, torch.__version__, torch.version.cuda)
+    elif not gpus:
         yield Finding(
             "devices",
             "ok",
@@ -148,6 +154,36 @@ def torch_and_devices() -> Iterator[Finding]:
             "fix",
             f"torch was built without {backend.upper()}; install the build of torch for {own}",
         )
+
+
+def _driver_cuda() -> str | None:
+    """Return the newest CUDA that NVIDIA's driver runs, as "13.0"; None without a driver."""
+    try:
+        told = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"CUDA Version:\s*(\d+\.\d+)", told)
+    return found and found[1]
+
+
+def _misfit(driver: str, version: str, built: str | None) -> Finding:
+    """Return what to do when there is a driver, and torch sees no GPU.
+
+    A driver runs every build for its own major CUDA version or an older one.
+    """
+    if built is not None and int(built.split(".")[0]) <= int(driver.split(".")[0]):
+        told = "look at CUDA_VISIBLE_DEVICES, and at what `nvidia-smi -L` lists"
+    elif (index := _INDEXES.get(driver.split(".")[0])) is None:
+        told = "update the driver: PyTorch has no build for its CUDA"
+    else:
+        command = f"{sys.executable} -m pip install --force-reinstall torch torchvision"
+        told = f"`{command} --index-url https://download.pytorch.org/whl/{index}`"
+    return Finding(
+        "devices",
+        "fix",
+        f"the driver runs CUDA {driver}, torch {version} is built for {built or 'processors'} and "
+        f"sees no GPU: {told}",
+    )
 
 
 def processor() -> Iterator[Finding]:
