@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import nan as NAN
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import lightning.pytorch as pl
 import numpy as np
@@ -16,6 +19,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from PIL import Image
 from torch import Tensor, nn
 
+from digenrl.callbacks import evaluation
 from digenrl.callbacks.evaluation import Evaluation, measure, save_pictures
 from digenrl.callbacks.guarded import Guarded
 from digenrl.diffusion.sde import FlowSDE
@@ -263,3 +267,47 @@ def test_a_strategy_without_engine_is_refused(tmp_path: Path, prompt_file: Path)
     )
     with pytest.raises(TypeError, match="SingleDeviceStrategy has no rollout engine"):
         Evaluation(prompt_file).on_train_start(trainer, Learner(DigitsPolicy()))
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_videos_are_gathered_in_parts_and_kept_by_trainer_0(
+    zero: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five clips of 3,000 bytes a rank, and room for two of them on the GPU."""
+    monkeypatch.setattr(evaluation, "GATHERED_BYTES", 6_000)
+    local = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1, 1).expand(5, 10, 3, 10, 10)
+    sent: list[int] = []
+
+    def all_gather(part: Tensor) -> Tensor:
+        sent.append(part.numel())
+        return torch.stack([part, part + 100])
+
+    strategy = SimpleNamespace(all_gather=all_gather, root_device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(world_size=2, is_global_zero=zero, strategy=strategy)
+    found = evaluation._gathered(trainer, local)
+    assert sent == [6_000, 6_000, 3_000]
+    assert torch.equal(found, torch.cat([local, local + 100]) if zero else local)
+
+
+def test_videos_become_floats_for_a_statistic_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clips = torch.zeros(2, 5, 3, 8, 8, dtype=torch.uint8)
+    pictures = Pictures(clips, (Prompt("a"),) * 2, {"r": torch.ones(2)}, torch.full((2,), NAN))
+    largest: list[int] = []
+    usual = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda own: largest.append(own.numel()) or usual(own))
+    measure(pictures, {"r": 1.0})
+    assert clips.numel() not in largest
+    measure(pictures, {"r": 1.0}, [lambda media, prompts: {"mean": float(media.mean())}])
+    assert clips.numel() in largest
+
+
+def test_videos_are_stored_as_they_are(tmp_path: Path) -> None:
+    """Compression takes minutes of every trainer's time, and a quarter of the size."""
+    for shape, method in (((2, 5, 3, 8, 8), ZIP_STORED), ((2, 3, 8, 8), ZIP_DEFLATED)):
+        media = torch.zeros(shape, dtype=torch.uint8)
+        prompts, rewards = (Prompt("a"), Prompt("b")), {"r": torch.ones(2)}
+        file = tmp_path / f"{len(shape)}.npz"
+        save_pictures(file, Pictures(media, prompts, rewards, torch.full((2,), NAN)), 1)
+        with ZipFile(file) as archive:
+            assert archive.getinfo("media.npy").compress_type == method
+        assert read_samples(file).media.shape == shape

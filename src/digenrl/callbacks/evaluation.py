@@ -39,6 +39,8 @@ from digenrl.types import Prompt
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
 """Function (media [N, ...] in [0, 1], N prompts) -> {name: value}. Names become keys of the eval
 line."""
+GATHERED_BYTES = 64 << 20
+"""Most bytes of each trainer's pictures that are on the GPUs at once while trainer 0 gathers."""
 
 
 def measure(
@@ -78,7 +80,8 @@ def measure(
         numbers["kl"] = float(torch.nanmean(pictures.kl.double()))
     numbers["missing"] = sum(int(scores.isnan().sum()) for scores in pictures.rewards.values())
     numbers["samples"] = len(pictures.prompts)
-    media = pictures.media.float() / 255.0
+    # Four bytes a value: of videos, tens of gigabytes that no one would read.
+    media = pictures.media.float() / 255.0 if statistics else pictures.media
     for statistic in statistics:
         found = statistic(media, pictures.prompts)
         if repeated := sorted(set(found) & set(numbers)):
@@ -114,8 +117,10 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
         arrays["sources"] = np.stack([sources[row] for row in kept])
     scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
+    # All trainers wait here: videos would be compressed for minutes, by a quarter.
+    save: Any = np.savez_compressed if pictures.media.ndim == 4 else np.savez
     with replaced(path) as unfinished, unfinished.open("wb") as file:
-        np.savez_compressed(file, **(scores | arrays))  # type: ignore[arg-type]  # no array is called allow_pickle
+        save(file, **(scores | arrays))
 
 
 def fitted_sources(pictures: Pictures) -> list[NDArray[np.uint8]] | None:
@@ -286,8 +291,7 @@ class Evaluation(pl.Callback):
         self._tell(trainer, rl_step, pictures, numbers, looked)
 
     def _sampled(self, trainer: pl.Trainer) -> Pictures:
-        """Sample all prompts with all trainers together, and return the pictures on every
-        trainer."""
+        """Sample all prompts with all trainers together, and return the pictures on trainer 0."""
         parts: Any = getattr(trainer.strategy, "parts", None)
         begin = (lambda: None) if parts is None else parts.stop_vote.begin
         with getattr(
@@ -390,8 +394,8 @@ class Evaluation(pl.Callback):
         return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
 
     def _gather(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
-        """Return the pictures of all ranks, on every rank. Repeated pictures come last and are cut
-        off."""
+        """Return the pictures of all ranks on trainer 0, and its own on each other. Repeated
+        pictures come last and are cut off."""
         rows = len(self.prompts) * self.samples_per_prompt
         return Pictures(
             media=_gathered(trainer, local.media)[:rows],
@@ -430,13 +434,18 @@ def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
 
 
 def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
-    """Gather [n, ...] of each rank to [ranks * n, ...] on the CPU, in rank order. A collective of
-    the trainers."""
+    """Gather [n, ...] of each rank to [ranks * n, ...] on the CPU, in rank order, for trainer 0;
+    the others keep their own. A collective of the trainers, in parts, because the GPUs have little
+    room beside what they train."""
     if trainer.world_size == 1:
         return local
+    strategy, parts = trainer.strategy, list[Tensor]()
     with _waiting(trainer):
-        everywhere = trainer.strategy.all_gather(local.to(trainer.strategy.root_device))
-    return everywhere.flatten(0, 1).cpu()
+        for part in local.split(max(1, GATHERED_BYTES // max(1, local[0].nbytes))):
+            everywhere = strategy.all_gather(part.to(strategy.root_device))
+            if trainer.is_global_zero:
+                parts.append(everywhere.cpu())
+    return torch.cat(parts, dim=1).flatten(0, 1) if parts else local
 
 
 def _waiting(trainer: pl.Trainer) -> AbstractContextManager[None]:
