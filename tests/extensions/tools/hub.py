@@ -45,24 +45,33 @@ class _Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if asked := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
-            folder = self.server.repositories[asked[1]]
-            files = sorted(file for file in folder.rglob("*") if file.is_file())
-            self._json([self._entry(folder, file) for file in files])
+            self._json(self._entries(asked[1]))
         elif asked := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/.+)?", path):
             card = {"license": "other", "license_name": "no-commercial-use"}
             gated = "manual" if asked[1] in self.server.gated else False
-            self._json(
-                {"id": asked[1], "sha": COMMIT, "gated": gated, "cardData": card, "siblings": []}
-            )
+            files = [
+                {"rfilename": entry["path"], "size": entry["size"]}
+                for entry in self._entries(asked[1])
+            ]
+            told = {"id": asked[1], "sha": COMMIT, "gated": gated, "cardData": card}
+            self._json(told | {"siblings": files})
         elif asked := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             self._file(*asked.groups())
         else:
             self.send_error(404)
 
-    def _entry(self, folder: Path, file: Path) -> dict[str, Any]:
-        digest = hashlib.sha1(file.read_bytes(), usedforsecurity=False).hexdigest()
-        name = str(file.relative_to(folder))
-        return {"type": "file", "path": name, "size": file.stat().st_size, "oid": digest}
+    def _entries(self, repository: str) -> list[dict[str, Any]]:
+        folder = self.server.repositories[repository]
+        return [
+            {
+                "type": "file",
+                "path": str(file.relative_to(folder)),
+                "size": file.stat().st_size,
+                "oid": hashlib.sha1(file.read_bytes(), usedforsecurity=False).hexdigest(),
+            }
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        ]
 
     def _json(self, content: Any) -> None:
         body = json.dumps(content).encode()

@@ -21,6 +21,7 @@ from digenrl import config as configuration
 from digenrl.extensions.tiny import builds
 from digenrl.extensions.tools.downloads import IGNORED, downloads
 from reward_models import weights as scorer_weights
+from reward_models.aesthetic import _HEAD_FILE as HEAD
 from reward_models.published import WEIGHTS, files_read
 from tests.conftest import ROOT
 from tests.extensions.tools.hub import COMMIT, Hub
@@ -36,6 +37,8 @@ CLUTTER = (
     "transformer/diffusion_pytorch_model.fp16.safetensors",
 )
 """Files of other layouts and precisions that published repositories have as well."""
+LARGE = "tokenizer.large"
+"""A file of several of the client's pieces of 10 MiB."""
 
 
 @contextmanager
@@ -107,12 +110,18 @@ def test_a_run_opens_what_is_listed_of_its_checkpoint(experiment: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "target", [target for target in WEIGHTS if "hf download" in WEIGHTS[target].get("path", "")]
+    "target",
+    [
+        target
+        for target, sources in WEIGHTS.items()
+        if "hf download" in sources["path"] and not target.endswith("ClipStatistics")
+    ],
 )
 def test_a_scorer_opens_what_is_listed(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tiny build is a checkpoint of the real format, which the real code loads."""
+    """The tiny build is a checkpoint of the real format, which the real code loads. Statistics load
+    the CLIP of a scorer."""
     read, here = set[str](), set[str]()
 
     @contextmanager
@@ -134,7 +143,9 @@ def test_a_scorer_opens_what_is_listed(
         for pattern in (source.split()[3:] or files_read(argument))
     ]
     listed = set(filter_repo_objects(here, allow_patterns=patterns, ignore_patterns=list(IGNORED)))
-    own = {name for name in here if name.startswith(("tiny", "head"))}  # in another repository
+    single = [source.split()[3] for source in published.values() if len(source.split()) == 4]
+    # Published as one file of that name, which is another format than the tiny build's.
+    own = {name for name in here if name.endswith(".safetensors")} if single else {HEAD}
     assert read
     assert read - own <= listed
     assert {name for name in listed if name.endswith(".safetensors")} <= read
@@ -147,6 +158,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     scorer.mkdir()
     scorer_weights.make_clip(scorer)
     (scorer / "pytorch_model.bin").write_bytes(b"0" * 1000)
+    (scorer / LARGE).write_bytes(b"0" * (24 << 20))
     served = Hub(
         {
             "black-forest-labs/FLUX.1-dev": copied(builds.ensure("flux"), tmp_path / "flux"),
@@ -180,14 +192,15 @@ def command(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[st
 @pytest.mark.processes
 def test_fetch_says_sizes_resumes_skips_and_mends(hub: Hub, tmp_path: Path) -> None:
     home, weights = tmp_path / "home", "transformer/diffusion_pytorch_model.safetensors"
-    large = hub.repositories["black-forest-labs/FLUX.1-dev"] / weights
-    hub.cut[weights] = 10_000
+    published = hub.repositories["black-forest-labs/FLUX.1-dev"] / weights
+    hub.cut[LARGE] = 12 << 20
     first = command(hub, home, "fetch")
     assert first.returncode == 0, first.stderr
     assert re.search(r"FLUX.1-dev: \d+ files, .* licence no-commercial-use", first.stderr)
     assert first.stdout.splitlines()[-1] == "Everything is here."
-    assert {name for name, _ in hub.sent} & set(CLUTTER) == set()
-    assert (weights, 10_000) in hub.sent  # went on where it was cut
+    assert not {name for name, _ in hub.sent} & set(CLUTTER[2:])  # PickScore has the first two
+    (begun,) = (first for name, first in hub.sent if name == LARGE and first)
+    assert begun >= 10 << 20  # it went on where it was cut, in the client's pieces
 
     hub.sent.clear()
     again = command(hub, home, "fetch")
@@ -195,7 +208,7 @@ def test_fetch_says_sizes_resumes_skips_and_mends(hub: Hub, tmp_path: Path) -> N
     assert hub.sent == []
 
     snapshot = home / "hub/models--black-forest-labs--FLUX.1-dev/snapshots" / COMMIT
-    whole = large.read_bytes()
+    whole = published.read_bytes()
     (snapshot / weights).resolve().write_bytes(whole[:-100])
     mended = command(hub, home, "fetch")
     assert f"{len(whole) - 100} bytes instead of {len(whole)}" in mended.stderr

@@ -77,7 +77,7 @@ def _announce(wanted: Download) -> int:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
     try:
-        info = HfApi().model_info(wanted.repository)
+        info = HfApi().model_info(wanted.repository, files_metadata=True)
         files: Any = snapshot_download(wanted.repository, **_chosen(wanted), dry_run=True)
     except GatedRepoError as error:
         raise ValueError(
@@ -92,8 +92,15 @@ def _announce(wanted: Download) -> int:
         ) from error
     if not files:
         raise ValueError(f"{wanted.key}: {wanted.repository} has none of {wanted.files}.")
-    absent = [file for file in files if not _is_whole(Path(file.local_path), file.file_size)]
-    whole, missing = (sum(file.file_size or 0 for file in part) for part in (files, absent))
+    # Of a cached file the dry run tells the size that it has here.
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    absent = [
+        file for file in files if not _is_whole(Path(file.local_path), sizes.get(file.filename))
+    ]
+    whole, missing = (
+        sum(sizes.get(file.filename) or file.file_size or 0 for file in part)
+        for part in (files, absent)
+    )
     card = info.card_data
     licence = (card and (card.get("license_name") or card.get("license"))) or "see its page"
     gated = ", gated: accept it there" if info.gated else ""
