@@ -112,7 +112,7 @@ def _announce(wanted: Download) -> int:
     return missing
 
 
-def _chosen(wanted: Download) -> dict[str, list[str]]:
+def _chosen(wanted: Download) -> dict[str, Any]:
     return {"allow_patterns": list(wanted.files), "ignore_patterns": list(IGNORED)}
 
 
