@@ -80,7 +80,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices, api ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1693
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1696
     ),
     "schedule": Room(1100, ("schedule",), ceiling=1104),
     "strategy": Room(1600, ("strategy",), ceiling=2089),
@@ -91,9 +91,9 @@ ROOMS = {
     "models": Room(1600, ("models",), ceiling=1592),
     "rewards": Room(650, ("rewards",), ceiling=570),
     "record": Room(500, ("record",), ceiling=582),
-    "callbacks": Room(500, ("callbacks",), ceiling=537),
+    "callbacks": Room(500, ("callbacks",), ceiling=543),
     "config": Room(1500, ("config",), ceiling=1837),
-    "cli": Room(500, ("cli",), ceiling=598),
+    "cli": Room(500, ("cli",), ceiling=601),
     "report": Room(600, ("report",), ceiling=623),
     "extensions/planner": Room(3300, ("extensions/planner",)),
     "extensions/zoo, tiny, export": Room(
@@ -103,7 +103,7 @@ ROOMS = {
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1195),
     "extensions/rewards": Room(1200, ("extensions/rewards",)),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1549
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1746
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",)),
     "extensions/links": Room(500, ("extensions/links",)),
@@ -122,9 +122,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=15184,
+        ceiling=15214,
     ),
-    "everything": Room(26000, ("",), ceiling=27753),
+    "everything": Room(26000, ("",), ceiling=27946),
 }
 """Room -> its budget. The last three rows are sums."""
 
