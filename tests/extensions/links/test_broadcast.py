@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +23,7 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.config.errors import ConfigError
+from digenrl.extensions.links import broadcast
 from digenrl.extensions.links.broadcast import Audience, BroadcastLink
 from digenrl.extensions.links.settings import broadcasts
 from digenrl.transport.link import Routes, SocketLink
@@ -265,3 +270,28 @@ def test_auto_broadcasts_between_gpus_alone(
     )
     composed = configuration.load(words)
     assert broadcasts(composed.config, 1) == chosen
+
+
+@pytest.mark.parametrize("usual", [None, "1"])
+def test_a_death_in_a_broadcast_does_not_end_trainer_0(
+    usual: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's watchdog reads what to do when a group is made; 2: abort the communicator alone."""
+    made: list[str | None] = []
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *arguments: Any) -> None:
+            made.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
+    if usual is None:
+        monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", usual)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda device: "nccl")
+    store: Any = None
+    broadcast._group_of(torch.device("cuda"), store, (0, 2), timedelta(seconds=1))
+    assert made == ["2"]
+    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == usual

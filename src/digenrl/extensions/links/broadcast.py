@@ -20,6 +20,7 @@ On the control store:
 from __future__ import annotations
 
 import math
+import os
 import queue
 import threading
 import time
@@ -49,6 +50,7 @@ _FORM = "form"
 _ENDED = "broadcast/ended"
 _PIECE_BYTES = 64 << 20
 """Bytes of a message that a GPU holds at once."""
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _LOOK_S = 0.1
 """Seconds between two looks at the control store."""
 
@@ -384,7 +386,17 @@ def _group_of(
     if made is not None:
         options = made.Options()
         options._timeout = limit
-        return cast(dist.Backend, made(store, *seat, options))
+        # NCCL's watchdog would end trainer 0 when a rollout dies in a broadcast: this group only
+        # aborts its communicator (2), and the link goes on with streams. The trainers' groups keep
+        # their setting; it is read when a group is made.
+        usual = os.environ.get(_ON_ERROR)
+        os.environ[_ON_ERROR] = "2"
+        try:
+            return cast(dist.Backend, made(store, *seat, options))
+        finally:
+            os.environ.pop(_ON_ERROR)
+            if usual is not None:
+                os.environ[_ON_ERROR] = usual
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None or plugin.extended_api:
         raise ValueError(f"torch cannot form a group of its own with {name}")
