@@ -124,7 +124,7 @@ ROOMS = {
         ),
         ceiling=15214,
     ),
-    "everything": Room(26000, ("",), ceiling=27946),
+    "everything": Room(26000, ("",), ceiling=27955),
 }
 """Room -> its budget. The last three rows are sums."""
 
