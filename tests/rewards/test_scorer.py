@@ -1,4 +1,4 @@
-"""Asynchronous scoring: overlap, bounds, cache, failures."""
+"""Asynchronous scoring: overlap, bounds, failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future
 import pytest
 import torch
 
-from digenrl.rewards.protocol import RewardError, RewardUnavailable
+from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
@@ -59,7 +59,7 @@ def test_submit_returns_before_the_score_is_there(gated):
 
 
 def test_waiting_tasks_are_bounded(gated):
-    scorer = scorer_of(gated, pending=1, cache_size=0)
+    scorer = scorer_of(gated, pending=1)
     running = scorer.submit(*task(0))
     assert gated.entered.wait(5)
     waiting = scorer.submit(*task(1))
@@ -79,11 +79,8 @@ def test_waiting_tasks_are_bounded(gated):
     scorer.close()
 
 
-@pytest.mark.parametrize(
-    ("max_batch", "calls"), [(0, [2, 2, 2, 3]), (64, [2, 4, 3]), (3, [2, 2, 2, 3])]
-)
-def test_tasks_of_one_shape_share_a_batch_if_allowed(gated, max_batch, calls):
-    scorer = scorer_of(gated, pending=8, max_batch=max_batch)
+def test_tasks_are_scored_one_by_one(gated):
+    scorer = scorer_of(gated, pending=8)
     futures = [scorer.submit(*task(0))]
     assert gated.entered.wait(5)
     tasks = [task(1), task(2), task(3, rows=3, size=8)]
@@ -91,44 +88,7 @@ def test_tasks_of_one_shape_share_a_batch_if_allowed(gated, max_batch, calls):
     gated.gate.set()
     for future, (media, _) in zip(futures[1:], tasks, strict=True):
         torch.testing.assert_close(future.result(5)["r"], media.flatten(1).mean(1))
-    assert gated.calls == calls
-    scorer.close()
-
-
-def test_the_same_sample_is_scored_once_and_a_missing_one_again(gated):
-    gated.gate.set()
-    scorer = scorer_of(gated)
-    media, prompts = task(0)
-    first = scorer.submit(media, prompts).result(5)["r"]
-    again = scorer.submit(media.flip(0), prompts[::-1]).result(5)["r"]
-    assert torch.equal(again, first.flip(0))
-    assert (
-        scorer.submit(media, [Prompt("other"), prompts[1]]).result(5)["r"].tolist()
-        == first.tolist()
-    )
-    assert gated.calls == [2, 1]  # of six samples three came from the cache
-    scorer.close()
-
-    answers = [RewardUnavailable("down"), RewardUnavailable("down"), None]
-
-    def flaky(media, prompts):
-        if error := answers.pop(0):
-            raise error
-        return media.flatten(1).mean(1)
-
-    scorer = scorer_of(flaky)
-    assert scorer.submit(media, prompts).result(5)["r"].isnan().all()
-    assert torch.equal(scorer.submit(media, prompts).result(5)["r"], first)
-    scorer.close()
-
-
-def test_the_cache_is_bounded(gated):
-    gated.gate.set()
-    scorer = scorer_of(gated, cache_size=2)
-    for seed in (0, 1, 0):
-        scorer.submit(*task(seed)).result(5)
-    assert gated.calls == [2, 2, 2]
-    assert len(scorer._cache) == 2
+    assert gated.calls == [2, 2, 2, 3]
     scorer.close()
 
 

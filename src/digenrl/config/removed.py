@@ -12,6 +12,8 @@ REMOVED: dict[str, str] = {
     "parallel.rollout_context": (
         "each rollout generates alone; set sampling.task_size=1 where memory is short"
     ),
+    "reward.cache_size": "samples of a run differ, so that hardly a score was found again",
+    "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
     "schedule.gradients": "trainers compute every trained step again, as replay did",
     "schedule.handoff": (
         "rollouts that leave and loans that end give their tasks away; else moving them gained "
@@ -24,6 +26,8 @@ removal."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
     "parallel.rollout_context": (1,),
+    "reward.cache_size": (0, 4096),
+    "reward.max_batch": (0,),
     "schedule.gradients": ("replay",),
     "schedule.handoff": (False, True),
     "schedule.order": ("canonical", "arrival"),

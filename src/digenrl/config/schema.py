@@ -462,10 +462,6 @@ class RewardKeys(Open):
     """samples of a rank before that share counts"""
     pending: AtLeast1 = ABSENT
     """tasks that may wait for scores before generation waits too"""
-    max_batch: AtLeast0 = ABSENT
-    """samples of waiting tasks scored together; 0: each task alone"""
-    cache_size: AtLeast0 = ABSENT
-    """scores kept by content; 0: off"""
     start_s: Positive = ABSENT
     """placement process: seconds until a scorer must be built"""
     call_s: Positive = ABSENT
@@ -676,8 +672,6 @@ RESUMABLE: tuple[str, ...] = (
     "reward.max_missing_share",
     "reward.min_missing_samples",
     "reward.pending",
-    "reward.max_batch",
-    "reward.cache_size",
     "hardware.time_scale",
     "hardware.pools",
     "hardware.efficiency",

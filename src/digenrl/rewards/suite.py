@@ -74,10 +74,6 @@ class RewardSuite:
             missing ...
         min_missing_samples: ... among at least this many samples.
         pending: bound on tasks that wait for scores (see `digenrl.rewards.scorer.AsyncScorer`).
-        max_batch: most samples that scoring joins from several waiting tasks. With 0 each task is
-            scored alone, so that no score depends, in its last bits, on the tasks that happened to
-            wait together.
-        cache_size: scores kept by content hash; 0 = off.
         start_s: placement `process`: seconds until a scorer must be built.
         call_s: placements `process` and `http`: seconds after which a batch without scores is
             missing.
@@ -92,8 +88,6 @@ class RewardSuite:
         max_missing_share: float = 0.25,
         min_missing_samples: int = 64,
         pending: int = 4,
-        max_batch: int = 0,
-        cache_size: int = 4096,
         start_s: float = 600.0,
         call_s: float = 240.0,
     ) -> None:
@@ -114,7 +108,7 @@ class RewardSuite:
                 f"{sorted([*rewards, *heldout])}."
             )
         self.placement = placement
-        self.pending, self.max_batch, self.cache_size = pending, max_batch, cache_size
+        self.pending = pending
         self.max_missing_share, self.min_missing_samples = max_missing_share, min_missing_samples
         self.weights: dict[str, float] = {}
         for name, entry in rewards.items():

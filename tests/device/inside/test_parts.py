@@ -112,7 +112,7 @@ def test_media_of_the_device_are_scored_as_the_cpus() -> None:
     wanted = JpegSize(80)(media, prompts)
     assert torch.equal(JpegSize(80)(media.to(DEVICE), prompts), wanted)
     node = {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 80}
-    suite = RewardSuite({"jpeg": {"scorer": node}}, placement="thread", cache_size=8)
+    suite = RewardSuite({"jpeg": {"scorer": node}}, placement="thread")
     scorer = AsyncScorer(suite)
     found = scorer.submit(media.to(DEVICE), prompts).result(30)
     scorer.close()
