@@ -84,19 +84,21 @@ def test_a_completed_run_says_so_untouched_and_goes_on_when_asked(running: Any, 
     assert OmegaConf.load(run / "config.yaml").max_rl_steps == 3
 
 
-def test_a_resume_that_cannot_load_its_checkpoint_leaves_the_run_as_it_was(
+def test_a_resume_that_cannot_load_its_checkpoint_is_a_failed_attempt_and_changes_nothing(
     running: Any, run: Path
 ) -> None:
     """The checkpoint is whole, but the configuration that somebody edited wants another shape."""
     store(run, model__lora__rank=8)
-    before = tree(run)
+    kept = [path for path in tree(run) if "/checkpoints/" in path or path.endswith("config.yaml")]
+    before = {path: tree(run)[path] for path in kept}
     failing = running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True)
     assert failing.finish() == 1
     assert "step-000002 does not fit this run: Size mismatch" in " ".join(failing.stderr.split())
-    assert (
-        f"the checkpoint was not loaded, and the run is as it was; see {run}/logs" in failing.stderr
-    )
-    assert tree(run) == before
+    assert {path: tree(run)[path] for path in kept} == before
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["rl_steps"], summary["attempts"]) == ("failed", 2, 2)
+    store(run, model__lora__rank=4)
+    assert running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True).finish() == 0
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 

@@ -141,7 +141,7 @@ def _attempt(
         signals=signals,
         on_tick=shown.tick,
         on_end=shown.end,
-        on_orphaned=partial(end_alone, job.attempt, run_dir),
+        on_orphaned=partial(end_alone, run_dir),
     )
 
 

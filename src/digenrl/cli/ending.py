@@ -15,7 +15,6 @@ from digenrl.cluster.attach import scheduler_limit
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config import redact_text
 from digenrl.display import final_table
-from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.run_dir import EVENTS, METRICS
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
@@ -48,17 +47,11 @@ def stop_grace(config: DictConfig, run_dir: Path) -> float:
     return float(seconds)
 
 
-def report(run_dir: Path, outcome: RunOutcome, attempt: ResumeAttempt | None) -> None:
-    """Write summary, trace, pictures and report, and show the end of the run.
-
-    A resume that ended before its ranks had loaded the checkpoint is undone instead. The run's
-    earlier report then stays.
-    """
+def report(run_dir: Path, outcome: RunOutcome) -> None:
+    """Write summary, trace, pictures and report, and show the end of the run."""
     if outcome.status == "completed" and (unscored := _unscored(run_dir)) is not None:
         outcome.status, outcome.cause, outcome.exit_code = "failed", unscored, 1
     cause = None if outcome.cause is None else redact_text(outcome.cause)
-    if outcome.status != "completed" and attempt is not None and attempt.undone():
-        return _say_end(run_dir, outcome.status, cause, undone=True)
     summary = finish(run_dir, outcome.status, cause)
     Console(stderr=True).print(final_table(summary))
     for cause in summary["restarted"]:
@@ -80,25 +73,17 @@ def _unscored(run_dir: Path) -> str | None:
     return f"no sample of the run has a reward, so nothing was learned{commonest}"
 
 
-def end_alone(attempt: ResumeAttempt | None, run_dir: Path, cause: str) -> None:
+def end_alone(run_dir: Path, cause: str) -> None:
     """Close a run whose launcher, or process 0, can no longer do so."""
-    undone = attempt is not None and attempt.undone()
-    if not undone:
-        close(run_dir, "failed", cause)
+    close(run_dir, "failed", cause)
     print(run_dir, flush=True)
-    _say_end(run_dir, "failed", cause, undone)
+    _say_end(run_dir, "failed", cause)
 
 
-def _say_end(run_dir: Path, status: str, cause: str | None, undone: bool = False) -> None:
+def _say_end(run_dir: Path, status: str, cause: str | None) -> None:
     """Print why a run ended early, and how to continue if that is possible."""
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
-    if undone:
-        print(
-            f"the checkpoint was not loaded, and the run is as it was; see {run_dir}/logs",
-            file=sys.stderr,
-            flush=True,
-        )
-    elif any((run_dir / "checkpoints").glob("step-*")):
+    if any((run_dir / "checkpoints").glob("step-*")):
         print(
             f"to continue: {to_continue(run_dir)}",
             file=sys.stderr,

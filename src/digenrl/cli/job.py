@@ -20,7 +20,6 @@ from digenrl.config.relations import most_rollouts
 from digenrl.config.stored import identity
 from digenrl.extension import extension
 from digenrl.hardware import numbering, parse_hardware
-from digenrl.record.attempt import ResumeAttempt
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
 from digenrl.settle import allocated, begins_with
@@ -40,8 +39,6 @@ class Job:
     ranks."""
     checkpoint: Path | None
     """Directory that a resumed run continues from; None for a new run."""
-    attempt: ResumeAttempt | None
-    """Undoes a resume that ends before its ranks have loaded the checkpoint; None for a new run."""
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -105,8 +102,7 @@ def settle(composed: Composed) -> Job:
         require_weights({} if config.hardware.emulate else config.reward, config.callbacks)
     except ValueError as error:
         raise NotStarted(error, EXIT_CODE) from error
-    checkpoint = _continued(composed)
-    attempt, place = None if checkpoint is None else ResumeAttempt(composed.run_dir), find_place()
+    checkpoint, place = _continued(composed), find_place()
     try:
         composed = allocated(composed, None if place is None else place.size)
         parts.check(composed.config)
@@ -115,7 +111,7 @@ def settle(composed: Composed) -> Job:
         advice = advisor().advise(composed, *begins_with(composed.config))
     except (ValueError, OSError) as error:
         raise NotStarted(error, EXIT_CODE) from error
-    return Job(composed, advice, place, checkpoint, attempt)
+    return Job(composed, advice, place, checkpoint)
 
 
 def _continued(composed: Composed) -> Path | None:

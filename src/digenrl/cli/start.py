@@ -65,7 +65,7 @@ def _join(job: Job, place: Place, signals: StopSignals) -> tuple[Path, RunOutcom
         Handshake(**config.handshake),
         Limits(**config.limits),
         job.network,
-        partial(end_alone, job.attempt),
+        end_alone,
         partial(stop_grace, config),
         signals,
         job.credentials,

@@ -63,7 +63,7 @@ def train(words: list[str], signals: StopSignals) -> int:
     if settled.reports:
         # The report is finished, unless it is asked for twice.
         signals.leave_after(1, 1, str(run_dir))
-        ending.report(run_dir, outcome, settled.attempt)
+        ending.report(run_dir, outcome)
         print(run_dir, flush=True)
     return outcome.exit_code or signals.exit_code
 
