@@ -110,19 +110,16 @@ def test_two_deaths_in_the_last_save_end_the_run(running: Any) -> None:
         in train.summary["cause"]
     )
     assert len(events(train, "restart")) == 1
-    assert not events(train, "poison")
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_poison_step_ends_the_run_with_its_prompts_and_both_causes(running: Any) -> None:
+def test_a_poison_step_ends_the_run_with_both_causes(running: Any) -> None:
     """Nothing is saved before it, so the second attempt comes to the same point."""
     train = running(
         *AGAIN, "callbacks.checkpoint.every=99", *fault("publish", 0, "kill", call=3), fork=True
     )
     assert train.finish() == 1, train.stderr
-    (poison,) = events(train, "poison")
-    assert (poison["rl_step"], len(poison["causes"]), len(poison["prompts"])) == (2, 2, 2)
     assert len(events(train, "restart")) == 1
     assert train.summary["status"] == "failed"
     assert (
@@ -170,7 +167,6 @@ def test_how_often_a_run_begins_again() -> None:
         poison.refuse("second", 5, 7)
         == "second; RL step 8 is poison: the run has died in it before (first)"
     )
-    assert poison.causes(7) == ["first", "second"]
     assert poison.refuse("third", 5, 10) is None
     assert (
         poison.refuse("fourth", 5, 10)

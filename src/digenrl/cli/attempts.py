@@ -6,8 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +19,9 @@ from digenrl.cluster.launcher import Launch, Launcher, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
-from digenrl.config import Composed, prepare_run_dir_or_exit
-from digenrl.data import PromptData
+from digenrl.config import prepare_run_dir_or_exit
 from digenrl.display import Display, display
-from digenrl.record.run_dir import METRICS, POISON, RESTART, append_event
+from digenrl.record.run_dir import METRICS, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
 
@@ -57,63 +55,51 @@ def fork(job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
         ] or [began]
         if not outcome.died or signals.count or _is_saved(run_dir, steps):
             return run_dir, outcome
-        again = _begin_again(job.composed, run_dir, outcome, restarts, began, finished[0])
-        if again.refusal is not None:
-            outcome.cause = again.refusal
+        try:
+            checkpoint = _begin_again(run_dir, str(outcome.cause), restarts, began, finished[0])
+        except _Over as over:
+            outcome.cause = str(over)
             return run_dir, outcome
-        checkpoint = again.checkpoint
         if number := _pause(restarts.pause_s, signals):
             return run_dir, RunOutcome(
                 "stopped", f"signal {number.name}, before it began again", 128 + number
             )
 
 
-@dataclass(frozen=True)
-class _Again:
-    """Decision whether a run starts again after ranks died."""
-
-    refusal: str | None
-    """Reason against another attempt; None: the run starts again."""
-    checkpoint: Path | None = None
-    """Checkpoint of the next attempt; None: the beginning of the run."""
+class _Over(Exception):
+    """A run ends; the text is its cause."""
 
 
 def _begin_again(
-    composed: Composed,
-    run_dir: Path,
-    outcome: RunOutcome,
-    restarts: Restarts,
-    began: int,
-    finished: int,
-) -> _Again:
-    """Decide whether a run starts again, record the decision, and print it.
+    run_dir: Path, cause: str, restarts: Restarts, began: int, finished: int
+) -> Path | None:
+    """Return the checkpoint from which a run whose ranks died starts again, after saying so; None:
+    the beginning, because no save was ever complete.
 
     Args:
         began: RL step from which the attempt that died had started.
         finished: last RL step that the attempt finished.
+
+    Raises:
+        _Over: the run does not start again.
     """
-    checkpoint = None
+    if (refusal := restarts.refuse(cause, began, finished)) is not None:
+        raise _Over(refusal)
+    found = (run_dir / "checkpoints").glob("*step-*")
+    saved = any(not path.name.startswith(UNFINISHED) for path in found)
     try:
-        refusal = restarts.refuse(str(outcome.cause), began, finished)
-        checkpoint = None if refusal else _checkpoint_after_death(run_dir)
+        checkpoint = newest(run_dir) if saved else None
     except CheckpointError as error:
-        refusal = f"{outcome.cause}; {error}"
-    if refusal is not None:
-        _leave_evidence(composed, run_dir, finished, restarts.causes(finished))
-        return _Again(refusal)
-    facts = {
-        "cause": outcome.cause,
-        "rl_step": finished,
-        "checkpoint": checkpoint and checkpoint.name,
-    }
+        raise _Over(f"{cause}; {error}") from error
+    facts = {"cause": cause, "rl_step": finished, "checkpoint": checkpoint and checkpoint.name}
     append_event(run_dir, RESTART, facts)
     source = "its beginning" if checkpoint is None else checkpoint.name
     print(
-        f"begins again from {source} in {restarts.pause_s:g} s: {outcome.cause}",
+        f"begins again from {source} in {restarts.pause_s:g} s: {cause}",
         file=sys.stderr,
         flush=True,
     )
-    return _Again(None, checkpoint)
+    return checkpoint
 
 
 def _attempt(
@@ -163,16 +149,6 @@ class _Shown:
             self._display.close()
 
 
-def _checkpoint_after_death(run_dir: Path) -> Path | None:
-    """Return the checkpoint from which a run starts again; None: no save was ever complete.
-
-    Raises:
-        CheckpointError: a save was complete once, but no checkpoint is whole now.
-    """
-    found = (run_dir / "checkpoints").glob("*step-*")
-    return newest(run_dir) if any(not path.name.startswith(UNFINISHED) for path in found) else None
-
-
 def _is_saved(run_dir: Path, step: int) -> bool:
     """Return whether the run has a whole checkpoint of RL step `step`."""
     try:
@@ -180,22 +156,6 @@ def _is_saved(run_dir: Path, step: int) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _leave_evidence(
-    composed: Composed, run_dir: Path, finished: int, causes: Sequence[str]
-) -> None:
-    """Record the prompts of the step in which a run died twice, with the causes."""
-    if len(causes) > 1 and finished < composed.config.max_rl_steps:
-        prompts = [
-            prompt.text
-            for prompt in PromptData(composed.config.data, composed.config.seed).sampler.batch(
-                finished
-            )
-        ]
-        append_event(
-            run_dir, POISON, {"rl_step": finished + 1, "causes": causes, "prompts": prompts}
-        )
 
 
 def _pause(seconds: float, signals: StopSignals) -> signal.Signals | None:

@@ -30,11 +30,6 @@ class Restarts:
     def _deaths(self) -> int:
         return sum(len(causes) for causes in self._causes.values())
 
-    def causes(self, finished: int) -> list[str]:
-        """Return why the run died in the step after `finished` RL steps. More than one cause: that
-        step is poison."""
-        return self._causes[finished]
-
     def refuse(self, cause: str, began: int, finished: int) -> str | None:
         """Count a death. Return why the run ends with it, or None if the run starts again.
 

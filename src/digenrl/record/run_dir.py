@@ -49,9 +49,6 @@ LOST = "lost"
 RESTART = "restart"
 """Kind of the event with which a launcher notes that it begins again; carries `cause`, `rl_step`
 and `checkpoint`."""
-POISON = "poison"
-"""Kind of the event that tells of a step at which the run died twice; carries `rl_step`, `causes`
-and `prompts`."""
 LEFT, JOINED = "left", "joined"
 """Kinds of the events that note a rollout which left as it was asked to (`rank`, `cause`), or
 joined (`rank`)."""
