@@ -13,6 +13,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
@@ -138,8 +139,6 @@ class JsonlTail:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.damaged = 0
-        """Number of lines so far that were no JSON object because a crash tore them."""
         self._offset = 0
         self._rest = b""
 
@@ -157,24 +156,10 @@ class JsonlTail:
         self._offset += len(data)
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
-        return self._parse(lines)
-
-    def finish(self) -> list[Row]:
-        """Return the lines of `read`, and also a whole last line without its newline, as at the end
-        of the file."""
-        rows = self.read()
-        rest, self._rest = self._rest, b""
-        return rows + self._parse([rest])
-
-    def _parse(self, lines: Sequence[bytes]) -> list[Row]:
         rows: list[Row] = []
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
+        for line in filter(bytes.strip, lines):
+            with suppress(ValueError):  # a crash tore it
                 rows.append(parse(line))
-            except ValueError:
-                self.damaged += 1
         return rows
 
 
