@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
@@ -284,10 +284,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
     offsets = tuple(start - starts[0] for start in starts) or (0.0,)
     spans = SpanFiles(tuple(files_of(path, SPANS, "rank-*.jsonl")), offsets)
-    survey = _survey(spans, warnings)
-    return Run(
-        path, config, steps, evals, events, spans, survey.seconds, survey.step_ends, tuple(warnings)
-    )
+    seconds, ends = _survey(spans, warnings)
+    return Run(path, config, steps, evals, events, spans, seconds, ends, tuple(warnings))
 
 
 def _read_config(path: Path, warnings: list[str]) -> Row:
@@ -346,34 +344,24 @@ def append_step(rows: list[Row], row: Row) -> None:
     rows.append(row)
 
 
-@dataclass
-class _Survey:
-    """Sums over all spans. Grows while they are read."""
-
-    seconds: dict[tuple[str, int], dict[str, float]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
-    step_ends: dict[int, float] = field(default_factory=dict)
-
-    def add(self, role: str, rank: int, label: str, seconds: float) -> None:
-        row = self.seconds[role, rank]
-        row[label] = row.get(label, 0.0) + seconds
-
-
-def _survey(spans: SpanFiles, warnings: list[str]) -> _Survey:
-    """Read every span once, and add warnings about lines that had to be left out."""
-    survey = _Survey()
+def _survey(
+    spans: SpanFiles, warnings: list[str]
+) -> tuple[Mapping[tuple[str, int], Mapping[str, float]], Mapping[int, float]]:
+    """Read every span once; return `Run.seconds` and `Run.step_ends`. Add warnings about lines that
+    had to be left out."""
+    seconds = defaultdict[tuple[str, int], defaultdict[str, float]](lambda: defaultdict(float))
+    ends = dict[int, float]()
     for file in spans.files:
         refused, left_out = Refused(), dict[tuple[str, int], Row]()
         for span in _spans(file, spans.offsets, refused, left_out):
-            survey.add(span.role, span.rank, label_of(span), span.seconds)
+            seconds[span.role, span.rank][label_of(span)] += span.seconds
             if finishes(span):
-                survey.step_ends[span.step] = max(survey.step_ends.get(span.step, 0.0), span.end)
-        for (role, rank), seconds in left_out.items():
-            for label, spent in seconds.items():
-                survey.add(role, rank, label, spent)
+                ends[span.step] = max(ends.get(span.step, 0.0), span.end)
+        for place, sums in left_out.items():
+            for label, spent in sums.items():
+                seconds[place][label] += spent
         refused.warn(file, warnings)
-    return survey
+    return seconds, ends
 
 
 def label_of(span: Span) -> str:
