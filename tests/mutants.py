@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,9 +54,9 @@ ROOMS = (
     "extensions/planner"
 )
 CHOSEN = "not slow and not cluster and not alone"
-BUDGET_S, LIMIT_S, JOBS = 40.0, 600.0, 2
-"""Seconds of tests for a mutant by their own durations, seconds after which it has timed out, and
-mutants at a time."""
+BUDGET_S, LIMIT_S, JOBS = 40.0, (60.0, 600.0), 2
+"""Seconds of tests for a mutant by their own durations, seconds after which it has timed out in the
+near and in the far round, and mutants at a time."""
 UNSTABLE = 3
 """Tests of a mutant that may fail without it too, before it is left as it is."""
 ANYWHERE = (
@@ -268,14 +268,16 @@ class Tests:
         self._data.read()
         self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
 
+    def _tests(self, contexts: Iterable[str]) -> set[str]:
+        return {context.rpartition("|")[0] for context in contexts} & self._seconds.keys()
+
     def of(self, mutant: Mutant) -> list[str]:
         """Return the tests that reach the line, those of the mutant's room first, then by seconds;
-        [] if no test reaches it by itself."""
+        of a line that importing reaches, the tests that reach its file."""
         by_line = self._data.contexts_by_lineno(str(SOURCE / mutant.file))
-        contexts = {
-            context for n in range(mutant.line, mutant.end + 1) for context in by_line.get(n, ())
-        }
-        known = {context.rpartition("|")[0] for context in contexts} & self._seconds.keys()
+        lines = range(mutant.line, mutant.end + 1)
+        known = self._tests(context for n in lines for context in by_line.get(n, ()))
+        known = known or self._tests(context for n in by_line for context in by_line[n])
         home = f"tests/{mutant.room}/"
         chosen, room_s = list[str](), BUDGET_S
         for test in sorted(known, key=lambda t: (not t.startswith(home), self._seconds[t])):
@@ -338,11 +340,11 @@ class Tree:
         try:
             while tests and len(unstable) < UNSTABLE:
                 path.write_bytes(mutant.applied(original))
-                result, by = self.run(tests, unstable)
+                result, by = self.run(tests, unstable, LIMIT_S[far])
                 if not (far and result == KILLED and "::" in by):
                     break
                 path.write_bytes(original)
-                if self.run([by], [])[0] == SURVIVED:
+                if self.run([by], [], LIMIT_S[far])[0] == SURVIVED:
                     break
                 unstable.append(by)
                 result = SURVIVED
@@ -351,7 +353,7 @@ class Tree:
         seconds = round(time.monotonic() - began, 1)
         return {"result": result, "by": by, "far": far, "seconds": seconds}
 
-    def run(self, tests: list[str], without: list[str]) -> tuple[str, str]:
+    def run(self, tests: list[str], without: list[str], limit_s: float) -> tuple[str, str]:
         """Run tests; return what came of it, and the test that failed."""
         left_out = [word for test in without for word in ("--deselect", test)]
         words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", CHOSEN, "--timeout=3600"]
@@ -360,7 +362,7 @@ class Tree:
         assert self._server.stdout
         asked = json.dumps([[*words, *left_out, *tests], str(output)])
         self._server.stdin.write(asked.encode() + b"\n")
-        in_time = self._ended(int(self._server.stdout.readline()))
+        in_time = self._ended(int(self._server.stdout.readline()), limit_s)
         code = int(self._server.stdout.readline())
         if not in_time:
             return TIMED_OUT, ""
@@ -369,11 +371,11 @@ class Tree:
         by = told[0].split(" - ")[0].split(maxsplit=1)[1].strip() if told else f"exit code {code}"
         return (SURVIVED, "") if code in (0, 5) else (KILLED, by)
 
-    def _ended(self, child: int) -> bool:
+    def _ended(self, child: int, left_s: float) -> bool:
         """Wait for a pytest and what it has started; kill them all and return False after
-        `LIMIT_S`. Seconds in which a thread of theirs waited for a processor do not count."""
+        `left_s`. Seconds in which a thread of theirs waited for a processor do not count."""
         assert self._server.stdout
-        left_s, waits, now = LIMIT_S, dict[str, float](), time.monotonic()
+        waits, now = dict[str, float](), time.monotonic()
         while not select.select([self._server.stdout], [], [], 0.5)[0]:
             before, now, known = now, time.monotonic(), waits
             family = [child]

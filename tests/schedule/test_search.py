@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.schedule.search import Decision, LendingState, accepted, after_older, search
+from digenrl.schedule.search import (
+    Decision,
+    LendingState,
+    _Point,
+    _Search,
+    accepted,
+    after_older,
+    search,
+)
 
 
 @st.composite
@@ -93,6 +101,15 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
     assert search(costly) == Decision(
         0, 41.0, 41.0, search(costly).nodes
     )  # 4 rounds of 2 tasks, then the last fragment
+
+
+def test_a_fixed_policy_lends_the_rounds_that_fit_into_a_wait() -> None:
+    """A rollout rank makes four tasks at 3, 6, 9 and 12 s. Three loans of 2 s fit into the 6 s before
+    the first fragment, and spare the rank all but the first task."""
+    state = LendingState((0.0,), (3.0,), 4, (2, 2), (0.0, 0.0), (1.0, 1.0), 2.0, 1)
+    start = _Point(0, 0.0, 0, 0, ())
+    assert _Search(state, 8).follow(start, None) == 13.0
+    assert _Search(state, 8).follow(start, False) == 8.0
 
 
 def test_search_takes_milliseconds() -> None:
