@@ -11,7 +11,7 @@ import pytest
 from benchmarks.calibration import main, predicted
 from benchmarks.schedule import bench_of
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.costs import CONNECTION_GB_S, Costs
+from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
 from digenrl.extensions.planner.gpus import reaches
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.extensions.planner.workload import Workload
@@ -82,6 +82,18 @@ def test_publication_is_charged_as_it_is_sent() -> None:
     costs, link = Costs(WORK, hardware), POOL.inter_gb_s * reaches(POOL).network
     assert costs.publish_seconds([POOL], 0) == pytest.approx(gigabytes / CONNECTION_GB_S + 5e-3)
     assert costs.publish_seconds([POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_what_a_context_group_exchanges_is_charged(context: int) -> None:
+    """Queries, keys, values and outputs of each attention: of a rank's share of the tokens all but
+    its own part leaves it."""
+    costs = Costs(WORK, Hardware((POOL,)))
+    leaves = 2 * WORK.passes * WORK.block_bytes / context * (context - 1) / context
+    each = leaves / costs.bandwidth([POOL], context) + COLLECTIVE_SECONDS
+    exchanges = 4 * 3 * WORK.sizes["attention_blocks"]
+    assert costs._exchange_seconds(POOL, 2, 3, context) == pytest.approx(exchanges * each)
+    assert costs._exchange_seconds(POOL, 2, 3, 1) == 0.0
 
 
 FAR = replace(POOL, name="far", count=16)

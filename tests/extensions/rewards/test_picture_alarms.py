@@ -33,6 +33,13 @@ def test_constant_groups_are_a_collapse_and_varied_ones_are_not():
     assert alarms.variance_collapse("r", torch.full((3, 4), math.nan)) is None
 
 
+def test_groups_count_from_two_known_members_on():
+    nan = math.nan
+    pairs = torch.tensor([[0.5, 0.5, nan], [0.7, nan, 0.7]])
+    assert alarms.variance_collapse("r", pairs).value == 1.0
+    assert alarms.variance_collapse("r", torch.tensor([[0.5, nan], [nan, 0.7]])) is None
+
+
 def test_blur_is_seen_and_equal_detail_is_not():
     assert alarms.blur(PICTURES, PICTURES.flip(0)) is None
     assert alarms.blur(PICTURES, smooth(NOISE, 6)).name == "blur"
