@@ -56,6 +56,7 @@ def union(selection: StepSelection, steps: int, rl_steps: int = 200) -> set[int]
         (Window(4, order="progressive", hold=3, overlap=1), range(9)),
         (RandomSubset(size=2, first=1, stop=6), range(1, 6)),
         (NoiseLevels(size=2), range(10)),
+        (NoiseLevels(size=1), range(10)),
     ],
 )
 def test_windows_cover_exactly_their_range(selection: StepSelection, expected: range) -> None:

@@ -65,6 +65,16 @@ def test_no_simulated_step_is_shorter_than_its_floor(
     assert min(ratios) < 1.2  # a floor far below everything would be no help
 
 
+def test_replicas_that_divide_the_steps_of_a_task_share_all_blocks_of_an_update() -> None:
+    """Four groups of one task of five trained steps: twenty blocks on three ranks."""
+    costing = Costing(FLUX, Hardware((replace(SLOW, count=8),)))
+    candidate = costing.candidate(3, 5, sharding="ddp", task_size=8)
+    spec, cluster = replace(costing.spec(candidate), tsp_shard=True), costing.cluster(candidate)
+    assert (spec.groups_per_update, spec.tasks_per_portion, spec.blocks_per_task) == (4, 1, 5)
+    cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
+    assert training_floor(spec, cluster)[1] == pytest.approx([7 * cell] * spec.updates_per_batch)
+
+
 def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:
     costing = Costing(FLUX, Hardware((replace(SLOW, count=8),)))
     candidate = costing.candidate(3, 5, sharding="fsdp", task_size=8)

@@ -98,6 +98,9 @@ def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturb
     assert result.staleness_max <= spec.async_steps  # I9
     assert result.ledger.trained == steps * spec.prompts * spec.group_size  # I10
     assert result.ledger.in_flight == 0
+    if cluster.reduce_seconds > 1e-6:  # what takes no time has no span
+        updates = Counter(span.rank for span in result.spans if span.stage == "optimizer")
+        assert updates == {rank.rank: steps * spec.updates_per_batch for rank in cluster.trainers}
     return result
 
 
