@@ -33,8 +33,9 @@ COMMANDS = {
     "serve-reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
     "new": ("kind = required", "experiment | hardware | model | reward", "where to write"),
     "tiny": ("[FAMILY ...]",),
-    "check": ("self-check",),
-    "pretrain-scenes": ("budget_s = null", "wrong in one word", "optimizer steps of the judge"),
+    "check": ("self-check", "lists all that this run lacks"),
+    "list": ("first sentence of its file", "none left out"),
+    "pretrain-scenes": ("budget_s = null", "noise_steps = 300", "optimizer steps of the judge"),
     "pretrain": ("lr = 0.002", "number > 0", "learning rate"),
 }
 
