@@ -34,6 +34,7 @@ COMMANDS = {
     "new": ("kind = required", "experiment | hardware | model | reward", "where to write"),
     "tiny": ("[FAMILY ...]",),
     "check": ("self-check", "lists all that this run lacks"),
+    "fetch": ("list = false", "and download nothing"),
     "list": ("first sentence of its file", "none left out"),
     "pretrain-scenes": ("budget_s = null", "noise_steps = 300", "optimizer steps of the judge"),
     "pretrain": ("lr = 0.002", "number > 0", "learning rate"),
