@@ -118,9 +118,14 @@ def test_the_device_holds_two_blocks_of_what_is_off_loaded(monkeypatch: pytest.M
     assert not records, "the host's copies are freed with the graph"
 
 
-def test_half_precision_autocast_recomputes_the_same_bits() -> None:
+@pytest.mark.parametrize(
+    "grades",
+    [("attention", "offload"), pytest.param(("products", True), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_half_precision_autocast_recomputes_the_same_bits(grades: tuple[str | bool, ...]) -> None:
     plain = gradients(make("flux", lora="full", dtype="bfloat16"))[0]
-    for grade in ("attention", "offload"):
+    for grade in grades:
         found = gradients(
             make("flux", lora="full", dtype="bfloat16", gradient_checkpointing=grade)
         )[0]
