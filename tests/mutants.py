@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -319,7 +319,7 @@ class Tree:
         subprocess.run(["rm", "-rf", root], check=True)
         root.mkdir(parents=True)
         self.root = copy_without((), root)
-        environment = os.environ | {
+        self._environment = os.environ | {
             "PYTHONPATH": f"{root / 'src'}:{root}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
@@ -328,7 +328,7 @@ class Tree:
         }
         self._server = subprocess.Popen(
             [sys.executable, "-c", SERVER, PRELOADED],
-            cwd=root, env=environment, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            cwd=root, env=self._environment, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
     def judged(self, mutant: Mutant, tests: list[str], far: bool) -> dict[str, Any]:
@@ -340,11 +340,11 @@ class Tree:
         try:
             while tests and len(unstable) < UNSTABLE:
                 path.write_bytes(mutant.applied(original))
-                result, by = self.run(tests, unstable, LIMIT_S[far])
+                result, by = self.run(tests, unstable, far)
                 if not (far and result == KILLED and "::" in by):
                     break
                 path.write_bytes(original)
-                if self.run([by], [], LIMIT_S[far])[0] == SURVIVED:
+                if self.run([by], [], far)[0] == SURVIVED:
                     break
                 unstable.append(by)
                 result = SURVIVED
@@ -353,47 +353,59 @@ class Tree:
         seconds = round(time.monotonic() - began, 1)
         return {"result": result, "by": by, "far": far, "seconds": seconds}
 
-    def run(self, tests: list[str], without: list[str], limit_s: float) -> tuple[str, str]:
-        """Run tests; return what came of it, and the test that failed."""
+    def run(self, tests: list[str], without: list[str], far: bool) -> tuple[str, str]:
+        """Run tests; return what came of it, and the test that failed. Tests that start processes
+        get a pytest of their own."""
         left_out = [word for test in without for word in ("--deselect", test)]
         words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", CHOSEN, "--timeout=3600"]
-        output = self.root.with_suffix(".txt")
-        assert self._server.stdin
-        assert self._server.stdout
-        asked = json.dumps([[*words, *left_out, *tests], str(output)])
-        self._server.stdin.write(asked.encode() + b"\n")
-        in_time = self._ended(int(self._server.stdout.readline()), limit_s)
-        code = int(self._server.stdout.readline())
+        words, output = [*words, *left_out, *tests], self.root.with_suffix(".txt")
+        if far:
+            with output.open("w") as file:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "pytest", *words],
+                    cwd=self.root, env=self._environment, stdout=file, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+                in_time = ended(process.pid, lambda: process.poll() is not None, LIMIT_S[far])
+                code = process.wait()
+        else:
+            told, asked = self._server.stdout, self._server.stdin
+            assert told
+            assert asked
+            asked.write(json.dumps([words, str(output)]).encode() + b"\n")
+            child = int(told.readline())
+            in_time = ended(child, lambda: bool(select.select([told], [], [], 0)[0]), LIMIT_S[far])
+            code = int(told.readline())
         if not in_time:
             return TIMED_OUT, ""
         lines = output.read_text(errors="replace").splitlines()
-        told = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        by = told[0].split(" - ")[0].split(maxsplit=1)[1].strip() if told else f"exit code {code}"
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        by = failed[0].split(" - ")[0].split(maxsplit=1)[1].strip() if failed else f"exit {code}"
         return (SURVIVED, "") if code in (0, 5) else (KILLED, by)
 
-    def _ended(self, child: int, left_s: float) -> bool:
-        """Wait for a pytest and what it has started; kill them all and return False after
-        `left_s`. Seconds in which a thread of theirs waited for a processor do not count."""
-        assert self._server.stdout
-        waits, now = dict[str, float](), time.monotonic()
-        while not select.select([self._server.stdout], [], [], 0.5)[0]:
-            before, now, known = now, time.monotonic(), waits
-            family = [child]
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family += [process.pid for process in psutil.Process(child).children(True)]
-            waits = {}
-            for pid in family:
-                for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                    with contextlib.suppress(OSError):
-                        waits[path.parent.name] = int(path.read_text().split()[1]) / 1e9
-            waited = (s - known[thread] for thread, s in waits.items() if thread in known)
-            left_s -= max(0.0, now - before - max(waited, default=0.0))
-            if left_s < 0:
-                for pid in reversed(family):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                return False
-        return True
+
+def ended(child: int, is_over: Callable[[], bool], left_s: float) -> bool:
+    """Wait for a pytest and what it has started; kill them all and return False after `left_s`.
+    Seconds in which a thread of theirs waited for a processor do not count."""
+    waits, now = dict[str, float](), time.monotonic()
+    while not is_over():
+        time.sleep(0.2)
+        before, now, known = now, time.monotonic(), waits
+        family = [child]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += [process.pid for process in psutil.Process(child).children(True)]
+        waits = {}
+        for pid in family:
+            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with contextlib.suppress(OSError):
+                    waits[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+        waited = (s - known[thread] for thread, s in waits.items() if thread in known)
+        left_s -= max(0.0, now - before - max(waited, default=0.0))
+        if left_s < 0:
+            for pid in reversed(family):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return False
+    return True
 
 
 def difference(mutant: Mutant) -> str:

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from digenrl.extensions.tiny import builds as tiny_builds
+from digenrl.models import pretrained
 from digenrl.models.latents import pack, unpack
 from digenrl.models.pretrained import PretrainedError
 from digenrl.types import Prompt
+from tests.conftest import ROOT
 from tests.models.tiny_policies import FACTS, FAMILIES, LORA, ROWS, make, prompt
 
 pytestmark = pytest.mark.heavy
@@ -335,3 +337,13 @@ def test_packing_is_its_own_inverse():
     latents = torch.randn(2, 16, 4, 6)
     assert pack(latents).shape == (2, 6, 64)
     assert torch.equal(unpack(pack(latents), 4, 6), latents)
+
+
+def test_what_can_be_made_again_lies_in_the_users_cache_outside_of_a_checkout(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("DIGENRL_CACHE", raising=False)
+    assert pretrained.cache_root("tiny") == ROOT / ".cache/tiny"
+    monkeypatch.setattr(pretrained, "__file__", str(tmp_path / "a/b/c/d.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert pretrained.cache_root("tiny") == tmp_path / "digenrl/tiny"

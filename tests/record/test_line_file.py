@@ -100,6 +100,11 @@ def test_what_is_kept_fits(sizes: dict[int, int]) -> None:
     assert sum(sizes[step] for step in kept) <= 4000
 
 
+def test_the_first_eighth_and_the_newest_three_are_kept() -> None:
+    kept = kept_steps(dict.fromkeys(range(1000), 100), 8000)
+    assert kept == {*range(10), *range(970, 1000)}
+
+
 def test_decisions_keep_their_beginning(tmp_path: Path) -> None:
     path = tmp_path / "decisions" / "rank-000.jsonl"
     for attempt in range(2):  # a resumed run adds nothing to a record that has reached its limit
