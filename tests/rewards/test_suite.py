@@ -163,6 +163,13 @@ def test_a_wrong_mixture_is_refused_with_the_remedy(rewards, heldout, message):
         RewardSuite(rewards, heldout)
 
 
+def test_urls_of_an_unknown_reward_are_refused_with_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"reward\.urls names unknown rewards \['q'\]; known: \['r'\]"
+    ):
+        RewardSuite({"r": {"scorer": brightness}}, urls={"q": ["http://localhost:1"]})
+
+
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(KeyError, match="known: r"):
         suite(brightness).scorer("q")

@@ -153,6 +153,13 @@ def test_each_violation_is_refused_by_name_before_anything_is_allocated(
         decode(reader(data), LIMIT)
 
 
+def test_a_message_may_have_as_many_bytes_as_the_limit() -> None:
+    data = written(Message(MessageKind.CELLS, {}, {"x": torch.zeros(64, dtype=torch.uint8)}))
+    assert decode(reader(data), 64).tensors["x"].numel() == 64
+    with pytest.raises(WireError, match="the limit is 63 bytes"):
+        decode(reader(data), 63)
+
+
 def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
     with pytest.raises(WireError, match=r"'x' has dtype torch\.complex64"):
         encode(Message(MessageKind.CELLS, {}, {"x": torch.zeros(2, dtype=torch.complex64)}))

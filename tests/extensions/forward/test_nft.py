@@ -154,6 +154,8 @@ def test_cells_that_stand_in_for_none_are_not_measured() -> None:
         module.cell_losses(block, torch.zeros(block.samples), batch([block]), live)
         found = module._meters.collect()
         assert ("velocity_drift" in found) is live
+        if live:  # the bias is added to every value of the velocity
+            assert float(found["velocity_drift"]) == pytest.approx(0.3**2, rel=1e-4)
         assert ("kl" in found) is live
     assert not found
 

@@ -84,6 +84,15 @@ def test_publication_is_charged_as_it_is_sent() -> None:
     assert costs.publish_seconds([POOL], 100) == pytest.approx(100 * gigabytes / link + 5e-3)
 
 
+def test_measured_seconds_of_each_stage_replace_computed_ones() -> None:
+    """Of a prompt, and for each sample of a task."""
+    seconds = {"encode": {"p": 5.0}, "decode": {"p": 3.0}, "score": {"p": 2.0}}
+    costs = Costs(replace(WORK, stored_prompts=False), Hardware((POOL,), seconds=seconds))
+    assert costs.encode_seconds(POOL) == costs.encode_seconds(POOL, cached=False) == 5.0
+    assert costs.decode_seconds(POOL, 4) == 12.0
+    assert costs.score_seconds(POOL, 4) == 8.0
+
+
 @pytest.mark.parametrize("context", [2, 4])
 def test_what_a_context_group_exchanges_is_charged(context: int) -> None:
     """Queries, keys, values and outputs of each attention: of a rank's share of the tokens all but

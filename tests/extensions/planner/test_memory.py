@@ -4,6 +4,7 @@ hooks count them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
         4 * trained,
         8 * trained,
     )
+    averaged = replace(WAN, ema=True)
+    copies = [
+        trainer_memory(work, 1, 2, 1, INPUTS, False, keeps_copy).copies
+        for work in (replace(WAN, ema=False), averaged)
+        for keeps_copy in (False, True)
+    ]
+    assert copies == [0, 4 * trained, 4 * trained, 8 * trained]
     sharded = trainer_memory(WAN, 8, 2, 1, INPUTS, False, False)
     assert sharded.optimizer == 8 * -(-trained // 8)
     assert (
