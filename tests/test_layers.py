@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "extension": set(),
     "hardware": set(),
     "config": {"prompts", "record", "images", "schedule", "facts", "extension"},
-    "diffusion": {"accelerator", "types"},
+    "diffusion": {"types"},
     "models": {"accelerator", "types", "diffusion", "recompute", "images", "facts", "extension"},
     "algorithms": {"types", "diffusion", "models.policy"},
     "rewards": {"accelerator", "types", "reward_models", "images", "extension"},

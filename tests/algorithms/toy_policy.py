@@ -49,6 +49,9 @@ class ToyPolicy(nn.Module):
         self.adapted = True
         self.calls = 0
 
+    def sent(self, host: Tensor) -> Tensor:
+        return host
+
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """[B, N, C], sigmas [B], condition {"c": [B]} -> [B, N, C]."""
         self.calls += 1

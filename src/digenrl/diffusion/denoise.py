@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from digenrl import accelerator
 from digenrl.diffusion import keys
 from digenrl.diffusion.sde import Kernel, Transition, ode_step
 from digenrl.diffusion.sigmas import step_sigmas
@@ -144,9 +143,7 @@ def advance(
         following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
     # Drawn by the processor while the GPU still computes the velocity.
-    noise = keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:])
-    if accelerator.is_own(latents.device):  # a copy from other memory waits for the velocity
-        noise = noise.pin_memory().to(latents.device, non_blocking=True)
+    noise = policy.sent(keys.noise(key.seed, key.step, key.uid, key.samples, k, latents.shape[1:]))
     out = kernel.transition(
         latents,
         velocity,

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from digenrl import accelerator
 from digenrl.facts import families
 from digenrl.models import checkpointing
 from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, Names, inject_lora, wide
@@ -258,6 +259,12 @@ class Policy(nn.Module, ABC):
     def device(self) -> torch.device:
         """Device of the transformer's weights."""
         return next(self.transformer.parameters()).device
+
+    def sent(self, host: Tensor) -> Tensor:
+        """Return a tensor of the host on this device. An accelerator copies it from pinned memory
+        in the order of its stream; from other memory the host would wait for the velocity."""
+        own = accelerator.is_own(self.device)
+        return (host.pin_memory() if own else host).to(self.device, non_blocking=own)
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Return the guided velocity eps - x0, differentiable.

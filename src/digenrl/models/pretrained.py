@@ -148,8 +148,9 @@ def folder_of(path: str, wanted: str) -> Path:
     try:
         if Path(path).is_dir():
             return Path(path)
-        index = "model_index.json"
-        return Path(snapshot_download(path, local_files_only=True, allow_patterns=index))
+        return Path(
+            snapshot_download(path, local_files_only=True, allow_patterns="model_index.json")
+        )
     except (OSError, ValueError) as error:
         raise missing(path, wanted, error) from error
 
