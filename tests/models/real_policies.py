@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import _families
 from digenrl.extensions.tiny import builds as tiny_builds
@@ -75,3 +76,22 @@ def plainly(module: nn.Module, change: Callable[[Any], Any], recurse: bool = Tru
             {n: change(value) for n, value in owner._buffers.items() if value is not None}
         )
     return module
+
+
+def decoder_moves(family: str, tasks: int) -> list[torch.device]:
+    """Decode `tasks` samples one after the other on a GPU that does not exist, with encoders
+    off-loaded; return where the decoder, which begins on the host, is moved."""
+    policy, moved = real(family, True, offload_encoders=True), list[torch.device]()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        place(policy, torch.device("cuda", 0))
+        place(policy._vae, torch.device("cpu"))
+
+        def to(device: Any) -> Any:
+            moved.append(torch.device(device))
+            place(policy._vae, torch.device(device))
+            return policy._vae
+
+        policy._vae.to = to
+        for _ in range(tasks):
+            policy.decode(torch.empty(1, *policy.latent_shape, device=torch.device("cuda", 0)))
+    return moved
