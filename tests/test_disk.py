@@ -103,7 +103,7 @@ def test_a_full_disk_ends_the_run_with_the_cause_and_the_way_on(running: Any, di
     assert re.search(
         r"No space left on device \(\d\.\d MiB free\); the newest whole one is step-\d+", told
     )
-    assert f"to continue: make resume RUN={run_dir}" in told
+    assert f"to continue: digenrl resume {run_dir}" in told
     assert "Traceback" not in train.stderr
     assert train.stdout.splitlines()[-1] == str(run_dir)
     assert not left_behind(run_dir)

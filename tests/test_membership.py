@@ -143,7 +143,7 @@ def test_a_run_that_nobody_joins_in_time_ends_saved(running: Any) -> None:
     assert (
         newest_valid(train.run_dir / "checkpoints").name == f"step-{train.summary['rl_steps']:06d}"
     )
-    assert f"resume RUN={train.run_dir}" in train.stderr
+    assert f"to continue: digenrl resume {train.run_dir}" in train.stderr
 
 
 def test_a_run_goes_on_down_to_the_fewest_rollouts_and_waits_below(running: Any) -> None:

@@ -149,7 +149,7 @@ def test_a_stop_ends_the_pause_before_a_restart(running: Any) -> None:
         "stopped",
         "signal SIGTERM, before it began again",
     )
-    assert f"resume RUN={train.run_dir}" in train.stderr
+    assert f"to continue: digenrl resume {train.run_dir}" in train.stderr
 
 
 def test_how_often_a_run_begins_again() -> None:

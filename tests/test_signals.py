@@ -50,7 +50,7 @@ def assert_stopped(train: Train, number: signal.Signals) -> int:
     assert newest_valid(train.run_dir / "checkpoints").name == f"step-{summary['rl_steps']:06d}"
     assert (train.run_dir / "report.html").stat().st_size > 0
     assert train.stdout.splitlines()[-1] == str(train.run_dir)
-    assert f"resume RUN={train.run_dir}" in train.stderr
+    assert f"to continue: digenrl resume {train.run_dir}" in train.stderr
     assert "Traceback" not in train.stderr
     return int(summary["rl_steps"])
 

@@ -99,7 +99,9 @@ def test_an_error_reaches_its_own_future_and_the_thread_lives_on():
         return media.flatten(1).mean(1)
 
     scorer = scorer_of(picky)
-    with pytest.raises(ValueError, match="bad prompt"):
+    with pytest.raises(
+        RewardError, match=r"Reward `r` raised ValueError: bad prompt .*test_scorer"
+    ):
         scorer.submit(*task(1)).result(5)
     with pytest.raises(ValueError, match="2 samples but 1 prompts"):
         scorer.submit(task(2)[0], [Prompt("one")])
