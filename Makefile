@@ -191,7 +191,7 @@ coverage: $(STAMP)  ## The default tests with the lines that no test reached
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS)" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
 docs: $(STAMP)  ## Write the generated documents again, and build the site (outputs/site) with every link checked
-	@$(PY) -m digenrl.config.reference docs/configuration.md
+	@$(PY) -m scripts.configuration_reference docs/configuration.md
 	@$(PY) -m scripts.catalogue docs/models_and_rewards.md
 	@$(PY) -m scripts.api_reference docs/api.md
 	@$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]' >&2

@@ -15,8 +15,8 @@ from digenrl import config, prompts
 from digenrl.cli.commands import commands
 from digenrl.cli.main import main
 from digenrl.cli.reward import reward_config
-from digenrl.config.reference import page
 from digenrl.record.spans import WAIT_CAUSES
+from scripts.configuration_reference import page
 from tests.conftest import ROOT
 from tests.extensions.export.test_export import make_run
 

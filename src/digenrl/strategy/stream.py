@@ -45,8 +45,9 @@ class FragmentSource(Protocol):
         """Wait for a fragment of `pending` that can be trained now, and return it."""
 
 
-class TrajectoryRecord(Protocol):
-    """A record of everything that a trainer trains on. An extension may write it to files."""
+class TrajectoryRecord:
+    """A record of everything that a trainer trains on. This one keeps nothing; an extension may
+    write to files."""
 
     def take(self, step: int, message: Message) -> None:
         """Note a message of RL step `step` that counts."""
@@ -59,22 +60,6 @@ class TrajectoryRecord(Protocol):
 
     def close(self) -> None:
         """End the record with the last finished step."""
-
-
-class NoTrajectoryRecord:
-    """A `TrajectoryRecord` that keeps nothing."""
-
-    def take(self, step: int, message: Message) -> None:
-        """Forget the message."""
-
-    def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
-        """Forget the means."""
-
-    def finish(self, step: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Inbox:

@@ -30,7 +30,6 @@ from digenrl.strategy.stream import (
     FragmentSource,
     FragmentStream,
     Inbox,
-    NoTrajectoryRecord,
     TrajectoryRecord,
 )
 from digenrl.strategy.tasks import Lending, PublishedCopy, TaskRunner
@@ -102,7 +101,7 @@ def wire(
         savers: process group of the trainers, for checkpoints.
     """
     spec, world, session, engine = setup.spec, setup.world, setup.session, setup.engine
-    recording = setup.recording or NoTrajectoryRecord()
+    recording = setup.recording or TrajectoryRecord()
     # What is known of the run, and what is decided.
     published = PublishedCopy(engine.policy, learner, spec, setup.sharding)
     roles = Roles(

@@ -20,7 +20,7 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, place
 from digenrl.schedule.claims import Claim
 from digenrl.strategy.hooks import Hooks
-from digenrl.strategy.stream import Inbox
+from digenrl.strategy.stream import Inbox, TrajectoryRecord
 from digenrl.transport.cells import Part, StepBoard, joined, owned_positions, pack
 from digenrl.transport.wire import Message, MessageKind, decode, encode
 from digenrl.types import CellBlock, Trajectory
@@ -28,9 +28,8 @@ from digenrl.types import CellBlock, Trajectory
 Fragment = tuple[int, ...]
 
 
-class Recording:
-    """`digenrl.strategy.stream.TrajectoryRecord` that writes the messages of a trainer into
-    `files`."""
+class Recording(TrajectoryRecord):
+    """A record that writes the messages of a trainer into `files`."""
 
     def __init__(self, files: TrajectoryFiles) -> None:
         self._files = files

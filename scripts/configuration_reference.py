@@ -1,5 +1,4 @@
-"""docs/configuration.md, from the schema: `python -m digenrl.config.reference FILE` writes it again
-(`make docs`)."""
+"""docs/configuration.md, from the schema: `python -m scripts.configuration_reference FILE`."""
 
 from __future__ import annotations
 
