@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 
-from digenrl.cluster.attach import Place
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.network import Network
@@ -97,10 +96,6 @@ def test_too_few_ports_are_counted_and_the_remedy_named() -> None:
         ValueError, match=r"3 ports, but 5 are needed .* network\.ports=\[29600,29604\]"
     ):
         Network(ports=(29600, 29602)).check(5)
-
-
-def test_the_route_to_a_scheduler_on_ipv6_begins_at_an_ipv6_address() -> None:
-    assert Place(1, 2, 1, IPV6, 29500, "job", hosts_store=False, local_size=2).host == IPV6
 
 
 def test_an_interface_that_does_not_exist_is_answered_with_those_that_do() -> None:

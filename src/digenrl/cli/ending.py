@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
 from collections import Counter
@@ -11,7 +13,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl.cli.commands import to_continue
-from digenrl.cluster.attach import scheduler_limit
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config import redact_text
 from digenrl.display import final_table
@@ -22,6 +23,10 @@ from digenrl.report.read_run import JsonlTail, is_number
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
 """Values of `allocation.stop_grace_s=auto`: a factor for the longest of the last ten steps, the
 least seconds, and the seconds before the first step."""
+
+_SLURM_KILL_WAIT_S, _SLURM_ANNOUNCED_S = 30.0, 600.0
+"""SLURM's default KillWait, and the seconds before a job's end at which SLURM's signal announces
+that end."""
 
 
 def stop_grace(config: DictConfig, run_dir: Path) -> float:
@@ -37,7 +42,7 @@ def stop_grace(config: DictConfig, run_dir: Path) -> float:
         wanted = (
             max(_LEAST_S, _LONGEST_STEPS * max(measured[-10:])) if measured else _UNKNOWN_STEP_S
         )
-        seconds = min(wanted, scheduler_limit(time.time()) / 2)  # the other half is for saving
+        seconds = min(wanted, _scheduler_limit() / 2)  # the other half is for saving
     print(
         f"stopping after the step in progress, for which there are {seconds:.0f} s; a second "
         "signal gives it up. Finished steps are saved either way.",
@@ -45,6 +50,21 @@ def stop_grace(config: DictConfig, run_dir: Path) -> float:
         flush=True,
     )
     return float(seconds)
+
+
+def _scheduler_limit() -> float:
+    """Return the seconds between a stop signal and the scheduler's SIGKILL; infinity if unknown.
+
+    SLURM signals for two reasons. In the last ten minutes of a job the signal announces its end
+    (`--signal`), and the rest of the job is left. Otherwise somebody cancelled the job (`scancel`),
+    and KillWait is left.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if "SLURM_JOB_ID" in os.environ:
+        left = float(os.environ.get("SLURM_JOB_END_TIME", "0")) - time.time()
+        return left if _SLURM_KILL_WAIT_S < left < _SLURM_ANNOUNCED_S else _SLURM_KILL_WAIT_S
+    return math.inf
 
 
 def report(run_dir: Path, outcome: RunOutcome) -> None:

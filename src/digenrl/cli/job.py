@@ -3,27 +3,52 @@ from."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from omegaconf import DictConfig
 
 from digenrl import devices, parts
 from digenrl.advisor import Advice, advisor
 from digenrl.cli.commands import to_continue
-from digenrl.cluster.attach import Place, check_allocation, find_place
-from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
+from digenrl.cluster.launcher import Launcher, RankMain, RunOutcome, check_open_files
 from digenrl.cluster.network import Network
+from digenrl.cluster.signals import StopSignals
 from digenrl.config import EXIT_CODE, Composed
 from digenrl.config.relations import most_rollouts
 from digenrl.config.stored import identity
 from digenrl.extension import extension
-from digenrl.hardware import numbering, parse_hardware
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
 from digenrl.settle import allocated, begins_with
 from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
+
+
+class Place(Protocol):
+    """Position of this process among those that a scheduler started, each of which is one rank."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process; process 0 reports."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+
+    @property
+    def local_size(self) -> int:
+        """Number of processes on this machine."""
+
+    def check(self, config: DictConfig) -> None:
+        """Refuse a run that does not fit the processes (ValueError)."""
+
+    def launch(self, job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
+        """Be this process's rank to its end; return the run directory and how the run ended."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +127,9 @@ def settle(composed: Composed) -> Job:
         require_weights({} if config.hardware.emulate else config.reward, config.callbacks)
     except ValueError as error:
         raise NotStarted(error, EXIT_CODE) from error
-    checkpoint, place = _continued(composed), find_place()
+    checkpoint = _continued(composed)
     try:
+        place = find_place()
         composed = allocated(composed, None if place is None else place.size)
         parts.check(composed.config)
         check_place(composed, place)
@@ -112,6 +138,21 @@ def settle(composed: Composed) -> Job:
     except (ValueError, OSError) as error:
         raise NotStarted(error, EXIT_CODE) from error
     return Job(composed, advice, place, checkpoint)
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return the position that torchrun or SLURM gave this process; None without a scheduler.
+
+    Raises:
+        ValueError: the extension `launchers` is not installed, or misses a variable.
+    """
+    # srun sets SLURM_STEP_NUM_TASKS; the batch script itself has SLURM_NTASKS.
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "TORCHELASTIC_RUN_ID" not in environment and tasks < 2:
+        return None
+    target = "digenrl.extensions.launchers.attach.place_of"
+    place: Place = extension(target, "torchrun or SLURM", "start digenrl by itself")(environment)
+    return place
 
 
 def _continued(composed: Composed) -> Path | None:
@@ -198,22 +239,14 @@ def check_place(composed: Composed, place: Place | None) -> None:
         place: the scheduler's numbers for this process; None without a scheduler.
 
     Raises:
-        ValueError: as `Launcher.check`, `devices.check`, `devices.found`, `Network.check`,
-            `parts.link_maker`.
+        ValueError: as `Launcher.check`, `Place.check`, `Network.check`, `parts.link_maker`.
     """
     if place is None:
         launcher = launcher_of(composed)
         launcher.check()
         here = launcher.ranks_here
     else:
-        here, (trainers, rollouts) = place.local_size, begins_with(composed.config)
-        if not composed.config.hardware.emulate:
-            check_allocation(place, trainers, rollouts)
-            rank = numbering(parse_hardware(composed.config.hardware), trainers, rollouts)[
-                place.rank
-            ]
-            devices.check(
-                composed.config, {rank: place.local_rank}, place.local_size, devices.found()
-            )
+        place.check(composed.config)
+        here = place.local_size
     Network.of(composed.config.network).check(1 + here)
     parts.link_maker(composed.config)

@@ -1,4 +1,4 @@
-"""Launchers beside the core's (this machine, torchrun, SLURM), and ranks that join a run."""
+"""Launchers beside the core's (this machine): torchrun, SLURM, Ray; and ranks that join a run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

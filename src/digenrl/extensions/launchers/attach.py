@@ -16,45 +16,48 @@ from __future__ import annotations
 import faulthandler
 import ipaddress
 import json
-import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import Empty
-from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from omegaconf import DictConfig
 
+from digenrl import devices, run
+from digenrl.cli.announce import announce
+from digenrl.cli.ending import end_alone, stop_grace
+from digenrl.cli.job import Job
 from digenrl.cluster.access import ACCESS, Access, read_access, write_access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, RunOutcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
-from digenrl.cluster.network import Network, source_address
+from digenrl.cluster.network import source_address
 from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
+from digenrl.config import prepare_run_dir_or_exit
+from digenrl.hardware import numbering, parse_hardware
 from digenrl.record.run_dir import unix_time
+from digenrl.settle import begins_with
 
 LEAVE_MORE_S = 2.0
 """Seconds that process 0 waits beyond `Limits.leave_s` for the other ranks to leave. Their links
 close within `Limits.leave_s`. After a failure process 0 waits `Limits.abort_s` instead: a torchrun
 agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
 _TICK_S = 0.2
-SLURM_KILL_WAIT_S, SLURM_ANNOUNCED_S = 30.0, 600.0
-"""SLURM's default KillWait, and the seconds before a job's end at which SLURM's signal announces
-that end."""
 UNUSED_ADDRESS = "192.0.2.1"
 """An address that no machine has (RFC 5737). Routes to this address start at the machine's outward
 address."""
@@ -88,9 +91,31 @@ class Place:
             return source_address(UNUSED_ADDRESS)
         return host
 
+    def check(self, config: DictConfig) -> None:
+        """Refuse a run with other ranks than the started processes, or without this rank's GPU.
 
-def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the position of this process, or None when the user alone started it.
+        Raises:
+            ValueError: as `check_allocation`, `devices.check`, `devices.found`.
+        """
+        if not config.hardware.emulate:
+            trainers, rollouts = begins_with(config)
+            check_allocation(self, trainers, rollouts)
+            rank = numbering(parse_hardware(config.hardware), trainers, rollouts)[self.rank]
+            devices.check(config, {rank: self.local_rank}, self.local_size, devices.found())
+
+    def launch(self, job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
+        """Run this process's rank to its end. Return the run directory and how the run ended.
+
+        Raises:
+            ValueError: the allocation does not fit the processes that were started, or they share
+                no directory.
+            OSError: no port, or no store.
+        """
+        return _attach(self, job, signals)
+
+
+def place_of(environment: Mapping[str, str]) -> Place:
+    """Return the position of this process as torchrun or SLURM wrote it into its environment.
 
     Raises:
         ValueError: SLURM tasks without MASTER_PORT.
@@ -108,27 +133,23 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             hosts_store=not agent and environment["RANK"] == "0",
             local_size=int(environment["LOCAL_WORLD_SIZE"]),
         )
-    if (
-        int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-    ):  # srun sets it; the batch script itself has SLURM_NTASKS
-        if "MASTER_PORT" not in environment:
-            raise ValueError(
-                "SLURM tasks need MASTER_PORT: export one free port of the first node, see "
-                "scripts/slurm.sbatch."
-            )
-        rank, job = int(environment["SLURM_PROCID"]), ("JOB_ID", "STEP_ID", "RESTART_COUNT")
-        return Place(
-            rank=rank,
-            size=int(environment["SLURM_STEP_NUM_TASKS"]),
-            local_rank=int(environment["SLURM_LOCALID"]),
-            address=environment.get("MASTER_ADDR")
-            or SLURMEnvironment.resolve_root_node_address(environment["SLURM_STEP_NODELIST"]),
-            port=int(environment["MASTER_PORT"]),
-            prefix="-".join(["digenrl", *(environment.get(f"SLURM_{name}", "0") for name in job)]),
-            hosts_store=rank == 0,
-            local_size=_tasks_here(environment),
+    if "MASTER_PORT" not in environment:
+        raise ValueError(
+            "SLURM tasks need MASTER_PORT: export one free port of the first node, see "
+            "scripts/slurm.sbatch."
         )
-    return None
+    rank, job = int(environment["SLURM_PROCID"]), ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+    return Place(
+        rank=rank,
+        size=int(environment["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
+        address=environment.get("MASTER_ADDR")
+        or SLURMEnvironment.resolve_root_node_address(environment["SLURM_STEP_NODELIST"]),
+        port=int(environment["MASTER_PORT"]),
+        prefix="-".join(["digenrl", *(environment.get(f"SLURM_{name}", "0") for name in job)]),
+        hosts_store=rank == 0,
+        local_size=_tasks_here(environment),
+    )
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
@@ -139,22 +160,6 @@ def _tasks_here(environment: Mapping[str, str]) -> int:
         count, _, times = part.rstrip(")").partition("(x")
         counts += [int(count)] * int(times or 1)
     return counts[int(environment["SLURM_NODEID"])]
-
-
-def scheduler_limit(now: float, environment: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds between a stop signal at Unix second `now` and the scheduler's SIGKILL;
-    infinity if unknown.
-
-    SLURM signals for two reasons. In the last ten minutes of a job the signal announces its end
-    (`--signal`), and the rest of the job is left. Otherwise somebody cancelled the job (`scancel`),
-    and KillWait is left.
-    """
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-    if "SLURM_JOB_ID" in environment:
-        left = float(environment.get("SLURM_JOB_END_TIME", "0")) - now
-        return left if SLURM_KILL_WAIT_S < left < SLURM_ANNOUNCED_S else SLURM_KILL_WAIT_S
-    return math.inf
 
 
 @contextmanager
@@ -208,36 +213,11 @@ def check_allocation(place: Place, trainers: int, rollouts: int) -> None:
         )
 
 
-def attach(
-    place: Place,
-    ranks: Sequence[int],
-    trainers: int,
-    prepare: Callable[[], Path],
-    rank_main: Callable[[World, Session], None],
-    handshake: Handshake,
-    limits: Limits,
-    network: Network,
-    on_hang: Callable[[Path, str], None],
-    stop_grace: Callable[[Path], float],
-    signals: StopSignals,
-    credentials: Mapping[str, Any],
-    max_lost: int | None = None,
-) -> tuple[Path, RunOutcome]:
-    """Run this process's rank to its end. Return the run directory and how the run ended.
-
-    Args:
-        ranks: rank of every started process; the first `trainers` ranks train.
-        prepare: makes the run directory. Process 0 alone calls it; the others learn the path from
-            the store.
-        handshake: limits for connections. On process 0 its token becomes the run's.
-        limits: how long ranks are waited for.
-        network: where this machine's ranks listen.
-        on_hang: called with the run directory and the cause when process 0 hangs and cannot report
-            that itself.
-        max_lost: how many of the rollouts that join may die. Started ranks must not die.
-        rank_main, stop_grace, signals, credentials: see `launcher.Launch`. `stop_grace` is called
-            with the run directory.
-    """
+def _attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutcome]:
+    config, (trainers, rollouts) = job.composed.config, job.ranks
+    check_allocation(place, trainers, rollouts)
+    ranks = numbering(parse_hardware(config.hardware), trainers, rollouts)
+    handshake, limits, network = Handshake(**config.handshake), Limits(**config.limits), job.network
     host = network.address(place.host)
     network.announce(host)
     notices = _notices(place, handshake.connect_s)
@@ -248,8 +228,8 @@ def attach(
     with ExitStack() as ended:
         server: StoreServer | None = None
         if place.rank == 0:
-            run_dir = prepare().absolute()
-            monitor = monitored(partial(on_hang, run_dir))  # forked before the store has threads
+            run_dir = _prepare(job, signals)
+            monitor = monitored(partial(end_alone, run_dir))  # forked before the store has threads
             ended.callback(monitor.stop)
             server = StoreServer(network.listen(host), handshake)
             write_access(
@@ -261,22 +241,20 @@ def attach(
         session = replace(
             _session(run_dir, place, handshake), host=host, network=network, limits=limits
         )
-        world = World(ranks[place.rank], trainers, place.size - trainers, place.local_rank)
+        world = World(ranks[place.rank], trainers, rollouts, place.local_rank)
 
         def hangs(cause: str) -> None:
             monitor.stop()
-            on_hang(run_dir, cause)
+            end_alone(run_dir, cause)
 
         members: Members | None = None
         if server is not None:
             # A connection of its own: the watching thread must not wait for a call of the main
             # thread.
-            own, terms = (
-                Control(StoreClient(*session.store), 0),
-                Terms(trainers, place.size - trainers, max_lost),
-            )
+            own = Control(StoreClient(*session.store), 0)
+            terms = Terms(trainers, rollouts, job.max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
-            own.set(CREDENTIALS, json.dumps(credentials))
+            own.set(CREDENTIALS, json.dumps(job.credentials))
             _watch_ranks(own, members, names, limits, hangs)
         else:
             ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
@@ -284,8 +262,8 @@ def attach(
         control, watcher = (
             Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2)
         )
-        stops = _stop_on_signals(signals, watcher, partial(stop_grace, run_dir))
-        outcome = _run(partial(rank_main, world, session), world, control, stops)
+        stops = _stop_on_signals(signals, watcher, partial(stop_grace, config, run_dir))
+        outcome = _run(partial(_be_rank, job, world, session), world, control, stops)
         with suppress(StoreLost):  # process 0 is gone
             control.set(f"left/{place.rank}", "1")
         failed = outcome.status == "failed"
@@ -298,6 +276,22 @@ def attach(
             (run_dir / ACCESS).unlink(missing_ok=True)
             server.close()
     return run_dir, outcome
+
+
+def _prepare(job: Job, signals: StopSignals) -> Path:
+    """Make the run directory; return its absolute path."""
+    signals.count_all()  # what exists from here on is ended in order
+    run_dir = prepare_run_dir_or_exit(job.composed)
+    announce(job, run_dir, job.checkpoint)
+    return run_dir.absolute()
+
+
+def _be_rank(job: Job, world: World, session: Session) -> None:
+    """Take this rank's GPU, and be the rank to the end of the run."""
+    if not job.composed.config.hardware.emulate:
+        devices.take(world.local_rank)
+        devices.claim(session, world.rank)
+    run.fit(job.composed.config, job.checkpoint, job.advice, world, session)
 
 
 def _run(

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from digenrl.cluster.attach import Place, check_allocation, find_place
+from digenrl.cli.job import find_place
+from digenrl.extensions.launchers.attach import Place, check_allocation, place_of
 from digenrl.hardware import numbering, parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
@@ -26,7 +27,7 @@ from tests.namespaces import bytes_sent, two_machines
 from tests.strategy.processes import TINY
 from tests.training import fault
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = ROOT / "scripts"
 STEP = {
     "SLURM_NTASKS": "12",
     "SLURM_JOB_ID": "77",
@@ -43,22 +44,20 @@ STEP = {
 
 
 def test_a_task_of_srun_finds_its_place() -> None:
-    place = find_place(STEP)
+    place = place_of(STEP)
     assert place == Place(
         9, 12, 1, "gpu03-ib", 23456, "digenrl-77-2-0", hosts_store=False, local_size=4
     )
-    first = find_place(
+    first = place_of(
         STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),4"}
     )
-    assert first is not None
     assert (first.hosts_store, first.local_size) == (True, 4)
-    again = find_place(STEP | {"SLURM_RESTART_COUNT": "1", "MASTER_ADDR": "head"})
-    assert again is not None
+    again = place_of(STEP | {"SLURM_RESTART_COUNT": "1", "MASTER_ADDR": "head"})
     assert (again.prefix, again.address) == ("digenrl-77-2-1", "head")
     with pytest.raises(
         ValueError, match=r"MASTER_PORT: export one free port .* scripts/slurm\.sbatch"
     ):
-        find_place({key: value for key, value in STEP.items() if key != "MASTER_PORT"})
+        place_of({key: value for key, value in STEP.items() if key != "MASTER_PORT"})
 
 
 @pytest.mark.parametrize(
@@ -82,9 +81,12 @@ def test_a_batch_script_that_starts_us_without_srun_is_one_machine() -> None:
     assert find_place({}) is None
 
 
+def test_the_route_to_a_scheduler_on_ipv6_begins_at_an_ipv6_address() -> None:
+    assert Place(1, 2, 1, "::1", 29500, "job", hosts_store=False, local_size=2).host == "::1"
+
+
 def test_a_wrong_number_of_processes_names_both_numbers_and_the_remedy() -> None:
-    place = find_place(STEP)
-    assert place is not None
+    place = place_of(STEP)
     check_allocation(place, 8, 4)
     for trainers, rollouts in ((8, 8), (-1, 13)):
         message = (
