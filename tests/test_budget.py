@@ -53,7 +53,6 @@ class Room:
 
 LOOSE = (
     "accelerator types run parts data devices api settle advisor extension hardware facts recompute images "
-    "display "
     "__init__ __main__"
 )
 """Files of the core that stand beside the rooms."""
@@ -80,7 +79,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices, api ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1696
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1592
     ),
     "schedule": Room(1100, ("schedule",), ceiling=1104),
     "strategy": Room(1600, ("strategy",), ceiling=2084),
@@ -93,8 +92,8 @@ ROOMS = {
     "record": Room(500, ("record",), ceiling=554),
     "callbacks": Room(500, ("callbacks",), ceiling=543),
     "config": Room(1500, ("config",), ceiling=1794),
-    "cli": Room(500, ("cli",), ceiling=560),
-    "report": Room(600, ("report",), ceiling=609),
+    "cli": Room(500, ("cli",), ceiling=564),
+    "report": Room(600, ("report",), ceiling=624),
     "extensions/planner": Room(3300, ("extensions/planner",)),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
@@ -110,7 +109,7 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
-    "extensions/terminal": Room(80, ("extensions/terminal",)),
+    "extensions/terminal": Room(80, ("extensions/terminal",), ceiling=159),
     "extensions/workbench": Room(230, ("extensions/workbench",), ceiling=232),
     "reward_models": Room(1500, ("reward_models",)),
     "hot path": Room(7500, HOT_PATH, ceiling=7109),
@@ -122,9 +121,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=14746,
+        ceiling=14661,
     ),
-    "everything": Room(26000, ("",), ceiling=27760),
+    "everything": Room(26000, ("",), ceiling=27764),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -36,7 +36,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
     "data": {"types", "prompts", "schedule"},
     "report": {"record", "images", "schedule", "extension"},
-    "display": {"report", "record", "extension"},
     "devices": {"accelerator", "extension", "cluster", "hardware", "config.relations"},
     "cluster": {"record", "schedule"},
     "transport": {"accelerator", "types", "schedule", "diffusion", "cluster", "record"},

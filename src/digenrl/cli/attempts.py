@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from digenrl import run
 from digenrl.cli.announce import announce
@@ -20,7 +21,7 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.config import prepare_run_dir_or_exit
-from digenrl.display import Display, display
+from digenrl.extension import extension, installed
 from digenrl.record.run_dir import METRICS, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
@@ -132,16 +133,21 @@ def _attempt(
 
 
 class _Shown:
-    """The display of one attempt."""
+    """The display of one attempt, where the extension `terminal` is installed."""
 
     def __init__(self, run_dir: Path, steps: int) -> None:
         self._run_dir, self._steps = run_dir, steps
-        self._display: Display | None = None
+        self._display: Any = None
 
     def tick(self, states: Callable[[], dict[int, str]]) -> None:
         """Show what is new. The display is made with the first tick, when all ranks are forked."""
-        self._display = self._display or display(self._run_dir, self._steps, states)
-        self._display.poll()
+        if self._display is None and installed("terminal"):
+            make = extension(
+                "digenrl.extensions.terminal.live.display", "a display", "read the files"
+            )
+            self._display = make(self._run_dir, self._steps, states)
+        if self._display is not None:
+            self._display.poll()
 
     def end(self) -> None:
         """Leave the terminal as it was."""

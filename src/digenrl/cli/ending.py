@@ -15,10 +15,10 @@ from rich.console import Console
 from digenrl.cli.commands import to_continue
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config import redact_text
-from digenrl.display import final_table
 from digenrl.record.run_dir import EVENTS, METRICS
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
+from digenrl.report.tables import final_table
 
 _LONGEST_STEPS, _LEAST_S, _UNKNOWN_STEP_S = 3.0, 5.0, 30.0
 """Values of `allocation.stop_grace_s=auto`: a factor for the longest of the last ten steps, the

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.display import final_table
 from digenrl.record.run_dir import REPORT
 from digenrl.report.build import rebuild
+from digenrl.report.tables import final_table
 
 
 class ReportKeys(Arguments):

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import is_number
 
 DASH = "-"
@@ -69,3 +74,18 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness, at most", number(summary["staleness_max"])),
     ]
     return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]
+
+
+def final_table(summary: Mapping[str, Any]) -> RenderableType:
+    """Return the end of a run as a table with its alarms below, to print with a rich Console."""
+    colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
+    table = Table(
+        title=Text(f"{summary['experiment']}: {summary['status']}", style=f"bold {colour}"),
+        show_header=False,
+    )
+    for name, text in facts(summary):
+        table.add_row(Text(name, style="dim"), Text(text))
+    told = [*alarms(summary), *summary["warnings"]]
+    if summary["status"] == "stopped" and summary["cause"]:
+        told.insert(0, f"Stopped: {summary['cause']}.")
+    return Group(table, *(Text(f"! {line}", style="yellow") for line in told))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from digenrl.extensions.terminal.live import LiveDisplay, sparkline
 from digenrl.record.run_dir import append_event
-from tests.test_display import Clock, shown, step
+from tests.extensions.terminal.test_lines import Clock, shown, step
 
 
 class Terminal(io.StringIO):

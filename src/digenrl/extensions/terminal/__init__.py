@@ -1,1 +1,1 @@
-"""The live view of a run on a terminal."""
+"""What a user sees of a running run: a live view on a terminal, else a line every ten seconds."""

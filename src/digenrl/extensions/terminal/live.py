@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.display import Display, activity, told
+from digenrl.extensions.terminal.lines import Display, activity, told
 from digenrl.record.run_dir import Row
 from digenrl.report.read_run import is_number
 from digenrl.report.tables import DASH, duration, number
@@ -101,3 +103,8 @@ class LiveDisplay(Display):
         for rank, state in sorted(states.items()):
             by_activity.setdefault(activity(state), []).append(rank)
         return [(f"{len(ranks)} ranks", activity) for activity, ranks in by_activity.items()]
+
+
+def display(run_dir: Path, steps: int, states: Callable[[], Mapping[int, str]]) -> Display:
+    """Return the display of a run on standard error; arguments as of `Display`."""
+    return (LiveDisplay if sys.stderr.isatty() else Display)(run_dir, steps, states)

@@ -1,9 +1,7 @@
-"""The user's view of a running run: a line every ten seconds, or the live view of the extension
-`terminal`.
+"""A line every ten seconds about a run.
 
-The display runs in the launcher, which does no work of the run. It reads what the ranks append to
-the run directory, and calls a function that tells each rank's present activity. It imports no
-torch.
+A display runs in the launcher, which does no work of the run. It reads what the ranks append to the
+run directory, and calls a function that tells each rank's present activity. It imports no torch.
 """
 
 from __future__ import annotations
@@ -15,13 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from digenrl.extension import extension, installed
 from digenrl.record.run_dir import (
     CHECKPOINT_FAILED,
     EVENTS,
@@ -31,9 +27,8 @@ from digenrl.record.run_dir import (
     UNWRITTEN,
     Row,
 )
-from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import JsonlTail, append_step, is_number
-from digenrl.report.tables import duration, facts, number
+from digenrl.report.tables import duration, number
 
 _QUIET = ("publish",)
 _LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER, TRAJECTORIES)
@@ -133,32 +128,6 @@ class Display:
     def _eta(self) -> float | None:
         recent = [float(row["step_s"]) for row in self._steps[-10:] if is_number(row.get("step_s"))]
         return median(recent) * (self._total - self._done) if recent else None
-
-
-def display(run_dir: Path, total_steps: int, states: Callable[[], Mapping[int, str]]) -> Display:
-    """Return the display of a run on standard error: live on a terminal, where the extension
-    `terminal` is installed."""
-    if not (sys.stderr.isatty() and installed("terminal")):
-        return Display(run_dir, total_steps, states)
-    live: type[Display] = extension(
-        "digenrl.extensions.terminal.live.LiveDisplay", "a live view", "use lines"
-    )
-    return live(run_dir, total_steps, states)
-
-
-def final_table(summary: Mapping[str, Any]) -> RenderableType:
-    """Return the end of a run as a table with its alarms below, to print with a rich Console."""
-    colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
-    table = Table(
-        title=Text(f"{summary['experiment']}: {summary['status']}", style=f"bold {colour}"),
-        show_header=False,
-    )
-    for name, text in facts(summary):
-        table.add_row(Text(name, style="dim"), Text(text))
-    told = [*alarms(summary), *summary["warnings"]]
-    if summary["status"] == "stopped" and summary["cause"]:
-        told.insert(0, f"Stopped: {summary['cause']}.")
-    return Group(table, *(Text(f"! {line}", style="yellow") for line in told))
 
 
 def activity(state: str) -> str:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
-from digenrl.display import Display, final_table
+from digenrl.extensions.terminal.lines import Display
 from digenrl.record.run_dir import append_jsonl
-from digenrl.report.read_run import read_run
-from digenrl.report.summary import build_summary
-from tests.report.synthetic import write_run
 
 
 class Clock:
@@ -68,24 +62,3 @@ def test_a_resumed_run_counts_from_its_checkpoint(tmp_path: Path) -> None:
         step(tmp_path, rl_step, 0.5)
     display.poll()
     assert "step 4/40" in display.line()
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_end_table_fits_and_names_status_and_alarms(tmp_path: Path, width: int) -> None:
-    summary = build_summary(
-        read_run(write_run(tmp_path / "digits_flowgrpo" / "run", steps=8, samples=False))
-    )
-    text = shown(final_table({**summary, "diversity_ratio": 0.4}), width)
-    assert "completed" in text
-    assert "mode collapse" in text.replace("\n", " ")
-    assert max(len(line) for line in text.splitlines()) <= width
-
-
-def test_the_launcher_side_imports_no_torch() -> None:
-    code = (
-        "import sys, digenrl.display, digenrl.report.build; assert not {'torch', 'lightning'} & "
-        "set(sys.modules)"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"}
-    )
