@@ -83,6 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("processes") is None)
 
 
+def pytest_collection_finish() -> None:
+    """With the device each test collects garbage; without what is imported that takes no time."""
+    if "STRICT_TESTS" in os.environ:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """What was frozen before a fork is freed again, or libraries report it as leaked."""
     gc.unfreeze()

@@ -27,8 +27,8 @@ def test_the_device_keeps_its_promises() -> None:
     passed("tests/device/inside/test_strict.py")
 
 
-def test_parts_of_the_source() -> None:
-    passed("tests/device/inside/test_parts.py")
+def test_parts_of_the_source_and_commands() -> None:
+    passed("tests/device/inside/test_parts.py", "tests/device/inside/test_commands.py")
 
 
 def test_runs_compute_what_they_compute_on_the_cpu() -> None:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import SingleDeviceStrategy
 from omegaconf import DictConfig
 
+from digenrl import accelerator, devices
 from digenrl import config as configuration
-from digenrl import devices
 from digenrl.algorithms.advantages import reward_statistics
 from digenrl.algorithms.base import PolicyModule
 from digenrl.data import PromptData
@@ -86,7 +87,11 @@ class Loop:
         self.rewards: RewardSuite = configuration.instantiate(config.reward)
         self.module: PolicyModule = configuration.instantiate(config.algorithm, policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
-        self.fabric = self.module.fabric = Fabric(accelerator=devices.lightning(), devices=1)
+        # A strategy that names the device: for a kind that it does not know, Fabric takes the CPU.
+        alone = SingleDeviceStrategy(accelerator.current())
+        self.fabric = self.module.fabric = Fabric(
+            accelerator=devices.lightning(), strategy=alone, devices=1
+        )
         self.module.to(self.fabric.device)
         self.engine = engine_of(config, self.module, self.rewards)
         self.data = PromptData(config.data, config.seed)

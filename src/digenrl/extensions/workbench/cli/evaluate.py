@@ -72,27 +72,25 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
     require_weights(scoring, config.callbacks)
 
     # torch is imported only now, so that a mistyped word is refused at once.
+    from digenrl import accelerator
     from digenrl.callbacks.evaluation import Evaluation
-    from digenrl.parts import sampling_spec
     from digenrl.record.run_dir import write_json
-    from digenrl.rollout.engine import RolloutEngine
     from digenrl.rollout.evaluation import Pictures
+    from digenrl.run import engine_of
 
-    checkpoint: dict[str, Any] | None = None
-    rl_step = 0
-    if request.step == "last":
-        try:
-            checkpoint, rl_step = last_checkpoint(composed.run_dir)
-        except NoCheckpoint as error:
-            raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
+    try:
+        checkpoint, rl_step = (
+            last_checkpoint(composed.run_dir) if request.step == "last" else (None, 0)
+        )
+    except NoCheckpoint as error:
+        raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
     evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
     policy = configuration.instantiate(config.model)
     module = configuration.instantiate(config.algorithm, policy=policy)
+    module.to(accelerator.kind())
     rewards = configuration.instantiate(scoring)
     rewards.check_prompts(evaluation.prompts)
-    engine = RolloutEngine(
-        policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed
-    )
+    engine = engine_of(config, module, rewards)
     result: dict[str, Any] = {
         "run": str(composed.run_dir),
         "prompts": len(evaluation.prompts),
