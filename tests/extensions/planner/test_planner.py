@@ -24,6 +24,7 @@ from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fitted, task_sizes
+from digenrl.extensions.planner.gpus import reaches
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.plan_text import (
     Booking,
@@ -581,12 +582,12 @@ def test_what_a_node_gathers_over_slow_links_costs_that_node_and_its_share() -> 
     cluster = costing.cluster(held)
     assert (cluster.lockstep, cluster.together) == (True, 2)
     exposed = {rank.pool: rank.exposed_seconds for rank in cluster.trainers}
-    assert exposed["fast"] == 0.0 < exposed["slow"]
-    cells = {rank.pool: rank.cell_seconds for rank in cluster.trainers}
+    gathering = costing.costs.sharding_seconds([hardware.pool("fast")], 2)
+    assert exposed["fast"] == pytest.approx((1 - reaches(hardware.pool("fast")).hidden) * gathering)
+    assert exposed["fast"] < 0.1 * exposed["slow"]
+    paid = {rank.pool: rank.cell_seconds + rank.exposed_seconds for rank in cluster.trainers}
     shares = costing.spec(held).shares
-    assert shares[0] / shares[-1] == pytest.approx(
-        (cells["slow"] + exposed["slow"]) / cells["fast"]
-    )
+    assert shares[0] / shares[-1] == pytest.approx(paid["slow"] / paid["fast"])
     floor = costing.floor(held)
     assert floor <= evaluate(costing, held, costing.bound(), exact=True).step_s < 1.2 * floor
 

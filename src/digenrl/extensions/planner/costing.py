@@ -284,11 +284,10 @@ class Costing:
         spec, steps, shards = candidate.spec, self.work.trained_steps, self.shards(candidate)
         least = []
         for pool in self._trainer_pools(candidate):
-            gathering = (
-                self.costs.sharding_seconds(self._gathering(pool, candidate), shards) / steps
-            )
+            gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), shards)
             plain = self._cell_seconds(pool, spec.task_size, steps, Recompute(), spec.context)
-            least.append(max(plain, gathering))
+            exposed = self.costs.exposed_seconds(pool, gathering, plain * steps)
+            least.append(plain + exposed / steps)
         return max(least)
 
     def _trainer_pools(self, candidate: Candidate) -> list[Pool]:
@@ -326,14 +325,13 @@ class Costing:
         return [pool] if candidate.sharding == "hsdp" else self._trainer_pools(candidate)
 
     def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
-        """Return the seconds by which gathering weights outlasts computing one block, on a trainer
-        of `pool`."""
+        """Return the seconds of gathering weights that computing one block does not hide, on a
+        trainer of `pool`."""
         gathering = self.costs.sharding_seconds(
             self._gathering(pool, candidate), self.shards(candidate)
         )
-        return max(
-            0.0, gathering - self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch
-        )
+        block = self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch
+        return self.costs.exposed_seconds(pool, gathering, block)
 
     @_once
     def _cell_seconds(
@@ -359,9 +357,9 @@ class Costing:
                     self.pool_cell_seconds(pool, candidate),
                     self.exposed_seconds(pool, candidate),
                 )
-                # A trainer that generates gathers sharded weights in every denoising step, while it
-                # computes.
-                step = max(step, costs.gather_seconds(self._gathering(pool, candidate), shards))
+                # A trainer that generates gathers sharded weights in every denoising step.
+                gathering = costs.gather_seconds(self._gathering(pool, candidate), shards)
+                step += costs.exposed_seconds(pool, gathering, step)
             likes[name, role] = VirtualRank(
                 0,
                 role,

@@ -5,9 +5,9 @@ A forward or backward takes (products / share + attention / its share) / peak + 
 / bandwidth. It takes at least blocks x launches. The speeds that GPUs reach are in `gpus.py`.
 The VAE is bound by memory.
 
-Communication that overlaps with computing (FSDP prefetches the next block's weights) costs only
-what exceeds the computing, once per micro-batch. Measured seconds of a profile replace computed
-ones.
+Communication hides behind computing in part (FSDP prefetches the next block's weights): a
+micro-batch pays the rest once, whatever its number of time steps. Measured seconds of a profile
+replace computed ones.
 """
 
 from __future__ import annotations
@@ -228,28 +228,29 @@ class Costs:
         """Return the bytes per second of the slowest network link."""
         return min(pool.inter_gb_s * reaches(pool).network for pool in pools) * 1e9
 
-    @property
-    def _weight_bytes(self) -> int:
-        """Bytes of a gathered parameter: 2 for a frozen base (bf16), 4 for trained weights
-        (fp32)."""
-        return 4 if self.work.lora_rank is None else 2
-
     def sharding_seconds(self, pools: list[Pool], shards: int) -> float:
         """Return the seconds of all communication in one micro-batch of sharded trainers.
 
-        Weights are gathered for the forward, for the backward (which serves the repeated forward
-        too), and for the reference. If all weights are trained, their gradients are scattered as
-        well.
+        Weights are gathered in 16 bit for the forward, for the backward (which serves the repeated
+        forward too), and for the reference. If all weights are trained, their gradients are
+        scattered in fp32 as well.
         """
-        gathers = 2 + int(self.work.reference)
-        scattered = int(self.work.lora_rank is None)
-        return (gathers + scattered) * self.gather_seconds(pools, shards)
+        scattered = self.gather_seconds(pools, shards, 4) if self.work.lora_rank is None else 0.0
+        return (2 + int(self.work.reference)) * self.gather_seconds(pools, shards) + scattered
 
-    def gather_seconds(self, pools: list[Pool], shards: int) -> float:
-        """Return the seconds of an all-gather of the whole model over `shards` ranks."""
+    @staticmethod
+    def exposed_seconds(pool: Pool, communicating: float, computing: float) -> float:
+        """Return the seconds of `communicating` that remain beside `computing` seconds of work on
+        `pool`: at least the share that never overlaps."""
+        hidden = reaches(pool).hidden * communicating
+        return communicating - min(hidden, computing)
+
+    def gather_seconds(self, pools: list[Pool], shards: int, width: int = 2) -> float:
+        """Return the seconds of an all-gather of the whole model over `shards` ranks, in `width`
+        bytes per parameter."""
         if shards == 1:
             return 0.0
-        volume = self._weight_bytes * self.work.sizes["parameters"] * (shards - 1) / shards
+        volume = width * self.work.sizes["parameters"] * (shards - 1) / shards
         latency = COLLECTIVE_SECONDS * self.work.sizes["attention_blocks"]
         return volume / self.bandwidth(pools, shards) + latency
 

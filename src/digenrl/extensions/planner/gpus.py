@@ -37,6 +37,9 @@ class Efficiency:
     """Speed of the text encoders, as a part of a forward's products."""
     network: float = 0.8
     """Share of the links' nominal bandwidth that is reached."""
+    hidden: float = 0.3
+    """Share of sharded weights' communication that can overlap with computing. Published training
+    rows fit 0.05, but hardly tell 0 from 0.5."""
     launch_seconds: float | None = None
     """Least seconds of a block's forward; None = those of the engine."""
     host_gb_s: float = 20.0
