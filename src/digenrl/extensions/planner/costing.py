@@ -169,11 +169,8 @@ class Costing:
             for (name, role), count in self.kinds(candidate).items()
             if role == "trainer"
         }
-        mean = (
-            sum(count * self.hardware.pool(name).tflops for name, count in trainers.items())
-            / candidate.trainers
-        )
-        return math.ceil(pool.tflops / mean - 1e-9)
+        total = sum(count * self.hardware.pool(name).tflops for name, count in trainers.items())
+        return math.ceil(pool.tflops * candidate.trainers / total - 1e-9)
 
     def _batches(self, candidate: Candidate, pool: Pool) -> tuple[Any, ...]:
         """Return everything that the memory of a trainer on `pool` depends on, in the order of
@@ -327,9 +324,8 @@ class Costing:
     def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return the seconds of gathering weights that computing one block does not hide, on a
         trainer of `pool`."""
-        gathering = self.costs.sharding_seconds(
-            self._gathering(pool, candidate), self.shards(candidate)
-        )
+        pools = self._gathering(pool, candidate)
+        gathering = self.costs.sharding_seconds(pools, self.shards(candidate))
         block = self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch
         return self.costs.exposed_seconds(pool, gathering, block)
 
@@ -353,10 +349,8 @@ class Costing:
             pool, cell, exposed = pools[name], 0.0, 0.0
             step = costs.step_seconds(pool, b)
             if role == "trainer":
-                cell, exposed = (
-                    self.pool_cell_seconds(pool, candidate),
-                    self.exposed_seconds(pool, candidate),
-                )
+                cell = self.pool_cell_seconds(pool, candidate)
+                exposed = self.exposed_seconds(pool, candidate)
                 # A trainer that generates gathers sharded weights in every denoising step.
                 gathering = costs.gather_seconds(self._gathering(pool, candidate), shards)
                 step += costs.exposed_seconds(pool, gathering, step)

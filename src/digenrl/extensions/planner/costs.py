@@ -242,8 +242,7 @@ class Costs:
     def exposed_seconds(pool: Pool, communicating: float, computing: float) -> float:
         """Return the seconds of `communicating` that remain beside `computing` seconds of work on
         `pool`: at least the share that never overlaps."""
-        hidden = reaches(pool).hidden * communicating
-        return communicating - min(hidden, computing)
+        return communicating - min(reaches(pool).hidden * communicating, computing)
 
     def gather_seconds(self, pools: list[Pool], shards: int, width: int = 2) -> float:
         """Return the seconds of an all-gather of the whole model over `shards` ranks, in `width`
