@@ -257,7 +257,11 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
     """Return `candidate` with the steps per forward that fit and with which trainers finish first;
     None if none fit."""
     trials = [candidate.but(tsp_batch=batch) for batch in range(1, costing.work.trained_steps + 1)]
-    fitting = [trial for trial in trials if not costing.trainer_misfits(trial)]
+    fitting = [
+        trial
+        for trial in trials
+        if not any(reason.startswith("trainer") for reason in costing.misfits(trial))
+    ]
 
     def seconds(trial: Candidate) -> float:
         fragment, updates = training_floor(costing.spec(trial), costing.cluster(trial))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from digenrl.extensions.planner.bound import Bound, solve_bound
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costs import STAGES, Costs
+from digenrl.extensions.planner.costs import STAGES, SWITCH_SECONDS, Costs
 from digenrl.extensions.planner.floor import floor_seconds
 from digenrl.extensions.planner.memory import (
     GIB,
@@ -266,10 +266,6 @@ class Costing:
         table[names[0]] += published_bytes(self.work, spec.async_steps, told) / GIB
         return table
 
-    def trainer_misfits(self, candidate: Candidate) -> list[str]:
-        """Return the `misfits` of trainers only."""
-        return [reason for reason in self.misfits(candidate) if reason.startswith("trainer")]
-
     def cell_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on the slowest trainer, with its wait
         for sharded weights."""
@@ -283,8 +279,7 @@ class Costing:
         for pool in self._trainer_pools(candidate):
             gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), shards)
             plain = self._cell_seconds(pool, spec.task_size, steps, Recompute(), spec.context)
-            exposed = self.costs.exposed_seconds(pool, gathering, plain * steps)
-            least.append(plain + exposed / steps)
+            least.append(plain + self.costs.exposed_seconds(pool, gathering, plain * steps) / steps)
         return max(least)
 
     def _trainer_pools(self, candidate: Candidate) -> list[Pool]:
@@ -294,8 +289,10 @@ class Costing:
 
     def _paid_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return `pool_cell_seconds` plus a cell's part of `exposed_seconds`."""
-        exposed = self.exposed_seconds(pool, candidate) / candidate.spec.tsp_batch
-        return self.pool_cell_seconds(pool, candidate) + exposed
+        return (
+            self.pool_cell_seconds(pool, candidate)
+            + self.exposed_seconds(pool, candidate) / candidate.spec.tsp_batch
+        )
 
     def spec(self, candidate: Candidate) -> ScheduleSpec:
         """Return the schedule that `train` would build from the candidate's overrides, with
@@ -324,10 +321,11 @@ class Costing:
     def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return the seconds of gathering weights that computing one block does not hide, on a
         trainer of `pool`."""
-        pools = self._gathering(pool, candidate)
-        gathering = self.costs.sharding_seconds(pools, self.shards(candidate))
-        block = self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch
-        return self.costs.exposed_seconds(pool, gathering, block)
+        computing = self.pool_cell_seconds(pool, candidate) * candidate.spec.tsp_batch
+        pools, shards = self._gathering(pool, candidate), self.shards(candidate)
+        return self.costs.exposed_seconds(
+            pool, self.costs.sharding_seconds(pools, shards), computing
+        )
 
     @_once
     def _cell_seconds(
@@ -349,11 +347,14 @@ class Costing:
             pool, cell, exposed = pools[name], 0.0, 0.0
             step = costs.step_seconds(pool, b)
             if role == "trainer":
-                cell = self.pool_cell_seconds(pool, candidate)
-                exposed = self.exposed_seconds(pool, candidate)
+                cell, exposed = (
+                    self.pool_cell_seconds(pool, candidate),
+                    self.exposed_seconds(pool, candidate),
+                )
                 # A trainer that generates gathers sharded weights in every denoising step.
-                gathering = costs.gather_seconds(self._gathering(pool, candidate), shards)
-                step += costs.exposed_seconds(pool, gathering, step)
+                step += costs.exposed_seconds(
+                    pool, costs.gather_seconds(self._gathering(pool, candidate), shards), step
+                )
             likes[name, role] = VirtualRank(
                 0,
                 role,
@@ -395,7 +396,7 @@ class Costing:
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
-            switch_seconds=costs.switch_seconds(),
+            switch_seconds=SWITCH_SECONDS,
             useful=work.useful,
             lends_between_updates=work.lora_rank is not None,
             static_claims=candidate.static_claims,

@@ -18,7 +18,6 @@ from typing import Any
 from digenrl.extensions.planner.gpus import ENGINES, Engine, kind_of, reaches
 from digenrl.extensions.planner.memory import (
     offloaded_bytes,
-    sent_bytes,
     text_encoder_bytes,
     vae_bytes,
     version_bytes,
@@ -49,6 +48,9 @@ the share is 0.04.
 CONNECTION_GB_S = 1.2
 """GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
 two processor cores)."""
+SWITCH_SECONDS = 0.02
+"""Seconds of one switch between training and generation (an assumption). Caches are freed and
+adapters stay."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
 
@@ -276,7 +278,7 @@ class Costs:
         Trainer 0's link carries a copy for each other node with rollouts. No connection is faster
         than the processors at its ends allow.
         """
-        network = sent_bytes(self.work, other_nodes) / self._slowest_link(pools)
+        network = other_nodes * version_bytes(self.work) / self._slowest_link(pools)
         return max(network, version_bytes(self.work) / (CONNECTION_GB_S * 1e9)) + 5e-3
 
     def snapshot_seconds(self, pools: list[Pool]) -> float:
@@ -313,7 +315,7 @@ class Costs:
         """Return the seconds of a version on the line between two places, with a copy for each of
         `nodes` nodes."""
         share = TOLD if line.told else PACKED[2] if line.packed else 1.0
-        return line.seconds(share * sent_bytes(self.work, nodes))
+        return line.seconds(share * nodes * version_bytes(self.work))
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """Return the seconds of a finished task through pinned memory and the network, and of its
@@ -323,11 +325,3 @@ class Costs:
             + 3e-3
             + task_size * self.work.score_cpu_seconds()
         )
-
-    def switch_seconds(self) -> float:
-        """Return the seconds of one switch between training and generation: a small constant (an
-        assumption).
-
-        Caches are freed and adapters stay.
-        """
-        return 0.02

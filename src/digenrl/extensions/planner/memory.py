@@ -156,15 +156,6 @@ def published_bytes(work: Workload, async_steps: int, told: bool = False) -> int
     return (1 + max(2 * async_steps, told)) * version_bytes(work)
 
 
-def sent_bytes(work: Workload, other_nodes: int) -> int:
-    """Return the bytes of a version over the network link of trainer 0's node.
-
-    The link carries a copy for each other node with rollouts, and this node passes it on to its own
-    ranks.
-    """
-    return other_nodes * version_bytes(work)
-
-
 def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     """Return the peak bytes of encoding, of a forward of `rows` samples without gradients, and of
     decoding.
