@@ -110,19 +110,6 @@ def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list((node.get("links") or {}).values())
 
 
-def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
-    """Return the rank of each process that a scheduler started. The first ranks are trainers.
-
-    Processes are started pool by pool in the profile's order, as many in each as `assign` gives it.
-    The profile decides which of them train. Example: [3, 0, 1, 2] means that the first process is
-    on a rollout pool and becomes rank 3.
-    """
-    placed = [pool for pool, _ in assign(hardware, trainers, rollouts)]
-    return tuple(
-        rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name
-    )
-
-
 def shard_group(trainers: int, per_node: int) -> int:
     """Return how many trainers hold one copy of the weights together under hsdp.
 

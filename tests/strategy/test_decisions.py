@@ -14,7 +14,8 @@ import pytest
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.rollout.engine import Generation
-from digenrl.schedule.policy import LEND, TRAIN, replay
+from digenrl.schedule.policy import LEND, TRAIN
+from tests.schedule.replaying import replay
 from tests.strategy.processes import (
     Cluster,
     Job,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -36,33 +35,3 @@ def write_access(run_dir: Path, access: Access) -> None:
     handle = os.open(run_dir / ACCESS, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         json.dump(asdict(access), file)
-
-
-def read_access(run_dir: Path) -> Access:
-    """Read the access file of a run.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: the file belongs to another user, other users can read it, or its content is not
-            an `Access`.
-    """
-    with (
-        open(os.open(run_dir / ACCESS, os.O_RDONLY | os.O_NOFOLLOW)) as file,
-        tempfile.TemporaryFile(dir=run_dir) as own,
-    ):
-        # A file made here shows which user id this file system gives to this user: it may map ids
-        # (NFS, containers).
-        found, mine = os.fstat(file.fileno()), os.fstat(own.fileno())
-        if found.st_uid != mine.st_uid or found.st_mode & 0o077:
-            raise ValueError(
-                f"{run_dir / ACCESS} belongs to user {found.st_uid} with mode "
-                f"{found.st_mode & 0o777:o}, wanted are "
-                f"user {mine.st_uid} and 600: start all processes as one user. If you did, "
-                "somebody else wrote it."
-            )
-        try:
-            return Access(**json.load(file))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{run_dir / ACCESS} does not say how to reach a run: {error}."
-            ) from error

@@ -119,15 +119,6 @@ ANY_NETWORK = Network()
 """Any interface, any ports."""
 
 
-def source_address(address: str) -> str:
-    """Return this machine's address on the route to `address`. Nothing is sent."""
-    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a UDP socket only looks up the route.
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
 def _addresses() -> dict[str, list[str]]:
     """Return interface -> its addresses that other machines can use without naming an interface of
     theirs; IPv4 first."""

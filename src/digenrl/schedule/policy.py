@@ -38,7 +38,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from digenrl.schedule.order import queue
 from digenrl.schedule.ranks import Roles, Work, declines
 from digenrl.schedule.search import Decision, LendingMonitor, LendingState, after_older, search
 from digenrl.schedule.spec import ScheduleSpec, Task
@@ -492,34 +491,6 @@ def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
     return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
 
 
-def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
-    """Feed a record to a fresh policy, and return the decisions that came out differently, as (row,
-    answer now).
-
-    A resumed run has several headers. Each begins a new policy.
-    """
-    different = []
-    policy: SchedulePolicy | None = None
-    for row in rows:
-        if "spec" in row:
-            spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
-            plan = functools.partial(queue, spec, last_step=row["last_step"])
-            policy = SchedulePolicy(spec, Roles(**row["roles"]), plan)
-            continue
-        assert policy is not None, "a record begins with its header"
-        name, args = (
-            row.get("event") or row["decision"],
-            [_hashable(value) for value in row["args"]],
-        )
-        if name == "saw_rank":
-            policy.saw_rank(args[0], None if args[1] is None else Work(*args[1]))
-            continue
-        answer = getattr(policy, name)(*args)
-        if "decision" in row and answer != row["answer"]:
-            different.append((row, answer))
-    return different
-
-
 def _by_fragment(
     tasks: Sequence[Task], pending: Sequence[Sequence[int]], step: int
 ) -> tuple[int, ...]:
@@ -532,7 +503,3 @@ def _by_fragment(
 def _plain(value: Any) -> Any:
     """Return `value` as it is after a round trip through JSON."""
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(_hashable(item) for item in value) if isinstance(value, list) else value

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from digenrl.cli.job import find_place
-from digenrl.extensions.launchers.attach import Place, check_allocation, place_of
-from digenrl.hardware import numbering, parse_hardware
+from digenrl.extensions.launchers.attach import Place, check_allocation, numbering, place_of
+from digenrl.hardware import parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
 from tests.namespaces import bytes_sent, two_machines

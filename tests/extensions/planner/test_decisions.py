@@ -14,9 +14,10 @@ from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.record.decision_log import DecisionLog
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.policy import header, replay
+from digenrl.schedule.policy import header
 from digenrl.schedule.ranks import Roles
 from tests.extensions.planner.test_virtual_run import clusters, specs
+from tests.schedule.replaying import replay
 
 
 @settings(max_examples=60, deadline=None)

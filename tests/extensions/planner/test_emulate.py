@@ -23,7 +23,7 @@ from digenrl.extensions.planner.emulate import durations
 from digenrl.extensions.planner.reading import candidate_of, costing_of, workload
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.hardware import parse_hardware
-from digenrl.schedule.policy import replay
+from tests.schedule.replaying import replay
 from tests.strategy.processes import logs
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]

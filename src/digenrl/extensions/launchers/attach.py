@@ -37,19 +37,19 @@ from digenrl import devices, run
 from digenrl.cli.announce import announce
 from digenrl.cli.ending import end_alone, stop_grace
 from digenrl.cli.job import Job
-from digenrl.cluster.access import ACCESS, Access, read_access, write_access
+from digenrl.cluster.access import ACCESS, Access, write_access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, RunOutcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
-from digenrl.cluster.network import source_address
 from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.config import prepare_run_dir_or_exit
-from digenrl.hardware import numbering, parse_hardware
+from digenrl.extensions.launchers.reaching import read_access, source_address
+from digenrl.hardware import Hardware, assign, parse_hardware
 from digenrl.record.run_dir import unix_time
 from digenrl.settle import begins_with
 
@@ -195,6 +195,19 @@ def _stop_on_signals(
         for number in handled_signals():
             signal.signal(number, signal.SIG_IGN)
         signals.requests.put(0)
+
+
+def numbering(hardware: Hardware, trainers: int, rollouts: int) -> tuple[int, ...]:
+    """Return the rank of each process that a scheduler started. The first ranks are trainers.
+
+    Processes are started pool by pool in the profile's order, as many in each as `assign` gives it.
+    The profile decides which of them train. Example: [3, 0, 1, 2] means that the first process is
+    on a rollout pool and becomes rank 3.
+    """
+    placed = [pool for pool, _ in assign(hardware, trainers, rollouts)]
+    return tuple(
+        rank for pool in hardware.pools for rank, name in enumerate(placed) if name == pool.name
+    )
 
 
 def check_allocation(place: Place, trainers: int, rollouts: int) -> None:

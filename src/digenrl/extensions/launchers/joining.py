@@ -27,11 +27,12 @@ from digenrl.cluster.handshake import Handshake, NotOfThisRun
 from digenrl.cluster.launcher import RunOutcome, fork_rank
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, end_key
-from digenrl.cluster.network import Network, source_address
+from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.vitals import BEAT_EVERY_S, HeartbeatMonitor, watch_key
 from digenrl.cluster.world import Session, World
+from digenrl.extensions.launchers.reaching import source_address
 from digenrl.settle import begins_with
 
 _TICK_S = 0.2

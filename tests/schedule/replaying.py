@@ -1,0 +1,44 @@
+"""Feed the recorded decisions of a run to a fresh policy (I13)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from digenrl.schedule.order import queue
+from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.ranks import Roles, Work
+from digenrl.schedule.spec import ScheduleSpec
+
+
+def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
+    """Feed a record to a fresh policy, and return the decisions that came out differently, as (row,
+    answer now).
+
+    A resumed run has several headers. Each begins a new policy.
+    """
+    different = []
+    policy: SchedulePolicy | None = None
+    for row in rows:
+        if "spec" in row:
+            spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
+            plan = functools.partial(queue, spec, last_step=row["last_step"])
+            policy = SchedulePolicy(spec, Roles(**row["roles"]), plan)
+            continue
+        assert policy is not None, "a record begins with its header"
+        name, args = (
+            row.get("event") or row["decision"],
+            [_hashable(value) for value in row["args"]],
+        )
+        if name == "saw_rank":
+            policy.saw_rank(args[0], None if args[1] is None else Work(*args[1]))
+            continue
+        answer = getattr(policy, name)(*args)
+        if "decision" in row and answer != row["answer"]:
+            different.append((row, answer))
+    return different
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(_hashable(item) for item in value) if isinstance(value, list) else value
