@@ -213,18 +213,10 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
 
 
 def loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
-    """The configured loggers, each where it can neither stop nor slow the run."""
-    record = config.record
-    return [
-        Guarded(
-            configuration.instantiate(logger)(save_dir=str(run_dir)),
-            name,
-            run_dir,
-            record.logger_pending,
-            record.logger_finish_s,
-        )
-        for name, logger in (config.logger or {}).items()
-    ]
+    """Return the run's loggers, each in a thread of its own so that none can hold up or end the
+    run."""
+    makers = {key: configuration.instantiate(node) for key, node in (config.logger or {}).items()}
+    return [Guarded(make(save_dir=str(run_dir)), key, run_dir) for key, make in makers.items()]
 
 
 class Resumed(pl.Callback):

@@ -15,7 +15,6 @@ from digenrl import run
 from digenrl.cli.announce import announce
 from digenrl.cli.ending import end_alone, stop_grace
 from digenrl.cli.job import Job, launcher_of, newest
-from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, Launcher, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
@@ -120,7 +119,6 @@ def _attempt(
         patience_s=config.allocation.patience_s,
         fewest=1 if isinstance(span := config.allocation.rollouts, int) else span.min,
         credentials=job.credentials,
-        handshake=Handshake(**config.handshake),
         limits=Limits(**config.limits),
         network=job.network,
         stop_grace=partial(stop_grace, config, run_dir),

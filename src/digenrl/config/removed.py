@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 REMOVED: dict[str, str] = {
+    "handshake": "its limits suit every run: 10 s to prove oneself, 60 s to be answered",
+    "record.logger_finish_s": "30 s are enough for a logger that works",
+    "record.logger_pending": "a logger that is 1000 calls behind does not catch up",
     "data.zero_variance_groups=refill": (
         "no experiment used it; drop with the same data.oversample has its gradient"
     ),
@@ -25,6 +28,9 @@ REMOVED: dict[str, str] = {
 removal."""
 
 FORGOTTEN: dict[str, tuple[Any, ...]] = {
+    "handshake": ({"seconds": 10.0, "waiting": 64, "connect_s": 60.0},),
+    "record.logger_finish_s": (30.0,),
+    "record.logger_pending": (1000,),
     "parallel.rollout_context": (1,),
     "reward.cache_size": (0, 4096),
     "reward.max_batch": (0,),

@@ -196,17 +196,6 @@ class RayKeys(Closed):
     one"""
 
 
-class HandshakeKeys(Closed):
-    """handshake.*"""
-
-    seconds: Positive
-    """in which a connection to a rank must prove that it belongs to the run"""
-    waiting: AtLeast1
-    """connections of a rank that have not done so yet; one more ends the oldest"""
-    connect_s: Positive
-    """in which a connecting rank must be answered; others may still start"""
-
-
 class NetworkKeys(Closed):
     """network.*"""
 
@@ -281,10 +270,6 @@ class RecordKeys(Closed):
     keep_mib: Positive
     """MiB of all ranks' spans, and of their decisions; events get a quarter; then steps are left
     out"""
-    logger_pending: AtLeast1
-    """calls that may wait for a slow logger; more are dropped and counted"""
-    logger_finish_s: Amount
-    """seconds that a logger gets at the end for the calls that wait"""
     trajectories: bool
     """keep what trainers consume (latents, rewards, ...), for `replay`"""
     trajectories_mib: Positive
@@ -604,7 +589,6 @@ class TrainKeys(Closed):
     launch: Literal["local", "ray"]
     """who starts ranks that no torchrun or SLURM has started"""
     ray: RayKeys
-    handshake: HandshakeKeys
     network: NetworkKeys
     parallel: ParallelKeys
     limits: PatienceKeys
@@ -648,7 +632,6 @@ RESUMABLE: tuple[str, ...] = (
     "allocation",
     "launch",
     "ray",
-    "handshake",
     "network",
     "limits",
     "parallel.shard_group",

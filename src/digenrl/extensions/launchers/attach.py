@@ -230,7 +230,7 @@ def _attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutc
     config, (trainers, rollouts) = job.composed.config, job.ranks
     check_allocation(place, trainers, rollouts)
     ranks = numbering(parse_hardware(config.hardware), trainers, rollouts)
-    handshake, limits, network = Handshake(**config.handshake), Limits(**config.limits), job.network
+    handshake, limits, network = Handshake(), Limits(**config.limits), job.network
     host = network.address(place.host)
     network.announce(host)
     notices = _notices(place, handshake.connect_s)

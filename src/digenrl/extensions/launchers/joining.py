@@ -19,7 +19,7 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from digenrl.cluster.access import Access
 from digenrl.cluster.control import Control
@@ -55,9 +55,8 @@ class JoinRequest:
         return f"{self.access.host}:{self.access.port}"
 
     def handshake(self, rank: int) -> Handshake:
-        """Return the limits of this process for connections, with the run's token."""
-        limits: Any = OmegaConf.to_container(self.config.handshake)
-        return Handshake(**limits, token=self.access.token, rank=rank)
+        """Return how this process proves that it belongs to the run."""
+        return Handshake(token=self.access.token, rank=rank)
 
     def control(self, rank: int = -1) -> Control:
         """Return the run's control store, as `rank` reaches it."""
