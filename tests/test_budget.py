@@ -109,6 +109,7 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
+    "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",), ceiling=159),
     "extensions/workbench": Room(230, ("extensions/workbench",), ceiling=232),
     "reward_models": Room(1500, ("reward_models",)),

@@ -33,8 +33,7 @@ from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space
 from digenrl.rewards.needs import unscorable
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.shares import relative
-from digenrl.settle import sharding, trainer_speeds
+from digenrl.settle import sharding
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.link import LinkMaker, socket_link
 from digenrl.types import Prompt
@@ -164,9 +163,15 @@ def schedule_spec(
     config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1
 ) -> ScheduleSpec:
     """The schedule that a configuration describes; measured shares begin with the profile's."""
-    measured = config.schedule.shares == "measured"
-    speeds = relative(trainer_speeds(config, trainers, rollouts)) if measured else ()
-    return ScheduleSpec.from_config(config, trained_steps, speeds)
+    shares: tuple[float, ...] = ()
+    if config.schedule.shares == "measured":
+        first = extension(
+            "digenrl.extensions.shares.speeds.first_shares",
+            "schedule.shares = measured",
+            "use equal, or a list",
+        )
+        shares = first(config, trainers, rollouts)
+    return ScheduleSpec.from_config(config, trained_steps, shares)
 
 
 def kinds_of_trainers(config: DictConfig, world: World) -> set[str]:

@@ -16,7 +16,6 @@ from digenrl import hardware
 from digenrl.advisor import Holding, advisor, with_config
 from digenrl.config import Composed, instantiate
 from digenrl.config.relations import most_rollouts, relation_problems
-from digenrl.hardware import assign, parse_hardware
 from digenrl.recompute import AUTO
 from digenrl.schedule import groups_of_step, slices_of_group, steps_per_forward
 
@@ -239,17 +238,6 @@ def shard_group(config: Any, trainers: int) -> int:
     ]
     nodes = [int(pool.get("per_node", min(pool.count, 8))) for pool in pools]
     return hardware.shard_group(trainers, min(nodes, default=trainers))
-
-
-def trainer_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ...]:
-    """Speed of each trainer rank on its pool: by the profile's measured seconds per cell where it
-    has them, else by the peak."""
-    profile = parse_hardware(config.hardware)
-    pools = [profile.pool(name) for name, _ in assign(profile, trainers, rollouts)[:trainers]]
-    measured = profile.seconds.get("train", {})
-    if all(pool.name in measured for pool in pools):
-        return tuple(1.0 / measured[pool.name] for pool in pools)
-    return tuple(pool.tflops for pool in pools)
 
 
 def trained_steps(config: Any) -> int:

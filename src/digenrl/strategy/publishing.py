@@ -23,8 +23,8 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule.claims import Claims, evaluation_queue
 from digenrl.strategy import gradients
 from digenrl.strategy.learner import Learner
-from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.shares import Shares
 from digenrl.strategy.tasks import PublishedCopy
 from digenrl.strategy.trainer_state import TrainerState
 from digenrl.transport.link import Link

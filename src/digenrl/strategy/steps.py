@@ -24,9 +24,9 @@ from digenrl.strategy import gradients, shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
 from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.context import Context
-from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.stream import Inbox, TrajectoryRecord

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from digenrl.cluster.control import Control
+from digenrl.extension import extension
 from digenrl.record.decision_log import DecisionLog
 from digenrl.record.run_dir import DECISIONS
 from digenrl.record.span_log import SpanLog
@@ -20,9 +21,9 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.evaluating import Evaluations
 from digenrl.strategy.hooks import Hooks
 from digenrl.strategy.learner import Learner
-from digenrl.strategy.measured_shares import Shares
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.steps import Checkpoints, Steps
 from digenrl.strategy.stop_vote import StopVote
@@ -113,7 +114,12 @@ def wire(
     for (stage, rank), seconds in setup.expected.items():
         policy.expected(stage, rank, seconds)
     ledger = StepLedger(spec, world, spans, policy, session.run_dir)
-    shares = Shares(spec, world, control, session.run_dir, timed=setup.sharding == "ddp")
+    shares = Shares(spec)
+    if spec.measured_shares:
+        target = "digenrl.extensions.shares.measured.MeasuredShares"
+        measured = extension(target, "schedule.shares = measured", "use equal, or a list")
+        timed = setup.sharding == "ddp"
+        shares = measured(spec, world, control, session.run_dir, timed)
     # What is generated here. A rank that joins has the profile's figure until it has measured.
     known_s = setup.expected.get(("generate", world.size - 1), 0.0) if world.joined else 0.0
     plan, place = hooks.plan_tasks, hooks.place_timesteps

@@ -9,8 +9,8 @@ import pytest
 
 from digenrl import parts, run
 from digenrl.cluster.world import World
-from digenrl.settle import trainer_speeds
-from digenrl.strategy import measured_shares
+from digenrl.extensions.shares import measured
+from digenrl.extensions.shares.speeds import profile_speeds
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.types import TrainBatch
 from tests.strategy.processes import FP64, Record, completed, configured, relative, run_cluster
@@ -46,7 +46,7 @@ def slow_trainer(rank: run.Rank, world: World) -> None:
         return step(batch, batch_idx)
 
     rank.module.training_step = timed  # type: ignore[method-assign]
-    measured_shares.time = clock  # type: ignore[assignment]
+    measured.time = clock  # type: ignore[assignment]
 
 
 def by_rank(found: Record, step: int) -> list[int]:
@@ -104,7 +104,7 @@ def test_a_resumed_run_places_as_the_interrupted_one_would_have(tmp_path: Path) 
 def test_the_first_shares_are_the_profile_s() -> None:
     config = configured("hardware=unequal", "schedule.shares=measured")
     pools = config.hardware.pools
-    speeds = trainer_speeds(config, 20, 4)
+    speeds = profile_speeds(config, 20, 4)
     assert set(speeds) == {pool.tflops for pool in pools.values()}
     spec = parts.schedule_spec(config, 3, 20, 4)
     assert spec.measured_shares

@@ -4,19 +4,36 @@ Invariants:
 1. The shares of a step are fixed before any of its cells is sent, so all ranks place alike (I2).
 2. Every rank keeps a share above zero, or it could never be measured again.
 3. Small changes are ignored, so that shares come to rest.
-
-Pure: standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from digenrl.hardware import assign, parse_hardware
 
 FINEST = 100
 """Resolution of shares: whole hundredths of the fastest rank's share, 1 at least. A log prints
 exactly what was used."""
 WORTHWHILE = 0.05
 """Part of the slowest rank's time that new shares must save to replace the present ones."""
+
+
+def profile_speeds(config: Any, trainers: int, rollouts: int) -> tuple[float, ...]:
+    """Speed of each trainer rank on its pool: by the profile's measured seconds per cell where it
+    has them, else by the peak."""
+    profile = parse_hardware(config.hardware)
+    pools = [profile.pool(name) for name, _ in assign(profile, trainers, rollouts)[:trainers]]
+    measured = profile.seconds.get("train", {})
+    if all(pool.name in measured for pool in pools):
+        return tuple(1.0 / measured[pool.name] for pool in pools)
+    return tuple(pool.tflops for pool in pools)
+
+
+def first_shares(config: Any, trainers: int, rollouts: int) -> tuple[float, ...]:
+    """Return the shares with which a run begins: those of the profile's speeds."""
+    return relative(profile_speeds(config, trainers, rollouts))
 
 
 def relative(speeds: Sequence[float]) -> tuple[float, ...]:

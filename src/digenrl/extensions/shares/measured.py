@@ -17,9 +17,10 @@ import torch
 from digenrl import accelerator
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
+from digenrl.extensions.shares.speeds import adjusted
 from digenrl.record.run_dir import append_event
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.shares import adjusted
+from digenrl.strategy.shares import Shares
 from digenrl.types import TrainBatch
 
 _WEIGHT = 0.2
@@ -28,28 +29,26 @@ _FORGET_AFTER = 16
 """RL steps for which fixed shares are kept. No rank asks for older ones."""
 
 
-class Shares:
-    """The schedule of each RL step as its trainers share it.
+class MeasuredShares(Shares):
+    """Shares that follow the trainers' seconds per cell.
 
     Args:
-        spec: with `measured_shares` off, the schedule of every step.
         timed: whether a trainer's own speed can be told (replicas).
     """
 
     def __init__(
         self, spec: ScheduleSpec, world: World, control: Control, run_dir: Path, timed: bool
     ) -> None:
-        self._spec, self._world, self._control, self._run_dir = spec, world, control, run_dir
-        self._timed = timed and spec.measured_shares
+        super().__init__(spec)
+        self._world, self._control, self._run_dir = world, control, run_dir
+        self._timed = timed
         self._fixed: dict[int, tuple[float, ...]] = {}
         self._seconds: float | None = None
         """Running mean of this trainer's seconds per cell."""
         self._began, self._cells = 0.0, 0
 
     def spec_at(self, step: int) -> ScheduleSpec:
-        """The schedule with the shares of RL step `step`; waits until they are fixed."""
-        if not self._spec.measured_shares:
-            return self._spec
+        """Return the schedule with the shares of RL step `step`; wait until they are fixed."""
         if step not in self._fixed:
             text = self._control.wait_for(
                 f"shares/{step}", f"trainer 0 to fix the shares of RL step {step}"
@@ -59,12 +58,12 @@ class Shares:
         return replace(self._spec, shares=self._fixed[step])
 
     def begin(self, batch: TrainBatch) -> None:
-        """A micro-batch begins on this trainer."""
+        """Begin to time a micro-batch of this trainer."""
         self._began = time.perf_counter()
         self._cells = sum(block.samples * len(block.steps) for block in batch.blocks)
 
     def end(self) -> None:
-        """The micro-batch's gradients are there, and nobody has been waited for."""
+        """End it: its gradients are there, and nobody has been waited for."""
         if not self._timed or not self._cells:
             return
         if accelerator.count():  # the host runs ahead of the device, whose time is asked for
@@ -79,10 +78,8 @@ class Shares:
             self._control.set(f"cell_seconds/{self._world.rank}", repr(self._seconds))
 
     def fix(self, version: int) -> None:
-        """Trainer 0, before it sends `version`: fix the shares of every step that this version
-        generates for. All trainers must have told their speed, for which they meet in a collective.
-        """
-        if not self._spec.measured_shares or self._world.rank != 0:
+        """On trainer 0: fix the shares of the steps that `version` generates for."""
+        if self._world.rank != 0:
             return
         for step in range(version, version + self._spec.async_steps + 1):
             if step not in self._fixed:
@@ -104,12 +101,11 @@ class Shares:
         return shares
 
     def state(self, version: int) -> dict[str, Any]:
-        """For the checkpoint at the end of step `version` - 1: shares that are fixed already."""
+        """Return the shares that are fixed from step `version` on."""
         return {str(step): list(shares) for step, shares in self._fixed.items() if step >= version}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse: a resumed run with as many trainers places these steps as the interrupted
-        one would have."""
+        """Take the shares of a run with as many trainers."""
         fitting = {
             step: shares for step, shares in state.items() if len(shares) == self._world.trainers
         }

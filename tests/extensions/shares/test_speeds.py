@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from digenrl.extensions.shares.speeds import adjusted, relative
 from digenrl.schedule import ScheduleSpec, fragments, micro_batches_per_update, place
-from digenrl.schedule.shares import adjusted, relative
 from digenrl.schedule.timesteps import fragment_blocks
 
 SECONDS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=9)

@@ -1,0 +1,1 @@
+"""`schedule.shares=measured`: the shares of the trainers follow their measured speed."""
