@@ -627,43 +627,15 @@ class ScorerKeys(Closed):
     """the scorers: an option of the group"""
 
 
-RESUMABLE: tuple[str, ...] = (
-    "max_rl_steps",
-    "allocation",
-    "launch",
-    "ray",
-    "network",
-    "limits",
-    "parallel.shard_group",
-    "record",
-    "schedule.gap",
-    "schedule.claims",
-    "schedule.tsp",
-    "schedule.tag",
-    "schedule.shares",
-    "schedule.skip_zero",
-    "sampling.task_size",
-    "data.prompts",
-    "data.heldout",
-    "data.prompt_store",
-    "model.path",
-    "model.gradient_checkpointing",
-    "reward.call_s",
-    "reward.placement",
-    "reward.start_s",
-    "reward.urls",
-    "reward.max_missing_share",
-    "reward.min_missing_samples",
-    "reward.pending",
-    "hardware.time_scale",
-    "hardware.pools",
-    "hardware.efficiency",
-    "hardware.seconds",
-    "logger",
-    "callbacks",
-    "allow_targets",
-    "confirm_hosts",
-)
+_RESUMABLE = """
+max_rl_steps allocation launch ray network limits parallel.shard_group record
+schedule.gap schedule.claims schedule.tsp schedule.tag schedule.shares schedule.skip_zero
+sampling.task_size data.prompts data.heldout data.prompt_store model.path
+model.gradient_checkpointing reward.call_s reward.placement reward.start_s reward.urls
+reward.max_missing_share reward.min_missing_samples reward.pending hardware.time_scale
+hardware.pools hardware.efficiency hardware.seconds logger callbacks allow_targets confirm_hosts
+"""
+RESUMABLE: tuple[str, ...] = tuple(_RESUMABLE.split())
 """Keys and groups that may change when a run is resumed. They decide about time, memory and places,
 about what watches the run, and where it ends. Every other key is part of what the checkpoint was
 trained with, and keeps its value."""

@@ -10,24 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COLUMNS = (
-    "status",
-    "ranks",
-    "rl_steps",
-    "step_s",
-    "predicted_step_s",
-    "samples_per_s",
-    "ratio",
-    "efficiency",
-    "reward_first",
-    "reward_last",
-    "heldout_first",
-    "heldout_last",
-    "diversity_ratio",
-    "staleness_max",
-    "first_ratio_max_dev",
-    "wall_s",
-)
+COLUMNS = """
+status ranks rl_steps step_s predicted_step_s samples_per_s ratio efficiency reward_first
+reward_last heldout_first heldout_last diversity_ratio staleness_max first_ratio_max_dev wall_s
+"""
 """Columns after the swept keys: results of `result_of`, and `ratio`, samples_per_s over that of the
 first completed job."""
 
@@ -74,7 +60,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
         return found | {"bubble": lost, "ranks": ranks}
     if plan.is_file():
         planned = json.loads(plan.read_text(encoding="utf-8"))
-        if planned["refused"]:
+        if planned.get("refused"):
             return {"ranks": "refused", "cause": planned["refused"], "status": "completed"}
         row = planned["configured"] or planned["candidates"][0]
         return row | {"ranks": f"{row['trainers']}+{row['rollouts']}", "status": "completed"}
@@ -98,7 +84,7 @@ def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
     )
     for job in jobs:
         row: dict[str, Any] = {"job": job.number, **job.varied}
-        row.update({key: job.summary.get(key) for key in COLUMNS})
+        row.update({key: job.summary.get(key) for key in COLUMNS.split()})
         speed = job.summary.get("samples_per_s")
         row["ratio"] = speed / base if speed and base else None
         row.update(
