@@ -60,7 +60,7 @@ from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.hooks import Fragment
 from digenrl.strategy.learner import Learner
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
-from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.trainer_state import TrainerState
 from digenrl.strategy.wiring import Wiring, wire
 from digenrl.strategy.worker import RolloutWorker
@@ -168,9 +168,8 @@ class DisaggregatedStrategy(DDPStrategy):
         # collectives go on.
         savers = cast(dist.ProcessGroup, dist.new_group(timeout=self._timeout, backend="gloo"))
         io = cast(DirectoryCheckpointIO, self.checkpoint_io)
-        self.parts = wire(
-            setup, self, self.learner, self.state, self.control, self.link, self.spans, io, savers
-        )
+        self.ties = Ties(setup, self, self.learner, self.state, self.control, self.link, self.spans)
+        self.parts = wire(self.ties, io, savers)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -224,10 +223,7 @@ class DisaggregatedStrategy(DDPStrategy):
             control.join(self.world.rank)
         leave, evaluated = self.session.leave, self.rank_setup.evaluated
         evaluation_worker = EvaluationWorker(evaluated, self.engine, control, runner.claims)
-        policy = self.engine.policy
-        RolloutWorker(
-            self.world, runner, policy, control, link, spans, leave, evaluation_worker
-        ).run()
+        RolloutWorker(self.ties, runner, evaluation_worker).run()
         if leave.is_set():
             # what this rank has given away is on its way when it says that it has left
             link.drain()

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from digenrl.cluster.control import Control
-from digenrl.cluster.world import World
-from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, Piece, ReferenceSamples
 from digenrl.schedule.claims import Claim, Claims, evaluation_pieces, evaluation_queue
+from digenrl.strategy.setup import Ties
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.transport.weights import Version, exchanged
@@ -112,7 +111,6 @@ class Evaluations:
     """The trainers' part: opening an evaluation, and waiting for its pieces before the next update.
 
     Args:
-        drawn: samples that rollouts draw. None: trainers evaluate by themselves.
         receive: `Inbox.receive`.
         agree: `Agreement.choose`.
         publish: `Publisher.publish_evaluated`.
@@ -120,19 +118,17 @@ class Evaluations:
 
     def __init__(
         self,
-        drawn: FixedSamples | None,
-        world: World,
-        control: Control,
+        ties: Ties,
         claims: Claims,
         stop_vote: StopVote,
-        spans: SpanLog,
         ledger: StepLedger,
         receive: Callable[[float], bool],
         agree: Callable[[int], int],
         publish: Callable[[int], str],
     ) -> None:
-        self._drawn, self._world, self._control, self._claims = drawn, world, control, claims
-        self._stop_vote, self._spans, self._ledger = stop_vote, spans, ledger
+        self._drawn, self._world = ties.setup.evaluated, ties.setup.world
+        self._control, self._spans = ties.control, ties.spans
+        self._claims, self._stop_vote, self._ledger = claims, stop_vote, ledger
         self._receive, self._agree, self._publish = receive, agree, publish
         self._version = -1
         self._makers: list[int] | None = None

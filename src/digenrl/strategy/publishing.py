@@ -17,17 +17,12 @@ from functools import partial
 from torch import Tensor
 
 from digenrl.cluster.claims import note_version
-from digenrl.cluster.control import Control
 from digenrl.record.run_dir import append_event
-from digenrl.record.span_log import SpanLog
 from digenrl.schedule.claims import Claims, evaluation_queue
 from digenrl.strategy import gradients
-from digenrl.strategy.learner import Learner
-from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.setup import Ties
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.tasks import PublishedCopy
-from digenrl.strategy.trainer_state import TrainerState
-from digenrl.transport.link import Link
 from digenrl.transport.weights import attest, publish, take_part
 
 
@@ -36,29 +31,20 @@ class Publisher:
     `publish_evaluated` alike.
 
     Args:
-        setup: place and choices of this rank.
-        learner: the algorithm, which says what weights rollouts use.
+        ties: of this rank; `version`, `previous` and `current` of its state change here.
         claims: claims of the tasks, of which old queues are forgotten.
         published: the trainers' own copy of the published weights.
-        state: counters of this trainer; `version`, `previous` and `current` change here.
     """
 
     def __init__(
-        self,
-        setup: RankSetup,
-        learner: Learner,
-        control: Control,
-        link: Link,
-        spans: SpanLog,
-        claims: Claims,
-        shares: Shares,
-        published: PublishedCopy,
-        state: TrainerState,
+        self, ties: Ties, claims: Claims, shares: Shares, published: PublishedCopy
     ) -> None:
+        setup = ties.setup
         self._setup, self._world, self._spec = setup, setup.world, setup.spec
         self._session, self._policy = setup.session, setup.engine.policy
-        self._learner, self._control, self._link, self._spans = learner, control, link, spans
-        self._claims, self._shares, self._published, self._state = claims, shares, published, state
+        self._learner, self._state = ties.learner, ties.state
+        self._control, self._link, self._spans = ties.control, ties.link, ties.spans
+        self._claims, self._shares, self._published = claims, shares, published
         self._replicas = 1 if setup.sharding == "fsdp" else setup.world.trainers
         """Trainers that hold a copy of the weights each, whose digests must be equal."""
 

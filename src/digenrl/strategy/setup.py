@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from digenrl.cluster.control import Control
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptSampler
 from digenrl.record.span_log import SpanLog
@@ -14,8 +15,10 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.strategy.hooks import Hooks
+from digenrl.strategy.learner import Learner
 from digenrl.strategy.stream import FragmentSource, Inbox, TrajectoryRecord
-from digenrl.transport.link import LinkMaker, socket_link
+from digenrl.strategy.trainer_state import TrainerState
+from digenrl.transport.link import Link, LinkMaker, socket_link
 
 SourceMaker = Callable[[Inbox, Hooks, PromptSampler, SpanLog], FragmentSource]
 """Makes a trainer's source of fragments from its parts."""
@@ -78,3 +81,19 @@ class RankSetup:
         """Whether every forward is a collective of trainers, which share its weights or its
         tokens."""
         return (self.sharding != "ddp" and self.world.trainers > 1) or self.spec.context > 1
+
+
+@dataclass(frozen=True)
+class Ties:
+    """What binds the parts of a rank to each other and to the run."""
+
+    setup: RankSetup
+    hooks: Hooks
+    """The Strategy's: the researcher's decisions."""
+    learner: Learner
+    """The algorithm, which says what weights rollouts use."""
+    state: TrainerState
+    """Counters and weights of this trainer."""
+    control: Control
+    link: Link
+    spans: SpanLog

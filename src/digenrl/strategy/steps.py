@@ -25,11 +25,11 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
 from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.context import Context
 from digenrl.strategy.publishing import Publisher
-from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.setup import Ties
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
-from digenrl.strategy.stream import Inbox, TrajectoryRecord
+from digenrl.strategy.stream import Inbox
 from digenrl.strategy.trainer_state import TrainerState
 from digenrl.types import TrainBatch
 
@@ -39,26 +39,23 @@ class Steps:
     (design, "Scaling of gradients").
 
     Args:
-        setup: place and choices of this rank.
-        state: counters of this trainer; `updates_done` changes here.
+        ties: of this rank; `updates_done` of its state changes here.
     """
 
     def __init__(
         self,
-        setup: RankSetup,
-        state: TrainerState,
-        spans: SpanLog,
+        ties: Ties,
         ledger: StepLedger,
         shares: Shares,
         inbox: Inbox,
         stop_vote: StopVote,
         publisher: Publisher,
-        recording: TrajectoryRecord,
     ) -> None:
-        self._setup, self._world, self._state = setup, setup.world, state
+        setup = ties.setup
+        self._setup, self._world, self._state = setup, setup.world, ties.state
         self._policy, self._progress = setup.engine.policy, setup.session.progress
-        self._spans, self._ledger, self._shares, self._inbox = spans, ledger, shares, inbox
-        self._stop_vote, self._publisher, self._recording = stop_vote, publisher, recording
+        self._spans, self._ledger, self._shares, self._inbox = ties.spans, ledger, shares, inbox
+        self._stop_vote, self._publisher = stop_vote, publisher
         self._accumulating = False
         self.context: Context | None = None
         """Context group of this trainer, if trained forwards share their tokens. Made after the
@@ -125,7 +122,7 @@ class Steps:
             return False
         self._publisher.publish(state.version + 1)
         self._ledger.close(state.version)
-        self._recording.finish(state.version - 1)
+        self._inbox.recording.finish(state.version - 1)
         state.updates_done = 0
         return True
 

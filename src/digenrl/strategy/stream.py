@@ -80,7 +80,7 @@ class Inbox:
         recording: TrajectoryRecord,
     ) -> None:
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
-        self._new_board, self._recording = new_board, recording
+        self._new_board, self.recording = new_board, recording
         self._handlers: dict[MessageKind, Callable[[Message], None]] = {}
         self._boards: dict[int, StepBoard] = {}
         self._step = 0
@@ -112,7 +112,7 @@ class Inbox:
                 self._policy.measured("generate", part.claim.rank, part.seconds)
                 if self.add(part):
                     self._claims.received(version, part.claim.position)
-                    self._recording.take(step, message)
+                    self.recording.take(step, message)
         return True
 
     def add(self, part: Part) -> bool:

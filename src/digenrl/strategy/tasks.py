@@ -32,11 +32,11 @@ from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, SchedulePolicy
 from digenrl.schedule.ranks import Work
 from digenrl.strategy.agreement import Agreement
-from digenrl.strategy.hooks import Fragment, Hooks
+from digenrl.strategy.hooks import Fragment
 from digenrl.strategy.learner import Learner
+from digenrl.strategy.setup import Ties
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.stream import Inbox
-from digenrl.strategy.trainer_state import TrainerState
 from digenrl.transport.cells import Placement, StepBoard, owned_positions, pack
 from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended, pack_state
@@ -326,35 +326,26 @@ class Lending:
     """Waits for fragments, and lends in between.
 
     Args:
-        spec: the schedule.
-        world: this rank's place.
         runner: generates tasks.
-        hooks: the researcher's decisions.
         inbox: takes messages while this trainer waits.
         published: the published weights, which every lent task uses.
         agreement: trainer 0's choices, where trainers move together.
-        state: weights of the present version and of the one before.
     """
 
     def __init__(
         self,
-        spec: ScheduleSpec,
-        world: World,
+        ties: Ties,
         runner: TaskRunner,
-        hooks: Hooks,
         inbox: Inbox,
         published: PublishedCopy,
         agreement: Agreement,
-        state: TrainerState,
-        control: Control,
-        link: Link,
-        spans: SpanLog,
         stop_vote: StopVote,
     ) -> None:
+        spec, world = ties.setup.spec, ties.setup.world
         self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
         self._inbox, self._published, self._agreement = inbox, published, agreement
-        self._state, self._hooks, self._control, self._link = state, hooks, control, link
-        self._spans, self._stop_vote = spans, stop_vote
+        self._state, self._hooks, self._stop_vote = ties.state, ties.hooks, stop_vote
+        self._control, self._link, self._spans = ties.control, ties.link, ties.spans
         self._stage = "lend" if world.rollouts else "generate"
         chooses = spec.tag or not world.rollouts
         self._together = runner.policy.roles.lockstep and chooses

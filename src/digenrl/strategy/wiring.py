@@ -9,11 +9,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from digenrl.cluster.control import Control
 from digenrl.extension import extension
 from digenrl.record.decision_log import DecisionLog
 from digenrl.record.run_dir import DECISIONS
-from digenrl.record.span_log import SpanLog
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy.agreement import Agreement
@@ -22,7 +20,7 @@ from digenrl.strategy.evaluating import Evaluations
 from digenrl.strategy.hooks import Hooks
 from digenrl.strategy.learner import Learner
 from digenrl.strategy.publishing import Publisher
-from digenrl.strategy.setup import RankSetup
+from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.steps import Checkpoints, Steps
@@ -34,9 +32,7 @@ from digenrl.strategy.stream import (
     TrajectoryRecord,
 )
 from digenrl.strategy.tasks import Lending, PublishedCopy, TaskRunner
-from digenrl.strategy.trainer_state import TrainerState
 from digenrl.transport.cells import StepBoard
-from digenrl.transport.link import Link
 from digenrl.transport.wire import MessageKind
 
 
@@ -81,17 +77,7 @@ class Wiring:
         self.recording.close()
 
 
-def wire(
-    setup: RankSetup,
-    hooks: Hooks,
-    learner: Learner,
-    state: TrainerState,
-    control: Control,
-    link: Link,
-    spans: SpanLog,
-    checkpoint_io: DirectoryCheckpointIO,
-    savers: dist.ProcessGroup,
-) -> Wiring:
+def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessGroup) -> Wiring:
     """Build the parts of a rank. Each part is given those above it, so that no part waits for one
     that comes later.
 
@@ -101,6 +87,8 @@ def wire(
     Args:
         savers: process group of the trainers, for checkpoints.
     """
+    setup, hooks, learner, state = ties.setup, ties.hooks, ties.learner, ties.state
+    control, link, spans = ties.control, ties.link, ties.spans
     spec, world, session, engine = setup.spec, setup.world, setup.session, setup.engine
     recording = setup.recording or TrajectoryRecord()
     # What is known of the run, and what is decided.
@@ -130,18 +118,13 @@ def wire(
     agreement = Agreement(control, world, session.progress)
     adapter = engine.policy.lora is not None
     stop_vote = StopVote(control, world, setup.lockstep, lambda: state.updates_done == 0 or adapter)
-    publisher = Publisher(
-        setup, learner, control, link, spans, runner.claims, shares, published, state
-    )
+    publisher = Publisher(ties, runner.claims, shares, published)
     # What arrives, and what is trained of it.
     inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner), recording)
     evaluations = Evaluations(
-        setup.evaluated,
-        world,
-        control,
+        ties,
         runner.claims,
         stop_vote,
-        spans,
         ledger,
         inbox.receive,
         agreement.choose,
@@ -149,25 +132,12 @@ def wire(
     )
     inbox.handle(MessageKind.ASK, lambda message: publisher.serve(int(message.meta["rank"])))
     inbox.handle(MessageKind.EVALUATION, evaluations.add)
-    lending = Lending(
-        spec,
-        world,
-        runner,
-        hooks,
-        inbox,
-        published,
-        agreement,
-        state,
-        control,
-        link,
-        spans,
-        stop_vote,
-    )
+    lending = Lending(ties, runner, inbox, published, agreement, stop_vote)
     source = lending if setup.source is None else setup.source(inbox, hooks, setup.sampler, spans)
     stream = FragmentStream(
         spec, setup.micro_batches_per_update, state, inbox, source, ledger, stop_vote
     )
-    steps = Steps(setup, state, spans, ledger, shares, inbox, stop_vote, publisher, recording)
+    steps = Steps(ties, ledger, shares, inbox, stop_vote, publisher)
     checkpoints = Checkpoints(engine.policy, spans, checkpoint_io, savers, state)
     return Wiring(
         decisions=decisions,

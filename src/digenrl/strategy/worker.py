@@ -7,19 +7,14 @@ in its evaluation.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from contextlib import ExitStack
 
-from digenrl.cluster.control import Control
-from digenrl.cluster.world import World
-from digenrl.models.policy import Policy
-from digenrl.record.span_log import SpanLog
 from digenrl.schedule import Task
 from digenrl.schedule.claims import NOBODY
 from digenrl.strategy.evaluating import EvaluationWorker
+from digenrl.strategy.setup import Ties
 from digenrl.strategy.tasks import TaskRunner
-from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended
 from digenrl.transport.weights import Arrivals, Version, adopt
 from digenrl.transport.wire import Message, MessageKind
@@ -35,27 +30,13 @@ class RolloutWorker:
 
     Suspended tasks come from rollouts that leave. A rank that shall leave gives all of its tasks
     away, at the next denoising step.
-
-    Args:
-        leave: set when this rank shall leave.
     """
 
-    def __init__(
-        self,
-        world: World,
-        runner: TaskRunner,
-        model: Policy,
-        control: Control,
-        link: Link,
-        spans: SpanLog,
-        leave: threading.Event,
-        evaluation_worker: EvaluationWorker,
-    ) -> None:
-        self._evaluation_worker = evaluation_worker
-        self._runner, self._world, self._leave = runner, world, leave
-        self._rank = world.rank
-        self._parameters = model.trained_parameters()
-        self._control, self._link, self._spans = control, link, spans
+    def __init__(self, ties: Ties, runner: TaskRunner, evaluation_worker: EvaluationWorker) -> None:
+        self._runner, self._evaluation_worker = runner, evaluation_worker
+        self._world, self._leave = ties.setup.world, ties.setup.session.leave
+        self._parameters = ties.setup.engine.policy.trained_parameters()
+        self._control, self._link, self._spans = ties.control, ties.link, ties.spans
         self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
         self._suspended: deque[Suspended] = deque()
@@ -178,14 +159,14 @@ class RolloutWorker:
                 elif version is not None:
                     self._weights.append(version)
             elif message.kind is MessageKind.STATE:
-                self._suspended.append(Suspended.of(message, self._rank))
+                self._suspended.append(Suspended.of(message, self._world.rank))
 
     def _ask(self) -> None:
         """Ask trainer 0 for its newest weights, because this rank joined. Versions that are
         published from now on come by themselves."""
         if not self._asked and self._control.get("version") is not None:
             self._asked = True
-            self._link.send(0, Message(MessageKind.ASK, {"rank": self._rank}))
+            self._link.send(0, Message(MessageKind.ASK, {"rank": self._world.rank}))
 
     def _between_steps(self, task: Task) -> int | None:
         """Return the rank that finishes `task` if this rank leaves, or None to go on."""
