@@ -122,7 +122,7 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
         )
         run.build(config, world, session, callbacks=callbacks).fit()
 
-    outcome = launch(Launch(rank_main, *allocation(config), directory))
+    outcome = launch(Launch(*allocation(config), rank_main, directory))
     return Run(config, outcome, directory), policy
 
 

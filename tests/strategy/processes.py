@@ -233,7 +233,7 @@ def run_cluster(
         rank.fit(checkpoint)
 
     patience = float(config.allocation.patience_s)
-    outcome = launch(Launch(rank_main, trainers, rollouts, run_dir, patience_s=patience))
+    outcome = launch(Launch(trainers, rollouts, rank_main, run_dir, patience_s=patience))
     return Cluster(outcome, read_record(probes), run_dir)
 
 
@@ -260,9 +260,9 @@ def run_series(
     while left:
         outcome = launch(
             Launch(
-                lambda world, session, left=tuple(left): _work(left, run_dir, world, session),
                 trainers,
                 rollouts,
+                lambda world, session, left=tuple(left): _work(left, run_dir, world, session),
                 run_dir,
             )
         )  # type: ignore[misc]

@@ -106,12 +106,11 @@ def _attempt(
     job: Job, launcher: Launcher, run_dir: Path, checkpoint: Path | None, signals: StopSignals
 ) -> Launch:
     """Return the launch of one attempt, from `checkpoint`."""
-    config, (trainers, rollouts) = job.composed.config, job.ranks
+    config = job.composed.config
     shown = _Shown(run_dir, config.max_rl_steps)
     return Launch(
+        *job.ranks,
         launcher.rank_main(partial(run.fit, config, checkpoint, job.advice)),
-        trainers,
-        rollouts,
         run_dir,
         host=launcher.host,
         places=launcher.places,

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -133,20 +133,12 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Launch:
+class Launch(Terms):
     """Everything that `launch` needs to start and to watch a run."""
 
     rank_main: RankMain
-    trainers: int
-    rollouts: int
     run_dir: Path
-    max_lost: int | None = None
-    """Number of rollouts that may die while the run goes on; None = all, 0 = any death ends the
-    run."""
-    patience_s: float = 0.0
-    """Seconds that a run with fewer rollouts than `fewest` waits for others to join. Then the run
-    is saved and ends."""
-    fewest: int = 1
+    _: KW_ONLY
     stop_grace: Callable[[], float] = field(default=lambda: 30.0)
     """Returns, at a stop, the seconds for the step in progress. Then the trainers give it up and
     save the last version."""
@@ -243,8 +235,7 @@ def launch(spec: Launch) -> RunOutcome:
             ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
-            terms = Terms(spec.trainers, spec.rollouts, spec.max_lost, spec.patience_s, spec.fewest)
-            members = Members(control, server, terms, spec.run_dir, spec.limits, ranks)
+            members = Members(control, server, spec, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
         except PlacementError as error:
             outcome = RunOutcome("failed", str(error), 1)

@@ -15,7 +15,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -46,10 +46,12 @@ class Terms:
     trainers: int
     rollouts: int
     """Rollouts that the run begins with."""
+    _: KW_ONLY
     max_lost: int | None = None
     """Number of rollouts that may die; None = all, 0 = none, and then none may leave either."""
     patience_s: float = 0.0
-    """Seconds that a run with fewer rollouts than `fewest` waits for others to join."""
+    """Seconds that a run with fewer rollouts than `fewest` waits for others to join. Then the run
+    is saved and ends."""
     fewest: int = 1
 
 

@@ -265,7 +265,7 @@ def _attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutc
             # A connection of its own: the watching thread must not wait for a call of the main
             # thread.
             own = Control(StoreClient(*session.store), 0)
-            terms = Terms(trainers, rollouts, job.max_lost)
+            terms = Terms(trainers, rollouts, max_lost=job.max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
             own.set(CREDENTIALS, json.dumps(job.credentials))
             _watch_ranks(own, members, names, limits, hangs)
