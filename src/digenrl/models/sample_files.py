@@ -55,20 +55,3 @@ def write_mp4(
 ) -> None:
     """Write one video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
     Path(path).write_bytes(encoding.mp4(to_uint8(video), fps))
-
-
-def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:
-    """Write images [N, C, H, W] as samples.png, or videos [N, F, C, H, W] as video-00.mp4 ... and a
-    grid of their first frames.
-
-    At most `limit` samples are written. Returns the files.
-    """
-    media = media[:limit]
-    stills = media if media.ndim == 4 else media[:, 0]
-    files = [folder / "samples.png"]
-    image_grid(stills).save(files[0])
-    if media.ndim == 5:
-        for index in range(len(media)):
-            files.append(folder / f"video-{index:02d}.mp4")
-            write_mp4(files[-1], media[index])
-    return files

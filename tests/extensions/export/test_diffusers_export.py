@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from digenrl.diffusion import denoise
 from digenrl.extensions.export import diffusers_export
-from digenrl.extensions.export.card import write_card
+from digenrl.extensions.export.card import write_card, write_samples
 from digenrl.models import sample_files
 from tests.models.tiny_policies import (
     FAMILIES,
@@ -194,7 +194,7 @@ def test_media_files(tmp_path):
     with pytest.raises(ValueError, match="not finite"):
         sample_files.image_grid(torch.full((1, 3, 4, 4), float("nan")))
     videos = (np.arange(2 * 5 * 3 * 31 * 32) % 255).astype(np.uint8).reshape(2, 5, 3, 31, 32)
-    files = sample_files.write_samples(tmp_path, videos)
+    files = write_samples(tmp_path, videos)
     assert [file.name for file in files] == ["samples.png", "video-00.mp4", "video-01.mp4"]
     import imageio.v3 as imageio
 
@@ -204,7 +204,7 @@ def test_media_files(tmp_path):
 def test_video_families_decode_to_what_the_writer_takes(tmp_path):
     policy = make("wan")
     assert policy.family in VIDEO
-    assert len(sample_files.write_samples(tmp_path, policy.decode(noise_of(policy)))) == 2
+    assert len(write_samples(tmp_path, policy.decode(noise_of(policy)))) == 2
 
 
 def test_command_exports_a_run(tmp_path, capsys):

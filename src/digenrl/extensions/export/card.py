@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch import Tensor
 
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
+from digenrl.models.sample_files import image_grid, write_mp4
 
 
 def write_card(
@@ -66,3 +69,20 @@ def write_card(
     card = folder / "README.md"
     card.write_text(text + "\n")
     return card
+
+
+def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:
+    """Write images [N, C, H, W] as samples.png, or videos [N, F, C, H, W] as video-00.mp4 ... and a
+    grid of their first frames.
+
+    At most `limit` samples are written. Returns the files.
+    """
+    media = media[:limit]
+    stills = media if media.ndim == 4 else media[:, 0]
+    files = [folder / "samples.png"]
+    image_grid(stills).save(files[0])
+    if media.ndim == 5:
+        for index in range(len(media)):
+            files.append(folder / f"video-{index:02d}.mp4")
+            write_mp4(files[-1], media[index])
+    return files

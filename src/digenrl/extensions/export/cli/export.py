@@ -98,9 +98,8 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     import numpy as np
     from omegaconf import OmegaConf
 
-    from digenrl.extensions.export.card import write_card
+    from digenrl.extensions.export.card import write_card, write_samples
     from digenrl.extensions.export.diffusers_export import export_layout, export_policy
-    from digenrl.models.sample_files import write_samples
 
     ema = composed.config.algorithm.get("ema")
     every = 1 if ema is None else configuration.instantiate(ema).every
