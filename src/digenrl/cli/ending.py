@@ -14,7 +14,7 @@ from rich.console import Console
 
 from digenrl.cli.commands import to_continue
 from digenrl.cluster.launcher import RunOutcome
-from digenrl.config import redact_text
+from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import EVENTS, METRICS
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from digenrl.config import ConfigError, config_directory, group_options, instantiate, problems_of
+from digenrl.config import ConfigError, config_directory, group_options, instantiate
+from digenrl.config.checks import problems_of
 from digenrl.config.compose import (
     KnownKeys,
     compose_words,

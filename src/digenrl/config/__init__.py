@@ -8,14 +8,12 @@ allow-list.
 Importing this package imports Hydra, but neither torch nor Lightning.
 """  # noqa: E501
 
-from digenrl.config.checks import problems_of
 from digenrl.config.compose import group_options
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import EXIT_CODE, Composed, load, load_or_exit
 from digenrl.config.output_dir import prepare_run_dir, prepare_run_dir_or_exit, store_config
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import instantiate
-from digenrl.record.redact import redact, redact_text
 
 __all__ = [
     "EXIT_CODE",
@@ -28,8 +26,5 @@ __all__ = [
     "load_or_exit",
     "prepare_run_dir",
     "prepare_run_dir_or_exit",
-    "problems_of",
-    "redact",
-    "redact_text",
     "store_config",
 ]

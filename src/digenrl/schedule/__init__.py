@@ -8,7 +8,6 @@ from digenrl.schedule.order import (
     next_fragment,
     queue,
     resumed_queue,
-    stale_groups,
     update_of,
 )
 from digenrl.schedule.spec import (
@@ -18,10 +17,9 @@ from digenrl.schedule.spec import (
     slices_of_group,
     steps_per_forward,
 )
-from digenrl.schedule.timesteps import Block, Placement, micro_batches_per_update, place
+from digenrl.schedule.timesteps import Placement, micro_batches_per_update, place
 
 __all__ = [
-    "Block",
     "Placement",
     "ScheduleSpec",
     "Task",
@@ -35,7 +33,6 @@ __all__ = [
     "queue",
     "resumed_queue",
     "slices_of_group",
-    "stale_groups",
     "steps_per_forward",
     "update_of",
 ]
