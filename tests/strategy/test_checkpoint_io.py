@@ -31,7 +31,7 @@ from digenrl.strategy.checkpoint_io import (
     verify,
 )
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
-from digenrl.strategy.trainer_state import TrainerState
+from digenrl.strategy.shared import TrainerState
 
 pytestmark = pytest.mark.heavy
 

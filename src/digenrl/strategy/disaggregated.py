@@ -57,11 +57,9 @@ from digenrl.strategy import shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import EvaluationWorker
-from digenrl.strategy.hooks import Fragment
-from digenrl.strategy.learner import Learner
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.setup import RankSetup, Ties
-from digenrl.strategy.trainer_state import TrainerState
+from digenrl.strategy.shared import Fragment, Learner, TrainerState
 from digenrl.strategy.wiring import Wiring, wire
 from digenrl.strategy.worker import RolloutWorker
 from digenrl.transport.cells import Placement, StepBoard

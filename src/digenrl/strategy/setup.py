@@ -14,10 +14,8 @@ from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
-from digenrl.strategy.hooks import Hooks
-from digenrl.strategy.learner import Learner
+from digenrl.strategy.shared import Hooks, Learner, TrainerState
 from digenrl.strategy.stream import FragmentSource, Inbox, TrajectoryRecord
-from digenrl.strategy.trainer_state import TrainerState
 from digenrl.transport.link import Link, LinkMaker, socket_link
 
 SourceMaker = Callable[[Inbox, Hooks, PromptSampler, SpanLog], FragmentSource]

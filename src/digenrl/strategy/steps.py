@@ -26,11 +26,11 @@ from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.context import Context
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.setup import Ties
+from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.stream import Inbox
-from digenrl.strategy.trainer_state import TrainerState
 from digenrl.types import TrainBatch
 
 

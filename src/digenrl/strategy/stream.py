@@ -22,9 +22,9 @@ from torch import Tensor
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
+from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
-from digenrl.strategy.trainer_state import TrainerState
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.wire import Message, MessageKind

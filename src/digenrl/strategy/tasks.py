@@ -32,9 +32,8 @@ from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, SchedulePolicy
 from digenrl.schedule.ranks import Work
 from digenrl.strategy.agreement import Agreement
-from digenrl.strategy.hooks import Fragment
-from digenrl.strategy.learner import Learner
 from digenrl.strategy.setup import Ties
+from digenrl.strategy.shared import Fragment, Learner
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.stream import Inbox
 from digenrl.transport.cells import Placement, StepBoard, owned_positions, pack

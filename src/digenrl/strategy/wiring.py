@@ -17,10 +17,9 @@ from digenrl.schedule.ranks import Roles
 from digenrl.strategy.agreement import Agreement
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.evaluating import Evaluations
-from digenrl.strategy.hooks import Hooks
-from digenrl.strategy.learner import Learner
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.shared import Hooks, Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.steps import Checkpoints, Steps

@@ -19,7 +19,7 @@ from digenrl.extensions.records.trajectories import Recorded, TrajectoryError, T
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, place
 from digenrl.schedule.claims import Claim
-from digenrl.strategy.hooks import Hooks
+from digenrl.strategy.shared import Hooks
 from digenrl.strategy.stream import Inbox, TrajectoryRecord
 from digenrl.transport.cells import Part, StepBoard, joined, owned_positions, pack
 from digenrl.transport.wire import Message, MessageKind, decode, encode

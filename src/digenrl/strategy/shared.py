@@ -1,0 +1,77 @@
+"""What the parts of a rank share: the four decisions of a schedule that a researcher may take
+otherwise, the algorithm as the Strategy sees it, and the counters of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from digenrl.schedule import Task
+from digenrl.transport.cells import Placement, StepBoard
+from digenrl.types import CellBlock
+
+Fragment = tuple[int, ...]
+"""Numbers of the portions that are trained together."""
+
+
+class Hooks(Protocol):
+    """The hooks of `DisaggregatedStrategy`, as its parts call them. A hook changes time, never
+    gradients."""
+
+    def plan_tasks(self, version: int) -> tuple[Task, ...]:
+        """Return the tasks that holders of `version` generate, in claim order (GAP)."""
+
+    def cut_fragment(self, pending: Sequence[Fragment], board: StepBoard) -> Fragment | None:
+        """Return the fragment of `pending` to train now, or None to wait (GAP)."""
+
+    def place_timesteps(self, fragment: Fragment, step: int) -> Placement:
+        """Return the trainer and the micro-batch of each cell of a fragment of RL step `step`
+        (TSP)."""
+
+    def on_bubble(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
+        """Return how many rollout tasks this idle trainer takes now (TAG)."""
+
+
+class Learner(Protocol):
+    """An algorithm: what the Strategy asks of its LightningModule, beyond Lightning's own hooks."""
+
+    keep_base_means: Callable[[CellBlock, Tensor], None] | None
+    """Called with what the base model gives for a trained block, where that was computed."""
+
+    def rollout_parameters(self) -> dict[str, Tensor]:
+        """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""
+
+    def evaluated_parameters(self) -> dict[str, Tensor]:
+        """Likewise, the weights that evaluations are of: those of `averaged`."""
+
+    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """[P, G] bool: samples whose cells can have a gradient."""
+
+    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """[P] bool: groups whose samples do not all score alike."""
+
+    def rollout_weights(self) -> AbstractContextManager[None]:
+        """Inside, this rank's policy holds `rollout_parameters()`."""
+
+
+@dataclass
+class TrainerState:
+    """Position of a trainer in its run."""
+
+    first_step: int = 0
+    """RL step with which this attempt began: 0, or the step of the checkpoint. Rollouts know it
+    too."""
+    version: int = 0
+    """Logical batches published so far = the RL step in progress."""
+    updates_done: int = 0
+    """Optimizer updates done within the step in progress."""
+    previous: dict[str, Tensor] | None = None
+    """Weights of `version` - 1, without which one-step asynchrony cannot resume exactly. A
+    checkpoint holds them."""
+    current: dict[str, Tensor] = field(default_factory=dict)
+    """Weights of `version`, on trainer 0: for an exact resume, and for a rank that joins while no
+    rollout holds any."""
