@@ -99,7 +99,7 @@ ROOMS = {
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1195),
+    "extensions/page": Room(1000, ("extensions/page",), ceiling=1183),
     "extensions/rewards": Room(1200, ("extensions/rewards",)),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1732
@@ -124,7 +124,7 @@ ROOMS = {
         ),
         ceiling=14412,
     ),
-    "everything": Room(26000, ("",), ceiling=27639),
+    "everything": Room(26000, ("",), ceiling=27627),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -143,7 +143,7 @@ def make_pipes(path: Path, _: Path) -> None:
 def test_no_link_out_of_the_run_is_followed_and_no_pipe_is_waited_for(
     tmp_path: Path, change: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "PICTURES", {})
+    monkeypatch.setattr(plots, "PICTURES", {})
     path = write_run(tmp_path / "run", steps=2)
     (path / "logs").mkdir()
     (path / "logs" / "rank-000.log").write_text("a line\n")

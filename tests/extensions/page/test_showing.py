@@ -83,7 +83,7 @@ def test_best_worst_and_change_are_of_the_optimised_reward(tmp_path: Path) -> No
 def test_a_video_is_a_video_in_the_report(tmp_path: Path, animated: bool) -> None:
     run = read_run(evaluated(tmp_path, 1, ["<b>"], (5, 3, 15, 16), animated))
     shown = showing(run)
-    page = render(run, build_summary(run), {}, shown)
+    page = render(run, build_summary(run), {})
     assert shown is not None
     assert shown.changes == ()
     assert page.count('<video src="data:video/mp4;base64,') == 3  # over time, best, worst

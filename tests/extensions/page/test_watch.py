@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from digenrl.extensions.page import plots
 from digenrl.extensions.page.cli import watch
 from digenrl.extensions.page.plots import PICTURES
 from tests.conftest import ROOT
@@ -43,7 +44,7 @@ def run(tmp_path: Path) -> Path:
 def url(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where `run` is served."""
     monkeypatch.setattr(
-        watch, "PICTURES", {"plots/reward.png": PICTURES["plots/reward.png"]}
+        plots, "PICTURES", {"plots/reward.png": PICTURES["plots/reward.png"]}
     )  # the others take seconds
     with watch.Server(watch.Live(watch.WatchKeys(run=run, refresh_s=0.1, log_kib=1)), 0) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -9,7 +9,6 @@ from typing import Any
 
 from digenrl.extensions.page import html
 from digenrl.extensions.page.plots import draw_all
-from digenrl.extensions.page.showing import Showing, showing
 from digenrl.record.run_dir import REPORT, replaced
 from digenrl.report.build import attempt
 from digenrl.report.read_run import Run
@@ -18,9 +17,7 @@ from digenrl.report.read_run import Run
 def draw(run: Run, summary: Mapping[str, Any], warnings: list[str]) -> None:
     """Write every picture and report.html of a run. Failures are added to `warnings`."""
     pictures = draw_all(run, warnings)
-    shown: list[Showing | None] = []
-    attempt("the gallery", lambda: shown.append(showing(run)), warnings)
-    page = partial(html.render, run, summary, pictures, shown[0] if shown else None)
+    page = partial(html.render, run, summary, pictures)
     attempt(REPORT, lambda: _write_page(run.path / REPORT, page()), warnings)
 
 

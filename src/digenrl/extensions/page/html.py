@@ -13,8 +13,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.page.plots import PICTURES
-from digenrl.extensions.page.showing import Showing
+from digenrl.extensions.page.showing import Showing, showing
 from digenrl.record.run_dir import CONFIG
+from digenrl.report.build import attempt
 from digenrl.report.find import open_own
 from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import Run, is_number
@@ -27,7 +28,6 @@ def render(
     run: Run,
     summary: Mapping[str, Any],
     pictures: Mapping[str, bytes],
-    shown: Showing | None,
     template: str = "report.html.j2",
     **more: Any,
 ) -> str:
@@ -36,7 +36,6 @@ def render(
 
     Args:
         pictures: name (as in `PICTURES`) -> PNG.
-        shown: samples to show.
         template: name of the page's template. Another template extends "report.html.j2" and takes
             `more`.
     """
@@ -48,6 +47,8 @@ def render(
         undefined=StrictUndefined,
     )
     times = [event["time"] for event in run.events if is_number(event.get("time"))]
+    shown: list[Showing | None] = []
+    attempt("the gallery", lambda: shown.append(showing(run)), summary["warnings"])
     return pages.get_template(template).render(
         **more,
         title=summary["experiment"],
@@ -61,7 +62,7 @@ def render(
             for name, (heading, _) in PICTURES.items()
             if name in pictures
         ],
-        shown=shown,
+        shown=shown[0] if shown else None,
         rewards=list(_rewards(run, summary)),
         bubbles=list(_bubbles(summary)),
         evaluations=list(_evaluations(run)),

@@ -84,27 +84,31 @@ def drawn(run: Run, plot: Plot) -> bytes | None:
     return png.getvalue()
 
 
-def draw_all(run: Run, warnings: list[str]) -> dict[str, bytes]:
-    """Write every picture that the run's files allow, and return them as PNG by name. Failures are
+def draw_all(run: Run, warnings: list[str], write: bool = True) -> dict[str, bytes]:
+    """Draw every picture that the run's files allow, and return them as PNG by name. Failures are
     added to `warnings`.
 
-    A picture without data is removed, so that no picture of an earlier state of the run stays.
+    With `write` they are files of the run too. A picture without data is then removed, so that no
+    picture of an earlier state of the run stays.
     """
     pictures: dict[str, bytes] = {}
     for name, (_, plot) in PICTURES.items():
-        attempt(name, partial(_draw, run, name, plot, pictures), warnings)
+        attempt(name, partial(_draw, run, name, plot, pictures, write), warnings)
     return pictures
 
 
-def _draw(run: Run, name: str, plot: Plot, pictures: dict[str, bytes]) -> None:
+def _draw(run: Run, name: str, plot: Plot, pictures: dict[str, bytes], write: bool) -> None:
     path = run.path / name
-    if path.parent.is_symlink():
+    if write and path.parent.is_symlink():
         raise OSError(errno.ELOOP, f"{path.parent.name} is a link, which is not followed")
     png = drawn(run, plot)
+    if png is not None:
+        pictures[name] = png
+    if not write:
+        return
     if png is None:
         path.unlink(missing_ok=True)
         return
-    pictures[name] = png
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
         temporary.write_bytes(png)

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -25,13 +24,11 @@ from typing import Any
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.config.schema import AtLeast1, Port, Positive
 from digenrl.extensions.page import html
-from digenrl.extensions.page.plots import PICTURES, Plot, drawn
-from digenrl.extensions.page.showing import Showing, showing
+from digenrl.extensions.page.plots import draw_all
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import END, EVENTS, METRICS, SAMPLES, Row
-from digenrl.report.build import attempt
 from digenrl.report.find import files_of, open_own
-from digenrl.report.read_run import JsonlTail, Run, append_step, is_number, read_run
+from digenrl.report.read_run import JsonlTail, append_step, is_number, read_run
 from digenrl.report.summary import build_summary
 from digenrl.report.tables import duration, number
 
@@ -147,23 +144,12 @@ class Live:
         return ", ".join([*parts, f"last sign of life {duration(max(0.0, ago))} ago"])
 
     def _draw(self, version: str) -> str:
-        run, pictures, shown = self._run, dict[str, bytes](), list[Showing | None]()
-        summary = build_summary(run)
+        run, summary = self._run, build_summary(self._run)
         if not any(event.get("kind") == END for event in (run.attempts() or [[]])[-1]):
             summary |= {"status": "running", "cause": None}
-        for name, (_, plot) in PICTURES.items():
-            attempt(name, partial(_keep, pictures, name, run, plot), summary["warnings"])
-        attempt("the gallery", lambda: shown.append(showing(run)), summary["warnings"])
+        pictures = draw_all(run, summary["warnings"], write=False)
         live = {"nonce": self._nonce, "version": version}
-        return html.render(
-            run, summary, pictures, shown[0] if shown else None, "watch.html.j2", **live
-        )
-
-
-def _keep(pictures: dict[str, bytes], name: str, run: Run, plot: Plot) -> None:
-    png = drawn(run, plot)
-    if png is not None:
-        pictures[name] = png
+        return html.render(run, summary, pictures, "watch.html.j2", **live)
 
 
 def _size(path: Path) -> int:
