@@ -16,9 +16,9 @@ from digenrl.schedule import (
     queue,
     resumed_queue,
     slices_of_group,
-    stale_groups,
     update_of,
 )
+from digenrl.schedule.order import stale_groups
 from digenrl.schedule.timesteps import fragment_blocks
 
 
