@@ -143,7 +143,6 @@ def make_pipes(path: Path, _: Path) -> None:
 def test_no_link_out_of_the_run_is_followed_and_no_pipe_is_waited_for(
     tmp_path: Path, change: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plots, "PICTURES", {})
     path = write_run(tmp_path / "run", steps=2)
     (path / "logs").mkdir()
     (path / "logs" / "rank-000.log").write_text("a line\n")
@@ -154,6 +153,7 @@ def test_no_link_out_of_the_run_is_followed_and_no_pipe_is_waited_for(
     outside = {file: file.read_bytes() for file in tmp_path.glob("[!r]*/*")}
     live = watch.Live(watch.WatchKeys(run=path))
     summary = rebuild(path)
+    monkeypatch.setattr(plots, "PICTURES", {})  # they are drawn, or refused, by now
     assert "HIDDEN" not in live.page().decode()
     assert "HIDDEN" not in json.dumps(live.state())
     for file in ("report.html", "summary.json", "trace.json"):
