@@ -11,9 +11,9 @@ RUN ?=
 BENCH ?=
 ARGS ?=
 
-# benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand, mixture.py for runs that are there,
+# benchmarks/paper.py is `make paper`. benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand, mixture.py for runs that are there,
 # real_size.py by `make gpu`; mixture_study.py (a CPU hour, resumable) by hand, mixture_tables.py is its pages.
-BENCHES := $(filter-out learning emulated count_facts live_bytes real_size mixture mixture_study mixture_tables,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
+BENCHES := $(filter-out paper learning emulated count_facts live_bytes real_size mixture mixture_study mixture_tables,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive
@@ -26,7 +26,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch prompts encode resume join replay sweep plan bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train fetch prompts encode resume join replay sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -124,6 +124,9 @@ bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BEN
 	@failed=; for name in $(or $(BENCH),$(BENCHES)); do \
 	    echo "== $$name" && $(PY) -m benchmarks.$$name $(ARGS) || failed="$$failed $$name"; done; \
 	    test -z "$$failed" || { echo "below a bar, or broken:$$failed" >&2; exit 1; }
+
+paper: $(STAMP)  ## The paper's figures beside simulated ones: docs/paper.md, in some minutes, no GPU. ARGS="hw=PROFILE fresh=true"
+	@$(PY) -m benchmarks.paper $(ARGS)
 
 # The markers are explained in pyproject.toml. Nothing runs beside the tests marked `alone`.
 DEFAULT_TESTS := not slow and not cluster

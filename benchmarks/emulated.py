@@ -93,7 +93,8 @@ class Overheads:
     publish: float = 0.0
     """Copy and digest of the published weights, before the trainers go on."""
     weights: float = 0.0
-    """From there until a rollout rank has adopted them."""
+    """From there until a rollout rank has adopted them. Negative where rollouts are ready first: the
+    buckets leave while trainer 0 still copies, and its span ends after theirs."""
     deliver: float = 0.0
     """A finished task on its way to the trainers."""
     turn: float = 0.0

@@ -554,7 +554,7 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
     [
         ("h20x16", "wan21_flowgrpo", 0.97),
         ("h20x16", "flux1_flowgrpo", 0.97),
-        ("l40x32", "hunyuanvideo_dancegrpo", 0.90),
+        ("l40x32", "hunyuanvideo_dancegrpo", 0.80),  # sharded over PCIe: gathering takes 11 %
     ],
 )
 def test_a_wider_search_finds_no_faster_asynchronous_run(
