@@ -5,7 +5,7 @@ VENV   ?= .venv
 STAMP  := $(VENV)/.stamp
 PY     := $(VENV)/bin/python
 
-EXP ?= digits_flowgrpo
+EXP ?= scenes_flowgrpo
 HW  ?=
 RUN ?=
 BENCH ?=

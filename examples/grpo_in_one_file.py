@@ -1,11 +1,11 @@
-"""Flow-GRPO on one page: all that digenrl computes in its first run, without what makes it fast.
+"""Flow-GRPO on one page: all that digenrl computes in the digits run, without what makes it fast.
 
 A small flow model draws 8x8 digits and often ignores its prompt. Reinforcement learning teaches it
 to draw the digit that the prompt asks for. An RL step draws 16 samples of each prompt, scores them
 with a judge, and makes the better ones likelier. Read the page from top to bottom, and run it:
 
     python examples/grpo_in_one_file.py        5 RL steps, in fifteen seconds
-    python examples/grpo_in_one_file.py 40     the first run (`make train`), in two minutes
+    python examples/grpo_in_one_file.py 40     `make train EXP=digits_flowgrpo`, two minutes
 
 The page is the specification. A run on many processes has the samples, rewards and gradients that
 are computed here (tests/test_grpo_in_one_file.py). docs/design.md, section 4, walks the same way

@@ -1,7 +1,7 @@
 """The system equals a page (I19): a run of ranks computes what examples/grpo_in_one_file.py
 computes.
 
-The run is the first run, `experiment=digits_flowgrpo`, with another seed and a gradient clip that
+The run is that of the digits, `experiment=digits_flowgrpo`, with another seed and a gradient clip that
 binds, for two RL steps of two updates each. The second RL step is drawn by weights that the first
 one trained.
 """

@@ -72,7 +72,7 @@ def test_the_working_directory_comes_last_among_the_places_of_modules(tmp_path: 
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "experiment_name: digits_flowgrpo" in done.stdout
+    assert "experiment_name: scenes_flowgrpo" in done.stdout
 
 
 def test_too_little_address_space_is_said(tmp_path: Path) -> None:

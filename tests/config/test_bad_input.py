@@ -109,7 +109,7 @@ KEYS: dict[str, Case] = {
         ["schedule.gaps = 1", "nearest: schedule.gap"],
     ),
     "added constructor argument": (
-        ["+model.pth=x"],
+        ["experiment=digits_flowgrpo", "+model.pth=x"],
         ["model.pth", "takes no such argument", "nearest: model.path"],
     ),
     "added trainer argument": (
@@ -316,7 +316,7 @@ RELATIONS: dict[str, Case] = {
         ["sampling.task_size = 5", "must divide data.group_size = 16", "1, 2, 4, 8, 16"],
     ),
     "updates do not divide": (
-        ["algorithm.updates_per_batch=3"],
+        ["experiment=digits_flowgrpo", "algorithm.updates_per_batch=3"],
         [
             "algorithm.updates_per_batch = 3",
             "must divide data.prompts_per_batch = 10",
@@ -385,11 +385,11 @@ RELATIONS: dict[str, Case] = {
         ["none can join or leave; set schedule.claims=shared, or allocation.rollouts to a number"],
     ),
     "more prompts than the file has": (
-        ["data.prompts_per_batch=20"],
+        ["experiment=digits_flowgrpo", "data.prompts_per_batch=20"],
         ["data.prompts_per_batch = 20", "holds 10 different prompts", "1 .. 10"],
     ),
     "more groups than the file has prompts": (
-        ["data.oversample=1"],
+        ["experiment=digits_flowgrpo", "data.oversample=1"],
         [
             "data.prompts_per_batch = 10 with data.oversample = 1",
             "holds 10 different prompts",
@@ -544,7 +544,7 @@ def problems_of(*words: str) -> tuple[str, ...]:
 
 
 def test_the_default_is_accepted() -> None:
-    assert config.load([]).config.experiment_name == "digits_flowgrpo"
+    assert config.load([]).config.experiment_name == "scenes_flowgrpo"
 
 
 @pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())

@@ -207,7 +207,7 @@ def test_own_prompt_file_becomes_absolute_and_duplicates_are_noted(
     assert composed.notes == (
         f"data.prompts: {tmp_path}/mine.txt: 1 duplicates left out (line 3 repeats line 1).",
     )
-    assert config.load([]).config.data.prompts == "digits.jsonl"
+    assert config.load([]).config.data.prompts == "drawn_scenes.txt"
 
 
 def test_help_lists_every_key_and_group(capsys: pytest.CaptureFixture[str]) -> None:

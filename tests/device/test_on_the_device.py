@@ -50,9 +50,9 @@ def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.slow
-def test_the_first_run_through_the_launcher(tmp_path: Path) -> None:
+def test_the_digits_run_through_the_launcher(tmp_path: Path) -> None:
     """The attention's products round otherwise than the CPU's fused ones, hence no bit-equality."""
-    words = ("max_rl_steps=2", "logger=none", "~callbacks.evaluation")
+    words = ("experiment=digits_flowgrpo", "max_rl_steps=2", "logger=none", "~callbacks.evaluation")
     found, wanted = (started(tmp_path / str(n), *words, devices=n) for n in (2, 0))
     assert found.keys() == wanted.keys()
     for name in wanted:

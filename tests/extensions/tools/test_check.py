@@ -20,7 +20,7 @@ def test_this_environment_has_nothing_to_fix() -> None:
         for finding in check()
     ]
     assert "fix" not in levels(findings)
-    assert any("digits_flowgrpo composes" in finding.text for finding in findings)
+    assert any("scenes_flowgrpo composes" in finding.text for finding in findings)
 
 
 def test_a_missing_package_must_be_fixed() -> None:

@@ -10,7 +10,7 @@ of one idle core. `budget_s` cuts it into pieces, and the same command then cont
 The base learns from right captions first, so that it binds words to objects. Its last `noise_steps`
 steps have some random captions, which loosen that binding without undoing it: this is what is left
 for reinforcement learning to improve. A base with wrong captions from the first step confirms half
-as much, before any loosening: benchmarks/results/scenes-2026-11-22.md.
+as much, before any loosening: benchmarks/results/scenes-2026-11-25.md.
 
 task=edits trains the base model of the edits, which begins as that of the scenes. Both share the
 judge.
