@@ -2,9 +2,9 @@
 
 Score = 1 - min(d, n) / n with d the edit distance from the recognised text to the target and n the
 target's length; whitespace and case do not count, and text that contains the target scores 1: the
-reward of Flow-GRPO (arXiv:2505.05470, yifan123/flow_grpo `flow_grpo/ocr.py`). Here d is the
-smallest over the whole text and each of its lines, so that other lettering in the picture does not
-hide a target that is nearly right.
+reward of Flow-GRPO (arXiv:2505.05470, yifan123/flow_grpo `flow_grpo/ocr.py`, which reads with
+PaddleOCR). With `best_line` d is the smallest over the whole text and each of its lines, so that
+other lettering in the picture does not hide a target that is nearly right.
 
 The reader is RapidOCR (PP-OCR exported to ONNX); its models ship in its wheel, so nothing is
 downloaded. Pictures are read one at a time: a batch would be padded to its widest member, and a
@@ -51,6 +51,7 @@ class Ocr:
         frames: frames read per video, evenly spaced.
         recognition_only: "auto" (by the picture's shape, see `LINE_HEIGHT`), "always" or "never".
         min_confidence: recognised lines below it do not count, so that noise scores 0.
+        best_line: also compare each line by itself; false: the whole text alone (Flow-GRPO).
         detection_side: larger pictures are shrunk to this longest side before detection (PP-OCR's
             classic 960).
         threads: pictures read at the same time, each by an engine with one thread (twice as fast as
@@ -67,26 +68,23 @@ class Ocr:
         detection_side: int = 960,
         threads: int = 2,
         device: str = "cpu",
+        best_line: bool = True,
     ) -> None:
         if recognition_only not in ("auto", "always", "never"):
             raise ValueError(
                 f"recognition_only is {recognition_only!r}: choose auto, always or never."
             )
-        self.frames, self.recognition_only, self.min_confidence = (
-            frames,
-            recognition_only,
-            min_confidence,
-        )
+        self.frames, self.recognition_only = frames, recognition_only
+        self.min_confidence, self.best_line = min_confidence, best_line
         if threads < 1:
             raise ValueError(f"threads is {threads}: at least one reads.")
-        self._idle: queue.SimpleQueue[Any] = (
-            queue.SimpleQueue()
-        )  # an engine keeps state: one picture at a time each
+        # An engine keeps state: one picture at a time each.
+        self._idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(threads):
             self._idle.put(_build_engine(detection_side, device))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ocr")
         self.model_id = (
-            f"rapidocr(frames={frames}, mode={recognition_only}, confidence={min_confidence})"
+            f"rapidocr({frames}, {recognition_only}, {min_confidence}, lines={best_line})"
         )
         self.weights_digest = files_digest(
             sorted((Path(rapidocr.__file__).parent / "models").glob("*.onnx"))
@@ -107,7 +105,7 @@ class Ocr:
         lines = list(self._pool.map(self.read, pictures.reshape(-1, *pictures.shape[2:])))
         count = pictures.shape[1]
         scores = [
-            [match(found, target) for found in lines[row * count : (row + 1) * count]]
+            [match(seen, target, self.best_line) for seen in lines[row * count : (row + 1) * count]]
             for row, target in enumerate(targets)
         ]
         return torch.tensor(scores, dtype=torch.float32).mean(1)
@@ -160,14 +158,13 @@ def normalise(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
-def match(lines: Sequence[str], target: str) -> float:
+def match(lines: Sequence[str], target: str, best_line: bool = True) -> float:
     """Score in [0, 1] of recognised `lines` against a normalised, non-empty `target`."""
     whole = normalise("".join(lines))
     if target in whole:
         return 1.0
-    candidates = [whole, *(normalise(line) for line in lines)]
-    distance = min(Levenshtein.distance(candidate, target) for candidate in candidates)
-    return 1.0 - min(distance, len(target)) / len(target)
+    texts = [whole, *(normalise(line) for line in lines if best_line)]
+    return 1.0 - min(len(target), *(Levenshtein.distance(t, target) for t in texts)) / len(target)
 
 
 def _build_engine(detection_side: int, device: str) -> Any:

@@ -20,6 +20,7 @@ def test_decay_sequence() -> None:
     """Check 23: min((1+n)/(10+n), d)."""
     ema = Ema(decay=0.9, every=1)
     assert [ema.decay_at(n) for n in (1, 2, 8, 1000)] == [2 / 11, 3 / 12, 9 / 18, 0.9]
+    assert Ema(decay=0.9, every=1, times=3).decay_at(8) == (9 / 18) ** 3
 
 
 def test_average_follows_every_kth_step() -> None:
@@ -30,7 +31,7 @@ def test_average_follows_every_kth_step() -> None:
         with torch.no_grad():
             own["a"].add_(1.0)
         ema.update(own)
-        if n % 2 == 0:
+        if (n + 1) % 2 == 0:
             decay = min((1 + n) / (10 + n), 0.9)
             expected = decay * expected + (1 - decay) * own["a"].detach()
     torch.testing.assert_close(ema.copy.tensors["a"], expected)
@@ -108,3 +109,5 @@ def test_state_survives_a_checkpoint() -> None:
     assert torch.equal(other.tensors["a"], own["a"].detach())
     with pytest.raises(ValueError, match="decay"):
         Ema(decay=1.0)
+    with pytest.raises(ValueError, match="times >= 1"):
+        Ema(times=0)

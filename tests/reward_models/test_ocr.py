@@ -94,4 +94,6 @@ def test_match_takes_the_best_line():
     assert match(["SALE", "HELLO"], "hello") == 1
     assert match(["some other text", "HELLD"], "hello") == pytest.approx(0.8)
     assert match([], "hello") == match(["zzzzzzzzzzz"], "hello") == 0
+    assert match(["some other text", "HELLD"], "hello", best_line=False) == 0
+    assert match(["SALE", "HELLO"], "hello", best_line=False) == 1
     assert normalise("Ｃａｆé  24") == "café24"

@@ -73,16 +73,17 @@ class Ema:
     """Exponential moving average of the trained parameters, for evaluation and export; rollouts use
     the raw weights.
 
-    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied every `every` steps
-    (yifan123/flow_grpo ema.py:33-56: 0.9, 8).
+    decay after n optimizer steps = min((1+n)/(10+n), `decay`), applied `times` times where n + 1 is
+    a multiple of `every` (yifan123/flow_grpo ema.py:33-56: 0.9, 8). Flow-GRPO calls its average at
+    every micro-batch, so an update of m micro-batches is followed m times.
     """
 
-    def __init__(self, decay: float = 0.9, every: int = 8) -> None:
-        if not 0 <= decay < 1 or every < 1:
+    def __init__(self, decay: float = 0.9, every: int = 8, times: int = 1) -> None:
+        if not 0 <= decay < 1 or min(every, times) < 1:
             raise ValueError(
-                f"ema needs 0 <= decay < 1 and every >= 1, got decay={decay}, every={every}"
+                f"ema needs 0 <= decay < 1, every and times >= 1, got {decay}, {every}, {times}"
             )
-        self.decay, self.every, self.steps = decay, every, 0
+        self.decay, self.every, self.times, self.steps = decay, every, times, 0
         self.copy = ParameterCopy()
 
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -91,11 +92,11 @@ class Ema:
             self.copy.follow(parameters, 0.0)
 
     def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Count an optimizer step, and follow the parameters at every `every`-th step."""
+        """Count an optimizer step, and follow the parameters one step before each `every`-th."""
         self.steps += 1
-        if self.steps % self.every == 0:
+        if (self.steps + 1) % self.every == 0:
             self.copy.follow(parameters, self.decay_at(self.steps))
 
     def decay_at(self, steps: int) -> float:
-        """min((1+n)/(10+n), decay)."""
-        return min((1 + steps) / (10 + steps), self.decay)
+        """min((1+n)/(10+n), decay)^times."""
+        return min((1 + steps) / (10 + steps), self.decay) ** self.times
