@@ -23,6 +23,14 @@ class StepGivenUp(RuntimeError):
     version before it."""
 
 
+def out_of_memory(rank: int, doing: str, error: BaseException) -> str:
+    """Return the message of a rank whose device has too little memory for what it is `doing`."""
+    training = "schedule.tsp.batch=1, model.gradient_checkpointing=true"
+    remedy = training if doing.startswith("train") else "a smaller sampling.task_size"
+    cause = str(error).strip().partition("\n")[0]
+    return f"rank {rank}, {doing or 'startup'}: use {remedy}, or smaller samples. {cause}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transitions:
     """K denoising steps of b samples that share a prompt: of a trajectory all S trained ones, of a

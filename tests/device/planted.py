@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 PARTS = "tests/device/inside/test_parts.py"
 RUNS = "tests/device/inside/test_runs.py"
-POLICIES = "tests/gpu/test_policies.py"
+COMMANDS = "tests/device/inside/test_commands.py"
+MEMORY = "tests/device/inside/test_memory.py"
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ FAULTS = (
         "            pass",
         "memory that the plan gives to activations is taken",
         PARTS,
-        "policy_encodes",
+        "large_decoder",
     ),
     Fault(
         "placement: encoders do not go",
@@ -194,6 +195,43 @@ FAULTS = (
         "memory that the plan gives to activations is taken",
         PARTS,
         "policy_encodes",
+    ),
+    Fault(
+        "placement: eval computes on the CPU",
+        "src/digenrl/extensions/workbench/cli/evaluate.py",
+        "    module.to(accelerator.kind())",
+        "    _ = accelerator",
+        "an evaluation takes hours beside an idle GPU",
+        COMMANDS,
+        "test_eval",
+    ),
+    Fault(
+        "placement: the loop in one process computes on the CPU",
+        "src/digenrl/extensions/workbench/loop.py",
+        "SingleDeviceStrategy(accelerator.current())",
+        'SingleDeviceStrategy("cpu")',
+        "a notebook computes beside an idle GPU",
+        COMMANDS,
+        "two_steps",
+    ),
+    # ---- memory
+    Fault(
+        "memory: a trainer whose device is full drops what it has learned",
+        "src/digenrl/strategy/steps.py",
+        "            self._stop_vote.give_up(",
+        "            _ = (",
+        "the steps since the last checkpoint are lost",
+        MEMORY,
+        "trainer_that_is_full",
+    ),
+    Fault(
+        "memory: a full device is not named",
+        STRATEGY,
+        "            if isinstance(exception, torch.OutOfMemoryError):",
+        "            if False:",
+        "nobody knows which key to change",
+        MEMORY,
+        "rollout_that_is_full",
     ),
     # ---- generators
     Fault(

@@ -23,22 +23,25 @@ def passed(*words: str, skips: int = 0, **settings: int | str) -> None:
     assert skipped is None or int(skipped[1]) <= skips, done.stdout[-3000:]
 
 
-def test_the_device_keeps_its_promises() -> None:
-    passed("tests/device/inside/test_strict.py")
+INSIDE = "tests/device/inside"
+POLICIES = "tests/gpu/test_policies.py"
+SIZE = {"devices": 4, "memory_mib": 512}
+LEFT_OUT = "not the_clock and not (test_policies and compiled)"
+"""Inductor's test, and the clock's, whose matrices take a processor minutes."""
 
 
-def test_parts_of_the_source_and_commands() -> None:
-    passed("tests/device/inside/test_parts.py", "tests/device/inside/test_commands.py")
+def test_inside_a_process_that_has_the_device() -> None:
+    """One process, because its start costs seconds. Runs come first: they fork it, which is only
+    possible before it has used the device."""
+    forking = (f"{INSIDE}/test_runs.py", f"{INSIDE}/test_memory.py")
+    using = (f"{INSIDE}/test_{name}.py" for name in ("strict", "parts", "commands"))
+    passed(*forking, *using, POLICIES, "-m", "not slow", "-k", LEFT_OUT, **SIZE)
 
 
-def test_runs_compute_what_they_compute_on_the_cpu() -> None:
-    passed("tests/device/inside/test_runs.py", devices=4)
-
-
-def test_the_tests_for_gpus() -> None:
-    """All but Inductor's test and the clock's, whose matrices take a processor minutes."""
-    left_out = "not compiled and not the_clock"
-    passed("-m", "gpu", "tests/gpu/test_policies.py", "-k", left_out)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["runs", "memory", "families"])
+def test_what_takes_longer(name: str) -> None:
+    passed(f"{INSIDE}/test_{name}.py", "-m", "slow", **SIZE)
 
 
 def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]:

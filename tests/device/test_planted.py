@@ -37,7 +37,7 @@ def test_a_mistake_is_found(tree: Path, fault: Fault, monkeypatch: pytest.Monkey
     path.write_text(text.replace(fault.old, fault.new))
     try:
         words = (fault.test, "-x", "-k", fault.only)
-        done = run_pytest(*words, root=tree, devices=devices(fault.test))
+        done = run_pytest(*words, root=tree, devices=devices(fault.test), memory_mib=512)
     finally:
         path.write_text(text)
     assert done.returncode in (1, -11), f"not found: {fault.why}\n{done.stdout[-3000:]}"

@@ -40,6 +40,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
@@ -63,7 +64,7 @@ from digenrl.strategy.shared import Fragment, Learner, TrainerState
 from digenrl.strategy.wiring import Wiring, wire
 from digenrl.strategy.worker import RolloutWorker
 from digenrl.transport.cells import Placement, StepBoard
-from digenrl.types import StepGivenUp
+from digenrl.types import StepGivenUp, out_of_memory
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -242,6 +243,9 @@ class DisaggregatedStrategy(DDPStrategy):
         if isinstance(exception, StepGivenUp):
             self.on_train_end()
         elif hasattr(self, "control") and not isinstance(exception, Aborted):
+            if isinstance(exception, torch.OutOfMemoryError):
+                doing = self.session.progress.said
+                exception.args = (out_of_memory(self.world.rank, doing, exception),)
             self.control.report(self.world.is_trainer, exception)
 
     def teardown(self) -> None:

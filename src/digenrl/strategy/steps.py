@@ -31,7 +31,7 @@ from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.stream import Inbox
-from digenrl.types import TrainBatch
+from digenrl.types import TrainBatch, out_of_memory
 
 
 class Steps:
@@ -80,10 +80,20 @@ class Steps:
         self._shares.begin(batch)
         return self.tokens_shared()
 
-    def tokens_shared(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def tokens_shared(self) -> Iterator[None]:
         """Inside, a context group computes together what is trained. Each rank generates and
-        evaluates alone."""
-        return nullcontext() if self.context is None else self.context.shared()
+        evaluates alone.
+
+        Raises:
+            StepGivenUp: the device has too little memory; the version before this step is saved.
+        """
+        try:
+            with nullcontext() if self.context is None else self.context.shared():
+                yield
+        except torch.OutOfMemoryError as error:
+            self._stop_vote.give_up(out_of_memory(self._world.rank, self._progress.said, error))
+            raise
 
     def backward_done(self) -> None:
         """End a micro-batch. After the last one of an update, reduce the gradients of all trainers.

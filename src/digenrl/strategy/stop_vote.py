@@ -63,6 +63,20 @@ class StopVote:
         elif (first := self._control.get("given_up")) is not None and self._piece >= int(first):
             raise StepGivenUp
 
+    def give_up(self, cause: str) -> None:
+        """End the run with the step before the one in progress, because this trainer cannot go on.
+
+        Return where the others cannot leave the step: the step is partly applied, or they wait in a
+        collective for this trainer.
+
+        Raises:
+            StepGivenUp: every trainer drops the step in progress.
+        """
+        if not self._sharded and self._droppable():
+            self._control.request_stop(cause)
+            self._control.set("give_up", "1")
+            self.begin()
+
     def between_steps(self) -> None:
         """Look between two denoising steps of a task, but seldom: each look is a request. Raises:
         see `check`."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from digenrl import devices
 from digenrl.algorithms.copies import Ema
+from digenrl.models import pipeline
 from digenrl.models.offload import Offload
 from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.scorer import AsyncScorer
@@ -127,7 +128,7 @@ def test_whoever_asks_for_devices_may_fork_ranks() -> None:
         "import torch\n"
         "import digenrl.cli.start, digenrl.run\n"
         "from digenrl import accelerator, devices\n"
-        "assert len(devices.found()) == accelerator.count() == 2\n"
+        "assert len(devices.found()) == accelerator.count() >= 2\n"
         "assert not torch.get_device_module().is_initialized()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -147,6 +148,13 @@ def test_a_policy_encodes_samples_and_decodes() -> None:
     assert media.isfinite().all()
     assert policy._vae.device == DEVICE, "a small decoder stays"
     assert all(encoder.device.type == "cpu" for encoder in policy._encoders())
+
+
+def test_a_large_decoder_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "STAYS", 0)
+    policy = make("flux").to(DEVICE)
+    assert ode_samples(policy, SamplingSpec(steps=1), [prompt("a red star")], 1, 0).isfinite().all()
+    assert policy._vae.device.type == "cpu"
 
 
 def test_what_is_moved_is_moved_whole() -> None:

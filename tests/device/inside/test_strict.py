@@ -196,7 +196,7 @@ def test_only_a_process_that_has_not_used_it_may_fork(used: bool, code: int) -> 
     used_line = "torch.ones(1, device='strict')" if used else ""
     program = (
         "import os, torch\n"
-        "assert torch.accelerator.device_count() == 2\n"
+        "assert torch.accelerator.device_count() >= 2\n"
         f"{used_line}\n"
         "child = os.fork()\n"
         "if child == 0:\n"
