@@ -79,10 +79,10 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices, api ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1575
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1580
     ),
     "schedule": Room(1100, ("schedule",), ceiling=1057),
-    "strategy": Room(1600, ("strategy",), ceiling=1973),
+    "strategy": Room(1600, ("strategy",), ceiling=1988),
     "transport": Room(700, ("transport",), ceiling=738),
     "cluster": Room(1500, ("cluster",), ceiling=1313),
     "diffusion": Room(550, ("diffusion",)),
@@ -113,7 +113,7 @@ ROOMS = {
     "extensions/terminal": Room(80, ("extensions/terminal",), ceiling=159),
     "extensions/workbench": Room(230, ("extensions/workbench",), ceiling=232),
     "reward_models": Room(1500, ("reward_models",)),
-    "hot path": Room(7500, HOT_PATH, ceiling=6924),
+    "hot path": Room(7500, HOT_PATH, ceiling=6944),
     "core": Room(
         13000,
         tuple(
@@ -122,9 +122,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=14412,
+        ceiling=14432,
     ),
-    "everything": Room(26000, ("",), ceiling=27627),
+    "everything": Room(26000, ("",), ceiling=27646),
 }
 """Room -> its budget. The last three rows are sums."""
 
