@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.extensions.planner.cli import profile
@@ -89,6 +93,35 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
         assert seconds[stage]["local"] == pytest.approx(given[stage]["local"])
     rank = costing.cluster(costing.candidate(1, 1, task_size=2)).ranks[1]
     assert rank.step_seconds == pytest.approx(given["generate"]["local"] * 2 / 6)
+
+
+def test_a_run_calibrates_the_next_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*TINY, "experiment=digits_flowgrpo", "algorithm.updates_per_batch=1"]
+    command = [sys.executable, "-m", "digenrl", "train", *words, f"output_root={tmp_path}"]
+    subprocess.run([*command, "max_rl_steps=3", "callbacks=default"], check=True, timeout=200)
+    (run,) = tmp_path.glob("*/*/")
+    assert profile.main([f"run={run}"]) == 0
+    path = Path(capsys.readouterr().out.splitlines()[-1])
+    table = yaml.safe_load(path.read_text())["seconds"]
+    spans = [json.loads(line) for file in run.glob("spans/*") for line in file.open()]
+    for stage, units in {"generate": 2 * 8, "decode": 2 * 8, "train": 2 * 8 * 3}.items():
+        later = [s["end"] - s["start"] for s in spans if s["stage"] == stage and s["step"] > 0]
+        assert table[stage]["local"] == pytest.approx(sum(later) / units, rel=1e-3)
+    given = yaml.safe_dump({"seconds": table}, default_flow_style=True, width=1000)
+    given = given.strip().removeprefix("{seconds: ").removesuffix("}")
+    composed = configuration.load([*words, f"hardware.seconds={given}"])
+    hardware = parse_hardware(composed.config.hardware)
+    assert hardware.seconds["train"]["local"] == pytest.approx(table["train"]["local"])
+
+
+def test_a_run_of_one_step_cannot_calibrate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    composed = configuration.load(["experiment=digits_flowgrpo"])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
+    assert profile.main([f"run={tmp_path}"]) == 2
+    assert "has no second RL step" in capsys.readouterr().err
+    assert not (tmp_path / "profile.yaml").exists()
 
 
 @pytest.mark.parametrize(

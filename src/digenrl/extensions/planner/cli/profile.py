@@ -1,11 +1,16 @@
 """Measure this machine: the seconds per unit that a hardware profile's `seconds` table holds.
 
     digenrl profile experiment=... hardware=... [pool=NAME] [key=value ...]
+    digenrl profile run=RUN [pool=NAME]
 
 The experiment's own policy, rewards and algorithm run one rollout task and one training block at
 their configured sizes, on one device, without a cluster. The resulting profile.yaml replaces the
 `seconds:` line of the profile's YAML. Its path is the last line on standard output. `pool` names
 the pool that this machine stands for, if there are several.
+
+With `run`, nothing is computed: the seconds are those of a run on one pool, from its second RL step
+on, and profile.yaml is written into its directory. Spans are the host's seconds. On an accelerator
+a stage that does not wait for its work looks shorter than it is.
 """
 
 from __future__ import annotations
@@ -14,13 +19,18 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from digenrl import config as configuration
 from digenrl.config import Composed
-from digenrl.config.help import Arguments, command_help, read_arguments
+from digenrl.config.help import Arguments, command_help, own_command, read_arguments
+from digenrl.config.stored import read_stored
+from digenrl.report.read_run import Run, read_run
 from digenrl.settle import with_task_size
 
 if TYPE_CHECKING:
@@ -43,6 +53,8 @@ class ProfileKeys(Arguments):
 
     pool: str | None = None
     """pool of the profile that this machine stands for, where it has several"""
+    run: str | None = None
+    """directory of a run, whose recorded seconds are taken instead of measuring"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ class Measured:
 def main(words: Sequence[str]) -> int:
     """Measure, print the table and write profile.yaml; return the exit code."""
     own = [word for word in words if word.startswith("pool=")]
+    if any(word.startswith("run=") for word in words):
+        return own_command(ProfileKeys, __doc__, words, _profile_run)
     doc = command_help(__doc__, ProfileKeys)
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
@@ -75,6 +89,34 @@ def main(words: Sequence[str]) -> int:
     path.write_text(snippet(table, pool, composed), encoding="utf-8")
     print(path)
     return 0
+
+
+def _profile_run(keys: ProfileKeys, _: Sequence[str]) -> None:
+    run = read_run(str(keys.run))
+    pool = chosen_pool(read_stored(run.path, "run")[0].hardware, keys.pool)
+    path = run.path / "profile.yaml"
+    text = yaml.safe_dump({"seconds": {s: {pool: value} for s, value in of_run(run).items()}})
+    path.write_text(f"# Seconds per unit, recorded by the run {run.path.name}\n{text}", "utf-8")
+    print(f"{text}{path}")
+
+
+def of_run(run: Run) -> dict[str, float]:
+    """Return stage -> seconds per unit that the ranks of a run recorded after its first RL step.
+
+    Raises:
+        ValueError: the run has no second RL step.
+    """
+    trained = zip(*run.column("cells_trained"), strict=True)
+    units = Counter({"train": sum(cells for step, cells in trained if step > 1)})
+    seconds = dict.fromkeys(UNITS, 0.0)
+    for span in run.spans:
+        if span.step > 0 and span.stage in UNITS:
+            seconds[span.stage] += span.seconds
+            if span.stage != "train" and "handed_to" not in span.args:
+                units[span.stage] += run.config["sampling"]["task_size"]
+    if not units["train"]:
+        raise ValueError(f"run={run.path}: has no second RL step to take seconds from; train on.")
+    return {stage: seconds[stage] / units[stage] for stage in UNITS if seconds[stage]}
 
 
 def chosen_pool(hardware: Any, name: str | None) -> str:
