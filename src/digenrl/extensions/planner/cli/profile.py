@@ -147,7 +147,7 @@ def measure(config: Any) -> dict[str, Measured]:
 
     from digenrl import accelerator, parts
     from digenrl.data import PromptData
-    from digenrl.rollout.engine import RolloutEngine
+    from digenrl.run import engine_of
     from digenrl.schedule import Task
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -158,18 +158,8 @@ def measure(config: Any) -> dict[str, Measured]:
     module = configuration.instantiate(config.algorithm, policy=policy).to(device)
     module.train()
     module.on_train_start()  # algorithms that keep copies of the weights make them here
-    sampling = parts.sampling_spec(config)
-    engine = RolloutEngine(
-        policy,
-        rewards,
-        module.sde,
-        module.train_steps,
-        sampling,
-        config.seed,
-        module.needs_means,
-        module.needs_final,
-    )
-    spec = parts.schedule_spec(config, module.train_steps.count(sampling.steps), trainers=1)
+    engine = engine_of(config, module, rewards)
+    spec = parts.schedule_spec(config, module.train_steps.count(config.sampling.steps), trainers=1)
     prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
     rows = spec.task_size
     task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)
