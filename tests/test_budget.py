@@ -102,7 +102,7 @@ ROOMS = {
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1183),
     "extensions/rewards": Room(1200, ("extensions/rewards",)),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1732
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1818
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=758),
     "extensions/links": Room(500, ("extensions/links",)),
@@ -124,7 +124,7 @@ ROOMS = {
         ),
         ceiling=14432,
     ),
-    "everything": Room(26000, ("",), ceiling=27646),
+    "everything": Room(26000, ("",), ceiling=27756),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -32,7 +32,7 @@ FACTS: dict[str, dict[str, Any]] = json.loads(recipe_facts.FACTS.read_text(encod
 READ = {
     *("data.prompts", "reward.rewards", "model.lora", "model.lora.targets", "model.path"),
     *("model.dtype", "sampling.eval.guidance_scale", "sampling.eval.solver", "sampling.same_noise"),
-    *("algorithm.train_steps.last", "algorithm.train_steps.size", "algorithm.kl_kind"),
+    *("algorithm.train_steps.last", "algorithm.kl_kind"),
     *("algorithm.kl_weight", "algorithm.step_weight", "algorithm.detach_uncond", "algorithm.ema"),
     *("data.zero_variance_groups", "reward.rewards.ocr.scorer.best_line"),
 }
@@ -43,6 +43,7 @@ COMPUTED = {
     *("algorithm.advantage.std", "algorithm.advantage.unbiased", "algorithm.advantage.combine"),
     *("algorithm.advantage.best_and_worst", "algorithm.updates_per_batch", "data.updates_split"),
     *("data.prompts_per_batch", "algorithm.ema.times", "sampling.guidance_scale"),
+    "algorithm.train_steps.size",
 }
 """Keys whose published value is computed from literals, by the checks below."""
 
@@ -197,13 +198,23 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "hunyuanvideo_dancegrpo": best_and_worst_rule,
     "sd35_flowgrpo": batch_rule,
     "wan21_flowgrpo": population_rule,
+    "sd35_pickscore": batch_rule,
+    "sd35_geneval": batch_rule,
+    "sd35_nft": batch_rule,
 }
-KERNELS = {name: dance_std if name.endswith("dancegrpo") else flow_std for name in ADVANTAGES}
+KERNELS = {
+    name: dance_std if name.endswith("dancegrpo") else flow_std
+    for name in ADVANTAGES
+    if name != "sd35_nft"
+}
 UPDATE_SIZE = {  # samples of one group that an update takes, where it takes some of every group
     "flux1_dancegrpo": lambda: numbers("flux1_dancegrpo", "algorithm.updates_per_batch")[0],
     "flux1_mixgrpo": lambda: numbers("flux1_mixgrpo", "algorithm.updates_per_batch")[0],
     "wan21_dancegrpo": lambda: numbers("wan21_dancegrpo", "algorithm.updates_per_batch")[0] / 2,
-    "sd35_flowgrpo": lambda: numbers("sd35_flowgrpo", "data.group_size")[0] / 2,
+    **{
+        name: lambda: numbers("sd35_flowgrpo", "data.group_size")[0] / 2
+        for name in ("sd35_flowgrpo", "sd35_pickscore", "sd35_geneval")
+    },
     "wan21_flowgrpo": lambda: numbers("wan21_flowgrpo", "data.group_size")[0] / 2,
 }
 
@@ -217,7 +228,8 @@ def values(experiment: str, config: Any) -> Iterator[str]:
         fact = FACTS.get(f"{experiment} {row['key']}")
         if row["experiment"] != experiment or row["key"].startswith("(") or fact is None:
             continue
-        if row["key"] in READ | COMPUTED or not same(row):
+        published = value(row["published"])
+        if not same(row) or not stands(published, fact["literals"]):
             continue
         found = OmegaConf.select(config, row["key"])
         if not stands(found, fact["literals"]):
@@ -257,6 +269,9 @@ def windows(experiment: str, config: Any) -> Iterator[str]:
             yield f"{len(plans[0])} steps are trained"
         if counts[-1] or counts[:-1].min() < 0.8 * 300 * share:
             yield f"steps are drawn {counts} times"
+    elif experiment == "sd35_nft":  # declared: all, in place of int(steps x 0.99)
+        if {len(plan) for plan in plans} != {steps}:
+            yield f"{len(plans[0])} noise levels are trained"
     elif experiment in ADVANTAGES:
         last = {plan == tuple(range(steps - 1)) for plan in plans}
         if last != {True}:
@@ -286,11 +301,16 @@ def updates(experiment: str, config: Any) -> Iterator[str]:
 def moving_average(experiment: str, config: Any) -> Iterator[str]:
     if OmegaConf.select(config, "algorithm.ema") is None or experiment not in ADVANTAGES:
         return
-    if experiment == "sd35_flowgrpo":  # batches of a rank, half of them for each update
+    if experiment in (
+        "sd35_flowgrpo",
+        "sd35_pickscore",
+        "sd35_geneval",
+    ):  # batches of a rank, half of them for each update
         rank, group, prompts = numbers(experiment, "algorithm.ema.times")
         micro = int(prompts / (32 * rank / group)) // 2
     else:
-        micro = int(numbers(experiment, "algorithm.ema.times")[0]) // 2
+        times = f"{experiment} algorithm.ema.times"
+        micro = int(numbers(experiment, "algorithm.ema.times")[0]) // 2 if times in FACTS else 1
     walk = np.random.default_rng(3).normal(size=51).cumsum()
     ours = instantiate(config.algorithm.ema)
     weight = torch.nn.Parameter(torch.tensor([walk[0]]))
@@ -345,8 +365,8 @@ def batch(experiment: str, config: Any) -> Iterator[str]:
         "hunyuanvideo_dancegrpo": lambda: found[0] * found[1],
         "wan21_dancegrpo": lambda: found[0] * 2,  # --train_batch_size
         "wan21_flowgrpo": lambda: found[0] * found[1] * 8 / 4,  # 8 GPUs, 4 samples a prompt
-        "sd35_flowgrpo": lambda: max(found),
-    }[experiment]
+        "sd35_nft": lambda: found[0],
+    }.get(experiment, lambda: max(found))
     if prompts() != config.data.prompts_per_batch:
         yield f"{config.data.prompts_per_batch} prompts, in the source {prompts()}"
 
@@ -362,6 +382,8 @@ def wrong(experiment: str, config: Any) -> list[str]:
 def loaded(experiment: str) -> Any:
     """The configuration as a run would have it on the smallest profile for everything."""
     words = [f"experiment={experiment}", "hardware=node_8xh100", "logger=none"]
+    if experiment == "sd35_geneval":
+        words += [f"reward.rewards.geneval.scorer.{key}=here" for key in ("path", "colours")]
     return configuration.load(words).config
 
 
@@ -394,6 +416,14 @@ ALTERED = {
         "algorithm.ema.decay=0.99",
         "algorithm.sde.noise_level=1.0",
     ),
+    "sd35_pickscore": ("algorithm.kl_weight=0.04", "data.updates_split=groups"),
+    "sd35_geneval": ("data.group_size=16", "algorithm.ema.times=1"),
+    "sd35_nft": (
+        "algorithm.old_policy.ceiling=0.999",
+        "algorithm.train_steps.size=8",
+        "algorithm.beta=0.1",
+        "algorithm.ema.every=8",
+    ),
     "qwen_image_nft": ("algorithm.optimizer.lr=1e-4", "data.group_size=8"),
     "flux1_flowgrpo": ("algorithm.advantage.eps=1e-8",),
     "flux1_kontext_flowgrpo": ("algorithm.advantage.eps=1e-8",),
@@ -419,6 +449,6 @@ def test_another_value_is_seen(experiment: str, change: str) -> None:
         config.algorithm.train_steps = {"_target_": text, "fraction": 0.6}
     else:
         OmegaConf.update(config, key, value(text) if number(text) is None else number(text))
-        if key.endswith(("updates_per_batch", "best_and_worst", "times", "overlap", "group_size")):
+        if key.endswith(("updates_per_batch", "best_and_worst", "times", "overlap", "size")):
             OmegaConf.update(config, key, int(text))
     assert wrong(experiment, config)

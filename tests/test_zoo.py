@@ -2,8 +2,9 @@
 to export.
 
 Everything is the experiment's own except what `hardware=cpu_tiny` shrinks. Evaluation is left out
-to save time. A model with random weights writes no text, so where reading is rewarded every sample
-scores 0 and nothing can be learnt: there the size of the JPEG file is rewarded as well.
+to save time. A model with random weights writes no text and draws no objects, so where these are
+rewarded every sample scores 0 and nothing can be learnt: there the size of the JPEG file is
+rewarded as well.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Run:
 
 def composed(experiment: str, *words: str) -> DictConfig:
     config = configuration.load([f"experiment={experiment}", *WORDS, *words]).config
-    if "ocr" in config.reward.rewards:
+    if {"ocr", "geneval"} & set(config.reward.rewards):
         config = configuration.load(
             [f"experiment={experiment}", *WORDS, SECOND_REWARD, *words]
         ).config

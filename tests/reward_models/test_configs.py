@@ -17,8 +17,9 @@ NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge"}
 OF_ONE_MODEL = {"digits", "scenes", "scenes_edit", "mixture"}
 NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - OF_ONE_MODEL)
 EDITS = load_prompts("edits.jsonl")[:2]
+RULES = {"tag": "single_object", "include": [{"class": "sign", "count": 1}]}
 PROMPTS = [
-    Prompt(f'a sign "{word}"', images=e.images)
+    Prompt(f'a sign "{word}"', images=e.images, metadata=RULES)
     for word, e in zip(("OPEN", "SHUT"), EDITS, strict=True)
 ]
 

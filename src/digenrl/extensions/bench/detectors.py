@@ -59,6 +59,11 @@ class TransformersDetector:
             else _pipeline("zero-shot-image-classification", colours, "colours")
         )
 
+    @property
+    def networks(self) -> list[Any]:
+        """Return the modules, whose weights identify the detector."""
+        return [found.model for found in (self._detect, self._colour) if found is not None]
+
     def find(self, picture: Tensor, classes: Sequence[str]) -> list[Detection]:
         """See `digenrl.extensions.bench.geneval.Detector`.
 
@@ -105,12 +110,18 @@ class TransformersDetector:
         image = to_pil_image(picture)
         return [
             self._colour(
-                image.crop(tuple(map(round, one.box))),
+                image.crop(_pixels(one.box)),
                 candidate_labels=list(COLOURS),
                 hypothesis_template=f"a photo of a {{}} {one.label}",
             )[0]["label"]
             for one in found
         ]
+
+
+def _pixels(box: tuple[float, float, float, float]) -> tuple[int, int, int, int]:
+    """Return whole pixels, at least one each way."""
+    left, top, right, bottom = map(round, box)
+    return left, top, max(right, left + 1), max(bottom, top + 1)
 
 
 def _corners(box: Mapping[str, float]) -> tuple[float, float, float, float]:
