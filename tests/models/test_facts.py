@@ -86,12 +86,15 @@ def test_an_unknown_key_names_file_and_keys(
 
 ELSEWHERE = (
     "docs/",
+    "benchmarks/calibration.py",
+    "benchmarks/paper.py",
     "benchmarks/results/",
     "configs/",
     "CHANGELOG.md",
     "src/digenrl/extensions/planner/published.csv",
 )
-"""What is generated, measured or published, and options of configurations."""
+"""What is generated, measured, published or compared with publications, and options of
+configurations."""
 WORKLOADS = "tests/extensions/planner/"
 """Tests that compute with a model's sizes, as experiments do."""
 ZOO = [family for family, known in FACTS.items() if "zoo" in known.file.parts]
