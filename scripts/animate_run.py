@@ -2,7 +2,7 @@
 
 Each frame is one evaluation: the same prompts from the same noise, drawn by the weights of that RL
 step. docs/first_run.gif is the README's first picture, of `make train
-ARGS=callbacks.evaluation.every=4`.
+ARGS=callbacks.evaluation.every=5`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import read_run
 
-PROMPTS, SAMPLES, SIDE, GAP, HEAD = 5, 8, 64, 6, 36
+PROMPTS, SAMPLES, SIDE, GAP, HEAD = 5, 4, 96, 6, 36
 """Prompts shown and pictures of each; pixels of a picture, of a gap and of the line above."""
 STEP_MS, LAST_MS = 700, 3500
 """Milliseconds of a frame, and of the last."""
@@ -46,7 +46,9 @@ def main(run: str, out: str) -> None:
     kept = [read_samples(path) for path in sample_files(read_run(run))]
     prompts = list(dict.fromkeys(kept[0].prompts))[::2][:PROMPTS]
     frames = [frame(each, prompts, kept[-1].rl_step) for each in kept]
-    small = [each.quantize(48, dither=Image.Dither.NONE) for each in frames]
+    # One palette: a colour of its own for each frame would flicker where nothing changes.
+    palette = frames[-1].quantize(96, dither=Image.Dither.NONE)
+    small = [each.quantize(palette=palette, dither=Image.Dither.NONE) for each in frames]
     times = [STEP_MS] * (len(small) - 1) + [LAST_MS]
     small[0].save(out, save_all=True, append_images=small[1:], duration=times, loop=0)
 

@@ -53,7 +53,7 @@ def test_auto_has_plain_values_and_nothing_is_predicted(bare: dict[str, str]) ->
         "print(advisor().advise(settled, 1, 1), advisor().memory_lines(settled, 1, 1))"
     )
     values, told = answer(bare, code).splitlines()
-    assert values.split() == ["ddp", "False", "1", "4", "True", "None", "PlainAdvisor"]
+    assert values.split() == ["ddp", "False", "1", "2", "True", "None", "PlainAdvisor"]
     assert told == f"{Advice()} []"
 
 

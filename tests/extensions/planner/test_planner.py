@@ -321,7 +321,7 @@ def test_a_users_own_step_selection_is_planned() -> None:
 
 def test_a_model_without_sizes_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"model=digits has no counted sizes .*known: .*count_facts"
+        ValueError, match=r"model=scenes has no counted sizes .*known: .*count_facts"
     ):
         costing_of(configuration.load([]))
 
