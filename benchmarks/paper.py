@@ -440,7 +440,7 @@ def elsewhere() -> list[Ratio]:
 # ---- the page
 
 CAUSES = {
-    "Fig. 17 +TAG": "TAG gains 1.43 there and nothing here: where all weights are trained and shared over a node, the search does not lend (it does for Wan2.1, whose adapters alone are trained).",
+    "Fig. 17 +TAG": "TAG gains 1.43 there and nothing here. Claims go in order: rollouts make the first fragment, and trainers wait 75 s for it, a sample's time on an A6000. They lend 32 s of that, but behind the first fragment no trainer waits. If they made the first fragment themselves, TAG would gain 1.2; the runtime cannot do that yet.",
     "Fig. 17 +async": "TAG's part is missing (the row above); asynchrony itself gains more here than there (1.10).",
     "Fig. 18": "our split, with a batch of eight groups (assumed), leaves GAP and asynchrony more to gain than theirs, which gain 1.08 and 1.02.",
     "A+C": "over what, the summary does not say. A loop in lock-step on A+C runs at A's pace: 48 / 32 = 1.5 at most, less what gathers over 48 GPUs cost.",
@@ -609,8 +609,8 @@ marked as withdrawn. What others measured is named with its repository.
   pictures and videos are those of our recipes. The ladders have 20 sampling steps of which 0.4 are trained.
 - **Which testbed.** The summary does not say where Figs. 17 and 18 were measured; A+C is our choice.
   Ranges are the least and the most over testbeds A, B and C ({qwen}) with 20 steps, 0.4 trained, and with 40 steps, 0.6 trained.
-- **The network.** A node has eight GPUs and one link of the published speed. The column *a link per GPU* has eight links instead (`-`: left out by
-  `wide=false`). Which is right, the summary does not say, and much depends on it: Wan2.1's range, 1.35 to 2.12, becomes 1.27 to 1.51.
+- **The network.** A node has eight GPUs and one link of the published speed. The column *a link per GPU* has eight links instead.
+  Which is right, the summary does not say{depends}.
 - **Their baseline** is the colocated script as it runs by default (XueZeyue/DanceGRPO at 15cc71d): weights sharded over all GPUs in
   generation too, one sample at a time, one time step in a forward, blocks recomputed. Whether they measured it so, nobody says.
 - **Their runs** generate with an inference engine (its published speed), and share trainers' weights over a node or all of them.
@@ -641,8 +641,8 @@ Wan2.1:
 
 With fragments of one group alone GAP loses (HunyuanVideo 441 s, where the split takes 349 s): its eight samples do not fill
 sixteen trainers, and sharded trainers gather all weights for each micro-batch. So the planner searches the fragment's size too, and the
-runtime should let several fragments share a micro-batch; it does not yet. A forced TAG may leave every task unlent, which the search
-decides; for HunyuanVideo it does.
+runtime should let several fragments share a micro-batch; it does not yet. A forced TAG lends where the
+search finds that a loan costs nothing; for HunyuanVideo it lends and gains nothing.
 
 ## Tables, and testbed A+C
 
@@ -694,7 +694,13 @@ def main(words: list[str]) -> int:
 
     own = [r for r in ratios if r.figure != "Elsewhere"]
     inside = sum(r.within for r in ratios)
+    ends = [r for r in ratios if r.what.startswith("Wan2.1 over")]
     page = TEXT.format(
+        depends=", and much depends on it: Wan2.1's range, "
+        f"{' to '.join(number(r.simulated) for r in ends)}, becomes "
+        f"{' to '.join(number(r.wide) for r in ends)}"
+        if given["wide"] == "true"
+        else " (`-`: left out by `wide=false`)",
         date=datetime.date.today().isoformat(),
         inside=inside,
         all=len(ratios),
