@@ -47,7 +47,7 @@ def main(run: str, out: str) -> None:
     prompts = list(dict.fromkeys(kept[0].prompts))[::2][:PROMPTS]
     frames = [frame(each, prompts, kept[-1].rl_step) for each in kept]
     # One palette: a colour of its own for each frame would flicker where nothing changes.
-    palette = frames[-1].quantize(96, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    palette = frames[-1].quantize(255, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     small = [each.quantize(palette=palette, dither=Image.Dither.NONE) for each in frames]
     times = [STEP_MS] * (len(small) - 1) + [LAST_MS]
     small[0].save(out, save_all=True, append_images=small[1:], duration=times, loop=0)
