@@ -31,7 +31,10 @@ class Fault:
     """Expression for `pytest -k`: the narrowest test."""
 
 
-OFFLOAD, WEIGHTS = "src/digenrl/models/offload.py", "src/digenrl/transport/weights.py"
+OFFLOAD, WEIGHTS = (
+    "src/digenrl/extensions/offload/activations.py",
+    "src/digenrl/transport/weights.py",
+)
 PIPELINE, POLICY = "src/digenrl/models/pipeline.py", "src/digenrl/models/policy.py"
 ENGINE, DENOISE = "src/digenrl/rollout/engine.py", "src/digenrl/diffusion/denoise.py"
 SCORER, CHILD = "src/digenrl/rewards/scorer.py", "src/digenrl/extensions/rewards/process.py"

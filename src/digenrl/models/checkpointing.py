@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from digenrl.models.offload import Offload
+from digenrl.extension import extension
 from digenrl.recompute import ALL, ATTENTION, INPUTS, OFFLOAD, Recompute
 
 _PRODUCTS = {
@@ -43,10 +43,17 @@ def enable(transformer: Any, blocks: Sequence[nn.Module], recompute: Recompute) 
     modes = dict(zip(blocks, recompute.modes(len(blocks)), strict=True))
     if set(modes.values()) <= {ALL}:
         return
-    transformer.enable_gradient_checkpointing(partial(_run, modes, Offload()))
+    offload = None
+    if OFFLOAD in modes.values():
+        offload = extension(
+            "digenrl.extensions.offload.activations.Offload",
+            "model.gradient_checkpointing = offload",
+            "use products, attention or true",
+        )()
+    transformer.enable_gradient_checkpointing(partial(_run, modes, offload))
 
 
-def _run(modes: dict[nn.Module, str], offload: Offload, block: nn.Module, *args: Any) -> Any:
+def _run(modes: dict[nn.Module, str], offload: Any, block: nn.Module, *args: Any) -> Any:
     mode = modes.get(block, ALL)
     if mode == ALL:
         return block(*args)

@@ -13,8 +13,8 @@ from torch import nn
 
 from digenrl import devices
 from digenrl.algorithms.copies import Ema
+from digenrl.extensions.offload.activations import Offload
 from digenrl.models import pipeline
-from digenrl.models.offload import Offload
 from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
