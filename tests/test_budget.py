@@ -79,19 +79,19 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices, api ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1580
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1585
     ),
-    "schedule": Room(1100, ("schedule",), ceiling=1057),
-    "strategy": Room(1600, ("strategy",), ceiling=1988),
+    "schedule": Room(1100, ("schedule",)),
+    "strategy": Room(1600, ("strategy",), ceiling=1956),
     "transport": Room(700, ("transport",), ceiling=738),
-    "cluster": Room(1500, ("cluster",), ceiling=1313),
+    "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
-    "algorithms, rollout": Room(1250, ("algorithms", "rollout"), ceiling=1063),
-    "models": Room(1600, ("models",), ceiling=1592),
-    "rewards": Room(650, ("rewards",), ceiling=512),
+    "algorithms, rollout": Room(1250, ("algorithms", "rollout")),
+    "models": Room(1600, ("models",)),
+    "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=554),
     "callbacks": Room(500, ("callbacks",), ceiling=543),
-    "config": Room(1500, ("config",), ceiling=1759),
+    "config": Room(1500, ("config",), ceiling=1734),
     "cli": Room(500, ("cli",), ceiling=562),
     "report": Room(600, ("report",), ceiling=624),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -108,12 +108,13 @@ ROOMS = {
     "extensions/links": Room(500, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
+    "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
     "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",), ceiling=159),
     "extensions/workbench": Room(230, ("extensions/workbench",), ceiling=232),
     "reward_models": Room(1500, ("reward_models",)),
-    "hot path": Room(7500, HOT_PATH, ceiling=6944),
+    "hot path": Room(7500, HOT_PATH),
     "core": Room(
         13000,
         tuple(
@@ -122,9 +123,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=14432,
+        ceiling=14257,
     ),
-    "everything": Room(26000, ("",), ceiling=27756),
+    "everything": Room(26000, ("",), ceiling=27771),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -255,7 +255,12 @@ def check(config: DictConfig) -> None:
     model, strategy = _target(config, "model"), _target(config, "strategy")
     if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(config.model)
-        model.check_context(config.model, config.parallel.context)
+        if config.parallel.context > 1:
+            extension(
+                "digenrl.extensions.context.settings.check_model",
+                f"parallel.context = {config.parallel.context}",
+                "use parallel.context=1",
+            )(model, config)
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
             f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "

@@ -57,6 +57,19 @@ TINY = (
 )
 """4 prompts x 4 samples, tasks of 2, 4 denoising steps (3 trained), LoRA of rank 4, no
 evaluation."""
+SMALL = (
+    "hardware=cpu_tiny",  # by digenrl.extensions.tiny
+    "~callbacks.evaluation",
+    "logger=none",
+    "reward=video_quality",
+    "max_rl_steps=1",
+)
+FEW = (
+    "sampling.steps=3",
+    "data.prompts_per_batch=1",
+    "algorithm.updates_per_batch=1",
+    "schedule.skip_zero=false",
+)
 SGD = (
     "algorithm.optimizer._target_=torch.optim.SGD",
     "~algorithm.optimizer.betas",

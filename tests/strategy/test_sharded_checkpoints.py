@@ -26,8 +26,16 @@ from digenrl.strategy import checkpoint_storage as storage
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid, read
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
 from tests.strategy.faults import Fault
-from tests.strategy.processes import FP64, FULL, completed, configured, relative, run_cluster
-from tests.strategy.test_context import FEW, SMALL
+from tests.strategy.processes import (
+    FEW,
+    FP64,
+    FULL,
+    SMALL,
+    completed,
+    configured,
+    relative,
+    run_cluster,
+)
 
 pytestmark = pytest.mark.processes
 

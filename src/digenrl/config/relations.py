@@ -62,7 +62,8 @@ def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:
     return problems
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
+    """Return the divisors of a number, as messages list them."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
@@ -71,7 +72,7 @@ def _task_size(get: _View) -> Iterator[str]:
     if size != "auto" and group % size:
         yield (
             f"sampling.task_size = {size}: must divide data.group_size = {group}; allowed: auto, "
-            f"{_divisors(group)}."
+            f"{divisors(group)}."
         )
 
 
@@ -87,13 +88,13 @@ def _updates_within(get: _View) -> Iterator[str]:
         yield (
             f"algorithm.updates_per_batch = {updates} with data.updates_split = samples: each "
             "update takes as many samples of every group, so it must divide data.group_size = "
-            f"{group}; allowed: {_divisors(group)}."
+            f"{group}; allowed: {divisors(group)}."
         )
     elif size != "auto" and group // updates % size:
         yield (
             f"sampling.task_size = {size} with data.updates_split = samples: no task may have "
             f"samples of two updates, and each of the {updates} takes {group // updates} samples "
-            f"of a group; allowed: auto, {_divisors(group // updates)}."
+            f"of a group; allowed: auto, {divisors(group // updates)}."
         )
 
 
@@ -104,7 +105,7 @@ def _updates(get: _View) -> Iterator[str]:
     if prompts % updates:
         yield (
             f"algorithm.updates_per_batch = {updates}: must divide data.prompts_per_batch = "
-            f"{prompts}; allowed: {_divisors(prompts)}; or data.updates_split=samples, each taking "
+            f"{prompts}; allowed: {divisors(prompts)}; or data.updates_split=samples, each taking "
             "some samples of every group."
         )
     if (oversample := get("data.oversample")) % updates:
@@ -193,32 +194,8 @@ def _shard_group(get: _View) -> Iterator[str]:
     elif isinstance(group, int) and isinstance(trainers, int) and trainers % group:
         yield (
             f"parallel.shard_group = {group}: must divide allocation.trainers = {trainers}; "
-            f"allowed: {_divisors(trainers)}, or auto."
+            f"allowed: {divisors(trainers)}, or auto."
         )
-
-
-def _context(get: _View) -> Iterator[str]:
-    context, trainers = get("parallel.context"), get("allocation.trainers")
-    if context == 1:
-        return
-    if isinstance(trainers, int) and trainers % context:
-        yield (
-            f"parallel.context = {context}: must divide allocation.trainers = {trainers}; "
-            f"allowed: {_divisors(trainers)}."
-        )
-    if get("schedule.shares") != "equal":
-        yield (
-            f"schedule.shares = {get('schedule.shares')} with parallel.context = {context}: "
-            "trainers that share the tokens of a forward are equally fast; set "
-            "schedule.shares=equal, or parallel.context=1."
-        )
-    for name, pool in get("hardware.pools").items():
-        node = pool.get("per_node", min(pool.get("count", 1), 8))
-        if pool.get("gpu") != "cpu" and pool.get("role", "auto") != "rollout" and node % context:
-            yield (
-                f"parallel.context = {context}: the {node} GPUs of a node of hardware.pools.{name} "
-                f"do not divide into groups of {context}; allowed: {_divisors(node)}."
-            )
 
 
 def _split_claims(get: _View) -> Iterator[str]:
@@ -306,7 +283,6 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _shares,
     _sharding,
     _shard_group,
-    _context,
     _split_claims,
     _recomputation,
     _rank_counts,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -273,29 +272,6 @@ class DiffusersPolicy(Policy):
         return {
             each.name: each.default for each in parameters if each.default is not each.empty
         } | dict(given)
-
-    @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
-        """Refuse numbers of ranks that do not divide the attention heads and the tokens, and
-        compiled blocks; raises ValueError."""
-        super().check_context(settings, ranks)
-        if ranks == 1:
-            return
-        heads = cls.network_config(settings)["num_attention_heads"]
-        shape = cls._latent_shape(settings["height"], settings["width"], settings.get("frames", 1))
-        tokens = math.prod(shape[1:]) * cls.vae_stride**2 // cls.spatial_stride**2
-        common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
-        if ranks not in common:
-            raise ValueError(
-                f"parallel.context = {ranks}: must divide the {heads} attention heads of "
-                f"{cls.family} and the {tokens} "
-                f"tokens of a sample of this size; allowed: {', '.join(map(str, common))}."
-            )
-        if settings.get("compile"):
-            raise ValueError(
-                f"parallel.context = {ranks} with model.compile = true: compiled blocks cannot be "
-                "divided; set one of them back."
-            )
 
     # ---- what a family implements
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from digenrl import accelerator
-from digenrl.facts import families
 from digenrl.models import checkpointing
 from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, Names, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
@@ -149,18 +148,6 @@ class Policy(nn.Module, ABC):
         Raises:
             ValueError: the config cannot be built.
         """
-
-    @classmethod
-    def check_context(cls, settings: Mapping[str, Any], ranks: int) -> None:
-        """Refuse a model config whose forwards `ranks` trainers cannot compute together; raises
-        ValueError."""
-        if ranks > 1 and not cls.context_plan:
-            able = ", ".join(family for family, facts in families().items() if facts.context)
-            raise ValueError(
-                f"parallel.context = {ranks}: the tokens of {cls.family} are not divided among "
-                "trainers, those of "
-                f"{able} can be; set parallel.context=1 (parallel.sharding=fsdp saves memory too)."
-            )
 
     @classmethod
     def check_prompt(cls, prompt: Prompt) -> None:

@@ -8,7 +8,7 @@ checkpoint    a copy to the host, then a thread writes it while training goes on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from digenrl.record.span_log import SpanLog
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
 from digenrl.strategy.checkpoint_storage import PREFIX
-from digenrl.strategy.context import Context
 from digenrl.strategy.publishing import Publisher
 from digenrl.strategy.setup import Ties
 from digenrl.strategy.shared import TrainerState
@@ -57,9 +56,9 @@ class Steps:
         self._spans, self._ledger, self._shares, self._inbox = ties.spans, ledger, shares, inbox
         self._stop_vote, self._publisher = stop_vote, publisher
         self._accumulating = False
-        self.context: Context | None = None
-        """Context group of this trainer, if trained forwards share their tokens. Made after the
-        model moved."""
+        self.together: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Returns a context in which a group of trainers computes each forward together
+        (`parallel.context`). Set after the model moved."""
         self.loss_scale = setup.micro_batches_per_update * setup.world.trainers
         """Factor of a loss, which is a sum over its cells already. It undoes Lightning's division
         by the accumulation count, and the mean over trainers."""
@@ -89,7 +88,7 @@ class Steps:
             StepGivenUp: the device has too little memory; the version before this step is saved.
         """
         try:
-            with nullcontext() if self.context is None else self.context.shared():
+            with self.together():
                 yield
         except torch.OutOfMemoryError as error:
             self._stop_vote.give_up(out_of_memory(self._world.rank, self._progress.said, error))

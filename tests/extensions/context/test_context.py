@@ -14,21 +14,18 @@ from digenrl import config as configuration
 from digenrl import parts, run
 from digenrl.cluster.world import World
 from digenrl.facts import families
-from tests.strategy.processes import FP64, SGD, Job, Record, completed, relative, run_series
+from tests.strategy.processes import (
+    FEW,
+    FP64,
+    SGD,
+    SMALL,
+    Job,
+    Record,
+    completed,
+    relative,
+    run_series,
+)
 
-SMALL = (
-    "hardware=cpu_tiny",  # by digenrl.extensions.tiny
-    "~callbacks.evaluation",
-    "logger=none",
-    "reward=video_quality",
-    "max_rl_steps=1",
-)
-FEW = (
-    "sampling.steps=3",
-    "data.prompts_per_batch=1",
-    "algorithm.updates_per_batch=1",
-    "schedule.skip_zero=false",
-)
 FAMILIES = {
     "wan": ("experiment=wan21_flowgrpo",),
     "hunyuan": ("experiment=hunyuanvideo_dancegrpo", "~reward.heldout"),
