@@ -18,8 +18,14 @@ neither torch nor numpy); the rest is imported from the module named. [quickstar
 runs; the notebooks (`notebooks/`) have more.
 """  # noqa: E501
 CONTENTS = {
-    "digenrl": ("digenrl/api.py", ("load_run", "sample", "score", "plan", "rl_loop")),
-    "What they return: `digenrl.api`": ("digenrl/api.py", ("LoadedRun", "Scored")),
+    "digenrl": (
+        "digenrl/extensions/workbench/api.py",
+        ("load_run", "sample", "score", "plan", "rl_loop"),
+    ),
+    "What they return: `digenrl.extensions.workbench.api`": (
+        "digenrl/extensions/workbench/api.py",
+        ("LoadedRun", "Scored"),
+    ),
     "RL steps in this process: `digenrl.extensions.workbench.loop`": (
         "digenrl/extensions/workbench/loop.py",
         ("Loop",),

@@ -52,7 +52,7 @@ class Room:
 
 
 LOOSE = (
-    "accelerator types run parts data devices api settle advisor extension hardware facts recompute images "
+    "accelerator types run parts data devices earlier_run settle advisor extension hardware facts recompute images "
     "__init__ __main__"
 )
 """Files of the core that stand beside the rooms."""
@@ -78,7 +78,7 @@ HOT_PATH = (
 """What a sample and its gradient pass through."""
 
 ROOMS = {
-    "types, run, data, devices, api ...": Room(
+    "types, run, data, devices ...": Room(
         1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1585
     ),
     "schedule": Room(1100, ("schedule",)),

@@ -3,21 +3,19 @@ GPUs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from digenrl.api import load_run, plan, rl_loop, sample, score
+from typing import Any
 
 __version__ = "0.2.0"
 __all__ = ["__version__", "load_run", "plan", "rl_loop", "sample", "score"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `digenrl.api`, imported when one is asked for."""
+    """The functions of `digenrl.extensions.workbench.api`, imported when one is asked for."""
     if name not in __all__:
         raise AttributeError(
             f"digenrl has no attribute {name}; it has {', '.join(__all__)}, and its modules"
         )
-    from digenrl import api
+    from digenrl.extension import extension
 
-    return getattr(api, name)
+    target = f"digenrl.extensions.workbench.api.{name}"
+    return extension(target, f"digenrl.{name}", "use the command")

@@ -52,7 +52,7 @@ def test_components_are_allowed(name: str) -> None:
         "hydra.utils.instantiate",
         "posix.system",
         "digenrl.__builtins__.eval",
-        "digenrl.api.load_run",
+        "digenrl.extensions.workbench.api.load_run",
         "digenrl.cli.report.main",
         "digenrl.extensions.planner.cli.plan.main",
         "digenrl.config.instantiate",

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.api import NoCheckpoint
 from digenrl.config.help import read_arguments
+from digenrl.earlier_run import NoCheckpoint
 from digenrl.extensions.workbench.cli.evaluate import EvaluateKeys, evaluate, main
 from tests.cli.finished import finished_run
 

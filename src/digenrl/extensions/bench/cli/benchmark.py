@@ -36,8 +36,8 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from digenrl import config as configuration
-from digenrl.api import NoCheckpoint, changed_run, restore
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
+from digenrl.earlier_run import NoCheckpoint, changed_run, restore
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import replaced, write_json

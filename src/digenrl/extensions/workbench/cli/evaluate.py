@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from digenrl import config as configuration
-from digenrl.api import NoCheckpoint, changed_run, last_checkpoint, restore
 from digenrl.config.compose import quoted
 from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.earlier_run import NoCheckpoint, changed_run, last_checkpoint, restore
 from digenrl.extension import extension, installed
 from digenrl.rewards.needs import require_weights
 

@@ -17,20 +17,19 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from omegaconf import OmegaConf
 
 from digenrl import config as configuration
+from digenrl.earlier_run import changed_run, last_checkpoint, restore
 from digenrl.extension import extension
 from digenrl.record.run_dir import Row
 from digenrl.report.pictures import Samples, read_samples, sample_files
@@ -40,22 +39,6 @@ from digenrl.report.tables import facts
 
 if TYPE_CHECKING:
     from digenrl.types import Prompt
-
-
-MIRRORS = {
-    "data.heldout": "callbacks.evaluation.heldout_prompts",
-    "sampling.eval.steps": "callbacks.evaluation.steps",
-    "sampling.guidance_scale": "model.guidance_scale",
-    "sampling.height": "model.height",
-    "sampling.width": "model.width",
-    "sampling.frames": "model.frames",
-}
-"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved
-there."""
-
-
-class NoCheckpoint(RuntimeError):
-    """The run has no whole checkpoint to evaluate."""
 
 
 @dataclass(frozen=True)
@@ -247,11 +230,11 @@ def rl_loop(*words: str) -> Any:
     Raises:
         ConfigError: words that do not fit.
         ValueError: a word that the loop sets otherwise; or more than the profile's GPU has memory
-            for; or the extension `workbench` is not installed.
+            for.
     """
-    return extension(
-        "digenrl.extensions.workbench.loop.rl_loop", "digenrl.rl_loop", "use digenrl train"
-    )(*words)
+    from digenrl.extensions.workbench import loop
+
+    return loop.rl_loop(*words)
 
 
 def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
@@ -260,55 +243,6 @@ def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
 
     prompts = [prompts] if isinstance(prompts, str | Prompt) else prompts
     return [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-
-def changed_run(run: Path, words: Sequence[str]) -> configuration.Composed:
-    """Return the configuration of the run in directory `run`, changed by `words`. A change of a key
-    in `MIRRORS` is made in both places.
-
-    Raises:
-        ConfigError: there is no such run, or its configuration does not allow a change.
-    """
-    from digenrl.config.stored import read_stored
-
-    stored, found = read_stored(run, "run")[0], list(words)
-    for word in words:
-        key, _, value = word.partition("=")
-        node, _, leaf = MIRRORS.get(key, "").rpartition(".")
-        if leaf and leaf in (OmegaConf.select(stored, node) or {}):
-            found.append(f"{node}.{leaf}={value}")
-    return configuration.load(found, stored=run)
-
-
-def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
-    """Return the newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
-    from digenrl.strategy.checkpoint_io import (
-        CheckpointError,
-        DirectoryCheckpointIO,
-        newest_valid,
-        step_of,
-    )
-
-    try:
-        folder = newest_valid(run_dir / "checkpoints", say=partial(print, file=sys.stderr))
-        return DirectoryCheckpointIO().load_checkpoint(folder), step_of(folder)
-    except CheckpointError as error:
-        raise NoCheckpoint(str(error)) from error
-
-
-def restore(module: Any, checkpoint: dict[str, Any]) -> None:
-    """Give an algorithm's module the weights, averages and counters of a checkpoint.
-
-    Evaluations use the average. A message is printed if the average has not moved yet.
-    """
-    module.load_state_dict(checkpoint["state_dict"], strict=False)
-    module.on_load_checkpoint(checkpoint)
-    if module.ema is not None and module.ema.steps < module.ema.every:
-        print(
-            f"the moving average is still the base model: it follows every {module.ema.every} "
-            f"optimizer steps (algorithm.ema.every), and there were {module.ema.steps}",
-            file=sys.stderr,
-        )
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import digenrl
-from digenrl.api import NoCheckpoint
 from digenrl.data import load_prompts
+from digenrl.earlier_run import NoCheckpoint
 from tests.extensions.export.test_export import make_run
 from tests.report.synthetic import write_run
 

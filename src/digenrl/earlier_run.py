@@ -1,0 +1,76 @@
+"""The model of an earlier run, for use again: its configuration with changes, and its weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from digenrl import config as configuration
+from digenrl.config.stored import read_stored
+
+MIRRORS = {
+    "data.heldout": "callbacks.evaluation.heldout_prompts",
+    "sampling.eval.steps": "callbacks.evaluation.steps",
+    "sampling.guidance_scale": "model.guidance_scale",
+    "sampling.height": "model.height",
+    "sampling.width": "model.width",
+    "sampling.frames": "model.frames",
+}
+"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved
+there."""
+
+
+class NoCheckpoint(RuntimeError):
+    """The run has no whole checkpoint to evaluate."""
+
+
+def changed_run(run: Path, words: Sequence[str]) -> configuration.Composed:
+    """Return the configuration of the run in directory `run`, changed by `words`. A change of a key
+    in `MIRRORS` is made in both places.
+
+    Raises:
+        ConfigError: there is no such run, or its configuration does not allow a change.
+    """
+    stored, found = read_stored(run, "run")[0], list(words)
+    for word in words:
+        key, _, value = word.partition("=")
+        node, _, leaf = MIRRORS.get(key, "").rpartition(".")
+        if leaf and leaf in (OmegaConf.select(stored, node) or {}):
+            found.append(f"{node}.{leaf}={value}")
+    return configuration.load(found, stored=run)
+
+
+def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
+    """Return the newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
+    from digenrl.strategy.checkpoint_io import (
+        CheckpointError,
+        DirectoryCheckpointIO,
+        newest_valid,
+        step_of,
+    )
+
+    try:
+        folder = newest_valid(run_dir / "checkpoints", say=partial(print, file=sys.stderr))
+        return DirectoryCheckpointIO().load_checkpoint(folder), step_of(folder)
+    except CheckpointError as error:
+        raise NoCheckpoint(str(error)) from error
+
+
+def restore(module: Any, checkpoint: dict[str, Any]) -> None:
+    """Give an algorithm's module the weights, averages and counters of a checkpoint.
+
+    Evaluations use the average. A message is printed if the average has not moved yet.
+    """
+    module.load_state_dict(checkpoint["state_dict"], strict=False)
+    module.on_load_checkpoint(checkpoint)
+    if module.ema is not None and module.ema.steps < module.ema.every:
+        print(
+            f"the moving average is still the base model: it follows every {module.ema.every} "
+            f"optimizer steps (algorithm.ema.every), and there were {module.ema.steps}",
+            file=sys.stderr,
+        )
