@@ -36,8 +36,9 @@ from digenrl.config.schema import schema_of
 from digenrl.config.validation import keys_of
 from digenrl.extensions.rewards import frames
 from digenrl.extensions.rewards.service import RewardService, ServiceLimits
+from digenrl.extensions.store.files import PromptStore
 from digenrl.images import ImageLimits
-from digenrl.models.prompt_store import PromptStore, Wording
+from digenrl.models.wording import Wording
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, verify

@@ -79,7 +79,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1585
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1446
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1956),
@@ -112,7 +112,7 @@ ROOMS = {
     "extensions/scouts": Room(250, ("extensions/scouts",)),
     "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",), ceiling=159),
-    "extensions/workbench": Room(230, ("extensions/workbench",), ceiling=232),
+    "extensions/workbench, store": Room(540, ("extensions/workbench", "extensions/store")),
     "reward_models": Room(1500, ("reward_models",)),
     "hot path": Room(7500, HOT_PATH),
     "core": Room(
@@ -123,9 +123,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=14257,
+        ceiling=13969,
     ),
-    "everything": Room(26000, ("",), ceiling=27771),
+    "everything": Room(26000, ("",), ceiling=27813),
 }
 """Room -> its budget. The last three rows are sums."""
 

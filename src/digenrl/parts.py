@@ -4,8 +4,8 @@ is started."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from hydra.utils import get_object
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from digenrl import accelerator, prompts
 from digenrl import config as configuration
+from digenrl import prompts
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
-from digenrl.callbacks.evaluation import Evaluation
 from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
@@ -28,8 +27,7 @@ from digenrl.extension import extension, installed
 from digenrl.hardware import assign, parse_hardware
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
-from digenrl.models.pretrained import cache_root
-from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space
+from digenrl.record.run_dir import append_event
 from digenrl.rewards.needs import unscorable
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
@@ -87,76 +85,15 @@ def records(config: DictConfig, function: str) -> Any:
 def encode(
     given: Given, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
 ) -> None:
-    """Fill the prompt store while the network is not on the device yet; the run goes on over one
-    that fails."""
-    session, rank = given.session, given.world.rank
-    with session.progress.stage("encode"):
-        try:
-            filled = fill_prompt_store(given.config, policy, data, callbacks, session.progress.tick)
-        except OSError as error:
-            logging.getLogger(__name__).warning(
-                f"{error} What it lacks is encoded by every rank that needs it."
-            )
-            return
-    if filled is not None and (filled.encoded or rank == 0):
-        append_event(session.run_dir, PROMPT_STORE, {"rank": rank, **asdict(filled)})
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A prompt store that has what a run needs."""
-
-    root: str
-    texts: int
-    """Number of prompts and negative prompts of the steps and of the evaluation."""
-    encoded: int
-    """Number of texts that this process encoded."""
-
-
-def fill_prompt_store(
-    config: DictConfig,
-    policy: Policy,
-    data: PromptData,
-    callbacks: Sequence[pl.Callback] = (),
-    progress: Callable[[], None] = lambda: None,
-) -> Filled | None:
-    """Have every prompt of the run, and of the evaluation among `callbacks`, in the store of
-    `data.prompt_store`, from which `policy` then reads. None: there is no store, or no encoder
-    worth one.
-
-    Args:
-        progress: as in `PromptStore.fill`.
-
-    Raises:
-        OSError: the store cannot be written; the policy reads what it has.
-    """
-    setting = config.data.prompt_store
-    if setting is None:
-        return None
-    root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
-    steps = range(0 if config.replay else config.max_rl_steps)
-    all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
-    wanted = (
-        list(data.prompts)
-        if all_of_them
-        else [prompt for step in steps for prompt in data.sampler.batch(step)]
-    )
-    wanted += [
-        prompt
-        for callback in callbacks
-        if isinstance(callback, Evaluation)
-        for prompt in callback.prompts
-    ]
-    try:
-        with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
-            found = policy.fill_store(root, wanted, accelerator.current(), progress)
-    except OSError as error:
-        raise OSError(
-            f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
-            f"{free_space(root)}): make "
-            "room, name another directory, or set data.prompt_store=null."
-        ) from error
-    return None if found is None else Filled(str(root), *found)
+    """Fill the prompt store, if there is one, while the network is not on the device yet."""
+    setting = given.config.data.prompt_store
+    if setting is None or (setting == "auto" and not installed("store")):
+        return
+    extension(
+        "digenrl.extensions.store.filling.encode",
+        f"data.prompt_store = {setting}",
+        "use data.prompt_store=null",
+    )(given, policy, data, callbacks)
 
 
 def schedule_spec(

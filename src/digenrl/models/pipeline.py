@@ -12,10 +12,9 @@ import inspect
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from importlib.metadata import version
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,9 +30,8 @@ from digenrl.images import PromptImage
 from digenrl.models import deferred, latents, pretrained
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
-from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
+from digenrl.models.wording import Condition, Wording
 from digenrl.recompute import parse_recompute
-from digenrl.types import Prompt
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
 COMPILED_CASES = 16
@@ -327,52 +325,18 @@ class DiffusersPolicy(Policy):
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """Encode one wording at a time, because values must not depend on which prompts happen to
         be encoded together."""
-        rows = list(self._encode_each(wordings, self.device))
+        rows = list(self.encode_each(wordings, self.device))
         if self.offload_encoders:
             for encoder in self._encoders():
                 encoder.to("cpu")
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
-    def fill_store(
-        self,
-        root: Path,
-        prompts: Iterable[Prompt],
-        device: torch.device,
-        progress: Callable[[], None] = lambda: None,
-    ) -> tuple[int, int] | None:
-        """See `Policy.fill_store`. Encoders with other weights, dtype, length, libraries or kind of
-        device have another store."""
-        files = pretrained.component_files(self.path, *self.encoders)
-        facts: dict[str, Any] = {}
-        if self.reads:
-            files += pretrained.component_files(
-                self.path, "vae", "image_encoder*", "image_processor*", "processor*"
-            )
-            facts = {
-                "size": [self.height, self.width, self.frames],
-                "vae_dtype": str(self.vae_dtype),
-            }
-        facts |= {
-            "family": self.family,
-            "encoders": files_digest(files, root / "digests"),
-            "dtype": str(self.dtype),
-            "length": self.max_sequence_length,
-            "device": device.type,
-            "libraries": {
-                name: version(name) for name in ("diffusers", "transformers", "tokenizers", "torch")
-            },
-        }
-        self.store = PromptStore(root, facts)
-        positive, negative = self.wordings(prompts)
-        wordings = dict.fromkeys(positive + negative)
-        try:
-            encoded = self.store.fill(wordings, partial(self._encode_each, device=device), progress)
-        finally:
-            self.__dict__.pop("_pipeline", None)
-            self.__dict__.pop("_vae", None)
-            if accelerator.count():
-                torch.accelerator.empty_cache()
-        return len(wordings), encoded
+    def release_encoders(self) -> None:
+        """Free the memory of encoders and VAE. They are read again when they are needed."""
+        self.__dict__.pop("_pipeline", None)
+        self.__dict__.pop("_vae", None)
+        if accelerator.count():
+            torch.accelerator.empty_cache()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see
@@ -532,9 +496,7 @@ class DiffusersPolicy(Policy):
         return self.height // self.vae_stride, self.width // self.vae_stride
 
     @torch.no_grad()
-    def _encode_each(
-        self, wordings: Sequence[Wording], device: torch.device
-    ) -> Iterator[Condition]:
+    def encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
         """Encode one wording after the other, with encoders that stay on `device`."""
         for encoder in self._encoders():
             encoder.to(device)

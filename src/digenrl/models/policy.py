@@ -14,9 +14,8 @@ import copy
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from digenrl import accelerator
 from digenrl.models import checkpointing
 from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, Names, inject_lora, wide
-from digenrl.models.prompt_store import Condition, PromptStore, Wording
+from digenrl.models.wording import Condition, ConditionStore, Wording
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt, move
 
@@ -137,7 +136,7 @@ class Policy(nn.Module, ABC):
         self.in_reference = False
         """Whether `velocity` is the base model's at present."""
         self._embeddings: OrderedDict[Wording, Condition] = OrderedDict()
-        self.store: PromptStore | None = None
+        self.store: ConditionStore | None = None
         self._said: set[str] = set()
 
     @classmethod
@@ -342,29 +341,6 @@ class Policy(nn.Module, ABC):
         The result must not depend on which prompts were asked for together.
         """
         return condition
-
-    def fill_store(
-        self,
-        root: Path,
-        prompts: Iterable[Prompt],
-        device: torch.device,
-        progress: Callable[[], None] = lambda: None,
-    ) -> tuple[int, int] | None:
-        """Put the conditioning of all `prompts` into the store under `root`. `encode` then reads
-        from the store.
-
-        That also holds if not all of it could be written. The encoders are moved to `device` at
-        most once, and then leave memory. `progress` is called as in `PromptStore.fill`.
-
-        Returns:
-            (wordings, wordings that this process has encoded); None for a family without encoders
-            worth a store.
-
-        Raises:
-            ValueError: as `encode`.
-            OSError: the store cannot be written.
-        """
-        return None
 
     def say_once(self, topic: str, message: str) -> None:
         """Log `message` as a warning, the first time that this policy warns about `topic`."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from digenrl.extensions.planner.emulate import Durations
 from digenrl.models.policy import Policy
-from digenrl.models.prompt_store import Wording
+from digenrl.models.wording import Wording
 from digenrl.transport.link import PeerLine
 from digenrl.transport.wire import Message, MessageKind
 

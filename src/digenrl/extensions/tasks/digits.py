@@ -37,7 +37,7 @@ from digenrl.models.flux import CHECKPOINT_NAMES
 from digenrl.models.latents import pack as pack
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.policy import Policy, RecomputeConfig
-from digenrl.models.prompt_store import Wording
+from digenrl.models.wording import Wording
 
 BASE_FILE = Path(__file__).with_name("digits_base.safetensors")
 SIDE = 8

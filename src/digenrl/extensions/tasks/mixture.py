@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.models.policy import Policy
-from digenrl.models.prompt_store import Wording
+from digenrl.models.wording import Wording
 
 ROWS = 2
 """Rows of a decoded picture, which shows the D coordinates as grey values."""

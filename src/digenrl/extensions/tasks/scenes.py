@@ -30,7 +30,7 @@ from torch.nn.functional import one_hot
 
 from digenrl.extensions.tasks.digits import EmbeddedPolicy, word_vector
 from digenrl.models.latents import token_positions
-from digenrl.models.prompt_store import Wording
+from digenrl.models.wording import Wording
 
 BASE_FILE = Path(__file__).with_name("scenes_base.safetensors")
 EDIT_BASE_FILE = Path(__file__).with_name("scenes_edit_base.safetensors")

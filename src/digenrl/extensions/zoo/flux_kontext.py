@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from digenrl.models.flux import FluxPolicy
 from digenrl.models.latents import pack, rescale
-from digenrl.models.prompt_store import Wording
+from digenrl.models.wording import Wording
 
 
 class FluxKontextPolicy(FluxPolicy):

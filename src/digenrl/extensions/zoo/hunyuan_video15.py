@@ -18,7 +18,7 @@ from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
 from digenrl.models import deferred
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.prompt_store import Condition
+from digenrl.models.wording import Condition
 
 GLYPH = "glyph_"
 """Prefix of the names of ByT5's conditioning."""

@@ -23,7 +23,7 @@ from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import denormalise, normalise, pack, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.prompt_store import Wording
+from digenrl.models.wording import Wording
 
 TEMPLATE_TOKENS, EDIT_TEMPLATE_TOKENS = 34, 64
 """Tokens of the chat template before the prompt (before the image), which the pipeline drops from

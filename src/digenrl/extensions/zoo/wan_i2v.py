@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.latents import normalise
-from digenrl.models.prompt_store import Wording
 from digenrl.models.wan import WanPolicy
+from digenrl.models.wording import Wording
 
 
 class WanImageToVideoPolicy(WanPolicy):

@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from digenrl.cli.main import main
 from digenrl.data import PromptData
-from digenrl.models.prompt_store import Condition, PromptStore, Wording, files_digest
-from digenrl.parts import fill_prompt_store
+from digenrl.extensions.store.files import PromptStore, files_digest
+from digenrl.extensions.store.filling import fill, fill_prompt_store
+from digenrl.models.wording import Condition, Wording
 from digenrl.types import Prompt
 from tests.models.tiny_policies import NEGATIVE, make
 from tests.training import commands
@@ -222,13 +223,13 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
     expected = plain.encode(prompts)
     del moves[:]
     first = make(family, **guided)
-    assert first.fill_store(tmp_path, prompts, CPU) == (texts, texts)
+    assert fill(first, tmp_path, prompts, CPU) == (texts, texts)
     assert moves
     assert len(moves) == len(set(moves)), "each encoder once, however many prompts"
     assert "_pipeline" not in vars(first), "the encoders are still in memory"
     del moves[:]
     second = make(family, **guided)
-    assert second.fill_store(tmp_path, prompts, CPU) == (texts, 0)
+    assert fill(second, tmp_path, prompts, CPU) == (texts, 0)
     for policy in (first, second):
         found = policy.encode(prompts)
         assert found.keys() == expected.keys()
@@ -237,7 +238,7 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
     unforeseen = [Prompt(NEGATIVE + " again")]
     assert torch.equal(second.encode(unforeseen)["text"], plain.encode(unforeseen)["text"])
     wide = make(family, dtype="float64", **guided)
-    assert wide.fill_store(tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
+    assert fill(wide, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
 
 
 @pytest.mark.heavy

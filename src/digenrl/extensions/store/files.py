@@ -20,39 +20,20 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
-from digenrl.images import PromptImage
+from digenrl.models.wording import Condition, Wording
 
-Condition = dict[str, Tensor]
-"""Conditioning of one wording: every tensor has leading dimension 1."""
 logger = logging.getLogger(__name__)
 _LOCK, _UNFINISHED = ".lock", ".tmp"
 _HOLDS, _DIGEST = "holds", "xxh3"
 """Keys of a file's metadata: what it holds, and the digest of its tensors."""
 _POLL_S = 0.2
-
-
-class Wording(NamedTuple):
-    """Input of one encoding: a text with the images that the family reads beside it."""
-
-    text: str
-    images: tuple[PromptImage, ...] = ()
-
-    @property
-    def key(self) -> str | list[Any]:
-        """JSON value that identifies the wording."""
-        return (
-            [self.text, *([image.role, image.digest] for image in self.images)]
-            if self.images
-            else self.text
-        )
 
 
 def digest_of(facts: object) -> str:

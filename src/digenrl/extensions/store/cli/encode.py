@@ -25,8 +25,8 @@ def main(words: Sequence[str]) -> int:
 
     import torch
 
-    from digenrl import parts
     from digenrl.data import PromptData
+    from digenrl.extensions.store.filling import fill_prompt_store
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     policy = configuration.instantiate(config.model)
@@ -34,9 +34,7 @@ def main(words: Sequence[str]) -> int:
         configuration.instantiate(callback) for callback in (config.callbacks or {}).values()
     ]
     try:
-        filled = parts.fill_prompt_store(
-            config, policy, PromptData(config.data, config.seed), callbacks
-        )
+        filled = fill_prompt_store(config, policy, PromptData(config.data, config.seed), callbacks)
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
