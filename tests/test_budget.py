@@ -79,7 +79,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1446
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1449
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1956),
@@ -90,7 +90,7 @@ ROOMS = {
     "models": Room(1600, ("models",)),
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=554),
-    "callbacks": Room(500, ("callbacks",), ceiling=543),
+    "callbacks": Room(500, ("callbacks",)),
     "config": Room(1500, ("config",), ceiling=1734),
     "cli": Room(500, ("cli",), ceiling=562),
     "report": Room(600, ("report",), ceiling=624),
@@ -109,10 +109,11 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
+    "extensions/loggers": Room(75, ("extensions/loggers",)),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
     "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",), ceiling=159),
-    "extensions/workbench, store": Room(540, ("extensions/workbench", "extensions/store")),
+    "extensions/workbench, store": Room(565, ("extensions/workbench", "extensions/store")),
     "reward_models": Room(1500, ("reward_models",)),
     "hot path": Room(7500, HOT_PATH),
     "core": Room(
@@ -123,9 +124,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13969,
+        ceiling=13900,
     ),
-    "everything": Room(26000, ("",), ceiling=27813),
+    "everything": Room(26000, ("",), ceiling=27818),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -20,7 +20,6 @@ from digenrl import config as configuration
 from digenrl import prompts
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
-from digenrl.callbacks.guarded import Guarded
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
 from digenrl.extension import extension, installed
@@ -155,10 +154,14 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
 
 
 def loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
-    """Return the run's loggers, each in a thread of its own so that none can hold up or end the
-    run."""
+    """Return the run's loggers. With the extension `loggers` each has a thread of its own, so that
+    none can hold up or end the run."""
     makers = {key: configuration.instantiate(node) for key, node in (config.logger or {}).items()}
-    return [Guarded(make(save_dir=str(run_dir)), key, run_dir) for key, make in makers.items()]
+    made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
+    if not installed("loggers"):
+        return [*made.values()]
+    guarded = extension("digenrl.extensions.loggers.guarded.Guarded", "logger", "use logger=none")
+    return [guarded(logger, key, run_dir) for key, logger in made.items()]
 
 
 class Resumed(pl.Callback):

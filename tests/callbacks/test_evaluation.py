@@ -15,13 +15,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from PIL import Image
 from torch import Tensor, nn
 
 from digenrl.callbacks import evaluation
 from digenrl.callbacks.evaluation import Evaluation, measure, save_pictures
-from digenrl.callbacks.guarded import Guarded
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.tasks.digits import DigitsPolicy
@@ -77,7 +77,7 @@ def engine_of(policy: DigitsPolicy) -> RolloutEngine:
 
 
 def train(
-    run_dir: Path, evaluation: Evaluation | None, epochs: int = 5, logger: Guarded | None = None
+    run_dir: Path, evaluation: Evaluation | None, epochs: int = 5, logger: Logger | None = None
 ) -> DigitsPolicy:
     policy = DigitsPolicy()
     trainer = pl.Trainer(
@@ -231,7 +231,7 @@ def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Pat
     assert kept.scores["r"].tolist() == [0.0, 1.0]
 
 
-def evaluated_edits(tmp_path: Path, logger: Guarded | None = None) -> None:
+def evaluated_edits(tmp_path: Path, logger: Logger | None = None) -> None:
     """Train one step of prompts that change a red and a blue picture."""
     for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
         Image.new("RGB", (40, 40), colour).save(tmp_path / f"{name}.png")

@@ -18,7 +18,6 @@ from lightning.pytorch.loggers import Logger
 from numpy.typing import NDArray
 from torch import Tensor
 
-from digenrl.callbacks.guarded import Guarded
 from digenrl.data import load_prompts
 from digenrl.extension import extension, installed
 from digenrl.images import sources as image_sources
@@ -332,8 +331,9 @@ class Evaluation(pl.Callback):
             logger.log_metrics(
                 {f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step
             )
-            if show is not None and isinstance(logger, Guarded):
-                logger.log_pictures(show, trainer.global_step)
+            if show is not None:
+                log_pictures = getattr(logger, "log_pictures", partial(_show_at_once, logger))
+                log_pictures(show, trainer.global_step)
 
     def _showing(
         self, pictures: Pictures, weights: Mapping[str, float]
@@ -407,6 +407,11 @@ class Evaluation(pl.Callback):
             },
             kl=_gathered(trainer, local.kl)[:rows],
         )
+
+
+def _show_at_once(logger: Logger, show: Callable[[Logger, int], None], step: int) -> None:
+    """Stand in for the `log_pictures` of a logger that has none."""
+    show(logger, step)
 
 
 def _engine(trainer: pl.Trainer) -> RolloutEngine:

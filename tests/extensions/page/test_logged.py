@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from digenrl.callbacks.guarded import Guarded
+from digenrl.extensions.loggers.guarded import Guarded
 from digenrl.extensions.page.logged import logged
 from digenrl.extensions.page.wandb_logger import WandbLogger
 from tests.callbacks.test_evaluation import evaluated_edits

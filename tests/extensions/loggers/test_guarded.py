@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from digenrl.callbacks.guarded import Guarded
+from digenrl.extensions.loggers.guarded import Guarded
 from digenrl.record.run_dir import append_event
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
