@@ -4,7 +4,7 @@ never optimised."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -30,9 +30,8 @@ from digenrl.record.run_dir import (
     unix_time,
     unwritten,
 )
-from digenrl.rewards.hacking_alarms import Alarm, canary
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import FixedSamples, Pictures, Piece, ReferenceSamples, joined
+from digenrl.rollout.evaluation import FixedSamples, Pictures, joined
 from digenrl.types import Prompt
 
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
@@ -218,7 +217,6 @@ class Evaluation(pl.Callback):
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
         self.kl_samples = min(kl_samples, samples_per_prompt)
         self._first: Pictures | None = None
-        self._reference_samples = ReferenceSamples()
         self._open: int | None = None
         """RL step whose weights rollouts are evaluating, or None."""
 
@@ -273,7 +271,7 @@ class Evaluation(pl.Callback):
             trainer.strategy.parts.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
 
     def _assemble(
-        self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Piece] | None
+        self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Pictures] | None
     ) -> None:
         """Write the evaluation of `pieces` on trainer 0. None: trainers make the pieces first."""
         engine = _engine(trainer)
@@ -282,12 +280,9 @@ class Evaluation(pl.Callback):
             if not trainer.is_global_zero:
                 return
             made = pieces or {}
-            pictures = own or joined([made[n].pictures for n in range(len(self.prompts))])
+            pictures = own or joined([made[number] for number in range(len(self.prompts))])
             numbers = self.measure(engine, pictures)
-        looked = [piece.reference_scores for piece in made.values()]
-        if own is not None:
-            looked.append(self._reference_samples.look(own, engine))
-        self._tell(trainer, rl_step, pictures, numbers, looked)
+        self._tell(trainer, rl_step, pictures, numbers)
 
     def _sampled(self, trainer: pl.Trainer) -> Pictures:
         """Sample all prompts with all trainers together, and return the pictures on trainer 0."""
@@ -306,10 +301,8 @@ class Evaluation(pl.Callback):
         rl_step: int,
         pictures: Pictures,
         numbers: Mapping[str, float],
-        looked: Iterable[Mapping[str, Tensor]],
     ) -> None:
-        """Write and log an evaluation. `looked` has `Piece.reference_scores` of every rank that
-        scored reference samples."""
+        """Write and log an evaluation."""
         run_dir, weights = Path(trainer.default_root_dir), _engine(trainer).reward_weights
         samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
         try:
@@ -319,13 +312,7 @@ class Evaluation(pl.Callback):
         append_jsonl(
             run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": unix_time(), **numbers}
         )
-        changed = {
-            name: alarm
-            for scores in looked
-            for name, (once, today) in scores.items()
-            if (alarm := canary(name, today, once)) is not None
-        }
-        self._raise_alarms(run_dir, rl_step, pictures, weights, changed.values())
+        self._raise_alarms(run_dir, rl_step, pictures, weights)
         show = self._showing(pictures, weights)
         for logger in trainer.loggers:
             logger.log_metrics(
@@ -355,23 +342,16 @@ class Evaluation(pl.Callback):
         return showing
 
     def _raise_alarms(
-        self,
-        run_dir: Path,
-        rl_step: int,
-        pictures: Pictures,
-        weights: Mapping[str, float],
-        changed: Iterable[Alarm],
+        self, run_dir: Path, rl_step: int, pictures: Pictures, weights: Mapping[str, float]
     ) -> None:
         """Compare with this process's first evaluation, and write suspicious changes to
         events.jsonl."""
-        found: list[Alarm] = []
         if self._first is not None and installed("rewards"):
             target = "digenrl.extensions.rewards.picture_alarms.of_pictures"
             compare = extension(target, "alarms about samples", "look at them")
-            found = compare(self._first, pictures, tuple(weights))
+            for alarm in compare(self._first, pictures, tuple(weights)):
+                append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
         self._first = self._first or pictures
-        for alarm in [*found, *changed]:
-            append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
 
     def sample(
         self,

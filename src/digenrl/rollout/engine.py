@@ -301,11 +301,6 @@ class RolloutEngine:
             )
         return torch.cat(found)
 
-    def rescore(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Scores of media [N, ...] in [0, 1] that somebody kept: name -> [N], held-out rewards
-        included."""
-        return self._rewards.score(media, prompts, heldout=True)
-
     def _plan(self, task: Task, prompt: Prompt) -> StepPlan:
         return self._selection.plan(self.seed, task.step, self.sampling.steps, prompt.uid)
 

@@ -8,7 +8,7 @@ The numbers of an evaluation therefore do not depend on which rank made which pi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +16,6 @@ from torch import Tensor
 from digenrl.rollout.engine import Pictures as Pictures
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
-
-REFERENCE_SAMPLES = 4
-"""Pictures of the first evaluation that every later one scores again, to notice a reward model that
-changed."""
 
 
 def joined(parts: Sequence[Pictures]) -> Pictures:
@@ -32,30 +28,6 @@ def joined(parts: Sequence[Pictures]) -> Pictures:
         },
         kl=torch.cat([part.kl for part in parts]),
     )
-
-
-class ReferenceSamples:
-    """The first few pictures of the first evaluation, which every later evaluation scores again."""
-
-    def __init__(self) -> None:
-        self._first: tuple[Tensor, tuple[Prompt, ...], Mapping[str, Tensor]] | None = None
-
-    def look(self, pictures: Pictures, engine: RolloutEngine) -> dict[str, Tensor]:
-        """Score the reference pictures again. The first call keeps the first `pictures`, as stored
-        with 8 bits.
-
-        Returns:
-            name -> [2, REFERENCE_SAMPLES at most]: scores of the first call, and of this one. Empty
-            at the first call.
-        """
-        if self._first is None:
-            media = pictures.media[:REFERENCE_SAMPLES].clone()
-            prompts = pictures.prompts[:REFERENCE_SAMPLES]
-            self._first = media, prompts, engine.rescore(media.float() / 255.0, prompts)
-            return {}
-        media, prompts, once = self._first
-        today = engine.rescore(media.float() / 255.0, prompts)
-        return {name: torch.stack([scores, today[name]]) for name, scores in once.items()}
 
 
 @dataclass(frozen=True)
@@ -92,39 +64,18 @@ class FixedSamples:
         return joined(parts)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A piece that another rank has made."""
+def tensors_of(piece: Pictures) -> dict[str, Tensor]:
+    """Return a piece as it is sent, without its prompt."""
+    rewards = {f"rewards/{name}": scores for name, scores in piece.rewards.items()}
+    return {"media": piece.media, "kl": piece.kl, **rewards}
 
-    pictures: Pictures
-    reference_scores: Mapping[str, Tensor] = field(default_factory=dict)
-    """What `ReferenceSamples.look` returned on the rank that made the piece. Empty if that rank
-    looked just before."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The piece without its prompt."""
-        return {
-            "media": self.pictures.media,
-            "kl": self.pictures.kl,
-            **{f"rewards/{name}": scores for name, scores in self.pictures.rewards.items()},
-            **{
-                f"reference_scores/{name}": scores for name, scores in self.reference_scores.items()
-            },
-        }
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], prompt: Prompt) -> Piece:
-        """Inverse of `tensors`."""
-
-        def named(kind: str) -> dict[str, Tensor]:
-            return {
-                key.removeprefix(kind): value
-                for key, value in tensors.items()
-                if key.startswith(kind)
-            }
-
-        media = tensors["media"]
-        return cls(
-            Pictures(media, (prompt,) * len(media), named("rewards/"), tensors["kl"]),
-            named("reference_scores/"),
-        )
+def pictures_of(tensors: Mapping[str, Tensor], prompt: Prompt) -> Pictures:
+    """Invert `tensors_of`."""
+    rewards = {
+        key.removeprefix("rewards/"): scores
+        for key, scores in tensors.items()
+        if key.startswith("rewards/")
+    }
+    media = tensors["media"]
+    return Pictures(media, (prompt,) * len(media), rewards, tensors["kl"])

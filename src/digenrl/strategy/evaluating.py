@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from digenrl.cluster.control import Control
-from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import FixedSamples, Piece, ReferenceSamples
+from digenrl.rollout.engine import Pictures, RolloutEngine
+from digenrl.rollout.evaluation import FixedSamples, pictures_of, tensors_of
 from digenrl.schedule.claims import Claim, Claims, evaluation_pieces, evaluation_queue
 from digenrl.strategy.setup import Ties
 from digenrl.strategy.step_ledger import StepLedger
@@ -46,9 +46,6 @@ class EvaluationWorker:
         self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, claims: Claims
     ) -> None:
         self._drawn, self._engine, self._control, self._claims = drawn, engine, control, claims
-        self._reference_samples = ReferenceSamples()
-        self._looked = -1
-        """Version at whose evaluation the reference samples were last scored."""
         self._weights: Version | None = None
         """Weights received for the open evaluation, or None."""
         self._wanted = ""
@@ -86,15 +83,8 @@ class EvaluationWorker:
         assert self._drawn is not None, "a piece was claimed"
         with self._in_use():
             pictures = self._drawn.draw(self._engine, [number], before_step)
-        looked = (
-            {} if self._looked == version else self._reference_samples.look(pictures, self._engine)
-        )
-        self._looked = version
-        return Message(
-            MessageKind.EVALUATION,
-            {"version": version, "piece": number},
-            Piece(pictures, looked).tensors(),
-        )
+        facts = {"version": version, "piece": number}
+        return Message(MessageKind.EVALUATION, facts, tensors_of(pictures))
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -134,7 +124,7 @@ class Evaluations:
         self._makers: list[int] | None = None
         """Rollouts that were sent the weights of the open evaluation. None: every rollout holds
         them."""
-        self._arrived: dict[int, Piece] = {}
+        self._arrived: dict[int, Pictures] = {}
         """Pieces that trainer 0 has received."""
 
     @property
@@ -156,12 +146,12 @@ class Evaluations:
         assert self._drawn is not None
         number = int(message.meta["piece"])
         if message.meta["version"] == self._version and number not in self._arrived:
-            self._arrived[number] = Piece.of(message.tensors, self._drawn.prompts[number])
+            self._arrived[number] = pictures_of(message.tensors, self._drawn.prompts[number])
             # From here on the piece is done, whatever becomes of the rank that made it.
             queue = evaluation_queue(self._version)
             self._claims.received(queue, number, self._world.trainers)
 
-    def finish(self, then: Callable[[Mapping[int, Piece] | None], None]) -> None:
+    def finish(self, then: Callable[[Mapping[int, Pictures] | None], None]) -> None:
         """Wait for the open evaluation. Every trainer calls this at the same place, before the
         weights change. The wait counts neither as training nor as the step's time.
 

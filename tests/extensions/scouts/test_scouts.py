@@ -53,7 +53,7 @@ def tried(made: RolloutEngine, numbers: range) -> Tensor:
     start = denoise.start(key, made.policy.latent_shape)
     grid = made.policy.sigma_grid(SCOUT_STEPS)
     final = denoise.ode_sample(made.policy, made.policy.encode([PROMPT]), start.latents, grid)
-    return made.rescore(made.policy.decode(final), [PROMPT] * len(numbers))["judge"]
+    return made._rewards.score(made.policy.decode(final), [PROMPT] * len(numbers))["judge"]
 
 
 def test_the_best_and_the_worst_noises_are_generated_as_without_scouts() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,13 +16,25 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from digenrl.rewards.hacking_alarms import Alarm
 from digenrl.rewards.protocol import laplacian, luma
 from digenrl.rollout.evaluation import Pictures
 
 COLLAPSED_SHARE = 0.9
 BLUR_SHARE = 0.5
 GRID_RATIO = 4.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One suspicion."""
+
+    name: str
+    """variance_collapse | blur | grid"""
+    value: float
+    """Measured value."""
+    threshold: float
+    message: str
+    """Cause, and what to look at."""
 
 
 def of_pictures(before: Pictures, after: Pictures, rewards: Sequence[str]) -> list[Alarm]:
