@@ -14,9 +14,11 @@ from torch import Tensor
 
 from digenrl.algorithms.copies import Ema
 from digenrl.algorithms.grpo import GRPO
-from digenrl.algorithms.surrogates import Clipped, FlowDPPO, Guard
-from digenrl.diffusion.sde import FlowCPS, FlowSDE
+from digenrl.algorithms.surrogates import Clipped
+from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import static_grid
+from digenrl.extensions.methods.sde import FlowCPS
+from digenrl.extensions.methods.surrogates import FlowDPPO, Guard
 from digenrl.types import CellBlock, TrainBatch
 from tests.algorithms.fit import fit, grpo
 from tests.algorithms.toy_policy import ToyPolicy, batch, roll

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms.base import PolicyModule
-from digenrl.algorithms.surrogates import Clipped, FlowDPPO, Guard
-from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE
-from digenrl.diffusion.steps import Window
+from digenrl.algorithms.surrogates import Clipped
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.extensions.methods.sde import DanceSDE, FlowCPS
+from digenrl.extensions.methods.steps import Window
+from digenrl.extensions.methods.surrogates import FlowDPPO, Guard
 from tests.algorithms.fit import grpo, rl_steps
 from tests.algorithms.toy_policy import ToyPolicy
 

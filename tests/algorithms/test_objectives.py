@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from digenrl.algorithms import objectives
-from digenrl.algorithms.surrogates import Cells, Clipped, FlowDPPO, Guard
-from digenrl.diffusion.sde import FlowSDE, LinearSDE
+from digenrl.algorithms.surrogates import Cells, Clipped
+from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import static_grid, step_sigmas
+from digenrl.extensions.methods.sde import LinearSDE
+from digenrl.extensions.methods.surrogates import FlowDPPO, Guard
 
 SHAPE = (3, 4)
 DIMENSIONS = 12

@@ -14,8 +14,10 @@ from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema
 from digenrl.algorithms.grpo import GRPO
 from digenrl.algorithms.surrogates import Clipped
-from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE
-from digenrl.diffusion.steps import AllButLast, RandomSubset, Window
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.steps import AllButLast, RandomSubset
+from digenrl.extensions.methods.sde import DanceSDE, FlowCPS
+from digenrl.extensions.methods.steps import Window
 from tests.algorithms.toy_policy import ToyPolicy
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

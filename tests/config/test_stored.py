@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 from digenrl import config
 from digenrl.config.compose import composed
 from digenrl.config.help import configuration_help
+from digenrl.config.removed import MOVED
 from digenrl.config.schema import RESUMABLE
+from digenrl.config.targets import target_problems
 
 SERVED = "reward.urls={judge_a: ['%s']}"
 
@@ -176,3 +178,14 @@ def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
     assert len(caught.value.problems) == 1
     with pytest.raises(config.ConfigError, match=rf"run = .*RUN=\.\.\.\)\. Nearest: {plan}"):
         config.load([], stored=tmp_path / "plan-1")
+
+
+def test_a_class_that_moved_is_found_where_it_is_now(run: Path) -> None:
+    """As in a run that was stored before `digenrl.extensions.methods` was there."""
+    tree = OmegaConf.load(run / "config.yaml")
+    tree.algorithm.sde = {"_target_": "digenrl.diffusion.sde.LinearSDE", "noise_level": 0.9}
+    OmegaConf.save(tree, run / "config.yaml")
+    resumed = RESUMED(run, []).config
+    assert resumed.algorithm.sde._target_ == "digenrl.extensions.methods.sde.LinearSDE"
+    for moved in MOVED.values():
+        assert target_problems({"_target_": moved}) == []

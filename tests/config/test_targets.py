@@ -89,22 +89,26 @@ def test_reads_constructors_without_importing() -> None:
 
 def test_accepts_dataclasses_and_their_inherited_fields() -> None:
     assert (
-        target_problems({"_target_": "digenrl.diffusion.steps.Window", "size": 2, "overlap": 0})
+        target_problems(
+            {"_target_": "digenrl.diffusion.steps.RandomSubset", "size": 2, "last": "ode"}
+        )
         == []
     )
-    (text,) = target_problems({"s": {"_target_": "digenrl.diffusion.steps.Window", "sizes": 2}})
+    (text,) = target_problems(
+        {"s": {"_target_": "digenrl.diffusion.steps.RandomSubset", "sizes": 2}}
+    )
     assert "nearest: s.size" in text
 
 
 def test_instantiates_what_is_allowed() -> None:
-    node = OmegaConf.create({"_target_": "digenrl.diffusion.steps.Window", "size": 3})
+    node = OmegaConf.create({"_target_": "digenrl.diffusion.steps.RandomSubset", "size": 3})
     assert instantiate(node).size == 3
 
 
 def test_a_constructor_speaks_for_itself_at_any_depth() -> None:
-    window = {"_target_": "digenrl.diffusion.steps.Window", "size": 0}
-    with pytest.raises(ValueError, match=r"^[^\n]*size[^\n]*$"):
-        instantiate(OmegaConf.create({"inner": {"steps": window}}))
+    subset = {"_target_": "digenrl.diffusion.steps.RandomSubset", "fraction": 0}
+    with pytest.raises(ValueError, match=r"^[^\n]*fraction[^\n]*$"):
+        instantiate(OmegaConf.create({"inner": {"steps": subset}}))
 
 
 def test_instantiate_refuses_before_importing(
@@ -113,7 +117,7 @@ def test_instantiate_refuses_before_importing(
     (tmp_path / "evil_h5.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     node = OmegaConf.create(
-        {"_target_": "digenrl.diffusion.steps.Window", "size": {"_target_": "evil_h5.run"}}
+        {"_target_": "digenrl.diffusion.steps.RandomSubset", "size": {"_target_": "evil_h5.run"}}
     )
     with pytest.raises(PermissionError, match=r"size\._target_ = evil_h5\.run: refused"):
         instantiate(node)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from digenrl.diffusion import denoise
-from digenrl.diffusion.sde import DanceSDE, FlowCPS, FlowSDE, Kernel, LinearSDE
+from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import static_grid
-from digenrl.diffusion.steps import AllButLast, NoiseLevels, StepPlan, Window
+from digenrl.diffusion.steps import AllButLast, StepPlan
+from digenrl.extensions.forward.steps import NoiseLevels
+from digenrl.extensions.methods.sde import DanceSDE, FlowCPS, LinearSDE
+from digenrl.extensions.methods.steps import Window
 from digenrl.types import CellBlock
 from tests.algorithms.toy_policy import ToyPolicy, condition, roll
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from digenrl.diffusion import keys
 from digenrl.diffusion.divergence import KERNEL, trajectories
-from digenrl.diffusion.sde import Kernel, LinearSDE
+from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.sigmas import step_sigmas
+from digenrl.extensions.methods.sde import LinearSDE
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.types import Prompt
 from tests.callbacks.test_evaluation import engine_of

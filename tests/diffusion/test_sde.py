@@ -11,16 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.diffusion.sde import (
-    DanceSDE,
-    FlowCPS,
-    FlowSDE,
-    Kernel,
-    LinearSDE,
-    Transition,
-    ode_step,
-)
+from digenrl.diffusion.sde import FlowSDE, Kernel, Transition, ode_step
 from digenrl.diffusion.sigmas import static_grid, step_sigmas
+from digenrl.extensions.methods.sde import DanceSDE, FlowCPS, LinearSDE
 
 SHAPES = [(4, 6), (3, 4, 4), (2, 3, 2, 2)]
 

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from digenrl.diffusion.steps import (
-    AllButLast,
-    FirstFraction,
-    NoiseLevels,
-    RandomSubset,
-    StepPlan,
-    StepSelection,
-    Window,
-)
+from digenrl.diffusion.steps import AllButLast, RandomSubset, StepPlan, StepSelection
+from digenrl.extensions.forward.steps import NoiseLevels
+from digenrl.extensions.methods.steps import FirstFraction, Window
 
 ALL: list[StepSelection] = [
     AllButLast(),

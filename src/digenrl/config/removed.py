@@ -42,6 +42,20 @@ FORGOTTEN: dict[str, tuple[Any, ...]] = {
 on."""
 
 
+_METHODS, _FORWARD = "digenrl.extensions.methods", "digenrl.extensions.forward"
+MOVED = {
+    "digenrl.algorithms.surrogates.FlowDPPO": f"{_METHODS}.surrogates.FlowDPPO",
+    "digenrl.algorithms.surrogates.Guard": f"{_METHODS}.surrogates.Guard",
+    "digenrl.diffusion.sde.DanceSDE": f"{_METHODS}.sde.DanceSDE",
+    "digenrl.diffusion.sde.FlowCPS": f"{_METHODS}.sde.FlowCPS",
+    "digenrl.diffusion.sde.LinearSDE": f"{_METHODS}.sde.LinearSDE",
+    "digenrl.diffusion.steps.FirstFraction": f"{_METHODS}.steps.FirstFraction",
+    "digenrl.diffusion.steps.NoiseLevels": f"{_FORWARD}.steps.NoiseLevels",
+    "digenrl.diffusion.steps.Window": f"{_METHODS}.steps.Window",
+}
+"""`_target_` of a stored run -> where the class is now."""
+
+
 def reason(key: str, value: Any) -> str | None:
     """Return why `key`, a group around it, or this value of it was removed; None: it was not."""
     text = str(value).lower() if isinstance(value, bool) else str(value)

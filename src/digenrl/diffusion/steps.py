@@ -14,7 +14,6 @@ and therefore the reward's signal, for no gain in exploration.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -63,13 +62,15 @@ class StepSelection(Protocol):
         """Return the plan of RL step `step` for T = `steps` and the prompt `uid`."""
 
 
-def _noisy(steps: int, last: Untrained) -> tuple[int, ...]:
+def noisy_steps(steps: int, last: Untrained) -> tuple[int, ...]:
+    """Return the steps that get noise where untrained ones do too; `last` is that of the last."""
     if last not in ("ode", "sde"):
         raise ValueError(f"last must be 'ode' or 'sde', got {last!r}")
     return tuple(range(steps if last == "sde" else steps - 1))
 
 
-def _need_two(steps: int) -> None:
+def need_two(steps: int) -> None:
+    """Raise ValueError for a trajectory without a step that can be trained."""
     if steps < 2:
         raise ValueError(
             f"the last step is never trained, so sampling.steps must be >= 2, got {steps}"
@@ -84,36 +85,12 @@ class AllButLast:
 
     def count(self, steps: int) -> int:
         """T - 1."""
-        _need_two(steps)
+        need_two(steps)
         return steps - 1
 
     def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Same for every RL step."""
-        return StepPlan(_noisy(steps, self.last), tuple(range(self.count(steps))))
-
-
-@dataclass(frozen=True)
-class FirstFraction:
-    """Trains the first int(T*fraction) steps, at least 1, at most T-1 (yifan123/flow_grpo
-    train_sd3.py:345)."""
-
-    fraction: float = 0.5
-    untrained: Untrained = "sde"
-    """Sampler of the later steps; the last one follows `last`."""
-    last: Untrained = "ode"
-
-    def __post_init__(self) -> None:
-        _check_fraction(self.fraction)
-
-    def count(self, steps: int) -> int:
-        """int(T*fraction) within 1..T-1."""
-        _need_two(steps)
-        return min(max(int(steps * self.fraction), 1), steps - 1)
-
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Same for every RL step."""
-        trained = tuple(range(self.count(steps)))
-        return StepPlan(_with_untrained(trained, steps, self.untrained, self.last), trained)
+        return StepPlan(noisy_steps(steps, self.last), tuple(range(self.count(steps))))
 
 
 @dataclass(frozen=True)
@@ -144,11 +121,11 @@ class RandomSubset:
                 "RandomSubset needs size or fraction: set train_steps.size to a number of steps"
             )
         if self.fraction is not None:
-            _check_fraction(self.fraction)
+            check_fraction(self.fraction)
 
     def count(self, steps: int) -> int:
         """size, or int(pool*fraction), at least 1."""
-        first, stop = _pool("RandomSubset", self.first, self.stop, steps)
+        first, stop = pool_of("RandomSubset", self.first, self.stop, steps)
         pool = stop - first
         size = self.size if self.size is not None else max(int(pool * (self.fraction or 0.0)), 1)
         if not 1 <= size <= pool:
@@ -161,127 +138,22 @@ class RandomSubset:
     def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Return a plan keyed by (seed, RL step), and by the prompt if `per_prompt`: equal on all
         ranks."""
-        first, stop = _pool("RandomSubset", self.first, self.stop, steps)
+        first, stop = pool_of("RandomSubset", self.first, self.stop, steps)
         own = (uid,) if self.per_prompt else ()
         drawn = keys.generator(seed, "train_steps", step, *own)
         chosen = drawn.choice(stop - first, size=self.count(steps), replace=False)
         trained = tuple(sorted(first + int(index) for index in chosen))
-        return StepPlan(_with_untrained(trained, steps, self.untrained, self.last), trained)
+        return StepPlan(with_untrained(trained, steps, self.untrained, self.last), trained)
 
 
-@dataclass(frozen=True)
-class Window:
-    """A contiguous window of `size` SDE steps, all trained, and the ODE elsewhere (MixGRPO, arXiv
-    2507.21802, and Flow-GRPO-Fast).
-
-    random: start drawn at every RL step by (seed, RL step). progressive: the window moves by size -
-    overlap every `hold` RL steps; the last window is anchored at the end of the range so that every
-    step of it is trained (UniRL's floor would leave the remainder out), then stays there or, with
-    `wrap`, starts again. MixGRPO: size 4, hold 25, roll back, and overlap 3, for its
-    `prog_overlap_step=1` is added to the start (fastvideo/utils/grpo_states.py:92); it lets the
-    start run to T-2, past the last whole window, which takes more than 500 RL steps of its recipe.
-    """
-
-    size: int = 2
-    first: int = 0
-    stop: int | None = None
-    """End of the range (exclusive), at most T-1; null = T-1."""
-    order: Literal["random", "progressive"] = "random"
-    hold: int = 25
-    overlap: int = 0
-    wrap: bool = True
-
-    def __post_init__(self) -> None:
-        if self.order not in ("random", "progressive"):
-            raise ValueError(f"Window.order must be 'random' or 'progressive', got {self.order!r}")
-        if self.size < 1 or self.hold < 1:
-            raise ValueError(
-                f"Window needs size >= 1 and hold >= 1, got size={self.size}, hold={self.hold}"
-            )
-        if not 0 <= self.overlap < self.size:
-            raise ValueError(
-                f"Window.overlap must be in 0..{self.size - 1} (below size), got {self.overlap}"
-            )
-
-    def count(self, steps: int) -> int:
-        """size."""
-        first, stop = _pool("Window", self.first, self.stop, steps)
-        if self.size > stop - first:
-            raise ValueError(
-                f"Window.size={self.size} does not fit steps [{first}, {stop}) of "
-                f"sampling.steps={steps}: "
-                f"use size <= {stop - first} or a wider range (the last step is never trained)"
-            )
-        return self.size
-
-    def start(self, seed: int, step: int, steps: int) -> int:
-        """Return the first step of the window at RL step `step`."""
-        first, stop = _pool("Window", self.first, self.stop, steps)
-        room = stop - first - self.count(steps)
-        if self.order == "random":
-            return first + int(keys.generator(seed, "window", step).integers(room + 1))
-        stride = self.size - self.overlap
-        windows = math.ceil(room / stride) + 1
-        index = step // self.hold
-        index = index % windows if self.wrap else min(index, windows - 1)
-        return first + min(index * stride, room)
-
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Window start..start+size-1 as both SDE and trained steps."""
-        start = self.start(seed, step, steps)
-        window = tuple(range(start, start + self.size))
-        return StepPlan(window, window)
+def pool_of(name: str, first: int, stop: int | None, steps: int) -> tuple[int, int]:
+    """Return (first, end) of the steps from which a selection takes its own; null: T-1."""
+    need_two(steps)
+    return range_of(name, first, stop, steps, steps - 1)
 
 
-@dataclass(frozen=True)
-class NoiseLevels:
-    """Sampling by the ODE alone; cells are noise levels sigmas[k] of the rollout grid
-    (DiffusionNFT, online DPO).
-
-    `size` of the levels first..stop-1 are drawn at every RL step by (seed, RL step); null = all of
-    them, as UniRL sweeps (algorithms/diffusionnft.py:240). The final sigma 0 carries no noise and
-    is never among them.
-    """
-
-    size: int | None = None
-    first: int = 0
-    stop: int | None = None
-    """End of the range (exclusive); null = T."""
-
-    def count(self, steps: int) -> int:
-        """size or the whole range."""
-        first, stop = _range("NoiseLevels", self.first, self.stop, steps, steps)
-        size = stop - first if self.size is None else self.size
-        if not 1 <= size <= stop - first:
-            raise ValueError(
-                f"train_steps.size={size} does not fit the {stop - first} noise levels [{first}, "
-                f"{stop})"
-            )
-        return size
-
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
-        """Keyed by (seed, RL step): equal on all ranks."""
-        first, stop = _range("NoiseLevels", self.first, self.stop, steps, steps)
-        chosen = keys.generator(seed, "noise_levels", step).choice(
-            stop - first, size=self.count(steps), replace=False
-        )
-        return StepPlan((), tuple(sorted(first + int(index) for index in chosen)))
-
-
-def _with_untrained(
-    trained: tuple[int, ...], steps: int, untrained: Untrained, last: Untrained
-) -> tuple[int, ...]:
-    if untrained not in ("ode", "sde"):
-        raise ValueError(f"untrained must be 'ode' or 'sde', got {untrained!r}")
-    return _noisy(steps, last) if untrained == "sde" else trained
-
-
-def _pool(name: str, first: int, stop: int | None, steps: int) -> tuple[int, int]:
-    _need_two(steps)
-    return _range(name, first, stop, steps, steps - 1)
-
-
-def _range(name: str, first: int, stop: int | None, steps: int, limit: int) -> tuple[int, int]:
+def range_of(name: str, first: int, stop: int | None, steps: int, limit: int) -> tuple[int, int]:
+    """Return (first, end) within [0, limit); null: the limit. Raises ValueError outside of it."""
     end = limit if stop is None else stop
     if not 0 <= first < end <= limit:
         raise ValueError(
@@ -292,6 +164,16 @@ def _range(name: str, first: int, stop: int | None, steps: int, limit: int) -> t
     return first, end
 
 
-def _check_fraction(fraction: float) -> None:
+def with_untrained(
+    trained: tuple[int, ...], steps: int, untrained: Untrained, last: Untrained
+) -> tuple[int, ...]:
+    """Return the steps that get noise beside the `trained` ones."""
+    if untrained not in ("ode", "sde"):
+        raise ValueError(f"untrained must be 'ode' or 'sde', got {untrained!r}")
+    return noisy_steps(steps, last) if untrained == "sde" else trained
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise ValueError unless a share of the steps is in (0, 1]."""
     if not 0 < fraction <= 1:
         raise ValueError(f"train_steps.fraction must be in (0, 1], got {fraction}")

@@ -10,9 +10,9 @@ import torch
 
 from digenrl.algorithms.advantages import Advantage
 from digenrl.diffusion.sde import FlowSDE
-from digenrl.diffusion.steps import NoiseLevels
 from digenrl.extensions.forward.dpo import DPO, STREAM
 from digenrl.extensions.forward.noised import noised
+from digenrl.extensions.forward.steps import NoiseLevels
 from digenrl.types import CellBlock
 from tests.algorithms.fit import ADAMW
 from tests.algorithms.toy_policy import ToyPolicy, batch, roll

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from digenrl.algorithms.advantages import Advantage
 from digenrl.diffusion.sde import FlowSDE
-from digenrl.diffusion.steps import NoiseLevels
 from digenrl.extensions.forward.nft import NFT, OldPolicySchedule
+from digenrl.extensions.forward.steps import NoiseLevels
 from digenrl.types import CellBlock, TrainBatch
 from tests.algorithms.fit import ADAMW, fit
 from tests.algorithms.toy_policy import ToyPolicy, batch, roll

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.algorithms.surrogates import Cells, Clipped, FlowDPPO, Guard, Surrogate
+from digenrl.algorithms.surrogates import Cells, Clipped, Surrogate
+from digenrl.extensions.methods.surrogates import FlowDPPO, Guard
 from digenrl.extensions.offpolicy.surrogates import (
     CISPO,
     TOPR,

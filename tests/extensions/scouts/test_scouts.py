@@ -12,7 +12,7 @@ from torch import Tensor
 from digenrl.data import load_prompts
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
-from digenrl.diffusion.steps import NoiseLevels
+from digenrl.extensions.forward.steps import NoiseLevels
 from digenrl.extensions.scouts.engine import ScoutingEngine
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.rewards.suite import RewardSuite

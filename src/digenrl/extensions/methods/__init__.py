@@ -1,0 +1,1 @@
+"""Methods of single publications: kernels, choices of trained steps, surrogates."""

@@ -1,0 +1,80 @@
+"""Surrogates of single publications (`digenrl.algorithms.surrogates`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from digenrl.algorithms.objectives import (
+    clip_binds,
+    clipped_surrogate,
+    dppo_keep,
+    gaussian_kl,
+    guard_ratio,
+)
+from digenrl.algorithms.surrogates import Cells, Surrogate
+
+
+@dataclass(frozen=True)
+class Guard(Surrogate):
+    """GRPO-Guard (arXiv 2510.22319): normalised ratio, gradient of each step divided by its own h.
+
+    verl-omni divides by batch-mean S and h (diffusion_algos.py:527), Flow-Factory leaves 1/h out;
+    both are per row here.
+    """
+
+    needs_means: ClassVar[bool] = True
+    needs_gaussian: ClassVar[bool] = True
+
+    def loss(self, cells: Cells) -> Tensor:
+        """clipped_surrogate(guard ratio) / h."""
+        return (
+            clipped_surrogate(self._ratio(cells), cells.advantages, *cells.clip) / cells.sqrt_h**2
+        )
+
+    def cut(self, cells: Cells) -> Tensor:
+        """Return [b, K] bool: cells at which the clip of the normalised ratio binds."""
+        return clip_binds(self._ratio(cells), cells.advantages, *cells.clip)
+
+    def _ratio(self, cells: Cells) -> Tensor:
+        assert cells.old_mean is not None
+        return guard_ratio(
+            cells.log_prob, cells.old_log_prob, cells.mean, cells.old_mean, cells.scale
+        )
+
+
+@dataclass(frozen=True)
+class FlowDPPO(Surrogate):
+    """Flow-DPPO: unclipped -A*r, without the cells that have left the KL trust region and would be
+    pushed further out."""
+
+    threshold: float = 1e-5
+    """tau of the mean-reduced KL to the rollout's mean (Tencent-Hunyuan/UniRL
+    algorithms/flowdppo.py:54). Means are kept in fp32: bf16 means put a floor of about tau under
+    the KL."""
+
+    def __post_init__(self) -> None:
+        if self.threshold <= 0:
+            raise ValueError(
+                f"FlowDPPO.threshold must be positive, got {self.threshold}: UniRL uses 1e-5"
+            )
+
+    needs_means: ClassVar[bool] = True
+
+    def loss(self, cells: Cells) -> Tensor:
+        """-A*r where kept, else exactly 0 with finite gradient, even for an infinite ratio."""
+        keep = ~self.cut(cells)
+        # The log-ratio is masked before exp: masking after it would leave inf * 0 in the backward
+        # pass.
+        log_ratio = torch.where(keep, cells.log_prob - cells.old_log_prob, 0.0)
+        return torch.where(keep, -cells.advantages * torch.exp(log_ratio), 0.0)
+
+    @torch.no_grad()
+    def cut(self, cells: Cells) -> Tensor:
+        """Return [b, K] bool: cells that are left out."""
+        assert cells.old_mean is not None
+        kl = gaussian_kl(cells.mean, cells.old_mean, cells.scale)
+        return ~dppo_keep(cells.ratio, cells.advantages, kl, self.threshold)
