@@ -14,7 +14,7 @@ import pytest
 from digenrl import config, prompts
 from digenrl.cli.commands import commands
 from digenrl.cli.main import main
-from digenrl.cli.reward import reward_config
+from digenrl.extensions.rewards.command import reward_config
 from digenrl.record.spans import WAIT_CAUSES
 from scripts.configuration_reference import page
 from tests.conftest import ROOT

@@ -182,7 +182,6 @@ def test_extensions_do_not_know_each_other() -> None:
 
 def test_every_room_has_a_rule() -> None:
     top = {
-        "earlier_run",
         "cli",
         "run",
         "parts",

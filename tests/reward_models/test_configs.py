@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from digenrl.cli.reward import reward_config, reward_suite
 from digenrl.data import load_prompts
+from digenrl.extensions.rewards.command import reward_config, reward_suite
 from digenrl.types import Prompt
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"

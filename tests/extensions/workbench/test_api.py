@@ -11,7 +11,7 @@ import pytest
 
 import digenrl
 from digenrl.data import load_prompts
-from digenrl.earlier_run import NoCheckpoint
+from digenrl.extensions.workbench.earlier_run import NoCheckpoint
 from tests.extensions.export.test_export import make_run
 from tests.report.synthetic import write_run
 

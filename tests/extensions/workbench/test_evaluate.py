@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from digenrl.config.help import read_arguments
-from digenrl.earlier_run import NoCheckpoint
 from digenrl.extensions.workbench.cli.evaluate import EvaluateKeys, evaluate, main
+from digenrl.extensions.workbench.earlier_run import NoCheckpoint
 from tests.cli.finished import finished_run
 
 

@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from digenrl import config as configuration
-from digenrl.earlier_run import changed_run, last_checkpoint, restore
 from digenrl.extension import extension
+from digenrl.extensions.workbench.earlier_run import changed_run, last_checkpoint, restore
 from digenrl.record.run_dir import Row
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, read_run
@@ -182,9 +182,9 @@ def score(
         ConfigError: the reward does not exist, or its weights are missing here.
         ValueError: media or prompts that do not fit, or that a scorer could never score.
     """
-    from digenrl.cli.reward import reward_config, reward_suite
-
-    config = reward_config([f"reward={reward}", *words], "serve_reward")
+    command, instead = "digenrl.extensions.rewards.command", "score with digenrl.rewards"
+    configured = extension(f"{command}.reward_config", "digenrl.score", instead)
+    config = configured([f"reward={reward}", *words], "serve_reward")
 
     import torch
 
@@ -195,7 +195,7 @@ def score(
         array / 255.0 if array.dtype == np.uint8 else array, dtype=torch.float32
     )
     asked = as_prompts(prompts)
-    suite = reward_suite(config)
+    suite = extension(f"{command}.reward_suite", "digenrl.score", instead)(config)
     try:
         suite.check_prompts(asked)
         scores = suite.score(pictures, asked, heldout=heldout)

@@ -37,7 +37,7 @@ from pydantic import Field
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
-from digenrl.earlier_run import NoCheckpoint, changed_run, restore
+from digenrl.extension import extension
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import replaced, write_json
@@ -53,6 +53,11 @@ SCORES = "scores"
 """Folder beside the images' folders, with a file for each scored prompt until all are scored."""
 MOST_FRAMES, MOST_PIXELS = 1 << 12, 1 << 30
 """Limits for reading a file that this command has written itself."""
+
+
+class NoCheckpoint(RuntimeError):
+    """The run lacks the checkpoint that was asked for."""
+
 
 Scorer = Callable[[Item, "list[Tensor]"], list[tuple[float, str]]]
 """Function from a prompt and its images to (score, fault) of each image; NaN = missing score."""
@@ -174,7 +179,11 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     print(
         f"{suite.name}: {len(suite.items)} prompts, sha256 {suite.digest}{known}", file=sys.stderr
     )
-    composed = configuration.load(words) if request.run is None else changed_run(request.run, words)
+    composed = (
+        configuration.load(words)
+        if request.run is None
+        else _earlier_run("changed_run")(request.run, words)
+    )
     config, items = composed.config, suite.items[: request.prompts]
     samples = request.samples or suite.kind.samples
     above = (
@@ -349,7 +358,6 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
     """Return the scorer of the images; None if they are only made here."""
     request, suite, words = work.request, work.suite, work.words
     if request.reward is not None:
-        from digenrl.cli.reward import reward_config, reward_suite
         from digenrl.rewards.suite import combine
         from digenrl.types import Prompt
 
@@ -358,7 +366,11 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
             for word in words
             if word.startswith(("hydra.searchpath=", "allow_targets=", "hardware.build="))
         ]
-        rewards = reward_suite(reward_config([f"reward={request.reward}", *own], "serve_reward"))
+        wanted = f"reward={request.reward}"
+        command, instead = "digenrl.extensions.rewards.command", "leave it out"
+        configured = extension(f"{command}.reward_config", wanted, instead)
+        config = configured([wanted, *own], "serve_reward")
+        rewards = extension(f"{command}.reward_suite", wanted, instead)(config)
         stack.callback(rewards.close)
 
         def by_reward(item: Item, images: list[Tensor]) -> list[tuple[float, str]]:
@@ -391,6 +403,12 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
         return [(float(not reason), reason) for reason in wrong]
 
     return by_rules
+
+
+def _earlier_run(name: str) -> Any:
+    """Return a function of the workbench, which uses the model of an earlier run."""
+    target = f"digenrl.extensions.workbench.earlier_run.{name}"
+    return extension(target, "run", "name an experiment, and step=base")
 
 
 def _checkpoint(run_dir: Path, step: str) -> Path:
@@ -466,7 +484,7 @@ def _make(
     for name, folder in work.folders.items():
         if name != "base":
             assert work.checkpoint is not None
-            restore(module, read(work.checkpoint))
+            _earlier_run("restore")(module, read(work.checkpoint))
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
                 between(0.0)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from digenrl.cli.reward import reward_command, reward_suite
+from digenrl.extensions.rewards.command import reward_command, reward_suite
 
 if TYPE_CHECKING:
     from digenrl.rewards.suite import RewardSuite

@@ -21,8 +21,13 @@ from typing import Any, Literal
 from digenrl import config as configuration
 from digenrl.config.compose import quoted
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.earlier_run import NoCheckpoint, changed_run, last_checkpoint, restore
 from digenrl.extension import extension, installed
+from digenrl.extensions.workbench.earlier_run import (
+    NoCheckpoint,
+    changed_run,
+    last_checkpoint,
+    restore,
+)
 from digenrl.rewards.needs import require_weights
 
 RESULT = "eval.json"
