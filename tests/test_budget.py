@@ -91,7 +91,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=554),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1747),
+    "config": Room(1500, ("config",), ceiling=1708),
     "cli": Room(500, ("cli",), ceiling=501),
     "report": Room(600, ("report",), ceiling=624),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -109,6 +109,7 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
+    "extensions/help": Room(60, ("extensions/help",)),
     "extensions/methods": Room(150, ("extensions/methods",)),
     "extensions/loggers": Room(75, ("extensions/loggers",)),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
@@ -125,9 +126,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13607,
+        ceiling=13568,
     ),
-    "everything": Room(26000, ("",), ceiling=27797),
+    "everything": Room(26000, ("",), ceiling=27809),
 }
 """Room -> its budget. The last three rows are sums."""
 

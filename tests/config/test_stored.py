@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 from digenrl import config
 from digenrl.config.compose import composed
-from digenrl.config.help import configuration_help
 from digenrl.config.removed import MOVED
 from digenrl.config.schema import RESUMABLE
 from digenrl.config.targets import target_problems
+from digenrl.extensions.help.pages import configuration_help
 
 SERVED = "reward.urls={judge_a: ['%s']}"
 

@@ -17,7 +17,7 @@ from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
 from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
 from digenrl.config.errors import ConfigError
-from digenrl.config.help import configuration_help, show
+from digenrl.config.help import help_page, show
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
 from digenrl.extension import ExtensionMissing, extension
 
@@ -217,7 +217,7 @@ def load_or_exit(
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
-        show(configuration_help(config_name, doc, words))
+        show(help_page(doc, "configuration_help", config_name, doc, words))
         raise SystemExit(0)
     try:
         composed = load(words, config_name)

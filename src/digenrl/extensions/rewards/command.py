@@ -19,7 +19,7 @@ from digenrl.config.compose import (
     quoted,
     with_search_path,
 )
-from digenrl.config.help import configuration_help, show, wants_help
+from digenrl.config.help import help_page, show, wants_help
 from digenrl.config.loading import command_line_list
 from digenrl.rewards.needs import require_weights
 
@@ -37,7 +37,7 @@ def reward_command(
     0 stands for success, 1 for work that could not be done, 2 for a wrong command line.
     """
     if wants_help(argv):
-        show(configuration_help(name, doc, with_search_path(argv)))
+        show(help_page(doc, "configuration_help", name, doc, with_search_path(argv)))
         return 0
     try:
         config = reward_config(argv, name)

@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from digenrl.cluster.signals import StopSignals
 from digenrl.config.compose import VERSION_BASE, compose_words, initialize_config_dir
 from digenrl.config.errors import ConfigError
-from digenrl.config.help import configuration_help
+from digenrl.config.help import help_page
 from digenrl.config.loading import EXIT_CODE, SWEEP_FLAGS, load, without_flags
 from digenrl.config.shipped import config_directory
 from digenrl.extensions.sweeps.table import SweepJob, result_of, write_tables
@@ -83,7 +83,7 @@ def sweep(argv: Sequence[str], config_name: str = "train", module: str = "digenr
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
-        print(configuration_help(config_name, words=words))
+        print(help_page("", "configuration_help", config_name, None, words))
         return 0
     try:
         sweep_dir, jobs = expand(words, config_name)

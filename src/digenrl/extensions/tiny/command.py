@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from digenrl.config.help import command_help, show, wants_help
+from digenrl.config.help import help_page, show, wants_help
 
 
 def main(families: Sequence[str]) -> int:
     """Build what is missing, and print name and directory of each family. Exit code 2: there is no
     such family."""
     if wants_help(families):
-        show(command_help(__doc__))
+        show(help_page(__doc__, "command_help", __doc__))
         return 0
     from digenrl import facts
     from digenrl.extensions.tiny.builds import ensure

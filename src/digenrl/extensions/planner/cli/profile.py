@@ -28,7 +28,7 @@ import yaml
 
 from digenrl import config as configuration
 from digenrl.config import Composed
-from digenrl.config.help import Arguments, command_help, own_command, read_arguments
+from digenrl.config.help import Arguments, help_page, own_command, read_arguments
 from digenrl.config.stored import read_stored
 from digenrl.report.read_run import Run, read_run
 from digenrl.settle import with_task_size
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
     own = [word for word in words if word.startswith("pool=")]
     if any(word.startswith("run=") for word in words):
         return own_command(ProfileKeys, __doc__, words, _profile_run)
-    doc = command_help(__doc__, ProfileKeys)
+    doc = help_page(__doc__, "command_help", __doc__, ProfileKeys)
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
         composed = with_task_size(composed)

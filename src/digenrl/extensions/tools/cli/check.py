@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from digenrl.cli.commands import shell_command
-from digenrl.config.help import command_help, show, wants_help
+from digenrl.config.help import help_page, show, wants_help
 
 Level = Literal["ok", "warning", "fix"]
 _STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
@@ -297,7 +297,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 def main(words: Sequence[str] = ()) -> int:
     """Print every finding; exit code 1 if something must be fixed first."""
     if wants_help(words):
-        show(command_help(__doc__))
+        show(help_page(__doc__, "command_help", __doc__))
         return 0
     checks = (partial(needs, words),) if words else CHECKS
     findings = [finding for check in checks for finding in check()]

@@ -1,0 +1,1 @@
+"""Pages of `--help`: groups, keys, ranges, defaults."""
