@@ -109,7 +109,7 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
-    "extensions/help": Room(60, ("extensions/help",)),
+    "extensions/divergence, help": Room(125, ("extensions/divergence", "extensions/help")),
     "extensions/methods": Room(150, ("extensions/methods",)),
     "extensions/loggers": Room(75, ("extensions/loggers",)),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
@@ -126,9 +126,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13568,
+        ceiling=13522,
     ),
-    "everything": Room(26000, ("",), ceiling=27809),
+    "everything": Room(26000, ("",), ceiling=27818),
 }
 """Room -> its budget. The last three rows are sums."""
 

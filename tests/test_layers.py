@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"types", "diffusion", "models.policy"},
     "rewards": {"accelerator", "types", "reward_models", "images", "extension"},
     "reward_models": {"types", "rewards"},
-    "rollout": {"types", "schedule", "diffusion", "models", "rewards"},
+    "rollout": {"types", "schedule", "diffusion", "models", "rewards", "extension"},
     "data": {"types", "prompts", "schedule"},
     "report": {"record", "images", "schedule", "extension"},
     "devices": {"accelerator", "extension", "cluster", "hardware", "config.relations"},

@@ -168,7 +168,7 @@ class Evaluation(pl.Callback):
         shown_samples: pictures of each shown prompt, of the best samples and of the worst.
         kl_samples: samples of each prompt (at most all) from which `kl`, the divergence from the
             base model, is measured. They are trajectories with noise and take two forwards a step
-            (`RolloutEngine.divergence`). 0 = `kl` is not measured. It is not measured either
+            (the extension `divergence`). 0 = `kl` is not measured. It is not measured either
             without a base model (all weights are trained and `model.keep_reference` is false).
 
     Raises:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from digenrl.diffusion import denoise, keys
-from digenrl.diffusion.divergence import trajectories
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
+from digenrl.extension import extension
 from digenrl.models.policy import Policy, wide
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
@@ -28,8 +28,6 @@ from digenrl.types import Prompt, Trajectory
 
 EVAL_STREAM = "evaluation"
 """Noise stream of evaluation: never the noise of any rollout."""
-DIVERGENCE = "divergence"
-"""Likewise, of the trajectories along which a policy is compared with its base model."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Pictures:
     rewards: dict[str, Tensor]
     """name -> [N] fp32, held-out rewards included; NaN = missing."""
     kl: Tensor
-    """[N] nats between policy and base model, on CPU (`RolloutEngine.divergence`); NaN = not
+    """[N] nats between policy and base model, on CPU (the extension `divergence`); NaN = not
     measured."""
 
 
@@ -136,7 +134,7 @@ class RolloutEngine:
         self._rewards, self._kernel, self._selection = rewards, kernel, selection
         self.sampling, self.seed = sampling, seed
         self._keep_means, self._keep_final = keep_means, keep_final
-        self._grid = policy.sigma_grid(sampling.steps)
+        self.grid = policy.sigma_grid(sampling.steps)
         self._read: tuple[Prompt, dict[str, Tensor], Tensor] | None = None
         self._scorer = AsyncScorer(rewards)
 
@@ -179,7 +177,7 @@ class RolloutEngine:
         """Return the conditioning of a prompt and the sigma grid, on the policy's device. Those of
         the last prompt are kept: every denoising step of a task reads them."""
         if self._read is None or self._read[0] is not prompt:
-            there = self._grid.to(self.policy.device)
+            there = self.grid.to(self.policy.device)
             self._read = prompt, self.policy.encode([prompt]), there
         return self._read[1:]
 
@@ -222,7 +220,7 @@ class RolloutEngine:
             "uid": prompt.uid,
             "first_sample": task.first_sample,
             "version": task.version,
-            "sigmas": self._grid,
+            "sigmas": self.grid,
             "condition": self._inputs(prompt)[0],
         }
 
@@ -270,36 +268,15 @@ class RolloutEngine:
         )
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
         kl = torch.full((len(prompts), samples_per_prompt), torch.nan)
-        for row, prompt in enumerate(prompts):
-            if kl_samples:
-                kl[row, :kl_samples] = self.divergence(prompt, kl_samples, seed, before_step).cpu()
-        return Pictures(media, rows, self._rewards.score(media, rows, heldout=True), kl.flatten())
-
-    def divergence(
-        self,
-        prompt: Prompt,
-        samples: int,
-        seed: int,
-        before_step: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """KL(policy || base model) [samples] in nats per sample, of trajectories on the grid and
-        with the guidance of rollouts (`diffusion.divergence`); arguments as of `evaluate`."""
-        shape, device = self.policy.latent_shape, self.policy.device
-        condition, dtype = self.policy.encode([prompt]), wide(self.sampling.storage_dtype)
-        found = []
-        for rows in torch.arange(samples).split(self.sampling.eval_batch or samples):
-
-            def draw(step: int, rows: Tensor = rows) -> Tensor:
-                return keys.noise(seed, 0, prompt.uid, rows.tolist(), step, shape, DIVERGENCE).to(
-                    device, dtype
-                )
-
-            found.append(
-                trajectories(self.policy, condition, self._grid, draw, before_forward=before_step)[
-                    1
-                ]
+        if kl_samples:
+            divergence = extension(
+                "digenrl.extensions.divergence.trajectories.divergence",
+                f"callbacks.evaluation.kl_samples = {kl_samples}",
+                "use 0",
             )
-        return torch.cat(found)
+            for row, prompt in enumerate(prompts):
+                kl[row, :kl_samples] = divergence(self, prompt, kl_samples, seed, before_step).cpu()
+        return Pictures(media, rows, self._rewards.score(media, rows, heldout=True), kl.flatten())
 
     def _plan(self, task: Task, prompt: Prompt) -> StepPlan:
         return self._selection.plan(self.seed, task.step, self.sampling.steps, prompt.uid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +11,13 @@ from digenrl.diffusion import keys
 from digenrl.diffusion.denoise import expand_condition
 from digenrl.diffusion.sde import FlowSDE, Kernel, Transition
 from digenrl.diffusion.sigmas import step_sigmas
+from digenrl.models.policy import Policy, wide
+from digenrl.rollout.engine import RolloutEngine
+from digenrl.types import Prompt
 
-if TYPE_CHECKING:
-    from digenrl.models.policy import Policy
+STREAM = "divergence"
+"""Noise stream of the trajectories: never the noise of any rollout or evaluation."""
+
 
 KERNEL = FlowSDE()
 """Kernel with which every policy is compared, including those trained with ODE samplers, so that
@@ -71,3 +74,29 @@ def trajectories(
         total += ((own.mean - base.mean) / scale).square().flatten(1).sum(1) / 2
         latents = own.next_latents
     return latents, total
+
+
+@torch.no_grad()
+def divergence(
+    engine: RolloutEngine,
+    prompt: Prompt,
+    samples: int,
+    seed: int,
+    before_step: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Return KL(policy || base model) [samples] in nats per sample, of trajectories on the grid and
+    with the guidance of rollouts. Arguments are those of `RolloutEngine.evaluate`."""
+    shape, device = engine.policy.latent_shape, engine.policy.device
+    condition, dtype = engine.policy.encode([prompt]), wide(engine.sampling.storage_dtype)
+    found = []
+    for rows in torch.arange(samples).split(engine.sampling.eval_batch or samples):
+
+        def draw(step: int, rows: Tensor = rows) -> Tensor:
+            noise = keys.noise(seed, 0, prompt.uid, rows.tolist(), step, shape, STREAM)
+            return noise.to(device, dtype)
+
+        sampled = trajectories(
+            engine.policy, condition, engine.grid, draw, before_forward=before_step
+        )
+        found.append(sampled[1])
+    return torch.cat(found)

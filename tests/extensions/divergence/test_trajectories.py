@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from digenrl.diffusion import keys
-from digenrl.diffusion.divergence import KERNEL, trajectories
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.sigmas import step_sigmas
+from digenrl.extensions.divergence.trajectories import KERNEL, trajectories
 from digenrl.extensions.methods.sde import LinearSDE
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.types import Prompt

@@ -1,0 +1,1 @@
+"""How far a policy has moved from its base model (`callbacks.evaluation.kl_samples`)."""
