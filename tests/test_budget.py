@@ -91,7 +91,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=554),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1708),
+    "config": Room(1500, ("config",), ceiling=1712),
     "cli": Room(500, ("cli",), ceiling=501),
     "report": Room(600, ("report",), ceiling=624),
     "extensions/planner": Room(3300, ("extensions/planner",)),
@@ -126,9 +126,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13522,
+        ceiling=13283,
     ),
-    "everything": Room(26000, ("",), ceiling=27818),
+    "everything": Room(26000, ("",), ceiling=27820),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -277,8 +277,8 @@ VALUES: dict[str, Case] = {
         ["allocation.max_restarts = -1", "whole number >= 0"],
     ),
     "removed value": (
-        ["experiment=sd35_flowgrpo", "model.compile=graphs"],
-        ["model.compile = graphs: was removed", "set model.compile=true"],
+        ["data.zero_variance_groups=refill"],
+        ["data.zero_variance_groups = refill: was removed", "no experiment used it"],
     ),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
     "a line to no pool": (

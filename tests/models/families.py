@@ -1,4 +1,4 @@
-"""What tests know of each model family beside its facts: one row a family."""
+"""What tests know of each model family of digenrl.extensions.zoo beside its facts: one row a family."""
 
 from __future__ import annotations
 

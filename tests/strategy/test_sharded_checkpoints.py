@@ -306,6 +306,7 @@ def test_a_network_that_is_built_without_values_resumes_with_those_of_the_checkp
     tmp_path: Path,
 ) -> None:
     """What a resumed run publishes first is what the run before published last, bit by bit."""
+    # of digenrl.extensions.zoo
     words = ("experiment=wan21_flowgrpo", *SMALL, *FEW, "parallel.sharding=fsdp")
     for resume, steps in ((False, 1), (True, 2)):
         config = configuration.load([*words, f"max_rl_steps={steps}"]).config

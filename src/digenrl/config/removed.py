@@ -43,6 +43,7 @@ on."""
 
 
 _METHODS, _FORWARD = "digenrl.extensions.methods", "digenrl.extensions.forward"
+_ZOO = "digenrl.extensions.zoo"
 MOVED = {
     "digenrl.algorithms.surrogates.FlowDPPO": f"{_METHODS}.surrogates.FlowDPPO",
     "digenrl.algorithms.surrogates.Guard": f"{_METHODS}.surrogates.Guard",
@@ -52,6 +53,9 @@ MOVED = {
     "digenrl.diffusion.steps.FirstFraction": f"{_METHODS}.steps.FirstFraction",
     "digenrl.diffusion.steps.NoiseLevels": f"{_FORWARD}.steps.NoiseLevels",
     "digenrl.diffusion.steps.Window": f"{_METHODS}.steps.Window",
+    "digenrl.models.flux.FluxPolicy": f"{_ZOO}.flux.FluxPolicy",
+    "digenrl.models.sd3.SD3Policy": f"{_ZOO}.sd3.SD3Policy",
+    "digenrl.models.wan.WanPolicy": f"{_ZOO}.wan.WanPolicy",
 }
 """`_target_` of a stored run -> where the class is now."""
 

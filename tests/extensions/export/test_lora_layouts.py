@@ -15,7 +15,7 @@ from torch import Tensor
 
 from digenrl.extensions.export.diffusers_export import lora_pipeline
 from digenrl.extensions.export.lora_layouts import in_layout
-from digenrl.models import flux, sd3, wan
+from digenrl.extensions.zoo import flux, sd3, wan
 from tests.models.tiny_policies import FAMILIES
 
 RANK, ALPHA, WIDTH = 2, 6.0, 3072

@@ -33,7 +33,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from digenrl.diffusion.sigmas import static_grid
-from digenrl.models.flux import CHECKPOINT_NAMES
 from digenrl.models.latents import pack as pack
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.policy import Policy, RecomputeConfig
@@ -153,7 +152,6 @@ class EmbeddedPolicy(Policy):
     """
 
     lora_pipeline = "FluxPipeline"
-    checkpoint_names = CHECKPOINT_NAMES
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     side: ClassVar[int]
     """Pixels of height and width."""

@@ -10,7 +10,7 @@ from typing import Any
 from diffusers import AuraFlowTransformer2DModel, AutoencoderKL
 from torch import Tensor
 
-from digenrl.models.flux import ATTENTION
+from digenrl.extensions.zoo.flux import ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
 
 FEED_FORWARD = ("linear_1", "linear_2", "out_projection")

@@ -12,7 +12,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.models.flux import ATTENTION
+from digenrl.extensions.zoo.flux import ATTENTION
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.pipeline import DiffusersPolicy
 

@@ -12,9 +12,9 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor
 
+from digenrl.extensions.zoo.exchange import attend_together
+from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models import pretrained
-from digenrl.models.exchange import attend_together
-from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
 
 TEMPLATE_TOKENS = 95

@@ -14,9 +14,9 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 from torch import Tensor
 
+from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD
 from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
 from digenrl.models import deferred
-from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.wording import Condition
 

@@ -19,7 +19,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.models.flux import ATTENTION
+from digenrl.extensions.zoo.flux import ATTENTION
 from digenrl.models.latents import denormalise, normalise, pack, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy

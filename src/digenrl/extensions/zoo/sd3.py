@@ -8,7 +8,7 @@ from typing import Any
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor
 
-from digenrl.models.flux import ATTENTION, FEED_FORWARD
+from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.latents import unscale
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
