@@ -109,7 +109,9 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
-    "extensions/divergence, help": Room(125, ("extensions/divergence", "extensions/help")),
+    "extensions/divergence, hangs, help": Room(
+        200, ("extensions/divergence", "extensions/hangs", "extensions/help")
+    ),
     "extensions/methods": Room(150, ("extensions/methods",)),
     "extensions/loggers": Room(75, ("extensions/loggers",)),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
@@ -126,9 +128,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13283,
+        ceiling=13242,
     ),
-    "everything": Room(26000, ("",), ceiling=27820),
+    "everything": Room(26000, ("",), ceiling=27830),
 }
 """Room -> its budget. The last three rows are sums."""
 

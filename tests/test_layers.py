@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"types", "prompts", "schedule"},
     "report": {"record", "images", "schedule", "extension"},
     "devices": {"accelerator", "extension", "cluster", "hardware", "config.relations"},
-    "cluster": {"record", "schedule"},
+    "cluster": {"record", "schedule", "extension"},
     "transport": {"accelerator", "types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {
         "accelerator",

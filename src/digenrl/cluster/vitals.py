@@ -37,7 +37,8 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_request
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session, World
-from digenrl.record.progress import OUTSIDE, Stretch
+from digenrl.extension import extension, installed
+from digenrl.record.progress import Stretch
 
 BEAT_EVERY_S = 1.0
 STACKS = signal.SIGUSR2
@@ -46,9 +47,6 @@ _ANSWER_S = 0.1
 """Seconds between two looks of a rollout for the answer to its request to leave."""
 _STACKS_S = 0.2
 """Seconds that writing the stacks takes."""
-_FIRST = 2.0
-"""`Limits.stage_factor` for a rank's first time in a stage, which starts processes, compiles and
-loads."""
 _CHECK_S = 0.5
 """Seconds between two checks of the launcher. No check counts for more than twice that, whatever
 the clock says."""
@@ -165,7 +163,12 @@ class HeartbeatMonitor:
             partial(ConditionTimer, 2.0 * BEAT_EVERY_S)
         )
         self._seen: dict[int, tuple[str | None, float]] = {}
-        self._progress = HangDetector(limits)
+        self._hangs: Callable[[Mapping[int, Sequence[Stretch]]], dict[int, str]] = lambda doing: {}
+        """Finds the ranks that hang, from what their threads say that they do."""
+        if limits.stage_factor is not None and installed("hangs"):
+            detector = "digenrl.extensions.hangs.detector.HangDetector"
+            wanted = f"limits.stage_factor = {limits.stage_factor}"
+            self._hangs = extension(detector, wanted, "use null")(limits).hanging
         self._next = 0.0
 
     def unresponsive(self, ranks: list[int]) -> dict[int, str]:
@@ -193,12 +196,12 @@ class HeartbeatMonitor:
             said = f"stopped responding (it gave no sign of life for {limit:g} s)"
             if pid is None and beat == "0":
                 limit, key = self._limits.join_s, "limits.join_s"
-                said = f"has not joined (no sign of life for {limit:g} s; {_remedy(key)})"
+                said = f"has not joined (no sign of life for {limit:g} s; {remedy(key)})"
             if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:
                 found.setdefault(rank, said)
             self._seen[rank] = sign
             doing[rank] = _stretches(beat)
-        hanging = self._progress.hanging(doing)
+        hanging = self._hangs(doing)
         self._ask_for_stacks([rank for rank in hanging if rank not in found])
         told = {
             rank: "; its log has the stacks of its threads"
@@ -222,87 +225,8 @@ def _stretches(beat: str | None) -> list[Stretch]:
     return [Stretch(*fields) for fields in said[1]] if isinstance(said, list) else []
 
 
-class HangDetector:
-    """Finds the ranks that hang, from what their threads say that they do."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._last: dict[tuple[int, str], Stretch] = {}
-        """(rank, thread) -> its present stretch."""
-        self._lasted: dict[tuple[int, str], ConditionTimer] = {}
-        self._grown: dict[str, float] = {}
-        """Stage -> seconds that the longest stretch so far, on any rank, allows all ranks."""
-        self._all_wait = ConditionTimer(2.0 * BEAT_EVERY_S)
-
-    def hanging(self, doing: Mapping[int, Sequence[Stretch]]) -> dict[int, str]:
-        """Return the ranks that hang, each with the cause. Call this every second with what the
-        threads of every rank do."""
-        if self._limits.stage_factor is None:
-            return {}
-        last, self._last = (
-            self._last,
-            {(r, stretch.thread): stretch for r, all_ in doing.items() for stretch in all_},
-        )
-        for place, stretch in last.items():
-            if self._last.get(place) != stretch:
-                factor = (
-                    self._limits.stage_factor
-                    if stretch.known
-                    else min(_FIRST, self._limits.stage_factor)
-                )
-                lasted = self._lasted.pop(place).seconds
-                self._grown[stretch.stage] = max(
-                    self._grown.get(stretch.stage, 0.0), factor * lasted
-                )
-        found: dict[int, str] = {}
-        for (rank, thread), stretch in self._last.items():
-            timer = self._lasted.setdefault((rank, thread), ConditionTimer(2.0 * BEAT_EVERY_S))
-            seconds = timer.observe(last.get((rank, thread)) == stretch)
-            limit, key = self._limit(stretch)
-            if seconds > limit and not stretch.waits:
-                found.setdefault(
-                    rank,
-                    f"hangs in {_named(stretch)}: no progress for {seconds:.0f} s; {_remedy(key)}",
-                )
-        # In a collective, who is late cannot be told from those that wait for it.
-        also = {rank: [f"rank {other}" for other in found if other != rank] for rank in found}
-        found = {rank: f"{cause}{_also(also[rank])}" for rank, cause in found.items()}
-        waiting = all(doing.values()) and all(stretch.waits for stretch in self._last.values())
-        if self._all_wait.observe(waiting and self._last == last) > self._limits.stage_floor_s:
-            waits = ", ".join(
-                f"rank {rank}: {stretch.stage}" for (rank, _), stretch in self._last.items()
-            )
-            found.setdefault(
-                min(doing),
-                f"hangs, as all ranks wait for each other ({waits}): nobody has been at work "
-                f"for {self._all_wait.seconds:.0f} s; {_remedy('limits.stage_floor_s')}",
-            )
-        return found
-
-    def _limit(self, stretch: Stretch) -> tuple[float, str]:
-        """Return the seconds that a stretch may take, and the key that sets them."""
-        limits = self._limits
-        if not stretch.known or stretch.stage == OUTSIDE:
-            return limits.start_s, "limits.start_s"
-        grown = self._grown.get(stretch.stage, 0.0)
-        return max((limits.stage_floor_s, "limits.stage_floor_s"), (grown, "limits.stage_factor"))
-
-
-def _named(stretch: Stretch) -> str:
-    """Return a stretch in words: its stage, and its thread if that is not the main one."""
-    stage = (
-        f"stage {stretch.stage}"
-        if stretch.stage != OUTSIDE
-        else "no stage (its start, a callback, a logger)"
-    )
-    return stage if stretch.thread == "main" else f"{stage} (thread {stretch.thread})"
-
-
-def _also(others: Sequence[str]) -> str:
-    return f"; {', '.join(others)} too" if others else ""
-
-
-def _remedy(key: str) -> str:
+def remedy(key: str) -> str:
+    """Return what helps a rank that only needs longer than `key` allows."""
     return f"raise {key} if it only needs longer"
 
 
