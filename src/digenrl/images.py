@@ -15,19 +15,15 @@ import stat
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from PIL.Image import Image
 
 ROLES = ("image", "last_image", "target_image")
 """Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers
 read `target_image`."""
 FORMATS = ("PNG", "JPEG", "WEBP")
-FRAMES_PER_SECOND = 16
-"""What Wan2.1 is trained at; HunyuanVideo plays at 24."""
 
 
 class ImageError(ValueError):
@@ -165,26 +161,6 @@ def examine(content: bytes, limits: ImageLimits) -> None:
         raise ImageError(f"has far too many pixels ({error}).") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
         raise ImageError(f"is broken ({' '.join(str(error).split())[:120]}).") from error
-
-
-def mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
-    """Return frames [F, H, W, 3] as H.264 MP4, made with the ffmpeg that imageio brings along.
-
-    Raises:
-        ImportError: imageio is not installed.
-    """
-    import numpy as np
-
-    try:
-        import imageio.v3 as imageio
-    except ImportError as error:
-        raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
-    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where
-    # one is odd.
-    odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
-    options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
-    even = np.pad(frames, odd, mode="edge")
-    return imageio.imwrite("<bytes>", even, plugin="FFMPEG", extension=".mp4", **options)
 
 
 def open_regular(path: str | Path) -> BinaryIO:

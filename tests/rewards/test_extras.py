@@ -16,7 +16,7 @@ WITHOUT = {
         "video",
     ),
     "imageio.v3": (
-        "from digenrl.models.sample_files import write_mp4 as f; f('a.mp4', None)",
+        "from digenrl.extensions.media.files import write_mp4 as f; f('a.mp4', None)",
         "video",
     ),
 }

@@ -255,23 +255,6 @@ def _rank_counts(get: _View) -> Iterator[str]:
             )
 
 
-def _links(get: _View) -> Iterator[str]:
-    pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
-    for name, entry in get("hardware.links").items():
-        pair = frozenset(entry["between"])
-        if len(pair) < 2 or not pair <= set(pools):
-            yield (
-                f"hardware.links.{name}.between = {list(entry['between'])}: does not name two "
-                f"pools of the hardware profile; its pools are {', '.join(pools)}."
-            )
-        elif pair in seen:
-            yield (
-                f"hardware.links.{name}: joins the pools of hardware.links.{seen[pair]}; leave one "
-                "of them."
-            )
-        seen[pair] = name
-
-
 _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _task_size,
     _updates_within,
@@ -286,5 +269,4 @@ _RULES: tuple[Callable[[_View], Iterator[str]], ...] = (
     _split_claims,
     _recomputation,
     _rank_counts,
-    _links,
 )

@@ -1,8 +1,6 @@
-"""Latent geometry: strides and nearest valid sizes, the 2x2 packing of FLUX, per-channel scales."""
+"""Latent geometry: strides and nearest valid sizes, the 2x2 packing of FLUX."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,35 +50,3 @@ def token_positions(rows: int, columns: int, device: torch.device | None = None)
     """
     axes = torch.arange(rows, device=device), torch.arange(columns, device=device)
     return pad(torch.cartesian_prod(*axes).view(rows * columns, 2), (1, 0))
-
-
-def rescale(latents: Tensor, config: Any) -> Tensor:
-    """Invert `unscale`."""
-    return (latents - config.shift_factor) * config.scaling_factor
-
-
-def unscale(latents: Tensor, config: Any) -> Tensor:
-    """Return latents in the autoencoder's own scale, from latents of unit scale (FLUX.1 and
-    SD3.5)."""
-    return latents / config.scaling_factor + config.shift_factor
-
-
-def normalise(latents: Tensor, config: Any) -> Tensor:
-    """Invert `denormalise`."""
-    mean, std = _channels(latents, config)
-    return (latents - mean) / std
-
-
-def denormalise(latents: Tensor, config: Any) -> Tensor:
-    """Return Wan's latents [B, C, f, h, w] in the autoencoder's own scale, z * std + mean, from
-    latents of unit scale."""
-    mean, std = _channels(latents, config)
-    return latents * std + mean
-
-
-def _channels(latents: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of each channel, in a shape that broadcasts."""
-    shape = (1, config.z_dim, 1, 1, 1)
-    mean = torch.tensor(config.latents_mean, device=latents.device, dtype=latents.dtype).view(shape)
-    std = torch.tensor(config.latents_std, device=latents.device, dtype=latents.dtype).view(shape)
-    return mean, std

@@ -13,9 +13,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from torch import Tensor
 
+from digenrl.extension import extension
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
-from digenrl.models.sample_files import image_grid, write_mp4
 
 
 def write_card(
@@ -77,6 +77,10 @@ def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> 
 
     At most `limit` samples are written. Returns the files.
     """
+    image_grid, write_mp4 = (
+        extension(f"digenrl.extensions.media.files.{name}", "samples beside the card", "install it")
+        for name in ("image_grid", "write_mp4")
+    )
     media = media[:limit]
     stills = media if media.ndim == 4 else media[:, 0]
     files = [folder / "samples.png"]

@@ -1,6 +1,6 @@
 """Other ways to send weights and trajectories than plain sockets: deltas and packing over thin
 lines, broadcasts."""
 
-from digenrl.extensions.links.settings import publication_problems
+from digenrl.extensions.links.settings import line_problems, publication_problems
 
-RULES = (publication_problems,)
+RULES = (publication_problems, line_problems)

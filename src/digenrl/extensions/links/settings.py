@@ -25,6 +25,24 @@ def publication_problems(get: Callable[[str], Any]) -> Iterator[str]:
         yield wrong("launch = ray", why, "launch=local")
 
 
+def line_problems(get: Callable[[str], Any]) -> Iterator[str]:
+    """Yield what is wrong with the lines between the pools of a hardware profile."""
+    pools, seen = sorted(get("hardware.pools")), dict[frozenset[str], str]()
+    for name, entry in get("hardware.links").items():
+        pair = frozenset(entry["between"])
+        if len(pair) < 2 or not pair <= set(pools):
+            yield (
+                f"hardware.links.{name}.between = {list(entry['between'])}: does not name two "
+                f"pools of the hardware profile; its pools are {', '.join(pools)}."
+            )
+        elif pair in seen:
+            yield (
+                f"hardware.links.{name}: joins the pools of hardware.links.{seen[pair]}; leave one "
+                "of them."
+            )
+        seen[pair] = name
+
+
 def broadcasts(config: Any, rollouts: int) -> bool:
     """Return whether a settled run with `rollouts` rollouts publishes by broadcast.
 

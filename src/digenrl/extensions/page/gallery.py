@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from digenrl import images
+from digenrl.extension import extension
 
 STRIP_FRAMES = 5
 """Frames of a video where only a picture can be shown."""
@@ -137,8 +137,10 @@ def encoded(image: Image.Image) -> tuple[str, bytes]:
 
 
 def mp4(tile: Tile) -> bytes:
-    """A video as H.264 MP4; its source at the left. Raises ImportError as `images.mp4`."""
-    return images.mp4(_beside(tile.source, pixels(tile.media)))
+    """A video as H.264 MP4; its source at the left. Raises ImportError without imageio."""
+    encode = extension("digenrl.extensions.media.files.mp4", "a video on a page", "install it")
+    encoded: bytes = encode(_beside(tile.source, pixels(tile.media)))
+    return encoded
 
 
 def caption(tile: Tile) -> str:

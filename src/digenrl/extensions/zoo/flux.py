@@ -9,7 +9,8 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
 
-from digenrl.models.latents import token_positions, unpack, unscale
+from digenrl.extensions.zoo.scales import unscale
+from digenrl.models.latents import token_positions, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.extensions.zoo.flux import FluxPolicy
-from digenrl.models.latents import pack, rescale
+from digenrl.extensions.zoo.scales import rescale
+from digenrl.models.latents import pack
 from digenrl.models.wording import Wording
 
 

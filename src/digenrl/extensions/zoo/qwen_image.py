@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.extensions.zoo.flux import ATTENTION
-from digenrl.models.latents import denormalise, normalise, pack, unpack
+from digenrl.extensions.zoo.scales import denormalise, normalise
+from digenrl.models.latents import pack, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.wording import Wording

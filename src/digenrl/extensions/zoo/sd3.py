@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor
 
 from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD
-from digenrl.models.latents import unscale
+from digenrl.extensions.zoo.scales import unscale
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 

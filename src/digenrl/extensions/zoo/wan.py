@@ -11,8 +11,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from digenrl.extensions.zoo.exchange import attend_together
+from digenrl.extensions.zoo.scales import denormalise
 from digenrl.models import pretrained
-from digenrl.models.latents import denormalise
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.models.latents import unscale
+from digenrl.extensions.zoo.scales import unscale
 from digenrl.models.pipeline import DiffusersPolicy
 
 

@@ -507,8 +507,10 @@ def _make(
 
 def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
     """Write the missing files of a prompt's media [n, C, H, W] or [n, F, C, H, W]."""
-    from digenrl.models.sample_files import image_grid, write_mp4
-
+    image_grid, write_mp4 = (
+        extension(f"digenrl.extensions.media.files.{name}", "a benchmark's images", "install it")
+        for name in ("image_grid", "write_mp4")
+    )
     if suite.kind.video != (media.ndim == 5):
         remedy = (
             "take a video model"

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from digenrl import images as encoding
+FRAMES_PER_SECOND = 16
+"""What Wan2.1 is trained at; HunyuanVideo plays at 24."""
+
+
+def mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
+    """Return frames [F, H, W, 3] as H.264 MP4, made with the ffmpeg that imageio brings along.
+
+    Raises:
+        ImportError: imageio is not installed.
+    """
+    try:
+        import imageio.v3 as imageio
+    except ImportError as error:
+        raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
+    # yuv420p, which every player shows, needs even sides: the last row or column is repeated where
+    # one is odd.
+    odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))
+    options: dict[str, Any] = {"fps": fps, "codec": "libx264", "macro_block_size": 1}
+    even = np.pad(frames, odd, mode="edge")
+    return imageio.imwrite("<bytes>", even, plugin="FFMPEG", extension=".mp4", **options)
 
 
 def to_uint8(media: Tensor | np.ndarray) -> np.ndarray:
@@ -50,8 +71,6 @@ def image_grid(
     return Image.fromarray(canvas)
 
 
-def write_mp4(
-    path: Path | str, video: Tensor | np.ndarray, fps: int = encoding.FRAMES_PER_SECOND
-) -> None:
+def write_mp4(path: Path | str, video: Tensor | np.ndarray, fps: int = FRAMES_PER_SECOND) -> None:
     """Write one video [F, C, H, W] as H.264 MP4, with the ffmpeg that imageio brings along."""
-    Path(path).write_bytes(encoding.mp4(to_uint8(video), fps))
+    Path(path).write_bytes(mp4(to_uint8(video), fps))

@@ -1,0 +1,1 @@
+"""Samples as files that people open: pictures and videos."""
