@@ -93,13 +93,13 @@ ROOMS = {
     "callbacks": Room(500, ("callbacks",)),
     "config": Room(1500, ("config",), ceiling=1699),
     "cli": Room(500, ("cli",), ceiling=501),
-    "report": Room(600, ("report",), ceiling=624),
+    "report": Room(600, ("report",)),
     "extensions/planner": Room(3300, ("extensions/planner",)),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1185),
+    "extensions/page": Room(1000, ("extensions/page",), ceiling=1184),
     "extensions/rewards": Room(1200, ("extensions/rewards",)),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1831
@@ -109,9 +109,9 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
-    "extensions/divergence, hangs, help, media": Room(
-        220,
-        ("extensions/divergence", "extensions/hangs", "extensions/help", "extensions/media"),
+    "extensions/alarms, divergence, hangs, help, media": Room(
+        260,
+        tuple(f"extensions/{name}" for name in ["alarms", "divergence", "hangs", "help", "media"]),
     ),
     "extensions/methods": Room(150, ("extensions/methods",)),
     "extensions/loggers": Room(75, ("extensions/loggers",)),
@@ -129,9 +129,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13169,
+        ceiling=13126,
     ),
-    "everything": Room(26000, ("",), ceiling=27842),
+    "everything": Room(26000, ("",), ceiling=27847),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.report.learning_alarms import alarms
+from digenrl.extension import extension, installed
 from digenrl.report.read_run import is_number
 
 DASH = "-"
@@ -74,6 +74,15 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness, at most", number(summary["staleness_max"])),
     ]
     return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]
+
+
+def alarms(summary: Mapping[str, Any]) -> list[str]:
+    """Return what the extension `alarms` warns of, the most serious first; [] without it."""
+    if not installed("alarms"):
+        return []
+    judge = extension("digenrl.extensions.alarms.summary.alarms", "alarms", "read summary.json")
+    found: list[str] = judge(summary)
+    return found
 
 
 def final_table(summary: Mapping[str, Any]) -> RenderableType:

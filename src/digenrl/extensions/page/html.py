@@ -17,9 +17,8 @@ from digenrl.extensions.page.showing import Showing, showing
 from digenrl.record.run_dir import CONFIG
 from digenrl.report.build import attempt
 from digenrl.report.find import open_own
-from digenrl.report.learning_alarms import alarms
 from digenrl.report.read_run import Run, is_number
-from digenrl.report.tables import DASH, duration, facts, number
+from digenrl.report.tables import DASH, alarms, duration, facts, number
 
 _MAX_EVENTS = 60
 

@@ -1,0 +1,1 @@
+"""Warnings about a run that its reader must not overlook."""
