@@ -79,7 +79,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1394
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1395
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1953),
@@ -109,9 +109,11 @@ ROOMS = {
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
-    "extensions/alarms, divergence, hangs, help, media": Room(
-        260,
-        tuple(f"extensions/{name}" for name in ["alarms", "divergence", "hangs", "help", "media"]),
+    "extensions/alarms, deferred, divergence, hangs, help, media": Room(
+        340,
+        tuple(
+            f"extensions/{name}" for name in "alarms deferred divergence hangs help media".split()
+        ),
     ),
     "extensions/methods": Room(150, ("extensions/methods",)),
     "extensions/loggers": Room(75, ("extensions/loggers",)),
@@ -129,9 +131,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13126,
+        ceiling=13051,
     ),
-    "everything": Room(26000, ("",), ceiling=27847),
+    "everything": Room(26000, ("",), ceiling=27850),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -137,7 +137,8 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
     model = _target(config, "model")
     shards = world.is_trainer and sharding(config) != "ddp"
     casts = not world.is_trainer and config.model.get("lora") is None  # half of what is stored
-    if (shards or casts) and isinstance(model, type) and issubclass(model, DiffusersPolicy):
+    diffusers = isinstance(model, type) and issubclass(model, DiffusersPolicy)
+    if (shards or casts) and diffusers and installed("deferred"):
         own["empty"] = True
     kept = config.model.get("gradient_checkpointing")
     if world.is_trainer and isinstance(kept, ListConfig):

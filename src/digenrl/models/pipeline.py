@@ -27,7 +27,7 @@ from digenrl import accelerator
 from digenrl.extension import extension
 from digenrl.facts import Facts, of_module
 from digenrl.images import PromptImage
-from digenrl.models import deferred, latents, pretrained
+from digenrl.models import latents, pretrained
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.wording import Condition, Wording
@@ -51,6 +51,12 @@ def _tiny(name: str) -> Any:
         "hardware.build = tiny",
         "set hardware.build=real and model.path",
     )
+
+
+def _deferred(name: str) -> Any:
+    """Return `name` of the extension that builds networks without memory, to be filled later."""
+    target = f"digenrl.extensions.deferred.networks.{name}"
+    return extension(target, "model.empty = true", "leave it out")
 
 
 class DiffusersPolicy(Policy):
@@ -173,7 +179,7 @@ class DiffusersPolicy(Policy):
         self.path = str(_tiny("ensure")(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
-        load = deferred.empty if empty else pretrained.load_component
+        load = _deferred("empty") if empty else pretrained.load_component
         stored = torch.float32 if lora is None else compute
         transformer = self.joined(
             [load(self.transformer_class, self.path, part, stored) for part in self.components],
@@ -386,9 +392,9 @@ class DiffusersPolicy(Policy):
 
     def fill(self, device: torch.device) -> None:
         """Read the values from the checkpoint, and draw an adapter from its seed; see
-        `digenrl.models.deferred`."""
+        the extension `deferred`."""
         for network in self.networks() if self._empty else ():
-            deferred.fill(network, self.path, self.components, self.lora, device)
+            _deferred("fill")(network, self.path, self.components, self.lora, device)
 
     def keep_padding(self, on: bool) -> None:
         """Set whether `encode` keeps the padding of prompts, with a mask for it."""

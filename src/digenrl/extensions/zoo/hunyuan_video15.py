@@ -16,7 +16,7 @@ from torch import Tensor
 
 from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD
 from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
-from digenrl.models import deferred
+from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.wording import Condition
 
@@ -133,10 +133,12 @@ class HunyuanVideo15Policy(DiffusersPolicy):
     def pipeline_components(self) -> dict[str, Any]:
         """Return the components with an empty autoencoder: the pipeline asks for its strides even
         to encode text only."""
-        return super().pipeline_components() | {
-            "vae": deferred.empty(self.vae_class, self.path, "vae", self.vae_dtype),
-            "guider": None,
-        }
+        config = pretrained.component_config(self.vae_class, self.path, "vae")
+        with torch.device("meta"):
+            return super().pipeline_components() | {
+                "vae": self.vae_class.from_config(config),
+                "guider": None,
+            }
 
     def check_encoders(self, pipeline: Any) -> None:
         """Check that the template before the prompt is exactly the 108 tokens that the pipeline

@@ -1,0 +1,1 @@
+"""Networks that are sharded first and read afterwards: no rank ever holds all weights."""
