@@ -79,7 +79,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1395
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1396
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1953),
@@ -100,19 +100,20 @@ ROOMS = {
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1184),
-    "extensions/rewards": Room(1200, ("extensions/rewards",)),
+    "extensions/rewards": Room(1220, ("extensions/rewards",)),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1831
     ),
-    "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=758),
+    "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(515, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
-    "extensions/alarms, deferred, divergence, hangs, help, media": Room(
-        340,
+    "extensions/alarms, deferred, divergence, dump, hangs, help, media": Room(
+        370,
         tuple(
-            f"extensions/{name}" for name in "alarms deferred divergence hangs help media".split()
+            f"extensions/{name}"
+            for name in ["alarms", "deferred", "divergence", "dump", "hangs", "help", "media"]
         ),
     ),
     "extensions/methods": Room(150, ("extensions/methods",)),
@@ -131,9 +132,8 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13051,
     ),
-    "everything": Room(26000, ("",), ceiling=27850),
+    "everything": Room(26000, ("",), ceiling=27867),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -24,11 +24,10 @@ from omegaconf import DictConfig
 from digenrl import config as configuration
 from digenrl import devices, parts
 from digenrl.advisor import Advice
-from digenrl.algorithms.dump import dump_to
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
-from digenrl.extension import extension
+from digenrl.extension import extension, installed
 from digenrl.models.policy import Policy
 from digenrl.parts import Given
 from digenrl.record.run_dir import append_event, limit_events
@@ -95,7 +94,9 @@ def build(
     device = _prepare_process(given)
     policy, rewards = _policy(given), _rewards(given)
     module = configuration.instantiate(config.algorithm, policy=policy)
-    module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
+    if installed("dump"):
+        dump_to = extension("digenrl.extensions.dump.batches.dump_to", "skipped/", "read the log")
+        module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine, data = engine_of(config, module, rewards), PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     setup = _setup(given, module, engine, data, named)

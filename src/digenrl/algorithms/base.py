@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage, reward_statistics
 from digenrl.algorithms.copies import Ema, ParameterCopy
-from digenrl.algorithms.dump import not_finite
+from digenrl.algorithms.finite import not_finite
 from digenrl.algorithms.meters import Meters
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepSelection
@@ -245,6 +245,7 @@ class PolicyModule(pl.LightningModule):
         assert self._suspect is not None, "an optimizer step follows a training_step"
         batch, loss = self._suspect
         here = ", ".join(not_finite(batch)) or "nothing"
+        kept = "; every rank has written its batch to skipped/" if self.dump_batch else ""
         reason = (
             f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed "
             f"(version {batch.version}, "
@@ -252,8 +253,7 @@ class PolicyModule(pl.LightningModule):
             "rank's loss is "
             f"{float(loss):.4g}; not finite in its micro-batch: {here}). Usual causes: an infinite "
             "reward, a "
-            "latent outside the storage dtype, a ratio that overflowed; every rank has written its "
-            "batch to skipped/"
+            f"latent outside the storage dtype, a ratio that overflowed{kept}"
         )
         logger.warning(reason)
         if self.dump_batch is not None:

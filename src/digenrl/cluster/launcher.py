@@ -31,7 +31,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from digenrl.cluster.access import ACCESS, Access, write_access
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
@@ -47,6 +46,7 @@ from digenrl.cluster.vitals import (
     start_heartbeat,
 )
 from digenrl.cluster.world import Session, World
+from digenrl.extension import extension, installed
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import unix_time
 
@@ -231,8 +231,12 @@ def launch(spec: Launch) -> RunOutcome:
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
             control.set(CREDENTIALS, json.dumps(spec.credentials))
-            write_access(spec.run_dir, Access(host, port, spec.handshake.token, epoch))
-            ended.callback((spec.run_dir / ACCESS).unlink, missing_ok=True)
+            if installed("launchers"):  # others may join
+                open_door = extension(
+                    "digenrl.extensions.launchers.access.open_door", "joining", "join nobody"
+                )
+                door = open_door(spec.run_dir, host, port, spec.handshake.token, epoch)
+                ended.callback(door.unlink, missing_ok=True)
             for rank in ranks:
                 control.set(heartbeat_key(rank), "0")
             members = Members(control, server, spec, spec.run_dir, spec.limits, ranks)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from digenrl.extension import extension
-from digenrl.rewards.protocol import Scorer, build_scorer, plain
+from digenrl.rewards.protocol import Scorer, build_scorer
 
 PLACEMENTS = ("inline", "thread", "process", "http")
 
@@ -47,27 +47,12 @@ def place_scorer(
             f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with "
             "`_target_`."
         )
-    if placement == "http":
-        if not urls:
-            raise ValueError(
-                f"Reward `{name}` is placed http: list its services under reward.urls.{name}."
-            )
-        remote = extension(
-            "digenrl.extensions.rewards.remote.RemoteScorer",
-            f"placement = http of reward `{name}`",
+    if placement in ("process", "http"):
+        elsewhere = extension(
+            "digenrl.extensions.rewards.elsewhere.place",
+            f"placement = {placement} of reward `{name}`",
             "place the reward inline or thread",
         )
-        return partial(remote, urls=list(urls), deadline_s=call_s)
-    if placement == "process":
-        if not described:
-            raise ValueError(
-                f"Reward `{name}` is placed in a process but its scorer is an object: "
-                "pass its YAML node (`_recursive_: false`)."
-            )
-        process = extension(
-            "digenrl.extensions.rewards.process.ProcessScorer",
-            f"placement = process of reward `{name}`",
-            "place the reward inline or thread",
-        )
-        return partial(process, plain(scorer), start_s, call_s)
+        placed: Callable[[], Scorer] = elsewhere(name, scorer, placement, urls, start_s, call_s)
+        return placed
     return partial(build_scorer, scorer) if described else lambda: scorer

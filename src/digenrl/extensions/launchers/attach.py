@@ -37,7 +37,6 @@ from digenrl import devices, run
 from digenrl.cli.announce import announce
 from digenrl.cli.ending import end_alone, stop_grace
 from digenrl.cli.job import Job
-from digenrl.cluster.access import ACCESS, Access, write_access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, RunOutcome
@@ -48,6 +47,7 @@ from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.config import prepare_run_dir_or_exit
+from digenrl.extensions.launchers.access import ACCESS, Access, write_access
 from digenrl.extensions.launchers.reaching import read_access, source_address
 from digenrl.hardware import Hardware, assign, parse_hardware
 from digenrl.record.run_dir import unix_time

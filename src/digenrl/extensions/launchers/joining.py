@@ -21,7 +21,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from digenrl.cluster.access import Access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
 from digenrl.cluster.launcher import RunOutcome, fork_rank
@@ -32,6 +31,7 @@ from digenrl.cluster.signals import StopSignals
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.vitals import BEAT_EVERY_S, HeartbeatMonitor, watch_key
 from digenrl.cluster.world import Session, World
+from digenrl.extensions.launchers.access import Access
 from digenrl.extensions.launchers.reaching import source_address
 from digenrl.settle import begins_with
 

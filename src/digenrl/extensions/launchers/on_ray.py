@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from digenrl import devices
-from digenrl.cluster.access import ACCESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import PR_SET_PDEATHSIG, PlacementError, RankMain, run_rank
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.relations import most_rollouts
+from digenrl.extensions.launchers.access import ACCESS
 from digenrl.extensions.launchers.attach import UNUSED_ADDRESS
 from digenrl.extensions.launchers.reaching import source_address
 from digenrl.hardware import assign, parse_hardware

@@ -8,7 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from digenrl.cluster.access import ACCESS, Access
+from digenrl.extensions.launchers.access import ACCESS, Access
 
 
 def read_access(run_dir: Path) -> Access:

@@ -22,10 +22,10 @@ from pydantic import Field
 
 from digenrl import config as configuration
 from digenrl.cli.commands import to_continue
-from digenrl.cluster.access import ACCESS, Access
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.config.stored import disagreements, identity
+from digenrl.extensions.launchers.access import ACCESS, Access
 from digenrl.extensions.launchers.reaching import read_access
 from digenrl.record.run_dir import SUMMARY
 

@@ -1,5 +1,4 @@
-"""Write the micro-batch behind a skipped update to disk, and name the tensors in it that are not
-finite."""
+"""Write the micro-batch behind a skipped update to disk."""
 
 from __future__ import annotations
 
@@ -10,24 +9,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from digenrl.types import CellBlock, TrainBatch
-
-
-def not_finite(batch: TrainBatch) -> list[str]:
-    """Return names of the batch's tensors that hold an infinity or NaN; a NaN reward is a missing
-    one and does not count."""
-    names = [f"reward/{name}" for name, table in batch.rewards.items() if bool(table.isinf().any())]
-    for index, block in enumerate(batch.blocks):
-        names += [
-            f"{index}/{name}"
-            for name, value in _tensors(block).items()
-            if not bool(value.isfinite().all())
-        ]
-    return names
-
-
-def _tensors(block: CellBlock) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(block).items() if isinstance(value, Tensor)}
+from digenrl.algorithms.finite import tensors_of
+from digenrl.types import TrainBatch
 
 
 def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBatch, str], None]:
@@ -48,7 +31,7 @@ def dump_to(directory: Path, rank: int = 0, keep: int = 3) -> Callable[[TrainBat
         }
         blocks = []
         for index, block in enumerate(batch.blocks):
-            fields = _tensors(block) | {
+            fields = tensors_of(block) | {
                 f"condition/{name}": value for name, value in block.condition.items()
             }
             tensors |= {f"{index}/{name}": value for name, value in fields.items()}

@@ -27,6 +27,12 @@ class Access:
     """Identifier of the scheduler's job; empty unless torchrun or SLURM started the ranks."""
 
 
+def open_door(run_dir: Path, host: str, port: int, token: str, epoch: float) -> Path:
+    """Write the access file of a run whose ranks were forked; return its path."""
+    write_access(run_dir, Access(host, port, token, epoch))
+    return run_dir / ACCESS
+
+
 def write_access(run_dir: Path, access: Access) -> None:
     """Write the access file, readable by this user alone."""
     (run_dir / ACCESS).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from digenrl.algorithms.dump import dump_to, not_finite
+from digenrl.extensions.dump.batches import dump_to
 from tests.algorithms.toy_policy import ToyPolicy, batch, roll
 
 
@@ -30,13 +30,3 @@ def test_a_dump_holds_the_whole_micro_batch_and_is_bounded(tmp_path: Path) -> No
     facts = json.loads((folders[0] / "batch.json").read_text())
     assert facts["reason"] == "gradient norm is nan"
     assert [block["uid"] for block in facts["blocks"]] == [100, 101]
-
-
-def test_what_is_not_finite_is_named() -> None:
-    item = batch(roll(ToyPolicy()))
-    assert not_finite(item) == []
-    item.rewards["r"][0, 1] = float("nan")  # missing, no fault
-    assert not_finite(item) == []
-    item.rewards["r"][1, 0] = float("inf")
-    item.blocks[1].log_probs[0, 0] = float("nan")
-    assert not_finite(item) == ["reward/r", "1/log_probs"]

@@ -1,0 +1,1 @@
+"""Micro-batches behind skipped updates, on disk."""
