@@ -25,8 +25,8 @@ from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
-from digenrl.diffusion.divergence import trajectories
 from digenrl.diffusion.sde import Kernel
+from digenrl.extensions.divergence.trajectories import trajectories
 from digenrl.extensions.tasks.mixture import MixtureFlow, MixturePolicy
 
 BASE_SAMPLES = 5_000
