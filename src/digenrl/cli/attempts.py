@@ -140,7 +140,7 @@ class _Shown:
         """Show what is new. The display is made with the first tick, when all ranks are forked."""
         if self._display is None and installed("terminal"):
             make = extension(
-                "digenrl.extensions.terminal.live.display", "a display", "read the files"
+                "digenrl.extensions.terminal.lines.Display", "a display", "read the files"
             )
             self._display = make(self._run_dir, self._steps, states)
         if self._display is not None:

@@ -161,7 +161,7 @@ class Launch(Terms):
     """How long ranks are waited for."""
     on_tick: Callable[[Callable[[], dict[int, str]]], None] = field(default=lambda states: None)
     """Called several times per second with a function that returns each rank's present activity
-    (the live display)."""
+    (the display)."""
     on_end: Callable[[], None] = field(default=lambda: None)
     """Called once after every rank has exited, while the store still answers."""
     on_orphaned: Callable[[str], None] = field(default=lambda cause: None)

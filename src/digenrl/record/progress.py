@@ -48,7 +48,7 @@ class Progress:
         self._finished: set[str] = set()
         self._count = 0
         self.said = ""
-        """Activity of the process in a few words, for the live display."""
+        """Activity of the process in a few words, for the display."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

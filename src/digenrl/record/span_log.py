@@ -70,7 +70,7 @@ class SpanLog:
     def span(self, stage: str, quiet: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
         """Record the body as one span. The yielded dict takes facts that are known only inside.
 
-        `quiet` spans of other threads do not change the rank's activity in the live display.
+        `quiet` spans of other threads do not change the rank's activity in the display.
         """
         start = self.now()
         name = " ".join([stage, *(args[key] for key in ("cause", "what") if key in args)])

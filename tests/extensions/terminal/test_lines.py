@@ -1,11 +1,9 @@
-"""The live display: what it reads, how often it draws, and that it needs no terminal."""
+"""The display: what it reads, how often it draws, and that it needs no terminal."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-
-from rich.console import Console
 
 from digenrl.extensions.terminal.lines import Display
 from digenrl.record.run_dir import append_jsonl
@@ -23,12 +21,6 @@ class Clock:
 def step(path: Path, rl_step: int, reward: float) -> None:
     facts = {"step_s": 2.0, "samples_per_s": 34.5, "reward": reward}
     append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": rl_step, **facts})
-
-
-def shown(renderable: object, width: int = 100) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_without_a_terminal_one_line_every_ten_seconds(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from digenrl.record.run_dir import (
 from digenrl.report.read_run import JsonlTail, append_step, is_number
 from digenrl.report.tables import duration, number
 
-_QUIET = ("publish",)
+EVERY_S = 10.0
+"""Seconds between two lines."""
 _LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER, TRAJECTORIES)
 """Kinds of events that get a line of their own: something is lost while the run goes on, or fills
 the disk."""
@@ -48,9 +49,6 @@ class Display:
         stream: where to print; None: standard error.
         clock: seconds, monotonic.
     """
-
-    every_s = 10.0
-    """Seconds between two draws."""
 
     def __init__(
         self,
@@ -71,28 +69,23 @@ class Display:
         self._events = JsonlTail(self._path / EVENTS)
         self._steps: list[Row] = []
         self._evals: list[Row] = []
-        self._last_event: Row | None = None
         self._began = self._shown = clock()
         self._console = Console(file=self._stream, soft_wrap=True)
 
     def poll(self) -> None:
-        """Read what is new, and draw if it is time to. Callers may call several times per
+        """Read what is new, and print a line if it is time to. Callers may call several times per
         second."""
         self._read()
         now = self._clock()
-        if now - self._shown >= self.every_s:
+        if now - self._shown >= EVERY_S:
             self._shown = now
-            self.draw()
-
-    def draw(self) -> None:
-        """Print the run's state in one line."""
-        print(self.line(), file=self._stream, flush=True)
+            print(self.line(), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Print the run's final state."""
         self._read()
         if self._steps:
-            self.draw()
+            print(self.line(), file=self._stream, flush=True)
 
     def line(self) -> str:
         """Return the run's state in one line, with the ranks counted by activity."""
@@ -120,8 +113,6 @@ class Display:
             if kept is not None and is_number(row.get("rl_step")):
                 append_step(kept, {key: row[key] for key in _DRAWN if key in row})
         for event in self._events.read():
-            if event.get("kind") not in _QUIET:
-                self._last_event = event
             if event.get("kind") in _LOUD and event.get("cause") is not None:
                 self._console.print(Text(told(event), style="yellow"))
 
