@@ -338,7 +338,7 @@ class DiffusersPolicy(Policy):
         return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
     def release_encoders(self) -> None:
-        """Free the memory of encoders and VAE. They are read again when they are needed."""
+        """Free the memory of encoders and VAE. The next use reads them again."""
         self.__dict__.pop("_pipeline", None)
         self.__dict__.pop("_vae", None)
         if accelerator.count():

@@ -1,4 +1,4 @@
-"""Scales of latents: one factor for all channels, or one for each."""
+"""Scales of latents: of all channels together (FLUX, SD3.5), or of each channel (Wan)."""
 
 from __future__ import annotations
 
