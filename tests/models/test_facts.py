@@ -97,7 +97,9 @@ ELSEWHERE = (
 configurations."""
 WORKLOADS = "tests/extensions/planner/"
 """Tests that compute with a model's sizes, as experiments do."""
-ZOO = [family for family, known in FACTS.items() if "zoo" in known.file.parts]
+EXAMPLES = {"flux", "sd3", "wan"}
+"""Families that documents, tests and measurements name wherever they need one."""
+ZOO = [family for family in FACTS if family not in EXAMPLES]
 
 
 @pytest.mark.parametrize("family", ZOO)
