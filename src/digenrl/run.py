@@ -117,7 +117,10 @@ def _prepare_process(given: Given) -> int | None:
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO,
     # weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    return devices.take(given.world.local_rank) if given.stand_in is None else None
+    device = devices.take(given.world.local_rank) if given.stand_in is None else None
+    if device is not None:
+        given.session.progress.gauge = partial(devices.peak_bytes, device)
+    return device
 
 
 def _policy(given: Given) -> Policy:
