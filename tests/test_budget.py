@@ -79,7 +79,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices, api ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1588
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1590
     ),
     "schedule": Room(1100, ("schedule",), ceiling=1057),
     "strategy": Room(1600, ("strategy",), ceiling=1999),
@@ -87,7 +87,7 @@ ROOMS = {
     "cluster": Room(1500, ("cluster",), ceiling=1317),
     "diffusion": Room(550, ("diffusion",)),
     "algorithms, rollout": Room(1250, ("algorithms", "rollout"), ceiling=1063),
-    "models": Room(1600, ("models",), ceiling=1592),
+    "models": Room(1600, ("models",), ceiling=1611),
     "rewards": Room(650, ("rewards",), ceiling=512),
     "record": Room(500, ("record",), ceiling=569),
     "callbacks": Room(500, ("callbacks",), ceiling=543),
@@ -122,9 +122,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=14542,
+        ceiling=14563,
     ),
-    "everything": Room(26000, ("",), ceiling=27891),
+    "everything": Room(26000, ("",), ceiling=27912),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -21,8 +21,8 @@ import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
 
+from digenrl import accelerator, devices, parts
 from digenrl import config as configuration
-from digenrl import devices, parts
 from digenrl.advisor import Advice
 from digenrl.algorithms.dump import dump_to
 from digenrl.callbacks.evaluation import Evaluation
@@ -94,6 +94,8 @@ def build(
     # First: reward models, streams and contexts are made on the current device.
     device = _prepare_process(given)
     policy, rewards = _policy(given), _rewards(given)
+    if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
+        append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine, data = engine_of(config, module, rewards), PromptData(config.data, config.seed)
