@@ -227,9 +227,10 @@ def check_weights(finished: Run) -> None:
 
 def check_versions(finished: Run) -> None:
     """The rollout adopted every version that a trainer published, with the publisher's digest."""
-    published = {
-        e["version"]: e["digest"] for e in finished.rows("events.jsonl") if e["kind"] == "publish"
-    }
+    events = finished.rows("events.jsonl")
+    published = {e["version"]: e["digest"] for e in events if e["kind"] == "publish"}
+    told = {(e["rank"], e["backend"]) for e in events if e["kind"] == "attention"}
+    assert told == {(0, "native"), (1, "native")}, "the attention that trainer and rollout use"
     adopted = {
         s["version"]: s["digest"]
         for s in finished.rows("spans/rank-001.jsonl")

@@ -59,6 +59,9 @@ class Advice:
     own."""
     stand_ins: tuple[StandIn, ...] = ()
     """One for each rank of an emulated run; () for a real run."""
+    planned: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """For the report: "gib" (role -> GiB of its fullest rank) and "seconds" (stage -> seconds per
+    unit, as in a hardware profile); {}: nobody knows."""
 
     def stand_in(self, rank: int) -> StandIn | None:
         """Return what `rank` builds when the run is emulated. A rank that joined is as the last

@@ -50,6 +50,16 @@ def take(local_rank: int) -> int | None:
     return number
 
 
+def peak_bytes(number: int) -> int:
+    """Return the most bytes that tensors held on GPU `number` since the last call.
+
+    Both calls are to the allocator's counters on the host. Nothing waits for the GPU.
+    """
+    most = torch.accelerator.max_memory_allocated(number)
+    torch.accelerator.reset_peak_memory_stats(number)
+    return most
+
+
 def lightning(asked: str = "auto") -> Any:
     """Return what Lightning's `accelerator` argument takes: for `auto` this process's kind."""
     own = accelerator.kind() if asked == "auto" else asked

@@ -21,8 +21,8 @@ import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
 
+from digenrl import accelerator, devices, parts
 from digenrl import config as configuration
-from digenrl import devices, parts
 from digenrl.advisor import Advice
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
@@ -93,6 +93,8 @@ def build(
     # First: reward models, streams and contexts are made on the current device.
     device = _prepare_process(given)
     policy, rewards = _policy(given), _rewards(given)
+    if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
+        append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     module = configuration.instantiate(config.algorithm, policy=policy)
     if installed("dump"):
         dump_to = extension("digenrl.extensions.dump.batches.dump_to", "skipped/", "read the log")
@@ -118,7 +120,10 @@ def _prepare_process(given: Given) -> int | None:
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO,
     # weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    return devices.take(given.world.local_rank) if given.stand_in is None else None
+    device = devices.take(given.world.local_rank) if given.stand_in is None else None
+    if device is not None:
+        given.session.progress.gauge = partial(devices.peak_bytes, device)
+    return device
 
 
 def _policy(given: Given) -> Policy:

@@ -12,6 +12,7 @@ PARTS = "tests/device/inside/test_parts.py"
 RUNS = "tests/device/inside/test_runs.py"
 COMMANDS = "tests/device/inside/test_commands.py"
 MEMORY = "tests/device/inside/test_memory.py"
+PEAKS = "tests/device/inside/test_peaks.py"
 
 
 @dataclass(frozen=True)
@@ -387,6 +388,15 @@ FAULTS = (
         "a finished run ends for lack of host memory",
         RUNS,
         "stays_on",
+    ),
+    Fault(
+        "memory: a peak is never forgotten",
+        DEVICES,
+        "    torch.accelerator.reset_peak_memory_stats(number)\n",
+        "",
+        "every stage after the fullest one has its peak",
+        PEAKS,
+        "most_that_each_rank",
     ),
     Fault(
         "collective: gradients are summed in a copy on the host",

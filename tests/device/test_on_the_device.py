@@ -33,7 +33,7 @@ LEFT_OUT = "not the_clock and not (test_policies and compiled)"
 def test_inside_a_process_that_has_the_device() -> None:
     """One process, because its start costs seconds. Runs come first: they fork it, which is only
     possible before it has used the device."""
-    forking = (f"{INSIDE}/test_runs.py", f"{INSIDE}/test_memory.py")
+    forking = (f"{INSIDE}/test_{name}.py" for name in ("runs", "memory", "peaks"))
     using = (f"{INSIDE}/test_{name}.py" for name in ("strict", "parts", "commands"))
     passed(*forking, *using, POLICIES, "-m", "not slow", "-k", LEFT_OUT, **SIZE)
 

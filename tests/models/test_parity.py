@@ -317,6 +317,24 @@ def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refu
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_attention_is_pytorchs_choice_and_the_record_says_which(family):
+    """With another order of its kernels the choice, and the word for it, change."""
+    policy, cpu = make(family), torch.device("cpu")
+    assert make(family, attention_backend=None).attention_used(cpu) == policy.attention_used(cpu)
+    assert policy.attention_used(cpu) == {"backend": "native", "kernel": "flash_attention"}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert policy.attention_used(cpu)["kernel"] == "math"
+    named = make(family, attention_backend="_native_math")
+    assert named.attention_used(cpu) == {"backend": "_native_math"}
+
+
+def test_a_backend_without_a_backward_pass_is_refused():
+    for name in ("sage", "_sage_qk_int8_pv_fp8_cuda", "_flash_3", "aiter_fa2_hub"):
+        with pytest.raises(ValueError, match=f"attention_backend={name}: has no backward pass"):
+            make("wan", attention_backend=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(family):
     """What travels to it is what every forward of a trainer casts to; the scale is one that 16 bits
     round."""

@@ -20,6 +20,8 @@ def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
     composed, (trainers, rollouts) = job.composed, job.ranks
     world = {"trainer": trainers, "rollout": rollouts}
     planned = {} if composed.planned is None else {"planned": dict(composed.planned)}
+    if job.advice.planned:
+        planned["expected"] = dict(job.advice.planned)
     append_event(
         run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned}
     )

@@ -124,6 +124,8 @@ def start_heartbeat(session: Session, world: World) -> None:
                 doing = [astuple(stretch) for stretch in session.progress.now()]
                 control.set(heartbeat_key(rank), json.dumps([count, doing]))
                 control.set(f"state/{rank}", session.progress.said)
+                if peaks := dict(session.progress.peaks):
+                    control.set(peaks_key(rank), json.dumps(peaks))
                 if leaves and control.get(f"leave/{rank}") is not None:
                     session.leave.set()
                 if not session.watched:  # no launcher: the process has its own handlers
@@ -141,6 +143,11 @@ def start_heartbeat(session: Session, world: World) -> None:
 def watch_key(rank: int) -> str:
     """Return the store key of the counter that the watcher of a joined rank raises every second."""
     return f"watch/{rank}"
+
+
+def peaks_key(rank: int) -> str:
+    """Return the store key of a rank's `Progress.peaks`, as JSON."""
+    return f"peaks/{rank}"
 
 
 def heartbeat_key(rank: int) -> str:

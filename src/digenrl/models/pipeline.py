@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from digenrl import accelerator
 from digenrl.extension import extension
@@ -31,9 +32,12 @@ from digenrl.models import latents, pretrained
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.wording import Condition, Wording
-from digenrl.recompute import parse_recompute
+from digenrl.recompute import AUTO, parse_recompute
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
+FORWARD_ONLY = re.compile(r"_flash_3|_flash_varlen_3|aiter.*|_?sage.*")
+"""Attention backends of diffusers that compute no gradient (`attention_dispatch.py`): its wrapper
+of an installed FlashAttention-3, AITER and SageAttention."""
 COMPILED_CASES = 16
 """Most versions that a block's code is compiled for: the first number of rows, one row, any number;
 each with gradients, without them, and without the adapter. PyTorch's own limit is 8, and it raises
@@ -85,7 +89,7 @@ class DiffusersPolicy(Policy):
         negative_prompt: the unconditional branch's text where a prompt brings none; None = there is
             no default.
         attention_backend: one name of diffusers' attention dispatcher for rollout and replay alike;
-            None = its default.
+            "auto" or None = PyTorch's choice by device, dtype and head size, see `attention_used`.
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast
             afterwards. Padding stays, so that all prompts have the same shape.
         offload_encoders: move text encoders, and a VAE of more than `STAYS` bytes, back to the CPU
@@ -151,7 +155,7 @@ class DiffusersPolicy(Policy):
         negative_prompt: str | None = "",
         gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
-        attention_backend: str | None = None,
+        attention_backend: str | None = AUTO,
         compile: bool = False,
         offload_encoders: bool = True,
         vae_dtype: str = "float32",
@@ -194,8 +198,7 @@ class DiffusersPolicy(Policy):
                 f"sampling.guidance_scale={guidance_scale} would be dropped: {path} is not "
                 "guidance-distilled; set sampling.guidance_scale=1 and use model.true_cfg_scale"
             )
-        if attention_backend is not None:
-            transformer.set_attention_backend(attention_backend)
+        self._attend_by(transformer, attention_backend or AUTO)
         super().__init__(
             transformer,
             latent_shape=self._latent_shape(height, width, frames),
@@ -395,6 +398,26 @@ class DiffusersPolicy(Policy):
         the extension `deferred`."""
         for network in self.networks() if self._empty else ():
             _deferred("fill")(network, self.path, self.components, self.lora, device)
+
+    def _attend_by(self, transformer: Any, backend: str) -> None:
+        """Give the network its attention backend; raise ValueError for one without a gradient."""
+        if FORWARD_ONLY.fullmatch(backend):
+            raise ValueError(
+                f"model.attention_backend={backend}: has no backward pass in diffusers, so that "
+                "nothing before it would be trained; set it to auto"
+            )
+        if backend != AUTO:
+            transformer.set_attention_backend(backend)
+        self.attention_backend = backend
+
+    def attention_used(self, device: torch.device) -> dict[str, str]:
+        """See `Policy.attention_used`."""
+        if self.attention_backend != AUTO:
+            return {"backend": self.attention_backend}
+        width = getattr(self.transformer.config, "attention_head_dim", 128)
+        rows = torch.empty(1, 1, 128, width, dtype=self.dtype, device=device)
+        kernel = SDPBackend(torch._fused_sdp_choice(rows, rows, rows))
+        return {"backend": "native", "kernel": kernel.name.lower()}
 
     def keep_padding(self, on: bool) -> None:
         """Set whether `encode` keeps the padding of prompts, with a mask for it."""

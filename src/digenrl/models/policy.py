@@ -195,6 +195,11 @@ class Policy(nn.Module, ABC):
             for block in getattr(network, name)
         ]
 
+    def attention_used(self, device: torch.device) -> dict[str, str]:
+        """Return the attention that the network uses on `device`, for the run's record: `backend`,
+        and the `kernel` without a mask where PyTorch chooses it. {}: the family does not say."""
+        return {}
+
     def networks(self) -> list[nn.Module]:
         """Return the trained network, and the reference copy if there is one."""
         return [

@@ -6,18 +6,22 @@ in this module waits or reads a clock.
 A *stretch* is the time between two signs of progress of a thread: a stage begins, ends, or ticks.
 Stages are those of `digenrl.record.spans`, marked by `SpanLog.span`. In a stage `wait ...` a thread
 waits for others, so it is not to blame.
+
+At the edges of stages a counter of the device's memory is read too (`Progress.gauge`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 WAIT = "wait"
 OUTSIDE = ""
 """Stage of a thread outside of any stage."""
+OTHER = "other"
+"""Name in `Progress.peaks` of the time in which no thread is at work in a stage."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,24 @@ class Progress:
         self._count = 0
         self.said = ""
         """Activity of the process in a few words, for the display."""
+        self.gauge: Callable[[], int] | None = None
+        """Returns the most bytes of the device since its last call; None on processors."""
+        self.peaks: dict[str, int] = {}
+        """Stage -> most bytes of the device during that stage, or OTHER; {} without a gauge."""
+        self._measuring = threading.Lock()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Mark this thread as being in stage `name` during the body."""
         thread = threading.get_ident()
+        self._measure()
         stages = self._stages.setdefault(thread, [])
         stages.append(name)
         self._advance(thread)
         try:
             yield
         finally:
+            self._measure()
             stages.reverse()
             stages.remove(name)  # the innermost: two stages of a thread may overlap
             stages.reverse()
@@ -72,6 +83,17 @@ class Progress:
     def now(self) -> list[Stretch]:
         """Return the present stretch of each thread."""
         return list(self._now.values())
+
+    def _measure(self) -> None:
+        """Count the memory since the last edge for every stage that is open in any thread."""
+        if self.gauge is None:
+            return
+        with self._measuring:
+            most = self.gauge()
+            threads = [tuple(stages) for stages in tuple(self._stages.values())]
+            names = {name.split(" ")[0] for stages in threads for name in stages} - {WAIT}
+            for name in names or {OTHER}:
+                self.peaks[name] = max(most, self.peaks.get(name, 0))
 
     def _advance(self, thread: int) -> None:
         before, stages = self._now.get(thread), self._stages[thread]

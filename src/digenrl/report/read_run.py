@@ -33,6 +33,7 @@ _LARGEST = 1e300
 
 _Second = Annotated[float, Field(ge=0, le=2.5e11)]  # until the year 9892, which a calendar can show
 _Count = Annotated[int, Field(ge=0, le=2**53)]
+_Digits = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 
 
 class _Row(BaseModel):
@@ -48,6 +49,7 @@ class _Metric(_Row):
     """A line of metrics.jsonl."""
 
     rl_step: _Count = 0
+    peak_gib: dict[_Digits, dict[str, _Second]] | None = None
 
 
 class _Event(_Row):
@@ -66,6 +68,7 @@ class _Event(_Row):
     reason: str = ""
     world: dict[str, _Count] = {}
     identities: dict[str, dict[str, Any] | None] = {}
+    expected: dict[str, dict[str, _Second]] = {}
 
 
 @dataclass

@@ -23,6 +23,7 @@ from digenrl.record.run_dir import (
     Row,
 )
 from digenrl.report.read_run import Run, is_number
+from digenrl.report.stages import memory, stages
 
 GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
 """Outcomes of a group: trained, or the reason why it was not trained."""
@@ -72,6 +73,8 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "bubble": bubble(run),
         "predicted_step_s": _median(run, "predicted_step_s"),
         "planned": planned(run),
+        "stages": stages(run),
+        "memory": memory(run),
         "cells": {
             name: int(sum(run.column(f"cells_{name}")[1])) for name in ("trained", "skipped")
         },

@@ -45,6 +45,16 @@ def change(summary: Mapping[str, Any], key: str) -> str:
     return f"{number(summary[f'{key}_first'])} → {number(summary[f'{key}_last'])}"
 
 
+def ratios(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[float, str, float]]:
+    """Return (distance from 1, stage, measured / planned seconds) of each stage with both."""
+    found = [
+        (stage, entry["measured_s"] / entry["planned_s"])
+        for stage, entry in stages.items()
+        if entry["measured_s"] and entry["planned_s"]
+    ]
+    return [(max(ratio, 1 / ratio), stage, ratio) for stage, ratio in found]
+
+
 def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, figure) for the first page. Figures that the run did not record are left
     out."""
@@ -57,6 +67,11 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     sync = planned.get("sync_step_s")
     gain = f"{sync / planned['step_s']:.2f} x {duration(sync)}, predicted" if sync else DASH
     world = " + ".join(f"{count} {role}" for role, count in summary["world"].items())
+    gib = [
+        (role, *(number(held[key], 1) for key in ("planned_gib", "peak_gib")))
+        for role, held in summary["memory"].items()
+    ]
+    apart = max(ratios(summary["stages"]), default=None)
     rows = [
         ("RL steps", str(summary["rl_steps"])),
         ("reward", change(summary, "reward")),
@@ -67,6 +82,8 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("RL step, median", duration(summary["step_s"])),
         ("predicted", duration(summary["predicted_step_s"])),
         ("faster than schedule=sync", gain),
+        *((f"memory, {role}", f"planned {p} GiB, peak {q}") for role, p, q in gib if q != DASH),
+        ("furthest from plan", f"{apart[1]}, {apart[2]:.2f} x" if apart else DASH),
         ("samples / s", number(summary["samples_per_s"], 1)),
         ("ranks", world or DASH),
         ("largest bubble", largest),

@@ -35,6 +35,7 @@ is a thin call into the pure `digenrl.schedule`. The parts are built in `wiring.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -50,6 +51,7 @@ from torch import Tensor
 
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.store import StoreClient
+from digenrl.cluster.vitals import peaks_key
 from digenrl.cluster.world import RoleEnvironment
 from digenrl.extension import extension
 from digenrl.record.run_dir import tell_unwritten
@@ -299,9 +301,22 @@ class DisaggregatedStrategy(DDPStrategy):
             self.parts.agreement.forget()
         return output
 
-    def step_facts(self) -> dict[str, float]:
-        """Return the numbers of the last finished RL step, for the recorder."""
-        return dict(self.parts.ledger.facts)
+    def step_facts(self) -> dict[str, Any]:
+        """Return the numbers of the last finished RL step, for the recorder.
+
+        `peak_gib` is rank -> stage -> most GiB of its GPU since the rank began, as its last
+        heartbeat said; null on processors.
+        """
+        ranks = [*range(self.world.size), *self.control.joined()]
+        said = self.control.get_all([peaks_key(rank) for rank in ranks])
+        peaks = {rank: json.loads(text) for rank, text in zip(ranks, said, strict=True) if text}
+        if own := self.session.progress.peaks:
+            peaks[self.world.rank] = dict(own)
+        gib = {
+            str(rank): {stage: round(held / 2**30, 4) for stage, held in sorted(stages.items())}
+            for rank, stages in sorted(peaks.items())
+        }
+        return self.parts.ledger.facts | {"peak_gib": gib or None}
 
     # ---- checkpoints: `steps.Checkpoints`
 

@@ -18,7 +18,8 @@ from digenrl.record.run_dir import CONFIG
 from digenrl.report.build import attempt
 from digenrl.report.find import open_own
 from digenrl.report.read_run import Run, is_number
-from digenrl.report.tables import DASH, alarms, duration, facts, number
+from digenrl.report.stages import UNITS
+from digenrl.report.tables import DASH, alarms, duration, facts, number, ratios
 
 _MAX_EVENTS = 60
 
@@ -64,6 +65,8 @@ def render(
         shown=shown[0] if shown else None,
         rewards=list(_rewards(run, summary)),
         bubbles=list(_bubbles(summary)),
+        stages=list(_stages(summary)),
+        memory=list(_memory(summary)),
         evaluations=list(_evaluations(run)),
         events=list(_events(run, times[0] if times else 0.0)),
         max_events=_MAX_EVENTS,
@@ -91,6 +94,26 @@ def _bubbles(summary: Mapping[str, Any]) -> Iterable[list[str]]:
         share = f"{total / (ranks * summary['wall_s']):.0%}" if ranks and summary["wall_s"] else ""
         cells = [f"{by_cause[cause]:.1f}" if cause in by_cause else "" for cause in causes]
         yield [role, *cells, f"{total:.1f}", share]
+
+
+def _stages(summary: Mapping[str, Any]) -> Iterable[list[str]]:
+    """Yield a row for each stage that the plan has seconds of."""
+    apart = {stage: f"{ratio:.2f} x" for _, stage, ratio in ratios(summary["stages"])}
+    for stage, entry in summary["stages"].items():
+        figures = (number(entry[key], 4) for key in ("planned_s", "measured_s"))
+        yield [stage, UNITS[stage], *figures, apart.get(stage, DASH)]
+
+
+def _memory(summary: Mapping[str, Any]) -> Iterable[list[str]]:
+    """Yield the head and a row for each rank whose GPU was measured."""
+    ranks = [(role, entry, *own) for role, entry in summary["memory"].items()
+             for own in entry["ranks"].items()]  # fmt: skip
+    stages = sorted({stage for *_, held in ranks for stage in held})
+    if ranks:
+        yield ["rank", "planned", "peak", *stages]
+    for role, entry, rank, held in ranks:
+        figures = (entry["planned_gib"], max(held.values()), *map(held.get, stages))
+        yield [f"{rank}, {role}", *(number(gib, 1) for gib in figures)]
 
 
 def _evaluations(run: Run) -> Iterable[list[str]]:

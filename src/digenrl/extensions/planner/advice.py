@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -114,9 +115,18 @@ class PlannerAdvisor:
         )
 
     def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
-        """Return the seconds that the profile's costs give, and what emulated ranks build."""
-        expected = expected_seconds(composed, trainers, rollouts)
-        return Advice(expected, stand_ins(composed, trainers, rollouts))
+        """Return the seconds that the profile's costs give, what emulated ranks build, and what the
+        report compares."""
+        config: Any = composed.config
+        if not config.hardware.emulate and not sized(composed):
+            return Advice()
+        costing = costing_of(composed)
+        candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
+        return Advice(
+            expected_seconds(config, costing, candidate),
+            stand_ins(composed, trainers, rollouts),
+            planned_units(config, costing, candidate),
+        )
 
     def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
         """Return what each role's rank will hold, in GiB, by what holds it."""
@@ -273,32 +283,43 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 
 def expected_seconds(
-    composed: Composed, trainers: int, rollouts: int
+    config: Any, costing: Costing, candidate: Candidate
 ) -> dict[tuple[str, int], float]:
     """Return (stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes
-    them.
-
-    The result is {} if the model's sizes are not known.
-    """
-    config: Any = composed.config
-    if not config.hardware.emulate and not sized(composed):
-        return {}
-    costing, scale = (
-        costing_of(composed),
-        config.hardware.time_scale if config.hardware.emulate else 1.0,
-    )
-    candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
-    cluster = costing.cluster(candidate)
+    them."""
+    scale, cluster = _scale(config), costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
     for number, rank in enumerate(cluster.ranks):
         seconds = {"generate": rank.task_seconds(config.sampling.steps)}
         if rank.role == "trainer":
             seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
-            seconds["generate"] += (
-                rank.encode_seconds if rollouts else 0.0
-            )  # a loan encodes its prompt again
+            if candidate.rollouts:  # a loan encodes its prompt again
+                seconds["generate"] += rank.encode_seconds
         expected |= {(stage, number): scale * value for stage, value in seconds.items()}
     return expected
+
+
+def planned_units(
+    config: Any, costing: Costing, candidate: Candidate
+) -> dict[str, dict[str, float]]:
+    """Return `Advice.planned`: the mean over ranks that generate, and the slowest trainer."""
+    cluster, size = costing.cluster(candidate), candidate.spec.task_size
+    seconds = {
+        stage: fmean(getattr(r, f"{stage}_seconds") for r in cluster.rollouts or cluster.trainers)
+        for stage in ("encode", "step", "decode", "score")
+    }
+    seconds["generate"] = seconds.pop("step") * config.sampling.steps
+    seconds["train"] = costing.cell_seconds(candidate)
+    seconds["encode"] *= size  # per prompt
+    gib = sorted((use.gib, role) for (_, role), use in costing.memory(candidate).items())
+    return {
+        "gib": {role: held for held, role in gib},
+        "seconds": {stage: _scale(config) / size * value for stage, value in seconds.items()},
+    }
+
+
+def _scale(config: Any) -> float:
+    return float(config.hardware.time_scale) if config.hardware.emulate else 1.0
 
 
 def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:

@@ -100,7 +100,7 @@ def workload(composed: Composed) -> Workload:
         heldout=tuple(config.reward.get("heldout") or {}),
         evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
         engine="compiled" if model.get("compile", False) else "eager",
-        fused_attention=bool(model.get("attention_backend")),
+        fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
     most = most_rollouts(config.allocation.rollouts)

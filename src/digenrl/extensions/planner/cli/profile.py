@@ -19,7 +19,6 @@ import os
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,8 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.help import Arguments, help_page, own_command, read_arguments
 from digenrl.config.stored import read_stored
-from digenrl.report.read_run import Run, read_run
+from digenrl.report.read_run import read_run
+from digenrl.report.stages import UNITS, unit_seconds
 from digenrl.settle import with_task_size
 
 if TYPE_CHECKING:
@@ -38,14 +38,6 @@ if TYPE_CHECKING:
 
 REPEATS = 5
 """Timed calls of each kind of work, after one warm-up call."""
-UNITS = {
-    "encode": "prompt",
-    "generate": "sample",
-    "decode": "sample",
-    "score": "sample",
-    "train": "cell",
-}
-"""Stage -> unit of work in `digenrl.hardware.Hardware.seconds`."""
 
 
 class ProfileKeys(Arguments):
@@ -95,28 +87,9 @@ def _profile_run(keys: ProfileKeys, _: Sequence[str]) -> None:
     run = read_run(str(keys.run))
     pool = chosen_pool(read_stored(run.path, "run")[0].hardware, keys.pool)
     path = run.path / "profile.yaml"
-    text = yaml.safe_dump({"seconds": {s: {pool: value} for s, value in of_run(run).items()}})
+    text = yaml.safe_dump({"seconds": {s: {pool: value} for s, value in unit_seconds(run).items()}})
     path.write_text(f"# Seconds per unit, recorded by the run {run.path.name}\n{text}", "utf-8")
     print(f"{text}{path}")
-
-
-def of_run(run: Run) -> dict[str, float]:
-    """Return stage -> seconds per unit that the ranks of a run recorded after its first RL step.
-
-    Raises:
-        ValueError: the run has no second RL step.
-    """
-    trained = zip(*run.column("cells_trained"), strict=True)
-    units = Counter({"train": sum(cells for step, cells in trained if step > 1)})
-    seconds = dict.fromkeys(UNITS, 0.0)
-    for span in run.spans:
-        if span.step > 0 and span.stage in UNITS:
-            seconds[span.stage] += span.seconds
-            if span.stage != "train" and "handed_to" not in span.args:
-                units[span.stage] += run.config["sampling"]["task_size"]
-    if not units["train"]:
-        raise ValueError(f"run={run.path}: has no second RL step to take seconds from; train on.")
-    return {stage: seconds[stage] / units[stage] for stage in UNITS if seconds[stage]}
 
 
 def chosen_pool(hardware: Any, name: str | None) -> str:

@@ -1,0 +1,48 @@
+"""The memory of the device, stage by stage."""
+
+from __future__ import annotations
+
+import threading
+
+from digenrl.record.progress import OTHER, Progress
+
+
+def test_the_most_since_the_last_edge_counts_for_every_open_stage() -> None:
+    figures = iter((10, 30, 20, 15, 5, 12))
+    progress = Progress()
+    progress.gauge = lambda: next(figures)
+    with progress.stage("train"):  # 10 before
+        with progress.stage("optimizer reduce"):  # 30 before
+            assert progress.peaks["train"] == 30  # and 20 until the end
+        assert progress.peaks["optimizer"] == 20
+    with progress.stage("wait straggler"):  # 5 before, 12 until the end
+        assert progress.peaks[OTHER] == 10
+    assert progress.peaks == {OTHER: 12, "train": 30, "optimizer": 20}
+
+
+def test_work_of_another_thread_counts_while_this_one_waits() -> None:
+    progress = Progress()
+    progress.gauge = lambda: 7
+    inside, done = threading.Event(), threading.Event()
+
+    def decode() -> None:
+        with progress.stage("decode"):
+            inside.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    inside.wait(10)
+    progress.gauge = lambda: 40
+    with progress.stage("wait reward"):
+        pass
+    done.set()
+    thread.join()
+    assert progress.peaks == {OTHER: 7, "decode": 40}
+
+
+def test_without_a_device_nothing_is_measured() -> None:
+    progress = Progress()
+    with progress.stage("train"):
+        progress.tick()
+    assert progress.peaks == {}
