@@ -107,7 +107,10 @@ ROOMS = {
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(515, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
-    "extensions/forward, offpolicy": Room(350, ("extensions/forward", "extensions/offpolicy")),
+    "extensions/forward, offpolicy": Room(
+        350, ("extensions/forward", "extensions/offpolicy"), ceiling=395
+    ),
+    "extensions/distillation": Room(150, ("extensions/distillation",)),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
     "extensions/alarms, deferred, divergence, dump, hangs, help, media": Room(
         370,

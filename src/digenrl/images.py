@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ROLES = ("image", "last_image", "target_image")
+SAMPLES = ("media", "preferred", "rejected")
+"""Roles of the files that are trained on in place of generated samples (`data.samples=files`)."""
+ROLES = ("image", "last_image", "target_image", *SAMPLES)
 """Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers
-read `target_image`."""
+read `target_image`, and `SAMPLES` stand in the place of samples."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 

@@ -9,8 +9,8 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
 
-from digenrl.extensions.zoo.scales import unscale
-from digenrl.models.latents import token_positions, unpack
+from digenrl.extensions.zoo.scales import rescale, unscale
+from digenrl.models.latents import pack, token_positions, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -99,3 +99,6 @@ class FluxPolicy(DiffusersPolicy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = unscale(unpack(latents, *self.image_grid()), vae.config)
         return vae.decode(images, return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return pack(rescale(vae.encode(pixels).latent_dist.mode(), vae.config))

@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from digenrl.extensions.zoo.exchange import attend_together
-from digenrl.extensions.zoo.scales import denormalise
+from digenrl.extensions.zoo.scales import denormalise, normalise
 from digenrl.models import pretrained
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
@@ -137,3 +137,6 @@ class WanPolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
