@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
-ROLES = ("image", "last_image", "target_image")
+SAMPLES = ("media", "preferred", "rejected")
+"""Roles of the files that are trained on in place of generated samples (`data.samples=files`)."""
+ROLES = ("image", "last_image", "target_image", *SAMPLES)
 """Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers
-read `target_image`."""
+read `target_image`, and `SAMPLES` stand in the place of samples."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 FRAMES_PER_SECOND = 16
 """What Wan2.1 is trained at; HunyuanVideo plays at 24."""

@@ -232,7 +232,13 @@ def _trainer(
 def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutEngine:
     """Return what generates for an algorithm's `module`, with its policy, kernel and steps."""
     scouts, make = config.sampling.scouts, cast(Callable[..., RolloutEngine], RolloutEngine)
-    if scouts.candidates > 1:
+    if config.data.samples == "files":
+        make = extension(
+            "digenrl.extensions.forward.files.FileEngine",
+            "data.samples = files",
+            "use data.samples=generated",
+        )
+    elif scouts.candidates > 1:
         scouting = extension(
             "digenrl.extensions.scouts.engine.ScoutingEngine",
             f"sampling.scouts.candidates = {scouts.candidates}",

@@ -10,6 +10,7 @@ import torch
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
+from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.types import CellBlock
 from tests.models.tiny_policies import (
     FACTS,
@@ -256,6 +257,30 @@ def test_decode_equals_the_diffusers_pipeline(family):
     decoded = torch.from_numpy(np.asarray(output[0]))
     ours = policy.decode(latents).movedim(-3, -1)
     assert (decoded - ours).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_become_the_latents_that_decode_reads(family):
+    """The autoencoder's mode, as `decode_latents` hands it back to the autoencoder. A family that
+    reads no pictures says so, and a video says that a picture is none."""
+    policy = make(family, **({"frames": 1} if family == "wan" else {}))
+    knows = type(policy).encode_latents is not DiffusersPolicy.encode_latents
+    assert knows or family not in ("sd3", "flux", "wan", "qwen_image")
+    if not knows or policy.frames > 1:
+        with pytest.raises(ValueError, match=r"data.samples = files: .*data.samples=generated"):
+            policy.encode_media(IMAGES[:1])
+        return
+    latents, vae = policy.encode_media(IMAGES[:1]), policy._vae
+    assert latents.shape == (1, *policy.latent_shape)
+    pixels = policy.pixels(IMAGES[0])
+    with torch.no_grad():
+        mode = vae.encode(
+            pixels.unsqueeze(2) if "z_dim" in vae.config else pixels
+        ).latent_dist.mode()
+        wanted = vae.decode(mode, return_dict=False)[0].reshape(pixels.shape)
+    found = policy.decode(latents).reshape(pixels.shape)
+    assert found.std() > 0
+    assert (found - (wanted / 2 + 0.5).clamp(0, 1)).abs().max() <= 1e-5
 
 
 def test_the_repeated_blocks_are_compiled_and_nothing_else():

@@ -289,6 +289,8 @@ class DataKeys(Closed):
     """groups of an RL step, each of one prompt"""
     group_size: int = Field(ge=2, le=4096)
     """samples of a group"""
+    samples: Literal["generated", "files"]
+    """where a group's samples come from: the model, or the files that the prompt's line names"""
     oversample: AtLeast0
     """groups generated beyond prompts_per_batch; the first that teach something are trained"""
     zero_variance_groups: Literal["keep", "drop"]

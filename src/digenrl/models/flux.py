@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch import Tensor
 
-from digenrl.models.latents import token_positions, unpack, unscale
+from digenrl.models.latents import pack, rescale, token_positions, unpack, unscale
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -98,3 +98,6 @@ class FluxPolicy(DiffusersPolicy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         images = unscale(unpack(latents, *self.image_grid()), vae.config)
         return vae.decode(images, return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return pack(rescale(vae.encode(pixels).latent_dist.mode(), vae.config))

@@ -312,6 +312,11 @@ class DiffusersPolicy(Policy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode [B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
 
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        """Encode [B, 3, H, W] in [-1, 1] in the VAE's dtype -> [B, *L], the mode: what
+        `decode_latents` inverts. Raises ValueError where samples cannot be read from files."""
+        return super().encode_media([])
+
     @classmethod
     def check_checkpoint(cls, path: str) -> None:
         """Check that the checkpoint at `path` is of this family. Its autoencoder must make the
@@ -421,6 +426,20 @@ class DiffusersPolicy(Policy):
                 "where the VAE does not shrink by 8"
             )
         return media if self.temporal_stride is None else media.transpose(1, 2)
+
+    @torch.no_grad()
+    def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
+        """Return the clean latents [B, *L] fp32 of pictures, one encoded after the other."""
+        vae = self._vae.to(self.device)
+        pixels = [self.pixels(image).to(vae.device, self.vae_dtype) for image in images]
+        latents = torch.cat([self.encode_latents(vae, each).float() for each in pixels])
+        if latents.shape[1:] != self.latent_shape:
+            raise ValueError(
+                f"data.samples = files: a picture has latents {[*latents.shape[1:]]}, a sample of "
+                f"{self.family} {[*self.latent_shape]}; train videos with data.samples=generated, "
+                "or set sampling.frames=1."
+            )
+        return latents
 
     def sigma_grid(self, steps: int) -> Tensor:
         """Return [steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from digenrl import accelerator
 from digenrl.facts import families
+from digenrl.images import PromptImage
 from digenrl.models import checkpointing
 from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, Names, inject_lora, wide
 from digenrl.models.prompt_store import Condition, PromptStore, Wording
@@ -195,6 +196,17 @@ class Policy(nn.Module, ABC):
         """Decode latents [B, *L] -> media in [0, 1] fp32: images [B, C, H, W], videos [B, F, C, H,
         W]."""
 
+    def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
+        """Return the clean latents [B, *L] of B pictures: what `decode` inverts.
+
+        Raises:
+            ValueError: the family cannot read samples from files.
+        """
+        raise ValueError(
+            f"data.samples = files: {self.family} has no `encode_media`, which turns a picture "
+            "into latents; write it, or use data.samples=generated."
+        )
+
     @abstractmethod
     def sigma_grid(self, steps: int) -> Tensor:
         """Return [steps + 1] fp32 on CPU, from about 1 down to 0, with the family's own shift."""
@@ -341,7 +353,7 @@ class Policy(nn.Module, ABC):
             )
             self.say_once("negative", message)
         if not self.reads and any(
-            image.role != "target_image" for prompt in prompts for image in prompt.images
+            image.role in ("image", "last_image") for prompt in prompts for image in prompt.images
         ):
             self.say_once("images", f"images of prompts are ignored: {self.family} reads none")
         while len(self._embeddings) > CACHED_TEXTS:

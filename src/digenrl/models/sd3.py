@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor
 
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
-from digenrl.models.latents import unscale
+from digenrl.models.latents import rescale, unscale
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -83,3 +83,6 @@ class SD3Policy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return rescale(vae.encode(pixels).latent_dist.mode(), vae.config)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
-from digenrl.models.latents import denormalise
+from digenrl.models.latents import denormalise, normalise
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -137,3 +137,6 @@ class WanPolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)

@@ -2,9 +2,10 @@
 
 `.txt` holds one prompt per line. `.jsonl` holds one object `{prompt, negative?, target?, id?,
 ...metadata}` per line, with images as paths relative to the file: `image` (or `images`, a list),
-`last_image`, `target_image`. Blank lines are skipped. A byte order mark and CRLF are accepted. Text
-is kept as written, without Unicode normalisation. The files beside this module are the project's
-own sets; `python -m digenrl.extensions.tasks.generate_prompts` writes them again.
+`last_image`, `target_image`, and the samples to train on: `media`, or `preferred` and `rejected`,
+each a path or a list. Blank lines are skipped. A byte order mark and CRLF are accepted. Text is
+kept as written, without Unicode normalisation. The files beside this module are the project's own
+sets; `python -m digenrl.extensions.tasks.generate_prompts` writes them again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from digenrl.images import ROLES, ImageLimits, PromptImage, open_regular, read_image
+from digenrl.images import ROLES, SAMPLES, ImageLimits, PromptImage, open_regular, read_image
 
 DIRECTORY = Path(__file__).resolve().parent
 SUFFIXES = (".txt", ".jsonl")
@@ -267,5 +268,7 @@ def _images(
         raise ValueError(f"images = {json.dumps(several)[:60]} must be a list of paths.")
     for role in ROLES:
         one = fields.pop(role, None)
-        for name in several if role == "image" and several else [] if one is None else [one]:
+        listed = one if role in SAMPLES else several if role == "image" else None
+        names = listed if isinstance(listed, list) and listed else [] if one is None else [one]
+        for name in names:
             yield read_image(role, _checked(name, role), folder, limits)

@@ -1,5 +1,5 @@
-"""Online Diffusion-DPO: the best and worst samples of a task against each other, at equal noise and
-noise level.
+"""Diffusion-DPO: the best and worst samples of a task, or preferred and rejected files, against
+each other, at equal noise and noise level.
 
 Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_sd3_dpo.py. See
 `losses.dpo_loss`.
@@ -7,7 +7,7 @@ Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -75,6 +75,31 @@ class DPO(PolicyModule):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """Return [pairs, K], scaled by b/pairs: the sum weighs as much as b x K cells."""
+        chosen, rejected, informative = self.pairing(block, advantages)
+        count = len(chosen)
+        names = [block.first_sample + index for index in range(count)]
+        cells = noised(block, chosen + rejected, names + names, self.seed, STREAM)
+        with torch.no_grad(), self._reference_weights():
+            reference = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
+        error = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
+        losses = dpo_loss(
+            error[:count],
+            error[count:],
+            reference[:count],
+            reference[count:],
+            self.beta,
+        )
+        losses = losses * informative[:, None]
+        margin = (reference - error).detach()
+        right = (margin[:count] > margin[count:]) & informative[:, None]
+        judged = float(informative.sum()) * live
+        self._meters.update("preference_accuracy", right.sum() * live, judged * right.shape[1])
+        self._meters.update("informative_pairs", informative.sum() * live, count * live)
+        return losses * (block.samples / count)
+
+    def pairing(self, block: CellBlock, advantages: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return the rows of the better and of the worse samples, pair by pair, and which pairs
+        have a gradient ([pairs] bool)."""
         if 2 * self.pairs > block.samples:
             raise ValueError(
                 f"algorithm.pairs={self.pairs} needs at least {2 * self.pairs} samples in a task, "
@@ -82,26 +107,7 @@ class DPO(PolicyModule):
             )
         order = advantages.argsort(descending=True, stable=True).tolist()
         chosen, rejected = order[: self.pairs], order[::-1][: self.pairs]
-        names = [block.first_sample + index for index in range(self.pairs)]
-        cells = noised(block, chosen + rejected, names + names, self.seed, STREAM)
-        with torch.no_grad(), self._reference_weights():
-            reference = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
-        error = mean_dims((cells.velocity(self.policy) - cells.target) ** 2)
-        losses = dpo_loss(
-            error[: self.pairs],
-            error[self.pairs :],
-            reference[: self.pairs],
-            reference[self.pairs :],
-            self.beta,
-        )
-        informative = (advantages[chosen] > 0) & (advantages[rejected] < 0)
-        losses = losses * informative[:, None]
-        margin = (reference - error).detach()
-        right = (margin[: self.pairs] > margin[self.pairs :]) & informative[:, None]
-        count = float(informative.sum()) * live
-        self._meters.update("preference_accuracy", right.sum() * live, count * right.shape[1])
-        self._meters.update("informative_pairs", informative.sum() * live, self.pairs * live)
-        return losses * (block.samples / self.pairs)
+        return chosen, rejected, (advantages[chosen] > 0) & (advantages[rejected] < 0)
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         if self._reference.tensors:
@@ -118,3 +124,20 @@ class DPO(PolicyModule):
             and (batch.version + 1) % self.reference_every == 0
         ):
             self._reference.follow(self.policy.trained_parameters(), 0.0)
+
+
+class OfflineDPO(DPO):
+    """Diffusion-DPO on preference files (`data.samples=files`): of a group, every even sample is
+    preferred to the odd one after it. Rewards do not matter."""
+
+    def pairing(self, block: CellBlock, advantages: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return the rows of all even samples, of all odd ones, and that each pair counts."""
+        even, odd = (
+            [row for row, number in enumerate(block.numbers) if number % 2 == rest]
+            for rest in (0, 1)
+        )
+        return even, odd, torch.ones(len(even), dtype=torch.bool, device=advantages.device)
+
+    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """Return [P] bool: every group, whatever its files score."""
+        return torch.ones(len(next(iter(rewards.values()))), dtype=torch.bool)

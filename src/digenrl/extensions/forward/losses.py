@@ -66,3 +66,13 @@ def dpo_loss(
     return -functional.logsigmoid(
         -0.5 * beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
     )
+
+
+def flow_matching_loss(velocity: Tensor, noise: Tensor, clean: Tensor) -> Tensor:
+    """mean_dims((v - (eps - x0))^2), [b, K]: flow matching on data (Lipman et al. 2022, arXiv
+    2210.02747; SD3, arXiv 2403.03206), unweighted as Tencent-Hunyuan/UniRL algorithms/sft.py
+    (`FlowMatchSFT`) has it.
+
+    velocity, noise [b, K, *L]; clean (x0) broadcastable to them.
+    """
+    return mean_dims((velocity - (noise - clean)) ** 2)

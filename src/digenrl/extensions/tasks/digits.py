@@ -27,12 +27,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
 from digenrl.diffusion.sigmas import static_grid
+from digenrl.images import PromptImage
 from digenrl.models.flux import CHECKPOINT_NAMES
 from digenrl.models.latents import pack as pack
 from digenrl.models.latents import token_positions, unpack
@@ -253,3 +255,8 @@ class DigitsPolicy(EmbeddedPolicy):
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, 16, 4] to images [B, 1, 8, 8], fp32 in [0, 1]."""
         return (unpack(latents.float(), SIDE, SIDE) / 2 + 0.5).clamp(0.0, 1.0)
+
+    def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
+        """Return the latents [B, 16, 4] of pictures, whose grey is the mean of their colours."""
+        fitted = np.stack([np.asarray(image.fitted(SIDE, SIDE)) for image in images])
+        return pack(torch.from_numpy(fitted).float().mean(3)[:, None] / 127.5 - 1.0)

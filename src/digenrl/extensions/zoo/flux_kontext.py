@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.flux import FluxPolicy
-from digenrl.models.latents import pack, rescale
 from digenrl.models.prompt_store import Wording
 
 
@@ -40,9 +39,8 @@ class FluxKontextPolicy(FluxPolicy):
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
         """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
         the autoencoder's distribution."""
-        pixels = self.pixels(wording.images[0])
-        latents = self._vae.encode(pixels.to(self._vae.device, self.vae_dtype)).latent_dist.mode()
+        pixels = self.pixels(wording.images[0]).to(self._vae.device, self.vae_dtype)
         return {
             **super().encode_wording(pipeline, wording),
-            "image": pack(rescale(latents, self._vae.config)),
+            "image": self.encode_latents(self._vae, pixels),
         }

@@ -92,6 +92,10 @@ class QwenImagePolicy(DiffusersPolicy):
         images = denormalise(unpack(latents, *self.image_grid()).unsqueeze(2), vae.config)
         return vae.decode(images, return_dict=False)[0][:, :, 0]
 
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        latents = normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
+        return pack(latents[:, :, 0])
+
     def check_encoders(self, pipeline: Any) -> None:
         """Check that the template before the prompt is exactly the 34 tokens that the pipeline
         drops."""
@@ -136,9 +140,11 @@ class QwenImageEditPolicy(QwenImagePolicy):
                 f"tokens of it, nothing is left for text; set it to {beside + 256} or more"
             )
         self.report_long_prompt(pipeline.tokenizer, wording.text, self.max_sequence_length - beside)
-        pixels = self.pixels(image).unsqueeze(2).to(self._vae.device, self.vae_dtype)
-        latents = normalise(self._vae.encode(pixels).latent_dist.mode(), self._vae.config)
-        return {**self._padded(embeddings, mask), "image": pack(latents[:, :, 0])}
+        pixels = self.pixels(image).to(self._vae.device, self.vae_dtype)
+        return {
+            **self._padded(embeddings, mask),
+            "image": self.encode_latents(self._vae, pixels),
+        }
 
     def check_encoders(self, pipeline: Any) -> None:
         """Check that the template before the image is exactly the 64 tokens that the pipeline
