@@ -1,0 +1,60 @@
+"""Rules for the keys of `algorithm.teachers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from digenrl.prompts import PromptFileError, read, sources
+
+TARGET = "digenrl.extensions.distillation.opd.Distillation"
+POLICY = "checkpoints/last/policy.safetensors"
+
+
+def weights_of(run: str) -> Path:
+    """Return the file of a teacher's weights: the last checkpoint of a run, or a file itself."""
+    path = Path(run).expanduser()
+    return path / POLICY if path.is_dir() else path
+
+
+def teacher_problems(get: Callable[[str], Any]) -> Iterator[str]:
+    """Yield the reasons why nothing could be learnt from the teachers."""
+    if get("algorithm._target_") != TARGET:
+        return
+    for name, teacher in get("algorithm.teachers").items():
+        key = f"algorithm.teachers.{name}"
+        run, weight = teacher.get("run"), teacher.get("weight", 1.0)
+        if run is None:
+            yield (
+                f"{key}.run = null: a teacher is a finished run of the same model; train it, as "
+                "docs/algorithms.md shows (3.12), and name its directory here."
+            )
+        elif not weights_of(run).is_file():
+            yield (
+                f"{key}.run = {run}: no such weights (looked for {weights_of(run)}); name a run "
+                "with a checkpoint, or its policy.safetensors."
+            )
+        if not weight > 0:
+            yield f"{key}.weight = {weight}: must be above 0; leave the teacher out instead."
+    yield from _untaught(get("data.prompts"), get("algorithm.teachers"))
+
+
+def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
+    """Yield the first training prompt that no teacher knows."""
+    if any(teacher.get("prompts") is None for teacher in teachers.values()):
+        return
+    try:
+        taught = {p.uid for each in teachers.values() for p in read(each["prompts"]).prompts}
+        files = [read(name) for name, _ in sources(asked)]
+    except PromptFileError as error:
+        yield f"algorithm.teachers or data.prompts: {error}"
+        return
+    for file in files:
+        for line, prompt in zip(file.lines, file.prompts, strict=True):
+            if prompt.uid not in taught:
+                yield (
+                    f"data.prompts: {file.path}:{line}: no teacher has this prompt; add it to the "
+                    "`prompts` of one, or set a teacher's prompts=null (all)."
+                )
+                return
