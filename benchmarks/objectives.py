@@ -32,7 +32,13 @@ from digenrl import config as configuration
 from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
 
-QUIET = ("logger=none", "callbacks.evaluation.every=0")
+QUIET = (
+    "logger=none",
+    "callbacks.evaluation.every=0",
+    "allocation.trainers=1",
+    "allocation.rollouts=0",
+)
+"""One process, so that a run takes one core."""
 MERGED = "export/transformer/diffusion_pytorch_model.safetensors"
 HALVES = ("low", "high")
 SAMPLES = 500
@@ -81,16 +87,13 @@ def digits(runs: Runs, seed: int) -> Iterator[tuple[str, Path, Path]]:
 
     alone = trained("flowgrpo", 40)
     yield "RL, 40 steps", alone, alone
-    for name, title in (("sft", "fine-tuning"), ("offline_dpo", "offline DPO")):
-        short = trained(name, 10)
-        yield f"{title}, 10 steps", short, short
-        if not (short / MERGED).exists():
-            runs.command("digenrl", "export", f"run={short}", "merge=true")
-        yield (
-            f"{title}, then RL, 10 + 30",
-            short,
-            trained("flowgrpo", 30, f"model.path={short / MERGED}"),
-        )
+    preferring, short = trained("offline_dpo", 10), trained("sft", 10)
+    yield "offline DPO, 10 steps", preferring, preferring
+    yield "fine-tuning, 10 steps", short, short
+    if not (short / MERGED).exists():
+        runs.command("digenrl", "export", f"run={short}", "merge=true")
+    merged = trained("flowgrpo", 30, f"model.path={short / MERGED}")
+    yield "fine-tuning, then RL, 10 + 30", short, merged
     long = trained("sft", 40)
     yield "fine-tuning, 40 steps", long, long
 
