@@ -127,7 +127,7 @@ ROOMS = {
         ),
         ceiling=14468,
     ),
-    "everything": Room(26000, ("",), ceiling=28041),
+    "everything": Room(26000, ("",), ceiling=28040),
 }
 """Room -> its budget. The last three rows are sums."""
 
