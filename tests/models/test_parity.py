@@ -265,7 +265,7 @@ def test_pictures_become_the_latents_that_decode_reads(family):
     reads no pictures says so, and a video says that a picture is none."""
     policy = make(family, **({"frames": 1} if family == "wan" else {}))
     knows = type(policy).encode_latents is not DiffusersPolicy.encode_latents
-    assert knows or family not in ("sd3", "flux", "wan", "qwen_image")
+    assert knows or family not in ("sd3", "flux", "wan")
     if not knows or policy.frames > 1:
         with pytest.raises(ValueError, match=r"data.samples = files: .*data.samples=generated"):
             policy.encode_media(IMAGES[:1])

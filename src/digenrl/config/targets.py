@@ -43,7 +43,6 @@ ROOMS: tuple[str, ...] = (
     "digenrl.callbacks",
     "digenrl.diffusion",
     "digenrl.extensions",
-    "digenrl.models",
     "digenrl.rewards",
     "digenrl.strategy",
     "reward_models",

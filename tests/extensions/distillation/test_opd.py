@@ -18,6 +18,7 @@ from digenrl.algorithms.advantages import Advantage
 from digenrl.config import ConfigError
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
+from digenrl.extensions.distillation import settings
 from digenrl.extensions.distillation.opd import Distillation, distance
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from tests.algorithms.fit import ADAMW
@@ -211,7 +212,6 @@ def test_a_teacher_of_another_model_or_without_training_is_refused(tmp_path: Pat
 def test_arguments_that_cannot_teach_are_refused() -> None:
     policy, one = ToyPolicy(), {"one": {"run": "unused"}}
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: made(policy, {}), "algorithm.teachers is empty"),
         (lambda: made(policy, one, divergence="kl"), "divergence = kl: use gaussian or means"),
         (lambda: made(policy, one, sde=FlowSDE(0.0)), "an ODE keeps none: use algorithm/sde=flow"),
     ]
@@ -221,20 +221,23 @@ def test_arguments_that_cannot_teach_are_refused() -> None:
 
 
 def test_rules_name_the_teacher_and_the_prompt(tmp_path: Path) -> None:
-    words = ["experiment=mixture_distill", "algorithm.teachers.high.run=/no/such"]
+    words = ["experiment=mixture_distill"]
+    configuration.load(words)
+    given = ["algorithm.teachers.low.run=null", "algorithm.teachers.high.run=/no/such"]
     with pytest.raises(ConfigError) as refused:
-        configuration.load([*words, "algorithm.teachers.high.weight=0"])
+        configuration.load([*words, *given, "algorithm.teachers.high.weight=0"])
     said = str(refused.value)
-    assert "algorithm.teachers.low.run = null: a teacher is a finished run" in said
-    assert "algorithm.teachers.high.run = /no/such: no such weights" in said
+    assert "algorithm.teachers.low.run = None: no such weights; name a finished run" in said
+    assert "algorithm.teachers.high.run = /no/such: no such weights (looked for /no/such)" in said
     assert "algorithm.teachers.high.weight = 0: must be above 0" in said
-    with pytest.raises(ConfigError, match=r"train_steps = .*NoiseLevels .* an ODE keeps none"):
+    with pytest.raises(ConfigError, match=r"NoiseLevels with .*: it compares transitions"):
         configuration.load([*words, "algorithm/train_steps=noise_levels"])
     file = teacher_file(tmp_path, ToyPolicy(), 1)
-    known = [f"algorithm.teachers.{name}.run={file}" for name in ("low", "high")]
-    with pytest.raises(ConfigError, match=r"mixture.jsonl:9: no teacher has this prompt; add it"):
-        configuration.load([*words, *known, "algorithm.teachers.high.prompts=mixture_low.jsonl"])
-    configuration.load([*words, *known])
+    configuration.load([*words, f"algorithm.teachers.low.run={file}"])
+    with pytest.raises(ConfigError, match=r"none has the prompt of .*mixture.jsonl:9; add it"):
+        configuration.load([*words, "algorithm.teachers.high.prompts=mixture_low.jsonl"])
+    nobody = {"algorithm._target_": settings.TARGET, "algorithm.teachers": {}}
+    assert "nobody teaches; name one" in next(settings.teacher_problems(nobody.__getitem__))
 
 
 # ---- a whole run

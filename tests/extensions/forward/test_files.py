@@ -22,10 +22,10 @@ from digenrl.algorithms.base import PolicyModule
 from digenrl.config import ConfigError
 from digenrl.data import load_prompts
 from digenrl.diffusion.sde import FlowSDE
-from digenrl.diffusion.steps import NoiseLevels
 from digenrl.extensions.forward import dpo, losses, sft
 from digenrl.extensions.forward.files import FileEngine, file_of
 from digenrl.extensions.forward.noised import noised
+from digenrl.extensions.forward.steps import NoiseLevels
 from digenrl.extensions.tasks.digits import DigitsPolicy, pack
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import SamplingSpec
@@ -264,10 +264,10 @@ GREY = {"prompt": "number four", "media": "grey.png"}
         ({"prompt": "a", "media": "asked.jsonl"}, r"asked.jsonl:2: media = asked.jsonl: is no"),
         ({"prompt": "a", "prefered": "grey.png"}, r'"prefered"; nearest: preferred'),
         ({"prompt": "a", "image": ["grey.png"]}, r'image = \["grey.png"\] must be text'),
-        ({"prompt": "a"}, r"asked.jsonl:2: names no file to train on, .* needs media; change"),
+        ({"prompt": "a"}, r"needs media in every line, and .*asked.jsonl:2 names no file; change"),
         (
             {"prompt": "a", "preferred": "grey.png", "rejected": "grey.png"},
-            r"asked.jsonl:2: names preferred, rejected to train on, .* needs media",
+            r"needs media in every line, and .*asked.jsonl:2 names preferred, rejected; change",
         ),
     ],
 )
@@ -283,7 +283,7 @@ def test_preferences_need_both_kinds(tmp_path: Path) -> None:
     path = lines_file(tmp_path, {"prompt": "a", "preferred": "grey.png"}, GREY)
     with pytest.raises(
         ConfigError,
-        match=r"asked.jsonl:1: names preferred to train on, .*OfflineDPO .* preferred and rejected",
+        match=r"OfflineDPO .* preferred and rejected in every .*asked.jsonl:1 names preferred; change",
     ):
         configured("digits_offline_dpo", f"data.prompts={path}", "data.prompts_per_batch=1")
 

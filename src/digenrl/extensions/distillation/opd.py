@@ -70,8 +70,6 @@ class Distillation(PolicyModule):
         """teachers: name -> {run, prompts, weight}; `given` are further arguments of
         `PolicyModule`."""
         super().__init__(policy, optimizer=optimizer, **given)
-        if not teachers:
-            raise ValueError("algorithm.teachers is empty: name at least one teacher")
         if divergence not in get_args(Divergence):
             raise ValueError(
                 f"algorithm.divergence = {divergence}: use {' or '.join(get_args(Divergence))}"

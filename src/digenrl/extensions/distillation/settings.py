@@ -13,8 +13,11 @@ POLICY = "checkpoints/last/policy.safetensors"
 
 
 def weights_of(run: str) -> Path:
-    """Return the file of a teacher's weights: the last checkpoint of a run, or a file itself."""
+    """Return the file of a teacher's weights: the last checkpoint of a run, a file itself, or, by
+    its name, a file beside this module."""
     path = Path(run).expanduser()
+    if path.name == run and not path.exists():
+        path = Path(__file__).with_name(run)
     return path / POLICY if path.is_dir() else path
 
 
@@ -22,18 +25,20 @@ def teacher_problems(get: Callable[[str], Any]) -> Iterator[str]:
     """Yield the reasons why nothing could be learnt from the teachers."""
     if get("algorithm._target_") != TARGET:
         return
+    if not get("algorithm.teachers"):
+        yield (
+            "algorithm.teachers = {}: nobody teaches; name one, as "
+            "algorithm.teachers.NAME={run: RUN}."
+        )
+        return
     for name, teacher in get("algorithm.teachers").items():
         key = f"algorithm.teachers.{name}"
         run, weight = teacher.get("run"), teacher.get("weight", 1.0)
-        if run is None:
+        looked = "" if run is None else f" (looked for {weights_of(run)})"
+        if run is None or not weights_of(run).is_file():
             yield (
-                f"{key}.run = null: a teacher is a finished run of the same model; train it, as "
-                "docs/algorithms.md shows (3.12), and name its directory here."
-            )
-        elif not weights_of(run).is_file():
-            yield (
-                f"{key}.run = {run}: no such weights (looked for {weights_of(run)}); name a run "
-                "with a checkpoint, or its policy.safetensors."
+                f"{key}.run = {run}: no such weights{looked}; name a finished run of the same "
+                "model, or its policy.safetensors."
             )
         if not weight > 0:
             yield f"{key}.weight = {weight}: must be above 0; leave the teacher out instead."
@@ -53,13 +58,13 @@ def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
         taught = {p.uid for each in teachers.values() for p in read(each["prompts"]).prompts}
         files = [read(name) for name, _ in sources(asked)]
     except PromptFileError as error:
-        yield f"algorithm.teachers or data.prompts: {error}"
+        yield f"algorithm.teachers: {error}"
         return
     for file in files:
         for line, prompt in zip(file.lines, file.prompts, strict=True):
             if prompt.uid not in taught:
                 yield (
-                    f"data.prompts: {file.path}:{line}: no teacher has this prompt; add it to the "
+                    f"algorithm.teachers: none has the prompt of {file.path}:{line}; add it to the "
                     "`prompts` of one, or set a teacher's prompts=null (all)."
                 )
                 return

@@ -29,7 +29,7 @@ def file_problems(get: Callable[[str], Any]) -> Iterator[str]:
     levels = get("algorithm.train_steps._target_")
     if not levels.endswith(".NoiseLevels"):
         yield (
-            f"data.samples = files with algorithm.train_steps = {levels}: a file has no denoising "
+            f"algorithm.train_steps = {levels} with data.samples = files: a file has no denoising "
             "steps to train; use algorithm=sft, offline_dpo, nft or dpo."
         )
     if (candidates := get("sampling.scouts.candidates")) > 1:
@@ -53,8 +53,8 @@ def file_problems(get: Callable[[str], Any]) -> Iterator[str]:
             if named != set(wanted):
                 found = ", ".join(sorted(named)) or "no file"
                 yield (
-                    f"data.prompts: {file.path}:{line}: names {found} to train on, and {target} "
-                    f"with data.samples = files needs {' and '.join(wanted)}; change the line, or "
-                    "the algorithm."
+                    f"algorithm._target_ = {target} with data.samples = files needs "
+                    f"{' and '.join(wanted)} in every line, and {file.path}:{line} names {found}; "
+                    "change the line, or the algorithm."
                 )
                 return
