@@ -79,27 +79,27 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1396
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1413
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1953),
+    "strategy": Room(1600, ("strategy",), ceiling=1964),
     "transport": Room(700, ("transport",), ceiling=738),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
     "algorithms, rollout": Room(1250, ("algorithms", "rollout")),
     "models": Room(1600, ("models",)),
     "rewards": Room(650, ("rewards",)),
-    "record": Room(500, ("record",), ceiling=554),
+    "record": Room(500, ("record",), ceiling=569),
     "callbacks": Room(500, ("callbacks",)),
     "config": Room(1500, ("config",), ceiling=1699),
-    "cli": Room(500, ("cli",), ceiling=501),
-    "report": Room(600, ("report",)),
-    "extensions/planner": Room(3300, ("extensions/planner",)),
+    "cli": Room(500, ("cli",), ceiling=503),
+    "report": Room(600, ("report",), ceiling=651),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3315),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1184),
+    "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
     "extensions/rewards": Room(1220, ("extensions/rewards",)),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1831
@@ -108,7 +108,7 @@ ROOMS = {
     "extensions/links": Room(515, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(
-        350, ("extensions/forward", "extensions/offpolicy"), ceiling=395
+        350, ("extensions/forward", "extensions/offpolicy"), ceiling=414
     ),
     "extensions/distillation": Room(150, ("extensions/distillation",)),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
@@ -135,8 +135,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
+        ceiling=13160,
     ),
-    "everything": Room(26000, ("",), ceiling=27787),
+    "everything": Room(26000, ("",), ceiling=28240),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -188,7 +188,7 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
 ) -> None:
     (tmp_path / "configs").mkdir()
     evil = ["os.system", "lightning.pytorch.cli.instantiate_class", "digenrl.cli.report.main"]
-    own = ["digenrl.models.policy.Policy", "reward_models.weights.read_state"]
+    own = ["digenrl.algorithms.base.PolicyModule", "reward_models.weights.read_state"]
     nodes = "".join(f"- {{_target_: {name}}}\n" for name in [*evil, *own])
     (tmp_path / "configs" / "mine.yaml").write_text(nodes)
     (tmp_path / "configs" / "broken.yaml").write_text("a: [1\n")
