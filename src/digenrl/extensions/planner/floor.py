@@ -36,6 +36,8 @@ def floor_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
     )
     everyone = making + lending
     overlapped = (spec.tasks + _rate(lending) * training) / _rate(everyone)
+    if not spec.async_steps:  # while trainers train what the last task completed, rollouts idle
+        overlapped += last * _rate(making) / _rate(everyone)
     # Tasks that cannot begin before the newest version is there.
     fresh = spec.tasks - stale_groups(spec, 1) * spec.tasks_per_group
     alone = _makespan(fresh, everyone) + last
@@ -64,10 +66,9 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
 
 
 def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[float]]:
-    """Return the seconds of training one fragment, and the seconds of each update.
+    """Return the seconds of training the shortest fragment, and the seconds of each update.
 
-    The first number is 0 where a rank without blocks of the fragment trains other fragments
-    meanwhile.
+    The first number is 0 where a fragment may have nothing to train.
     """
     if cluster.lockstep:
         lasting = [
@@ -82,10 +83,14 @@ def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[fl
     useful = (
         cluster.useful if spec.task_size > 1 else round(tasks * cluster.useful) / tasks
     )  # tasks of one sample, whole
+    shortest = spec.groups_per_update % spec.fragment_groups or spec.fragment_groups
+    fewest = shortest * tasks * spec.blocks_per_task
+    if useful < 1.0 or spec.selects:
+        fewest = 0
     if spec.shares or not spec.tsp_shard:
         speed = sum(1.0 / block for block in blocks)
         each = useful * spec.groups_per_update * tasks * spec.blocks_per_task / speed
-        return 0.0, [each] * spec.updates_per_batch
+        return fewest / speed, [each] * spec.updates_per_batch
     per_group = math.floor(useful * tasks * spec.blocks_per_task + 1e-9)
     # Odd blocks go round the ranks from fragment to fragment, and so does what is not useful.
     each = math.ceil(spec.groups_per_update * per_group / trainers) * min(blocks)
@@ -93,7 +98,7 @@ def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[fl
         whole, rest = divmod(spec.groups_per_update, spec.fragment_groups)
         full = whole * (spec.fragment_groups * per_group // trainers) + rest * per_group // trainers
         each = max(each, full * max(blocks))
-    return 0.0, [each] * spec.updates_per_batch
+    return math.ceil(fewest / trainers) * min(blocks), [each] * spec.updates_per_batch
 
 
 def _unit_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> list[float]:
