@@ -34,3 +34,10 @@ def is_own(device: torch.device) -> bool:
     """Return whether `device` is an accelerator of this process: it has streams, and copies to it
     start in pinned memory."""
     return device.type != "cpu" and device.type == kind()
+
+
+def wait() -> None:
+    """Wait for the work given to this process's device on the current stream. A clock that is read
+    next says when that work was done, not when it was given."""
+    if kind() != "cpu":
+        torch.accelerator.current_stream().synchronize()

@@ -13,6 +13,7 @@ RUNS = "tests/device/inside/test_runs.py"
 COMMANDS = "tests/device/inside/test_commands.py"
 MEMORY = "tests/device/inside/test_memory.py"
 PEAKS = "tests/device/inside/test_peaks.py"
+POLICIES = "tests/gpu/test_policies.py"
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,15 @@ FAULTS = (
         "a_version",
     ),
     Fault(
+        "publication: the suite for GPUs gives no names (H8)",
+        POLICIES,
+        "    version = publish(1, sent, nobody",
+        "    version = publish(1, tuple(sent.values()), nobody",
+        "that suite fails on the first GPU",
+        POLICIES,
+        "adopted_bit_by_bit",
+    ),
+    Fault(
         "publication: adopted weights stay on the host",
         WEIGHTS,
         "        if (parameter.device, parameter.dtype) == (\n            value.device,\n            value.dtype,\n        )",
@@ -147,13 +157,13 @@ FAULTS = (
     ),
     # ---- placement
     Fault(
-        "placement: the grid of a transition stays on the CPU",
-        DENOISE,
-        "step_sigmas(sigmas.to(latents.device), steps)",
-        "step_sigmas(sigmas, steps)",
-        "an index of the device into the CPU's tensor",
+        "placement: the noise of a transition stays on the CPU",
+        POLICY,
+        "        return (host.pin_memory() if own else host).to(self.device, non_blocking=own)",
+        "        return host",
+        "a transition mixes devices",
         RUNS,
-        "one_trainer",
+        "one_trainer_and",
     ),
     Fault(
         "placement: a conditioning stays on the CPU",
@@ -245,7 +255,7 @@ FAULTS = (
         "    import torch\n\n    noise = torch.randn(noise.shape, device=device)\n    return SampleState(key, noise.to(storage_dtype))",
         "samples depend on the kind of device (I11)",
         RUNS,
-        "one_trainer",
+        "one_trainer_and",
     ),
     Fault(
         "generator: a CPU generator draws on the device",
@@ -254,7 +264,7 @@ FAULTS = (
         "    drawn = torch.Generator().manual_seed(key.uid)\n    noise = torch.randn(noise.shape, device=device, generator=drawn)\n    return SampleState(key, noise.to(storage_dtype))",
         "torch refuses a generator of another device",
         RUNS,
-        "one_trainer",
+        "one_trainer_and",
     ),
     # ---- forks
     Fault(
@@ -351,6 +361,16 @@ FAULTS = (
         "the encoder of pictures reads memory of the device",
         PARTS,
         "media_of_the_device",
+    ),
+    # ---- seconds
+    Fault(
+        "seconds: a fragment ends when its work is given to the device (H3)",
+        "src/digenrl/strategy/step_ledger.py",
+        "        accelerator.wait()",
+        "        _ = accelerator",
+        "training is booked as waiting, and the schedule is chosen by it",
+        RUNS,
+        "seconds_are_booked",
     ),
     # ---- evaluation, averages, the end
     Fault(

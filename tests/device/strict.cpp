@@ -13,6 +13,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
@@ -759,6 +760,34 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const T
   return {as_device(a, d), as_device(b, d), as_device(c, d)};
 }
 
+// Attention in one kernel wherever the CPU has one: the same numbers, and as on a GPU no matrix of tokens x tokens is kept.
+using Maybe = std::optional<Tensor>;
+int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, double dropout, bool causal,
+                         std::optional<double> scale, bool gqa) {
+  auto like = [](const Tensor& t) { return as_cpu(t).requires_grad_(t.requires_grad()); };
+  if (!ours(q) || !ours(k) || !ours(v) || (mask && !ours(*mask))) return int64_t(at::SDPBackend::math);  // which says what is wrong
+  const auto chosen = at::_fused_sdp_choice(like(q), like(k), like(v), mask ? Maybe(like(*mask)) : mask, dropout, causal, scale, gqa);
+  return int64_t(chosen == int64_t(at::SDPBackend::flash_attention) ? at::SDPBackend::overrideable : at::SDPBackend::math);
+}
+using Attended = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+Attended attention(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, double dropout, bool causal, bool,
+                   std::optional<double> scale) {
+  const auto d = q.device();
+  auto s = [&](const Tensor& t) { return seen(t, "attention", d); };
+  auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(s(q), s(k), s(v), dropout, causal, mask ? Maybe(s(*mask)) : mask, scale);
+  return {as_device(out, d), as_device(sums, d), Tensor(), Tensor(), q.sym_size(2), k.sym_size(2), Tensor(), Tensor(), Tensor()};
+}
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
+                                                              std::array<bool, 4>, const Tensor& out, const Tensor& sums, const Tensor&, const Tensor&,
+                                                              c10::SymInt, c10::SymInt, double dropout, bool causal, const Tensor&, const Tensor&,
+                                                              std::optional<double> scale) {
+  const auto d = g.device();
+  auto s = [&](const Tensor& t) { return seen(t, "attention_backward", d); };
+  auto [a, b, c] = at::_scaled_dot_product_flash_attention_for_cpu_backward(s(g), s(q), s(k), s(v), s(out), s(sums), dropout, causal,
+                                                                            mask.defined() ? Maybe(s(mask)) : std::nullopt, scale);
+  return {as_device(a, d), as_device(b, d), as_device(c, d), Tensor()};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
@@ -781,11 +810,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &compatible);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", &attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
   // Composites elsewhere, kernels of their own on the CPU and on GPUs.
   for (auto name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward", "addr", "addr.out", "_stack", "_stack.out",
                     "any.dims", "all.dims", "any.dims_out", "all.dims_out", "native_channel_shuffle", "linalg__powsum"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+
+// `copy_from` reads conjugates and negatives itself; torch's fallbacks would copy them by a copy of them, without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
@@ -872,6 +907,10 @@ struct Collectives final : c10d::Backend {
 };
 
 }  // namespace
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_choice)
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(&hooks);

@@ -25,7 +25,7 @@ def passed(*words: str, skips: int = 0, **settings: int | str) -> None:
 
 INSIDE = "tests/device/inside"
 POLICIES = "tests/gpu/test_policies.py"
-SIZE = {"devices": 4, "memory_mib": 512}
+SIZE = {"devices": 6, "memory_mib": 512}
 LEFT_OUT = "not the_clock and not (test_policies and compiled)"
 """Inductor's test, and the clock's, whose matrices take a processor minutes."""
 
@@ -39,7 +39,7 @@ def test_inside_a_process_that_has_the_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["runs", "memory", "families"])
+@pytest.mark.parametrize("name", ["runs", "memory", "families", "plan"])
 def test_what_takes_longer(name: str) -> None:
     passed(f"{INSIDE}/test_{name}.py", "-m", "slow", **SIZE)
 
@@ -52,11 +52,24 @@ def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]
     return load_file(Path(done.stdout.split()[-1]) / "checkpoints/last/policy.safetensors")
 
 
+ELSEWHERE = {
+    "tests/strategy/test_context.py": "equals_replicas",
+    "tests/strategy/test_evaluating.py": "evaluate_what_trainers_would",
+    "tests/strategy/test_witnesses.py": "lending or tag",
+    "tests/extensions/rewards/test_service.py": "bit_by_bit or behind_http",
+}
+"""Files of tests that know of no device -> those that also run on it: what they compare are runs."""
+
+
+@pytest.mark.slow
+def test_tests_that_know_of_no_device_pass_on_it() -> None:
+    passed(*ELSEWHERE, "-k", " or ".join(ELSEWHERE.values()), **SIZE)
+
+
 @pytest.mark.slow
 def test_the_digits_run_through_the_launcher(tmp_path: Path) -> None:
-    """The attention's products round otherwise than the CPU's fused ones, hence no bit-equality."""
+    """What the CPU trains, to the bit."""
     words = ("experiment=digits_flowgrpo", "max_rl_steps=2", "logger=none", "~callbacks.evaluation")
     found, wanted = (started(tmp_path / str(n), *words, devices=n) for n in (2, 0))
     assert found.keys() == wanted.keys()
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-3, atol=1e-4)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -19,7 +19,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def devices(test: str) -> int:
-    return 4 if test.endswith("test_runs.py") else 2
+    return 6 if test.endswith("test_runs.py") else 2
 
 
 def test_there_are_enough() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from digenrl import accelerator
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
@@ -92,6 +93,7 @@ class StepLedger:
             return
         began, board, fragment, span = self._training
         self._training = None
+        accelerator.wait()  # the backward pass is given to the device, not yet done
         ended = self._spans.now()
         span.close()
         for portion, group in zip(fragment, self._spec.groups_of(fragment), strict=True):

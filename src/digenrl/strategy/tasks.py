@@ -19,6 +19,7 @@ from functools import partial
 
 from torch import Tensor
 
+from digenrl import accelerator
 from digenrl.cluster.claims import StoredClaims, announce, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
@@ -210,6 +211,7 @@ class TaskRunner:
             stage, step=task.step, group=task.group, version=task.version, samples=task.samples
         ) as facts:
             generation, receiver = self._denoise(generation, began, interrupt)
+            accelerator.wait()
             if receiver is not None and receiver != NOBODY:
                 facts["handed_to"] = receiver
         claim = self._held.pop((task.step, task.index))
@@ -221,6 +223,7 @@ class TaskRunner:
             return None
         with spans.span("decode", step=task.step, group=task.group):
             media = self._engine.decode(generation)
+            accelerator.wait()
         seconds = spans.now() - began
         if share == 1.0:
             self._task_seconds = 0.5 * (seconds + (self._task_seconds or seconds))

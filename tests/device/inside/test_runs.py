@@ -3,13 +3,15 @@ is a fork of this one, which never uses the device itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from digenrl import accelerator
+from digenrl import accelerator, run
 from digenrl.cluster.world import Session, World
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from tests.strategy.processes import (
@@ -26,14 +28,8 @@ strict = torch.get_device_module("strict")
 FSDP = (*FULL, "parallel.sharding=fsdp")
 
 
-def plain(world: World, session: Session) -> None:
-    """The CPU's fused attention rounds otherwise than the products that stand for it elsewhere."""
-    torch.backends.cuda.enable_flash_sdp(False)
-
-
 def without(world: World, session: Session) -> None:
     """This rank has no device."""
-    plain(world, session)
     strict.hide()
     assert accelerator.kind() == "cpu"
 
@@ -41,7 +37,7 @@ def without(world: World, session: Session) -> None:
 def on_the_device(tmp_path: Path, trainers: int, *words: str, resume: bool = False) -> Record:
     """What a run with one rollout did on the device."""
     config = configured(*words)
-    found = completed(run_cluster(tmp_path, trainers, 1, config, resume=resume, before=plain))
+    found = completed(run_cluster(tmp_path, trainers, 1, config, resume=resume))
     assert not strict.is_initialized(), "this process has used the device"
     return found
 
@@ -88,16 +84,25 @@ def test_whole_weights_with_fsdp_and_a_resume(tmp_path: Path) -> None:
     assert relative(found.weights, wanted.weights) < 1e-3
 
 
+OTHERWISE: dict[str, tuple[int, int, tuple[str, ...]]] = {
+    "off-loaded activations": (1, 1, ("model.gradient_checkpointing=offload",)),
+    "schedule full": (1, 1, ("schedule=full",)),
+    "colocated": (1, 0, ("schedule=colocated",)),
+    "hsdp": (4, 1, ("parallel.sharding=hsdp", "parallel.shard_group=2")),
+    "broadcast": (1, 2, ("network.publication=broadcast",)),
+}
+"""What is otherwise than in the plain run -> trainers, rollouts, words."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [("model.gradient_checkpointing=offload",), ("schedule=full",)],
-    ids=["offload", "schedule full"],
-)
-def test_one_trainer_otherwise(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Off-loaded activations; lending, time-step parallelism and a step of asynchrony."""
-    found = on_the_device(tmp_path / "device", 1, *words)
-    assert_close(found, on_the_cpu(tmp_path / "cpu", *words))
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_is_done_otherwise_gives_the_cpus_weights(tmp_path: Path, name: str) -> None:
+    trainers, rollouts, words = OTHERWISE[name]
+    done = run_cluster(tmp_path / "device", trainers, rollouts, configured(*words))
+    same = words if trainers == rollouts else ()  # ranks and links change no number (I1)
+    assert_close(completed(done), on_the_cpu(tmp_path / "cpu", *same))
+    said = [row["by"] for row in done.events() if row["kind"] == "publication"]
+    assert said == ["stccl broadcast"] * (name == "broadcast")
 
 
 SCORER = (
@@ -119,7 +124,7 @@ SCORER = (
 def test_the_scorer_of_a_rank_is_on_its_device(tmp_path: Path, placement: str) -> None:
     """H1 of gpu2.md: children of all ranks were on device 0, where the trainer is."""
     words = (*SCORER, f"reward.placement={placement}", "max_rl_steps=1")
-    done = run_cluster(tmp_path, 1, 2, configured(*words), before=plain)
+    done = run_cluster(tmp_path, 1, 2, configured(*words))
     rewards = {cell.reward.item() for cell in completed(done).cells.values()}
     assert rewards
     assert rewards <= {1.0, 2.0}
@@ -140,7 +145,6 @@ def test_the_network_stays_on_its_device_at_the_end(tmp_path: Path) -> None:
             return found
 
     def counted(world: World, session: Session) -> None:
-        plain(world, session)
         teardown = DisaggregatedStrategy.teardown
 
         def counts(self: DisaggregatedStrategy) -> None:
@@ -153,3 +157,38 @@ def test_the_network_stays_on_its_device_at_the_end(tmp_path: Path) -> None:
     done = run_cluster(tmp_path, 1, 1, configured("max_rl_steps=1"), before=counted)
     completed(done)
     assert [int((tmp_path / f"left-{rank}").read_text()) for rank in range(2)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_seconds_are_booked_where_the_device_works(tmp_path: Path) -> None:
+    """H3 of gpu2.md: spans ended when work was given to the device, before it was done; the rest
+    was called a straggler's. Here each operator keeps the device busy for 200 us."""
+    busy_s, given = 200e-6, [0]
+
+    def slow(rank: run.Rank, world: World) -> None:
+        strict.set_op_us(round(busy_s * 1e6))
+        owner, names = (
+            (rank.strategy, ("training_step", "backward"))
+            if world.is_trainer
+            else (rank.strategy.engine, ("advance", "decode"))
+        )
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                before = sum(strict.calls().values())
+                found = call(*args, **kwargs)
+                given[0] += sum(strict.calls().values()) - before
+                (tmp_path / f"given-{world.role}").write_text(str(given[0]))
+                return found
+
+            return inside
+
+        for name in names:
+            setattr(owner, name, counted(getattr(owner, name)))
+
+    done = run_cluster(tmp_path, 1, 1, configured("max_rl_steps=1"), after_build=slow)
+    completed(done)
+    for role, stages in (("trainer", ("train",)), ("rollout", ("generate", "decode"))):
+        busy = int((tmp_path / f"given-{role}").read_text()) * busy_s
+        booked = sum(row["end"] - row["start"] for name in stages for row in done.spans(name))
+        assert booked > 0.9 * busy > 0.1, f"{role}: {booked} s booked of {busy}"

@@ -137,6 +137,36 @@ def test_autocast_lowers_products_and_keeps_norms() -> None:
         assert F.layer_norm(ones(2, 2).bfloat16(), (2,)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_is_one_kernel_that_keeps_no_matrix_of_tokens(masked: bool) -> None:
+    """Memory grows with the tokens, not with their square, as on a GPU. The numbers are the CPU's."""
+    torch.manual_seed(0)
+    given = torch.randn(3, 1, 2, 512, 8)
+    mask = torch.rand(512, 512) > 0.3 if masked else None
+    found = {}
+    for device in ("cpu", "strict"):
+        mine = given.to(device, copy=True).requires_grad_()
+        hidden = None if mask is None else mask.to(device)
+        before = strict.memory_allocated()
+        strict.reset_peak_memory_stats()
+        out = F.scaled_dot_product_attention(*mine, attn_mask=hidden)
+        out.square().sum().backward()
+        assert mine.grad is not None
+        found[device] = out.detach().cpu(), mine.grad.cpu()
+    assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
+    assert strict.max_memory_allocated() - before < 2 * 512 * 512 * 4
+
+
+def test_conjugates_and_negatives_are_copied() -> None:
+    """torch's fallback for them copies by a copy, without end: the rotation of Qwen-Image's tokens
+    overflowed the stack."""
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    for here in (x.conj(), x.conj().imag):
+        there = x.to(DEVICE).conj() if here.is_complex() else x.to(DEVICE).conj().imag
+        assert torch.equal(there.clone().cpu(), here)
+        assert torch.equal(there.cpu(), here)
+
+
 def test_compiled_code_runs_with_aot_eager() -> None:
     layer = nn.Linear(3, 3).to(DEVICE)
     given = ones(2, 3).requires_grad_()
