@@ -157,11 +157,11 @@ FAULTS = (
     ),
     # ---- placement
     Fault(
-        "placement: the noise of a transition stays on the CPU",
-        POLICY,
-        "        return (host.pin_memory() if own else host).to(self.device, non_blocking=own)",
-        "        return host",
-        "a transition mixes devices",
+        "placement: initial noise stays on the CPU",
+        DENOISE,
+        "    return SampleState(key, noise.to(storage_dtype).to(device))",
+        "    return SampleState(key, noise.to(storage_dtype))",
+        "the network mixes devices",
         RUNS,
         "one_trainer_and",
     ),

@@ -162,8 +162,10 @@ def test_the_network_stays_on_its_device_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_seconds_are_booked_where_the_device_works(tmp_path: Path) -> None:
     """H3 of gpu2.md: spans ended when work was given to the device, before it was done; the rest
-    was called a straggler's. Here each operator keeps the device busy for 200 us."""
-    busy_s, given = 200e-6, [0]
+    was called a straggler's. Here each operator keeps the device busy for a millisecond, and a
+    fragment is one micro-batch."""
+    busy_s, given = 1e-3, [0]
+    words = ("max_rl_steps=1", "data.prompts_per_batch=2", "data.group_size=2", "schedule.gap=1")
 
     def slow(rank: run.Rank, world: World) -> None:
         strict.set_op_us(round(busy_s * 1e6))
@@ -186,7 +188,8 @@ def test_seconds_are_booked_where_the_device_works(tmp_path: Path) -> None:
         for name in names:
             setattr(owner, name, counted(getattr(owner, name)))
 
-    done = run_cluster(tmp_path, 1, 1, configured("max_rl_steps=1"), after_build=slow)
+    config = configured(*words, "schedule.tsp.batch=all")
+    done = run_cluster(tmp_path, 1, 1, config, after_build=slow)
     completed(done)
     for role, stages in (("trainer", ("train",)), ("rollout", ("generate", "decode"))):
         busy = int((tmp_path / f"given-{role}").read_text()) * busy_s
