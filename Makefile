@@ -11,7 +11,7 @@ RUN ?=
 BENCH ?=
 ARGS ?=
 
-# benchmarks/paper.py is `make paper`. benchmarks/learning.py (hours) and emulated.py (an hour and a half) are started by hand, mixture.py for runs that are there,
+# benchmarks/paper.py is `make paper`. benchmarks/learning.py (hours), emulated.py (an hour and a half) and flops.py (which a recipe fails) are started by hand, mixture.py for runs that are there,
 # real_size.py by `make gpu`; mixture_study.py (a CPU hour, resumable) by hand, mixture_tables.py is its pages.
 BENCHES := $(filter-out paper learning emulated flops count_facts live_bytes real_size mixture mixture_study mixture_tables,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
