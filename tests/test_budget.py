@@ -79,10 +79,10 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1413
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1416
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1964),
+    "strategy": Room(1600, ("strategy",), ceiling=1969),
     "transport": Room(700, ("transport",), ceiling=738),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
@@ -135,9 +135,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13160,
+        ceiling=13168,
     ),
-    "everything": Room(26000, ("",), ceiling=28240),
+    "everything": Room(26000, ("",), ceiling=28243),
 }
 """Room -> its budget. The last three rows are sums."""
 
