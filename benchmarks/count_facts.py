@@ -98,12 +98,12 @@ def trainable(name: str, blocks: int, trained: str) -> nn.Module:
 
 
 def activations(
-    name: str, trained: str
+    name: str, trained: str, backward: bool = True
 ) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
     """What blocks keep -> bytes of one unit of blocks per latent token, per text token, per row and
     per forward, by differences of builds of one and two units; what they keep -> share of the
-    forward's FLOPs, attention aside, that the backward pass repeats; and the bytes at the peak of a
-    forward without gradients.
+    forward's FLOPs, attention aside, that the backward pass repeats (without `backward`: 0); and the
+    bytes at the peak of a forward without gradients.
     """
     table: dict[str, Any] = {}
     spent: dict[str, float] = {}
@@ -135,7 +135,8 @@ def activations(
             with FlopCounterMode(display=False) as counter:
                 output = forward(model, *MANY_TOKENS)
                 alone = without_attention(counter)
-                output.sum().backward()
+                if backward:
+                    output.sum().backward()
             return alone, without_attention(counter)
 
         def fit(figures: list[float]) -> dict[str, float]:

@@ -39,7 +39,7 @@ def test_inside_a_process_that_has_the_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["runs", "memory", "families", "plan"])
+@pytest.mark.parametrize("name", ["runs", "memory", "families"])
 def test_what_takes_longer(name: str) -> None:
     passed(f"{INSIDE}/test_{name}.py", "-m", "slow", **SIZE)
 

@@ -25,6 +25,7 @@ from reward_models.jpeg_size import JpegSize
 from tests.models.tiny_policies import make, prompt
 
 DEVICE = torch.device("strict", 0)
+strict = torch.get_device_module("strict")
 
 
 def blocks(device: str) -> dict[str, torch.Tensor]:
@@ -90,6 +91,18 @@ def test_an_average_from_a_checkpoint_follows_its_parameters() -> None:
     with ema.copy.swapped(parameters):
         pass
     assert all(torch.equal(parameters[n].cpu(), value) for n, value in numbers().items())
+
+
+def test_an_update_takes_one_more_copy_of_the_weights() -> None:
+    """The planner's memory model says so: `trainer_memory`."""
+    weights = nn.Parameter(torch.ones(1 << 20, device=DEVICE))
+    optimizer = torch.optim.AdamW([weights])
+    for _ in range(2):  # the first step also makes the optimizer's state
+        weights.grad = torch.ones_like(weights)
+        before = strict.memory_allocated()
+        strict.reset_peak_memory_stats()
+        optimizer.step()
+    assert strict.max_memory_allocated() - before == pytest.approx(weights.nbytes, rel=0.01)
 
 
 # ---- scorers ---------------------------------------------------------------------------------

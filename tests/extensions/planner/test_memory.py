@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.count_facts import without_attention
 from benchmarks.live_bytes import count_bytes
-from digenrl.extensions.planner.memory import rollout_memory, trainer_memory
+from digenrl.extensions.planner.memory import RESERVED, rollout_memory, trainer_memory
 from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
@@ -76,6 +76,8 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     )  # an adapter's wait unsharded for the update's last micro-batch
     full = Workload("wan21_1_3b", 240, 416, 33, 20, 19, 32, 4, 2, True, None)
     assert trainer_memory(full, 8, 2, 1, INPUTS, False, False).gradients == 4 * -(-base // 8)
+    alone = trainer_memory(full, 1, 1, 1, INPUTS, False, False)
+    assert alone.activations + alone.workspace >= 4 * base + RESERVED  # while the optimizer steps
     assert rollout_memory(full, 2).trained == 2 * base  # Policy.only_generate
     assert rollout_memory(WAN, 2).frozen == 2 * base
 

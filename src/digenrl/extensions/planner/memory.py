@@ -226,6 +226,9 @@ def trainer_memory(
     # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are
     # scattered.
     gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0
+    # When activations are gone, the optimizer's step takes another copy of the trained weights, as
+    # did the flat gradient of replicas before it (tests/device/inside/test_parts.py).
+    update = 4 * share - kept - gathered
     return Memory(
         frozen=0 if full else -(-2 * parameters // shards),
         trained=4 * share,
@@ -236,5 +239,6 @@ def trainer_memory(
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,
         activations=kept,
-        workspace=int(max(0.05 * kept + moment, aside) + RESERVED) + encoder_bytes(work) * stays,
+        workspace=int(max(0.05 * kept + moment, aside, update) + RESERVED)
+        + encoder_bytes(work) * stays,
     )

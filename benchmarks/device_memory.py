@@ -1,0 +1,270 @@
+"""The planner's memory model held against the strict device's peak counter (tests/device), which
+counts every byte.
+
+    python -m benchmarks.device_memory [models=flux1_dev,hunyuan_video] [width=4] [depth=4]
+
+A model's build is its tiny one, `width` times wider (16 x 2 x width numbers a token) and `depth`
+units of blocks deep. Its sizes are counted as those of published builds are
+(benchmarks/count_facts.py), and real runs of two trainers and one rollout say what ranks held.
+Prints a table; a minute or more for each row. Needs g++.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import _families, count_facts
+from benchmarks._shared import options
+from digenrl import config as configuration
+from digenrl import run
+from digenrl.cluster.world import World
+from digenrl.config import Composed
+from digenrl.data import PromptData
+from digenrl.extensions.planner.memory import (
+    FRAGMENTATION,
+    RESERVED,
+    rollout_memory,
+    trainer_memory,
+)
+from digenrl.extensions.planner.reading import workload
+from digenrl.extensions.planner.workload import counted
+from digenrl.extensions.tiny import builds
+from digenrl.facts import Facts, families, of_module
+from digenrl.models import pipeline
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.recompute import parse_recompute
+from digenrl.rollout.engine import RolloutEngine
+from tests.device import build
+from tests.device.environment import MARK, environment
+from tests.strategy.processes import FULL, Job, logs, run_series
+
+MIB = 2**20
+RANK = 8
+DEFAULTS = {"models": "flux1_dev,hunyuan_video", "width": "4", "depth": "4"}
+WIDTHS = ("num_attention_heads", "n_heads", "n_kv_heads", "dim", "ffn_dim", "caption_projection_dim",
+          "audio_num_attention_heads", "cross_attention_dim", "audio_cross_attention_dim",
+          "added_kv_proj_dim")  # fmt: skip
+EXPERIMENTS = {
+    "flux1_dev": "flux1_flowgrpo",
+    "sd35_medium": "sd35_flowgrpo",
+    "wan21_14b": "wan21_flowgrpo",
+    "flux2_klein_4b": "flux2_klein_flowgrpo",
+    "qwen_image": "qwen_image_flowgrpo",
+    "hunyuan_video": "hunyuanvideo_dancegrpo",
+    "hunyuan_video15": "hunyuan15_flowgrpo",
+    "ltx2": "ltx2_flowgrpo",
+    "aura_flow": "aura_flow_flowgrpo",
+    "z_image": "zimage_flowgrpo",
+    "flux1_kontext": "flux1_kontext_flowgrpo",
+    "qwen_image_edit": "qwen_image_edit_flowgrpo",
+    "wan21_i2v_14b": "wan21_i2v_flowgrpo",
+    "wan22_a14b": "wan22_a14b_flowgrpo",
+}
+"""Model -> experiment whose run is measured."""
+WORDS = (
+    "hardware=cpu_tiny", "schedule=sync", "callbacks=default", "~callbacks.evaluation",
+    "callbacks.checkpoint.every=1000", "logger=none", "reward=jpeg", "max_rl_steps=2",
+    "allocation.max_restarts=0", "allocation.patience_s=0", "model.dtype=bfloat16",
+    "sampling.height=256", "sampling.width=256", "data.group_size=4", "data.prompts_per_batch=1",
+)  # fmt: skip
+
+LORA = (f"++model.lora={{rank: {RANK}, alpha: {RANK}, targets: attention_ff}}",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a run trains."""
+
+    sharding: str
+    full: bool
+    keeps: str
+    """Value of `model.gradient_checkpointing`."""
+    task: int
+    """Samples of a task."""
+    steps: int
+    """Steps of a sample in one forward (K)."""
+
+    @property
+    def name(self) -> str:
+        trained = "all" if self.full else "LoRA"
+        return f"{self.sharding} | {trained} | {self.keeps} | {self.task} | {self.steps}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        trained = FULL if self.full else LORA
+        return (
+            *trained,
+            f"parallel.sharding={self.sharding}",
+            f"model.gradient_checkpointing={self.keeps}",
+            f"sampling.task_size={self.task}",
+            f"schedule.tsp.batch={self.steps}",
+        )
+
+
+CASES = (
+    Case("ddp", False, "false", 2, 1),
+    Case("ddp", False, "true", 2, 2),
+    Case("ddp", False, "products", 1, 3),
+    Case("ddp", False, "offload", 2, 2),
+    Case("fsdp", False, "false", 2, 1),
+    Case("ddp", True, "true", 2, 1),
+    Case("fsdp", True, "true", 2, 2),
+)
+
+
+def composed(model: str, *words: str) -> Composed:
+    return configuration.load([f"experiment={EXPERIMENTS[model]}", *WORDS, *words])
+
+
+def middle(model: str, width: int, depth: int) -> Facts:
+    """Return the facts of the model with its tiny build made wider and deeper, under its name
+    everywhere in this process."""
+    facts, kind = _families.models()[model], _families.adapter(_families.models()[model])
+    tiny, sizes = dict(builds.part(facts, "transformer")), dict(facts.models[model])
+    tiny |= {name: tiny[name] * width for name in WIDTHS if name in tiny}
+    published, (first, *others) = sizes["network"], kind.depths
+    few = [name for name in others if name in published]
+    tiny |= {first: depth} | {name: depth * published[name] // published[first] for name in few}
+    if "dual_attention_layers" in tiny:
+        tiny["dual_attention_layers"] = list(range(depth // 2))
+    if "n_refiner_layers" in tiny:
+        del tiny["n_refiner_layers"]  # the published number
+    blocks = sizes["blocks"] - published[first] + depth
+    network = {key: value for key, value in tiny.items() if key != "class"}
+    made = {"network": network, "blocks": blocks, "hidden": 0,
+            "attention_blocks": blocks * sizes["attention_blocks"] // sizes["blocks"]}  # fmt: skip
+    return _known(
+        replace(facts, tiny=dict(facts.tiny) | {"transformer": tiny}), model, sizes | made
+    )
+
+
+def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
+    """Return the facts with these sizes of `model`, known under its name in this process."""
+    wide = replace(facts, models={model: sizes})
+    beside = of_module(_families.adapter(facts).__module__)
+    for known, name in ((beside, wide.family), (families(), wide.family), (counted(), model)):
+        known[name] = wide  # type: ignore[index]
+    _families.models()[model] = wide
+    return wide
+
+
+def count(model: str, width: int, depth: int) -> None:
+    """Count the sizes of the middle build, with the conditioning that its own prompts have."""
+    facts = middle(model, width, depth)
+    config: Any = composed(model, *LORA).config
+    policy: DiffusersPolicy = configuration.instantiate(config.model)
+    prompts = PromptData(config.data, config.seed).sampler.batch(0)
+    encoded = [policy.trimmed(policy.encode([prompt])) for prompt in prompts]
+    shapes = {}
+    for key, published in facts.conditioning.items():
+        found = next((each[key].shape[1:] for each in encoded if key in each), published)
+        shapes[key] = tuple(
+            word if isinstance(word, str) else size
+            for word, size in zip(published, found, strict=True)
+        )
+    text = max(each["text"].shape[1] for each in encoded)
+    sizes = dict(facts.models[model]) | {"text_tokens": text}
+    facts = _known(replace(facts, conditioning=shapes), model, sizes)
+    with torch.device("meta"):
+        network = _families.network(model)
+    lists = [block for part in count_facts.lists(network) for block in part]
+    found = {
+        # A backward pass here would start torch's threads, and then no rank could be forked.
+        trained: count_facts.activations(model, trained, backward=False)
+        for trained in ("full", "attn_ff")
+    }
+    counts = {
+        "parameters": sum(p.numel() for p in network.parameters()),
+        "largest_block_parameters": max(sum(p.numel() for p in b.parameters()) for b in lists),
+        "lora_parameters_per_rank": {
+            key: count_facts.lora_per_rank(network, pattern)
+            for key, pattern in count_facts.TARGETS.items()
+        },
+        "kept_bytes": {trained: kept for trained, (kept, _, _) in found.items()},
+        "forward_bytes": found["attn_ff"][2],
+    }
+    _known(facts, model, sizes | counts)
+
+
+def planned(model: str, case: Case, trainer: bool) -> float:
+    """Return the plan's bytes of a rank, without the reserve for what the device does not have. A
+    rollout's are those of its forwards: the decoders here have a sixteenth of the plan's width."""
+    work = workload(composed(model, *case.words))
+    if trainer:
+        shards = 2 if case.sharding == "fsdp" else 1
+        recompute = parse_recompute({"false": False, "true": True}.get(case.keeps, case.keeps))
+        found = trainer_memory(work, shards, case.task, case.steps, recompute, False, False)
+        return found.total - RESERVED
+    weights = rollout_memory(work, case.task)
+    return (
+        weights.frozen
+        + weights.trained
+        + FRAGMENTATION * work.forward_bytes(case.task * work.passes)
+    )
+
+
+def watched(rank: run.Rank, world: World) -> None:
+    """Write the peak of this rank when it has ended; a rollout's is that of its forwards."""
+    pipeline.STAYS = 0  # no decoder waits on the device
+    vars(rank.strategy.session.progress)["gauge"] = None  # nobody else resets the counter
+    strict = torch.get_device_module()
+    strict.reset_peak_memory_stats()
+    fit, advance, peaks = run.Rank.fit, RolloutEngine.advance, [0]
+
+    def forwards(engine: RolloutEngine, *args: Any) -> Any:
+        strict.reset_peak_memory_stats()
+        done = advance(engine, *args)
+        peaks.append(strict.max_memory_allocated())
+        return done
+
+    def to_the_end(self: run.Rank, *args: Any) -> None:
+        fit(self, *args)
+        peak = strict.max_memory_allocated() if world.is_trainer else max(peaks)
+        (self.strategy.session.run_dir / f"peak-{world.rank}").write_text(str(peak))
+        run.Rank.fit, RolloutEngine.advance = fit, advance  # type: ignore[method-assign]
+
+    run.Rank.fit, RolloutEngine.advance = to_the_end, forwards  # type: ignore[method-assign]
+
+
+def measured(path: Path, model: str) -> Iterator[tuple[Case, dict[int, int]]]:
+    """Return each case with rank -> peak bytes."""
+    cases = {str(number): case for number, case in enumerate(CASES)}
+    jobs = [Job(name, composed(model, *case.words).config, watched) for name, case in cases.items()]
+    for job, done in run_series(path, 2, 1, jobs):
+        assert done.outcome.status == "completed", f"{done.outcome.cause}\n{logs(done.run_dir)}"
+        yield cases[job.name], {r: int((done.run_dir / f"peak-{r}").read_text()) for r in range(3)}
+
+
+def main() -> None:
+    if MARK not in os.environ:
+        build.load_or_build()
+        given = environment(memory_mib=2048)
+        words = [sys.executable, "-m", "benchmarks.device_memory", *sys.argv[1:]]
+        raise SystemExit(subprocess.run(words, env=given).returncode)
+    given = options(sys.argv[1:], DEFAULTS, {})
+    # Real tensors are faster than fake ones at this size, and nobody asks for FLOPs.
+    count_facts.FakeTensorMode = nullcontext  # type: ignore[assignment, misc]
+    count_facts.MANY_TOKENS = count_facts.CASES[0]
+    count_facts.RANK, count_facts.MODES = RANK, ("all", "products", "inputs")
+    for model in given["models"].split(","):
+        count(model, int(given["width"]), int(given["depth"]))
+        with tempfile.TemporaryDirectory() as folder:
+            for case, peaks in measured(Path(folder), model):
+                for role, peak in (("trainer", max(peaks[0], peaks[1])), ("rollout", peaks[2])):
+                    plan = planned(model, case, role == "trainer")
+                    share = f"{plan / MIB:.1f} | {peak / MIB:.1f} | {plan / peak:.2f}"
+                    print(f"| {model} | {role} | {case.name} | {share} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
