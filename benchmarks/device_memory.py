@@ -248,7 +248,7 @@ def measured(path: Path, model: str) -> Iterator[tuple[Case, dict[int, int]]]:
 def main() -> None:
     if MARK not in os.environ:
         build.load_or_build()
-        given = environment(memory_mib=2048)
+        given = environment(devices=3, memory_mib=2048)
         words = [sys.executable, "-m", "benchmarks.device_memory", *sys.argv[1:]]
         raise SystemExit(subprocess.run(words, env=given).returncode)
     given = options(sys.argv[1:], DEFAULTS, {})
