@@ -137,7 +137,7 @@ ROOMS = {
         ),
         ceiling=13168,
     ),
-    "everything": Room(26000, ("",), ceiling=28243),
+    "everything": Room(26000, ("",), ceiling=28244),
 }
 """Room -> its budget. The last three rows are sums."""
 
