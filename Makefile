@@ -11,9 +11,9 @@ RUN ?=
 BENCH ?=
 ARGS ?=
 
-# benchmarks/paper.py is `make paper`. benchmarks/learning.py (hours), emulated.py (an hour and a half) and flops.py (which a recipe fails) are started by hand, mixture.py for runs that are there,
-# real_size.py by `make gpu`; mixture_study.py (a CPU hour, resumable) by hand, mixture_tables.py is its pages.
-BENCHES := $(filter-out paper learning emulated flops count_facts live_bytes real_size mixture mixture_study mixture_tables,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
+# By hand: learning.py and objectives.py (hours), emulated.py (an hour and a half), mixture_study.py (a CPU hour), device_memory.py, flops.py
+# (which a recipe fails). mixture.py reads runs, mixture_tables.py makes pages; `make paper` is paper.py, `make gpu` real_size.py.
+BENCHES := $(filter-out paper learning emulated flops objectives device_memory count_facts live_bytes real_size mixture mixture_study mixture_tables,$(sort $(notdir $(basename $(wildcard benchmarks/[a-z]*.py)))))
 
 # Threads that spin while they wait would take a core from another rank.
 export OMP_WAIT_POLICY ?= passive
