@@ -1,7 +1,7 @@
 """The planner's memory model held against the strict device's peak counter (tests/device), which
 counts every byte.
 
-    python -m benchmarks.device_memory [models=flux1_dev,hunyuan_video] [width=4] [depth=4]
+    python -m benchmarks.device_memory [experiments=flux1_flowgrpo] [width=4] [depth=4]
 
 A model's build is its tiny one, `width` times wider (16 x 2 x width numbers a token) and `depth`
 units of blocks deep. Its sizes are counted as those of published builds are
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,27 +50,10 @@ from tests.strategy.processes import FULL, Job, logs, run_series
 
 MIB = 2**20
 RANK = 8
-DEFAULTS = {"models": "flux1_dev,hunyuan_video", "width": "4", "depth": "4"}
+DEFAULTS = {"experiments": "flux1_flowgrpo", "width": "4", "depth": "4"}
 WIDTHS = ("num_attention_heads", "n_heads", "n_kv_heads", "dim", "ffn_dim", "caption_projection_dim",
           "audio_num_attention_heads", "cross_attention_dim", "audio_cross_attention_dim",
           "added_kv_proj_dim")  # fmt: skip
-EXPERIMENTS = {
-    "flux1_dev": "flux1_flowgrpo",
-    "sd35_medium": "sd35_flowgrpo",
-    "wan21_14b": "wan21_flowgrpo",
-    "flux2_klein_4b": "flux2_klein_flowgrpo",
-    "qwen_image": "qwen_image_flowgrpo",
-    "hunyuan_video": "hunyuanvideo_dancegrpo",
-    "hunyuan_video15": "hunyuan15_flowgrpo",
-    "ltx2": "ltx2_flowgrpo",
-    "aura_flow": "aura_flow_flowgrpo",
-    "z_image": "zimage_flowgrpo",
-    "flux1_kontext": "flux1_kontext_flowgrpo",
-    "qwen_image_edit": "qwen_image_edit_flowgrpo",
-    "wan21_i2v_14b": "wan21_i2v_flowgrpo",
-    "wan22_a14b": "wan22_a14b_flowgrpo",
-}
-"""Model -> experiment whose run is measured."""
 WORDS = (
     "hardware=cpu_tiny", "schedule=sync", "callbacks=default", "~callbacks.evaluation",
     "callbacks.checkpoint.every=1000", "logger=none", "reward=jpeg", "max_rl_steps=2",
@@ -122,8 +105,8 @@ CASES = (
 )
 
 
-def composed(model: str, *words: str) -> Composed:
-    return configuration.load([f"experiment={EXPERIMENTS[model]}", *WORDS, *words])
+def composed(experiment: str, *words: str) -> Composed:
+    return configuration.load([f"experiment={experiment}", *WORDS, *words])
 
 
 def middle(model: str, width: int, depth: int) -> Facts:
@@ -158,10 +141,11 @@ def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
     return wide
 
 
-def count(model: str, width: int, depth: int) -> None:
+def count(experiment: str, width: int, depth: int) -> None:
     """Count the sizes of the middle build, with the conditioning that its own prompts have."""
+    known = composed(experiment, *LORA)
+    config, model = cast(Any, known.config), known.choices["model"]
     facts = middle(model, width, depth)
-    config: Any = composed(model, *LORA).config
     policy: DiffusersPolicy = configuration.instantiate(config.model)
     prompts = PromptData(config.data, config.seed).sampler.batch(0)
     encoded = [policy.trimmed(policy.encode([prompt])) for prompt in prompts]
@@ -196,10 +180,10 @@ def count(model: str, width: int, depth: int) -> None:
     _known(facts, model, sizes | counts)
 
 
-def planned(model: str, case: Case, trainer: bool) -> float:
+def planned(experiment: str, case: Case, trainer: bool) -> float:
     """Return the plan's bytes of a rank, without the reserve for what the device does not have. A
     rollout's are those of its forwards: the decoders here have a sixteenth of the plan's width."""
-    work = workload(composed(model, *case.words))
+    work = workload(composed(experiment, *case.words))
     if trainer:
         shards = 2 if case.sharding == "fsdp" else 1
         recompute = parse_recompute({"false": False, "true": True}.get(case.keeps, case.keeps))
@@ -236,10 +220,12 @@ def watched(rank: run.Rank, world: World) -> None:
     run.Rank.fit, RolloutEngine.advance = to_the_end, forwards  # type: ignore[method-assign]
 
 
-def measured(path: Path, model: str) -> Iterator[tuple[Case, dict[int, int]]]:
+def measured(path: Path, experiment: str) -> Iterator[tuple[Case, dict[int, int]]]:
     """Return each case with rank -> peak bytes."""
     cases = {str(number): case for number, case in enumerate(CASES)}
-    jobs = [Job(name, composed(model, *case.words).config, watched) for name, case in cases.items()]
+    jobs = [
+        Job(name, composed(experiment, *case.words).config, watched) for name, case in cases.items()
+    ]
     for job, done in run_series(path, 2, 1, jobs):
         assert done.outcome.status == "completed", f"{done.outcome.cause}\n{logs(done.run_dir)}"
         yield cases[job.name], {r: int((done.run_dir / f"peak-{r}").read_text()) for r in range(3)}
@@ -256,14 +242,14 @@ def main() -> None:
     count_facts.FakeTensorMode = nullcontext  # type: ignore[assignment, misc]
     count_facts.MANY_TOKENS = count_facts.CASES[0]
     count_facts.RANK, count_facts.MODES = RANK, ("all", "products", "inputs")
-    for model in given["models"].split(","):
-        count(model, int(given["width"]), int(given["depth"]))
+    for experiment in given["experiments"].split(","):
+        count(experiment, int(given["width"]), int(given["depth"]))
         with tempfile.TemporaryDirectory() as folder:
-            for case, peaks in measured(Path(folder), model):
+            for case, peaks in measured(Path(folder), experiment):
                 for role, peak in (("trainer", max(peaks[0], peaks[1])), ("rollout", peaks[2])):
-                    plan = planned(model, case, role == "trainer")
+                    plan = planned(experiment, case, role == "trainer")
                     share = f"{plan / MIB:.1f} | {peak / MIB:.1f} | {plan / peak:.2f}"
-                    print(f"| {model} | {role} | {case.name} | {share} |", flush=True)
+                    print(f"| {experiment} | {role} | {case.name} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]
 
 
 ELSEWHERE = {
-    "tests/strategy/test_context.py": "equals_replicas",
+    "tests/extensions/context/test_context.py": "equals_replicas",
     "tests/strategy/test_evaluating.py": "evaluate_what_trainers_would",
     "tests/strategy/test_witnesses.py": "lending or tag",
     "tests/extensions/rewards/test_service.py": "bit_by_bit or behind_http",
