@@ -225,6 +225,7 @@ def snippet(table: Mapping[str, Measured], pool: str, composed: Composed) -> str
         if choices
         else composed.run_dir.name
     )
-    rows = [f"  {stage}: {{{pool}: {measured.median:.6g}}}" for stage, measured in table.items()]
+    # "#" keeps the point, without which YAML reads 3e-05 as text.
+    rows = [f"  {stage}: {{{pool}: {measured.median:#.6g}}}" for stage, measured in table.items()]
     note = f"# Seconds per unit (median of {REPEATS}), measured by `digenrl profile {source}`"
     return "\n".join([note, "seconds:", *rows]) + "\n"
