@@ -14,6 +14,7 @@ from digenrl.config.compose import composed
 from digenrl.config.removed import MOVED
 from digenrl.config.schema import RESUMABLE
 from digenrl.config.targets import target_problems
+from digenrl.extension import installed
 from digenrl.extensions.help.pages import configuration_help
 
 SERVED = "reward.urls={judge_a: ['%s']}"
@@ -188,4 +189,5 @@ def test_a_class_that_moved_is_found_where_it_is_now(run: Path) -> None:
     resumed = RESUMED(run, []).config
     assert resumed.algorithm.sde._target_ == "digenrl.extensions.methods.sde.LinearSDE"
     for moved in MOVED.values():
-        assert target_problems({"_target_": moved}) == []
+        if installed(moved.split(".")[2]):
+            assert target_problems({"_target_": moved}) == []
