@@ -172,10 +172,9 @@ class HeartbeatMonitor:
         self._seen: dict[int, tuple[str | None, float]] = {}
         self._hangs: Callable[[Mapping[int, Sequence[Stretch]]], dict[int, str]] = lambda doing: {}
         """Finds the ranks that hang, from what their threads say that they do."""
-        if limits.stage_factor is not None and installed("hangs"):
+        if installed("hangs"):
             detector = "digenrl.extensions.hangs.detector.HangDetector"
-            wanted = f"limits.stage_factor = {limits.stage_factor}"
-            self._hangs = extension(detector, wanted, "use null")(limits).hanging
+            self._hangs = extension(detector, "limits.stage_factor", "use null")(limits).hanging
         self._next = 0.0
 
     def unresponsive(self, ranks: list[int]) -> dict[int, str]:
