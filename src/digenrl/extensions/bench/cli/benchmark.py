@@ -55,7 +55,7 @@ MOST_FRAMES, MOST_PIXELS = 1 << 12, 1 << 30
 """Limits for reading a file that this command has written itself."""
 
 
-class NoCheckpoint(RuntimeError):
+class StepNotKept(RuntimeError):
     """The run lacks the checkpoint that was asked for."""
 
 
@@ -163,7 +163,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
 
     Raises:
         ConfigError: no such run, or words that do not fit.
-        NoCheckpoint: the run has no such checkpoint.
+        StepNotKept: the run has no such checkpoint.
         SuiteError: a missing or malformed file, images of other settings, a detector that does not
             fit.
     """
@@ -412,7 +412,7 @@ def _earlier_run(name: str) -> Any:
 
 
 def _checkpoint(run_dir: Path, step: str) -> Path:
-    """Return the complete checkpoint `step` (`last`, or an RL step). Raises NoCheckpoint."""
+    """Return the complete checkpoint `step` (`last`, or an RL step). Raises StepNotKept."""
     from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, verify
 
     folder = run_dir / "checkpoints"
@@ -422,13 +422,13 @@ def _checkpoint(run_dir: Path, step: str) -> Path:
             return newest_valid(folder, say=partial(print, file=sys.stderr))
         if step not in there:
             names = ", ".join(sorted(there, key=int)) or "none"
-            raise NoCheckpoint(
+            raise StepNotKept(
                 f"step={step}: {run_dir} keeps no checkpoint of it; there are: {names}."
             )
         verify(there[step])
         return there[step]
     except CheckpointError as error:
-        raise NoCheckpoint(str(error)) from error
+        raise StepNotKept(str(error)) from error
 
 
 def _identity(checkpoint: Path) -> dict[str, str]:
