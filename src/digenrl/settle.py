@@ -105,8 +105,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
     """Return the configuration with this allocation, and with values for `parallel.sharding`,
     `schedule.tsp.batch`, `model.gradient_checkpointing` and `allocation.evaluation`.
 
-    For a model whose sizes nobody has counted, `auto` means replicas, all trained steps in one
-    forward, and blocks that are computed again where the build is real.
+    For a model without known sizes, `auto` means replicas and all trained steps in one forward.
+    Real builds then recompute every block.
 
     Raises:
         ValueError: the numbers contradict another key, or a rank would not fit into its GPU's

@@ -232,8 +232,8 @@ class ThisMachine:
 
 
 def check_place(composed: Composed, place: Place | None) -> None:
-    """Refuse a run whose ranks on this machine cannot have their GPUs, interface or ports, or whose
-    settings need an extension that is not installed.
+    """Check the run's GPUs, network interface, ports and extensions on this machine. Refuse the run
+    if any is missing.
 
     Args:
         place: the scheduler's numbers for this process; None without a scheduler.

@@ -22,7 +22,7 @@ class ReportKeys(Arguments):
     """Keys of the command line."""
 
     run: RunDirectory
-    """finished, crashed or still running"""
+    """Run to report on. It may be finished, crashed or still running."""
 
 
 def main(arguments: Sequence[str]) -> int:

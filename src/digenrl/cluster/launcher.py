@@ -490,8 +490,8 @@ class _Watch:
         return self._control.get(f"cause/{rank}") or unsaid
 
     def _look_after_rollouts(self, left: set[int]) -> None:
-        """Handle rollouts that have just `left`, that ask to leave, or that joined. End the run
-        when too few remain."""
+        """Handle rollouts that have just `left`, ask to leave or joined. End the run when too few
+        remain."""
         for rank in left & self._members.leaving:
             self._fail(self._members.gone(rank, "left"))
         self._fail(self._members.watch())

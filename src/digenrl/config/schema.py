@@ -154,236 +154,251 @@ class AllocationKeys(Closed):
     """allocation.*"""
 
     trainers: AtLeast1 | Auto
-    """ranks that train; auto: what the hardware profile's pools say"""
+    """Number of ranks that train. auto: taken from the pools of the hardware profile."""
     rollouts: AtLeast0 | Auto | Span
-    """ranks that only generate; 0: every rank generates and trains; {min, max}: launch=local starts
-    max, launch=ray min, and more as there are places; with fewer than min a run waits for
-    patience_s"""
+    """Number of ranks that only generate. 0: every rank both generates and trains. {min, max}: an
+    elastic run. launch=local starts max ranks, launch=ray starts min and adds more as places become
+    free. A run with fewer than min waits for patience_s."""
     evaluation: Literal["auto", "trainers", "rollouts"]
-    """ranks that draw and score the evaluation's samples, which are the same; rollouts: while
-    trainers go on, with a moving average too; auto: rollouts where they have the memory, else
-    trainers"""
+    """Ranks that draw and score the evaluation samples. The samples are the same either way.
+    rollouts: trainers go on meanwhile. auto: rollouts if they have the memory, otherwise
+    trainers."""
     max_lost_rollouts: AtLeast0 | Auto
-    """rollout ranks that may die while the run goes on; auto: all; 0: none, and none may leave"""
+    """Number of rollout ranks that may die or leave while the run goes on. auto: all. 0: none."""
     patience_s: Amount
-    """seconds that a run with fewer rollouts than rollouts.min (of a number: 1) waits for others to
-    join, while those that are left generate; then it is saved and ends"""
+    """Seconds to wait for new rollouts when fewer than rollouts.min remain (1 if rollouts is a
+    number). The remaining ranks generate meanwhile. After that the run is saved and ends."""
     stop_grace_s: Amount | Auto
-    """seconds for the step in progress after a stop signal; auto: 3 x the longest recent step, at
-    least 5, at most half of what SLURM or torchrun leave"""
+    """Seconds that the current step gets after a stop signal. auto: 3 x the longest recent step, at
+    least 5, and at most half of the time that SLURM or torchrun allows."""
     stop_save_s: Positive
-    """seconds for saving when that step is given up; ranks that are still there are killed"""
+    """Seconds for saving when the current step is given up. Ranks that have not finished by then
+    are killed."""
     max_restarts: AtLeast0
-    """times that a run whose ranks died begins again from its newest checkpoint by itself; not
-    after a stop, before its first step, or where it died at one step twice; 0: any such death ends
-    it"""
+    """Number of times that a run whose ranks died restarts from its newest checkpoint. A run does
+    not restart after a stop, before its first step, or after dying twice at the same step. 0: the
+    run ends."""
     restart_pause_s: Amount
-    """seconds before the first restart; twice as many before each next one"""
+    """Seconds before the first restart. The pause doubles before each further restart."""
 
 
 class RayKeys(Closed):
     """ray.*"""
 
     address: Text | None
-    """HOST:PORT of a cluster's head, or auto; null: that of RAY_ADDRESS, else this machine alone"""
+    """HOST:PORT of the cluster's head, or auto. null: the value of RAY_ADDRESS, otherwise a cluster
+    on this machine."""
     resources: dict[str, dict[str, Positive]]
-    """pool of the profile -> what a rank there wants (CPU, GPU, accelerator_type:H20: 0.001, or any
-    name); a pool that is not here: 1 GPU, or 1 CPU where it has no GPUs"""
+    """Pool name -> resources of one rank (CPU, GPU, accelerator_type:H20: 0.001, or a custom name).
+    A pool without an entry asks for 1 GPU, or for 1 CPU if the pool has no GPUs."""
     wait_s: Positive
-    """until all ranks must have a place, nodes that still start included"""
+    """Seconds until every rank must have a place. The time that new nodes need to start counts."""
     respawn_s: Amount
-    """seconds before another rollout is started for one that died; twice as many for each next
-    one"""
+    """Seconds before a dead rollout is replaced. The pause doubles before each further
+    replacement."""
 
 
 class NetworkKeys(Closed):
     """network.*"""
 
     interface: Text | None
-    """whose address ranks listen on, for gloo and NCCL too (eth0, ib0); null: loopback on one
-    machine, else that of the route to MASTER_ADDR"""
+    """Network interface whose address all ranks listen on, gloo and NCCL included (eth0, ib0).
+    null: loopback on one machine, otherwise the interface of the route to MASTER_ADDR."""
     ports: Ports | None
-    """of the control store and of every rank's link, on each machine: ranks + 1; null: any free
-    ones"""
+    """Ports of the control store and of every rank's link on each machine. The range must hold
+    ranks + 1 ports. null: any free ports."""
     publication: Literal["auto", "stream", "broadcast"]
-    """how weights travel to rollouts; broadcast: torch.distributed's (NCCL, gloo on processors), to
-    the rollouts that the run begins with, until one is lost; others get streams; auto: broadcast
-    where every rank has a GPU and their number is fixed"""
+    """How weights travel to rollouts. stream: over sockets. broadcast: by torch.distributed (NCCL,
+    or gloo on CPUs) to the rollouts that started with the run, until one of them is lost. Later
+    rollouts get streams. auto: broadcast if every rank has a GPU and their number is fixed."""
     delta: bool | Auto
-    """rollouts get what has changed since the version that they hold (exclusive or,
-    digest-checked); auto: over thin lines"""
+    """Send rollouts only the difference to the version that they hold (exclusive or, checked by
+    digest). auto: on thin links."""
     whole_every: AtLeast1
-    """every so-many-th version travels whole all the same; 1: each does"""
+    """Every n-th version is sent whole even when deltas are on. 1: every version."""
     compress: bool | Auto
-    """trajectories, weights and suspended tasks are packed without loss (zlib); auto: over thin
-    lines"""
+    """Compress trajectories, weights and suspended tasks without loss (zlib). auto: on thin
+    links."""
     thin_mb_s: Positive
-    """MB/s; a line that carries less is thin: as hardware.links says, or as it was seen to carry"""
+    """MB/s below which a link counts as thin. The speed is taken from hardware.links, or
+    measured."""
 
 
 class ParallelKeys(Closed):
     """parallel.*"""
 
     sharding: Literal["ddp", "hsdp", "fsdp", "auto"]
-    """ddp: replicas; hsdp: weights sharded inside a node; fsdp: over all trainers; auto: the first
-    that fits"""
+    """How trainers hold the weights. ddp: a replica on each. hsdp: sharded inside a node. fsdp:
+    sharded over all trainers. auto: the first of these that fits into memory."""
     shard_group: AtLeast1 | Auto
-    """hsdp: trainers that hold one copy of the weights; auto: those of a node"""
+    """Number of trainers that together hold one copy of the weights under hsdp. auto: the trainers
+    of a node."""
     context: AtLeast1
-    """neighbouring trainers that share the tokens of each trained forward (Ulysses), where a sample
-    is too long for one GPU; divides the trainers of a node and the attention heads; Wan and
-    HunyuanVideo (also 1.5); 1: none"""
+    """Number of neighbouring trainers that share the tokens of each trained forward (Ulysses), for
+    samples that are too long for one GPU. Must divide the trainers of a node and the attention
+    heads. Wan and HunyuanVideo (also 1.5) support it. 1: no sharing."""
 
 
 class PatienceKeys(Closed):
     """limits.*: how long ranks are waited for, in seconds unless said otherwise."""
 
     stage_factor: Annotated[float, Field(ge=1)] | None
-    """a rank hangs after this many times its stage's longest stretch without progress; null:
-    never"""
+    """A rank counts as hanging after this many times the longest earlier pause in the same stage.
+    null: never."""
     stage_floor_s: Positive
-    """... and not before so many seconds; also where all ranks wait"""
+    """Least seconds without progress before a rank counts as hanging. Also applies when all ranks
+    wait."""
     start_s: Positive
-    """in place of both: a rank's start, and its first stretch of each stage"""
+    """Seconds that replace stage_factor and stage_floor_s while a rank starts and in its first pass
+    through each stage."""
     collective_s: Positive
-    """one collective of the trainers, the wait for the slowest included"""
+    """Seconds that one collective of the trainers may take. The wait for the slowest trainer
+    counts."""
     join_s: Positive
-    """first sign of life of a process that torchrun or SLURM started, once process 0 is there"""
+    """Seconds in which a process that torchrun or SLURM started must report, counted from the start
+    of process 0."""
     silent_s: Positive
-    """a rank without heartbeat and processor time counts as dead"""
+    """Seconds without heartbeat and CPU time after which a rank counts as dead."""
     absent_s: Positive
-    """without a sign of life from the process that watches a joined rollout; its machine counts as
-    gone"""
+    """Seconds without a report from the process that watches a joined rollout, after which its
+    machine counts as gone."""
     suspended_s: Positive
-    """so does a suspended one (SIGSTOP), and a suspended launcher"""
+    """Seconds after which a suspended rank (SIGSTOP) or a suspended launcher counts as gone."""
     leave_s: Positive
-    """at the end of a run, for what is still on its way to other ranks"""
+    """Seconds that ranks wait at the end of a run for messages that are still being sent."""
     verdict_s: Positive
-    """until the launcher says that a run goes on without a rank that is gone"""
+    """Seconds in which the launcher must decide whether the run goes on without a lost rank."""
     abort_s: Positive
-    """after a failure, in which ranks leave by themselves; then they are killed"""
+    """Seconds that ranks have to exit by themselves after a failure. After that they are killed."""
 
 
 class RecordKeys(Closed):
     """record.*"""
 
     keep_mib: Positive
-    """MiB of all ranks' spans, and of their decisions; events get a quarter; then steps are left
-    out"""
+    """MiB that the spans of all ranks may take, and again for their decisions. Events get a quarter
+    of it. Beyond the limit, steps are left out."""
     trajectories: bool
-    """keep what trainers consume (latents, rewards, ...), for `replay`"""
+    """Record what trainers consume (latents, rewards, ...), so that `replay` can train on it."""
     trajectories_mib: Positive
-    """MiB of that, of all trainers; the record ends with the last RL step that fits, the run goes
-    on"""
+    """MiB that the trajectories of all trainers may take. Recording stops before the first RL step
+    that does not fit; the run goes on."""
 
 
 class DataKeys(Closed):
     """data.*"""
 
     prompts: PromptFile | PromptFiles
-    """training prompts; a path, or the name of a file of digenrl/prompts; of several files, each
-    batch has each one's part by weight"""
+    """Training prompts: a path, or the name of a file in digenrl/prompts. With several files, each
+    batch takes its share of every file by weight."""
     heldout: PromptFile | None
-    """prompts of the evaluation; null: the training prompts"""
+    """Prompts of the evaluation. null: the training prompts."""
     prompts_per_batch: int = Field(ge=1, le=65536)
-    """groups of an RL step, each of one prompt"""
+    """Number of groups in an RL step. Each group has one prompt."""
     group_size: int = Field(ge=2, le=4096)
-    """samples of a group"""
+    """Number of samples in a group."""
     samples: Literal["generated", "files"]
-    """where a group's samples come from: the model, or the files that the prompt's line names"""
+    """Where the samples of a group come from. generated: the model. files: the media files that the
+    prompt's line names."""
     oversample: AtLeast0
-    """groups generated beyond prompts_per_batch; the first that teach something are trained"""
+    """Number of groups generated beyond prompts_per_batch. The first groups whose rewards differ
+    are trained."""
     zero_variance_groups: Literal["keep", "drop"]
-    """groups whose samples all score alike: they stay in the loss's denominator, or leave it and
-    the KL"""
+    """What happens to groups whose samples all have the same reward. keep: they count in the
+    denominator of the loss. drop: they leave the denominator and the KL."""
     updates_split: Literal["groups", "samples"]
-    """what several updates of a batch share out; groups: each trains some of the groups; samples:
-    each trains some samples of every group, by their numbers. Advantages are the whole group's
-    either way"""
+    """How several updates share a batch. groups: each update trains some of the groups. samples:
+    each update trains some samples of every group, chosen by their numbers. Advantages always use
+    the whole group."""
     prompt_store: Auto | Directory | None
-    """where encoded prompts are kept for all ranks and later runs; auto: the user's cache; null:
-    nowhere"""
+    """Directory in which encoded prompts are kept for all ranks and later runs. auto: the user's
+    cache. null: prompts are not kept."""
     image_max_mib: Positive
-    """MiB of an image that a prompt names; a larger one is refused"""
+    """Largest size in MiB of an image that a prompt names. A larger file is refused."""
     image_max_pixels: AtLeast1
-    """width x height of such an image, read from its head; a larger one is refused before it is
-    decoded"""
+    """Largest width x height of an image that a prompt names, read from the file's header. A larger
+    image is refused before it is decoded."""
 
 
 class TspKeys(Closed):
     """schedule.tsp.*"""
 
     batch: AtLeast1 | Literal["auto", "all"]
-    """trained steps of a sample in one forward; auto: what memory allows"""
+    """Number of trained steps of a sample in one forward. auto: as many as the memory allows."""
     shard: bool
-    """spread the trained steps of a sample over the trainers"""
+    """Distribute the trained steps of a sample over the trainers."""
 
 
 class ScheduleKeys(Closed):
     """schedule.*"""
 
     auto: bool
-    """what is not given of the schedule, the split, sharding and task size is what the planner
-    finds fastest on policy when the run starts; config.yaml says what"""
+    """Let the planner choose the keys of the schedule, the allocation, the sharding and the task
+    size that you do not give. It takes the fastest on-policy plan when the run starts, and
+    config.yaml shows the choice."""
     gap: AtLeast0
-    """groups of a fragment, trained as soon as they are complete; 0: the whole batch"""
+    """Number of groups in a fragment. Training of a fragment starts as soon as it is complete. 0:
+    the whole batch is one fragment."""
     claims: Literal["shared", "split"]
-    """shared: faster ranks take more tasks; split: equal parts, fixed beforehand"""
+    """How tasks are distributed. shared: faster ranks take more tasks. split: every rank gets an
+    equal part in advance."""
     tsp: TspKeys
     tag: bool
-    """waiting trainers may generate, where that is predicted to shorten the step"""
+    """Let waiting trainers generate when this is predicted to shorten the step."""
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)]
-    """each trainer's part of the training: its relative speed"""
+    """Part of the training that each trainer takes. measured: in proportion to its measured speed.
+    A list: relative speeds."""
     skip_zero: bool
-    """cells whose gradient is known to be zero (advantage 0, no KL) are not trained"""
+    """Do not train cells whose gradient is known to be zero (advantage 0 and no KL)."""
     async_steps: int = Field(ge=0, le=1)
-    """1: some groups of a batch use weights one version old"""
+    """1: some groups of a batch are generated with weights that are one version old. 0: none."""
     stale_fraction: Share
-    """share of a batch's groups that do so; read with async_steps=1"""
+    """Share of a batch's groups that use older weights. Only read with async_steps=1."""
 
 
 class EvaluatedKeys(Closed):
     """sampling.eval.*"""
 
     steps: Steps | None = ABSENT
-    """denoising steps of an evaluation; null: sampling.steps"""
+    """Denoising steps of an evaluation. null: sampling.steps."""
     guidance_scale: Annotated[float, Field(ge=0, le=100)] | None
-    """of an evaluation; null: sampling.guidance_scale"""
+    """Guidance scale of an evaluation. null: sampling.guidance_scale."""
     solver: Literal["euler", "dpm2"]
-    """of an evaluation's ODE; dpm2: DPM-Solver++ of second order"""
+    """ODE solver of an evaluation. dpm2: DPM-Solver++ of second order."""
     batch: AtLeast1 | None
-    """samples of an evaluation at once; null: all of a prompt"""
+    """Number of evaluation samples generated at once. null: all samples of a prompt."""
 
 
 class ScoutsKeys(Closed):
     """sampling.scouts.*"""
 
     candidates: AtLeast1
-    """initial noises tried for each sample; a task keeps its best and worst halves; 1: no scouts"""
+    """Number of initial noises tried for each sample. Of all its tries a task keeps the best and
+    the worst, half each. 1: no scouts."""
     steps: Steps
-    """ODE steps of a try; the chosen ones are generated anew with sampling.steps"""
+    """ODE steps of each try. The chosen noises are then sampled with sampling.steps."""
 
 
 class SamplingKeys(Closed):
     """sampling.*"""
 
     steps: Steps
-    """denoising steps of a sample"""
+    """Denoising steps of a sample."""
     guidance_scale: Annotated[float, Field(ge=0, le=100)] | None
-    """of classifier-free or embedded guidance; null: none"""
+    """Scale of classifier-free or embedded guidance. null: no guidance."""
     height: int = Field(ge=1, le=8192)
-    """pixels"""
+    """Height of a sample in pixels."""
     width: int = Field(ge=1, le=8192)
-    """pixels"""
+    """Width of a sample in pixels."""
     frames: int = Field(ge=1, le=1024)
-    """of a video; 1: images"""
+    """Number of frames of a video. 1: images."""
     storage_dtype: Literal["float32", "bfloat16", "float16", "float64"]
-    """of latents on their way to the trainers"""
+    """Dtype of the latents that are sent to the trainers."""
     task_size: Annotated[int, Field(ge=1, le=4096)] | Auto
-    """samples that a rank generates at once; divides data.group_size; auto: the fewest that keep
-    every GPU of the profile busy, whatever the schedule"""
+    """Number of samples that a rank generates at once. Must divide data.group_size. auto: the
+    smallest that keeps every GPU of the profile busy under any schedule."""
     same_noise: bool
-    """the samples of a group share their initial noise"""
+    """Give all samples of a group the same initial noise."""
     scouts: ScoutsKeys
     eval: EvaluatedKeys
 
@@ -392,25 +407,25 @@ class OptimizerKeys(Open):
     """algorithm.optimizer.*"""
 
     lr: Positive = ABSENT
-    """learning rate"""
+    """Learning rate."""
     weight_decay: Amount = ABSENT
-    """weight decay"""
+    """Weight decay."""
 
 
 class SdeKeys(Open):
     """algorithm.sde.*"""
 
     noise_level: Amount = ABSENT
-    """strength of the noise of Flow-SDE and CPS"""
+    """Noise strength of Flow-SDE and CPS."""
     eta: Amount = ABSENT
-    """strength of the noise of DanceGRPO's SDE"""
+    """Noise strength of DanceGRPO's SDE."""
 
 
 class AdvantageKeys(Open):
     """algorithm.advantage.*"""
 
     std: Literal["group", "batch", "none", "max_group"] = ABSENT
-    """whose standard deviation divides the advantages"""
+    """Standard deviation by which advantages are divided."""
 
 
 class AlgorithmKeys(Open):
@@ -419,18 +434,19 @@ class AlgorithmKeys(Open):
     clip_range: (
         Annotated[float, Field(gt=0, lt=1)] | Annotated[list[Amount], Field(min_length=2)]
     ) = ABSENT
-    """how far a ratio may leave 1; a list: below, above"""
+    """Distance from 1 at which ratios are clipped. A list gives the distances below and above 1."""
     kl_weight: Amount = ABSENT
-    """weight of the KL divergence from the reference model; 0: none"""
+    """Weight of the KL divergence from the reference model. 0: no KL."""
     step_weight: Literal["none", "std", "longcat", "rectified"] = ABSENT
-    """of the policy loss, step by step; std: the step's std/sqrt(h); longcat: LongCat's, KL too;
-    rectified: Flash-GRPO's, which makes the gradients of all steps alike"""
+    """Weight of each denoising step in the policy loss. std: the step's std/sqrt(h). longcat:
+    LongCat's weights, for the KL as well. rectified: Flash-GRPO's weights, which make the gradients
+    of all steps alike."""
     detach_uncond: bool = ABSENT
-    """guidance trains its conditional branch alone"""
+    """Let gradients of guided forwards pass only through the conditional branch."""
     updates_per_batch: AtLeast1 = ABSENT
-    """optimizer updates of an RL step"""
+    """Number of optimizer updates in an RL step."""
     max_grad_norm: Positive | None = ABSENT
-    """gradients are clipped to this norm; null: never"""
+    """Norm to which gradients are clipped. null: no clipping."""
     optimizer: OptimizerKeys = Field(ABSENT)
     sde: SdeKeys = Field(ABSENT)
     advantage: AdvantageKeys = Field(ABSENT)
@@ -440,40 +456,40 @@ class RewardKeys(Open):
     """reward.*"""
 
     placement: Literal["inline", "thread", "process", "http"] = ABSENT
-    """where scorers run"""
+    """Where scorers run."""
     urls: Urls = ABSENT
-    """reward services of the scorers placed http"""
+    """URLs of the reward services of scorers with placement http."""
     max_missing_share: Share = ABSENT
-    """of a reward's samples; beyond it the run saves and stops"""
+    """Largest share of missing scores of a reward. Beyond it the run is saved and stops."""
     min_missing_samples: AtLeast1 = ABSENT
-    """samples of a rank before that share counts"""
+    """Number of samples of a rank from which max_missing_share applies."""
     pending: AtLeast1 = ABSENT
-    """tasks that may wait for scores before generation waits too"""
+    """Number of tasks that may wait for scores before generation waits as well."""
     start_s: Positive = ABSENT
-    """placement process: seconds until a scorer must be built"""
+    """Seconds in which a scorer with placement process must be built."""
     call_s: Positive = ABSENT
-    """placement process or http: seconds that a batch may take"""
+    """Seconds that scoring a batch may take with placement process or http."""
 
 
 class LoraKeys(Open):
     """model.lora.*"""
 
     rank: int = Field(ABSENT, ge=1, le=4096)
-    """rank of the adapters"""
+    """Rank of the adapters."""
     alpha: Positive = ABSENT
-    """scale of the adapters: alpha / rank"""
+    """Scale of the adapters: outputs are multiplied by alpha / rank."""
 
 
 class ModelKeys(Open):
     """model.*"""
 
     path: Text | None = ABSENT
-    """the base model: a directory, a file or a hub id"""
+    """Base model: a directory, a file or a hub id."""
     gradient_checkpointing: Recomputation | ByTrainer = ABSENT
-    """which blocks are computed again in the backward pass, or wait on the host for it; auto: what
-    the GPU's memory asks for, without the host"""
+    """Blocks that are recomputed in the backward pass, or whose activations wait on the host. auto:
+    as little as the GPU's memory requires, without the host."""
     compile: bool = ABSENT
-    """compile the repeated blocks"""
+    """Compile the repeated blocks with torch.compile."""
     lora: LoraKeys | None = Field(ABSENT)
 
 
@@ -482,53 +498,52 @@ class EfficiencyKeys(Closed):
     are those of the kind of GPU (digenrl.extensions.planner.gpus)."""
 
     generate: Positive = ABSENT
-    """share of the peak that a forward's products reach"""
+    """Share of the peak that matrix products reach in a forward."""
     attention: Positive = ABSENT
-    """share of the peak that PyTorch's attention reaches"""
+    """Share of the peak that PyTorch's attention reaches."""
     fused_attention: Positive = ABSENT
-    """... that attention_backend's attention reaches"""
+    """Share of the peak that the kernel of attention_backend reaches."""
     train: Positive = ABSENT
-    """speed of forward and backward, as a part of the forward's"""
+    """Speed of forward and backward, relative to the forward alone."""
     decode: Positive = ABSENT
-    """share of the memory bandwidth that the VAE reaches"""
+    """Share of the memory bandwidth that the VAE reaches."""
     score: Positive = ABSENT
-    """speed of the scorers, as a part of the forward's products"""
+    """Speed of the scorers, relative to the forward's matrix products."""
     encode: Positive = ABSENT
-    """speed of the text encoders, likewise"""
+    """Speed of the text encoders, relative to the forward's matrix products."""
     network: Positive = ABSENT
-    """share of the links' nominal bandwidth"""
+    """Share of the nominal bandwidth that links reach."""
     launch_seconds: Amount = ABSENT
-    """least seconds of a block's forward; else the engine's"""
+    """Least seconds of a block's forward. Without it, the value of the engine holds."""
     host_gb_s: Positive = ABSENT
-    """GB/s between processor and GPU"""
+    """GB/s between CPU and GPU."""
 
 
 class PoolKeys(Closed):
     """hardware.pools.NAME.*"""
 
     gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})]
-    """e.g. H200"""
+    """Name of the GPU, for example H200."""
     count: AtLeast1 = 1
-    """GPUs of the pool"""
+    """Number of GPUs in the pool."""
     role: Literal["auto", "trainer", "rollout"] = "auto"
-    """what they do; auto: the planner decides"""
+    """What the pool's GPUs do. auto: the planner decides."""
     memory_gib: Positive
-    """GiB of one GPU, as torch reports them; nine tenths are planned with"""
+    """Memory of one GPU in GiB, as reported by torch. Plans use nine tenths of it."""
     tflops: Positive
-    """peak dense bf16 TFLOP/s of one GPU, as its data sheet says"""
+    """Peak dense bf16 TFLOP/s of one GPU, from its data sheet."""
     hbm_tb_s: Positive
-    """TB/s of its memory, as its data sheet says"""
+    """Memory bandwidth of one GPU in TB/s, from its data sheet."""
     intra_gb_s: Positive
-    """GB/s between two GPUs of a node, per direction"""
+    """GB/s between two GPUs of a node, per direction."""
     inter_gb_s: Positive
-    """GB/s of a node's network link, per direction, shared by its GPUs"""
+    """GB/s of a node's network link, per direction. The GPUs of the node share it."""
     per_node: AtLeast1 | None = ABSENT
-    """GPUs of a node; null: 8, or all of a smaller pool"""
+    """Number of GPUs in a node. null: 8, or all GPUs of a smaller pool."""
     host_gib: Positive | None = ABSENT
-    """GiB of memory of a node's host; nine tenths are planned with; null: as much as is asked
-    for"""
+    """GiB of a node's host memory. Plans use nine tenths of it. null: unlimited."""
     efficiency: EfficiencyKeys | None = ABSENT
-    """what its GPUs reach, if not what their kind does"""
+    """Efficiencies of this pool, in place of those of its kind of GPU."""
 
 
 class LineKeys(Closed):
@@ -537,66 +552,67 @@ class LineKeys(Closed):
     between: Annotated[
         list[Text], Field(min_length=2, max_length=2), WithJsonSchema({"phrase": "[pool, pool]"})
     ]
-    """two pools by name"""
+    """Names of the two pools that the link connects."""
     gb_s: Positive
-    """GB/s from one to the other, per direction, shared by all their GPUs"""
+    """GB/s in one direction. All GPUs of the two pools share it."""
     latency_s: Amount = 0.0
-    """seconds that a message takes to the other end beside that"""
+    """Seconds that a message takes in addition to its transfer."""
 
 
 class HardwareKeys(Closed):
     """hardware.*"""
 
     build: Literal["tiny", "real"]
-    """tiny: small random builds of the same model classes"""
+    """tiny: small random builds of the same model classes. real: the published weights."""
     emulate: bool
-    """sleep as long as the cost model says, in place of the networks"""
+    """Sleep for the durations of the cost model instead of running the networks."""
     emulate_misfits: bool = ABSENT
-    """emulate ranks that their GPUs could not hold, too"""
+    """Emulate ranks even if they would not fit into their GPU's memory."""
     time_scale: Positive
-    """of emulated durations"""
+    """Factor for emulated durations."""
     pools: dict[str, PoolKeys] = Field(min_length=1)
-    """pools of equal GPUs by name"""
+    """Pools of equal GPUs, by name."""
     links: dict[str, LineKeys] = ABSENT
-    """lines between pools in different places, by names of yours; trainers stand in one place;
-    pools without an entry: the slower one's inter_gb_s"""
+    """Links between pools in different places, by names of your choice. All trainers must be in one
+    place. Pools without an entry are connected by the slower inter_gb_s of the two."""
     efficiency: EfficiencyKeys | None = ABSENT
-    """of every pool"""
+    """Efficiencies of every pool."""
     seconds: Seconds | None = ABSENT
-    """measured seconds per unit; they replace computed ones"""
+    """Measured seconds per unit, which replace the computed seconds."""
     exceptions: dict[str, Any] | None = ABSENT
-    """sizes of tiny batches, by updates"""
+    """Sizes of tiny batches, by data.updates_split and number of updates."""
 
 
 class TrainKeys(Closed):
     """A run: configs/train.yaml and its groups."""
 
     experiment_name: Name
-    """name of the run's directory and of its reports"""
+    """Name of the run's directory and reports."""
     seed: int = Field(ge=0, le=2**63 - 1)
-    """of every random choice"""
+    """Seed of every random choice."""
     max_rl_steps: AtLeast1
-    """RL steps of the run"""
+    """Number of RL steps of the run."""
     resume: Directory | None
-    """directory of the run to continue"""
+    """Directory of the run to continue."""
     replay: Directory | None
-    """directory of a run with trajectories, to train from those without generating anything"""
+    """Directory of a run with recorded trajectories. The run trains on those and generates
+    nothing."""
     output_root: Directory
-    """where run directories are made"""
+    """Directory in which run directories are made."""
     allow_targets: list[Package]
-    """further packages that `_target_` may name; counts on the command line only"""
+    """Further packages that `_target_` may name. Only accepted on the command line."""
     confirm_hosts: list[Text]
-    """hosts that the config.yaml of an earlier run may name; counts on the command line only"""
+    """Hosts that the config.yaml of an earlier run may name. Only accepted on the command line."""
     allocation: AllocationKeys
     launch: Literal["local", "ray"]
-    """who starts ranks that no torchrun or SLURM has started"""
+    """Launcher of the ranks if neither torchrun nor SLURM has started them."""
     ray: RayKeys
     network: NetworkKeys
     parallel: ParallelKeys
     limits: PatienceKeys
     record: RecordKeys
     strategy: Component
-    """DisaggregatedStrategy, or a subclass with other hooks"""
+    """DisaggregatedStrategy, or a subclass with other hooks."""
     data: DataKeys
     schedule: ScheduleKeys
     sampling: SamplingKeys
@@ -605,18 +621,18 @@ class TrainKeys(Closed):
     model: ModelKeys
     hardware: HardwareKeys
     trainer: dict[str, Any]
-    """arguments of Lightning's Trainer"""
+    """Arguments of Lightning's Trainer."""
     logger: dict[str, Any] | None = ABSENT
-    """Lightning loggers by name; null: none"""
+    """Lightning loggers by name. null: none."""
     callbacks: dict[str, Any] | None = ABSENT
-    """Lightning callbacks by name"""
+    """Lightning callbacks by name."""
 
 
 class BuildKeys(Closed):
     """hardware.*"""
 
     build: Literal["tiny", "real"]
-    """tiny: small random weights of the scorers' classes"""
+    """tiny: small random builds of the scorers' classes. real: the published weights."""
 
 
 class ScorerKeys(Closed):
@@ -624,9 +640,9 @@ class ScorerKeys(Closed):
 
     hardware: BuildKeys
     allow_targets: list[Package]
-    """further packages that `_target_` may name; counts on the command line only"""
+    """Further packages that `_target_` may name. Only accepted on the command line."""
     reward: dict[str, Any]
-    """the scorers: an option of the group"""
+    """The scorers: an option of the group `reward`."""
 
 
 _RESUMABLE = """

@@ -63,7 +63,8 @@ class StepSelection(Protocol):
 
 
 def noisy_steps(steps: int, last: Untrained) -> tuple[int, ...]:
-    """Return the steps that get noise where untrained ones do too; `last` is that of the last."""
+    """Return the steps that get noise when untrained steps do too. `last` says whether the last
+    one does ("sde") or not ("ode")."""
     if last not in ("ode", "sde"):
         raise ValueError(f"last must be 'ode' or 'sde', got {last!r}")
     return tuple(range(steps if last == "sde" else steps - 1))

@@ -129,8 +129,8 @@ class DiffusersPolicy(Policy):
     """Names of the lists' lengths in the transformer's configuration."""
     unread: ClassVar[frozenset[str]] = frozenset()
     """Modules of the last block (of the first list) that only its unread text output depends on, or
-    that are absent. They would get no gradient. LoRA leaves these tensors out, and full fine-tuning
-    keeps them frozen."""
+    that are absent. They would get no gradient. LoRA skips such modules, and full fine-tuning keeps
+    their weights frozen."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Modules and parameters of the transformer on which the velocity does not depend. Full
     fine-tuning keeps them frozen."""

@@ -199,9 +199,8 @@ def read(
     group: dist.ProcessGroup | None = None,
     room: Room = lambda place, size, dtype: torch.empty(size, dtype=dtype),
 ) -> dict[str, Any]:
-    """Read a checkpoint that was verified, its growing entries only if they are among `entries`.
-    What does not grow is
-    mapped: it takes memory when it is used.
+    """Read a verified checkpoint. Of its growing entries, only `entries` are read. All others are
+    mapped into memory, so that a tensor takes memory when it is used.
 
     Args:
         group: of the ranks that read it together, as in `DirectoryCheckpointIO.begin`.

@@ -7,7 +7,7 @@
 Pieces are claimed as tasks are, from a queue of their own (`digenrl.schedule.claims`). A piece
 depends on the weights and its number alone (`digenrl.rollout.evaluation`), so any rank may draw it,
 even two ranks. When no rollout is left, the trainers draw all pieces. Trainers meet before the
-update, so all of them still hold V.
+update, so version V is still on each of them.
 
 An evaluation may be of other weights than V's: a moving average, or weights that an algorithm
 trains but does not sample with. Trainers publish these under the queue's number, and a rollout

@@ -29,9 +29,8 @@ class Shares:
         """Publish this trainer's speed."""
 
     def fix(self, version: int) -> None:
-        """On trainer 0, before it sends `version`: fix the shares of every step that this version
-        generates for. All trainers must have told their speed, for which they meet in a
-        collective."""
+        """Fix the shares of every step that `version` generates for. Trainer 0 calls this before it
+        sends the version, after a collective in which all trainers published their speeds."""
 
     def state(self, version: int) -> dict[str, Any]:
         """Return, for the checkpoint at the end of step `version` - 1, the shares that are fixed

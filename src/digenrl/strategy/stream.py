@@ -46,8 +46,8 @@ class FragmentSource(Protocol):
 
 
 class TrajectoryRecord:
-    """A record of everything that a trainer trains on. This one keeps nothing; an extension may
-    write to files."""
+    """A record of everything that a trainer trains on. The base class keeps nothing; an extension
+    writes files."""
 
     def take(self, step: int, message: Message) -> None:
         """Note a message of RL step `step` that counts."""

@@ -153,8 +153,8 @@ def place_of(environment: Mapping[str, str]) -> Place:
 
 
 def _tasks_here(environment: Mapping[str, str]) -> int:
-    """Count the tasks of this node (number SLURM_NODEID) in `SLURM_STEP_TASKS_PER_NODE`, such as
-    `8(x2),4`."""
+    """Return the number of SLURM tasks on this node. `SLURM_STEP_TASKS_PER_NODE` lists the counts
+    of all nodes, such as `8(x2),4`; SLURM_NODEID is this node's index."""
     counts: list[int] = []
     for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, times = part.rstrip(")").partition("(x")

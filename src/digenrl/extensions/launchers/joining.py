@@ -55,7 +55,7 @@ class JoinRequest:
         return f"{self.access.host}:{self.access.port}"
 
     def handshake(self, rank: int) -> Handshake:
-        """Return how this process proves that it belongs to the run."""
+        """Return the handshake by which this process proves its right to join."""
         return Handshake(token=self.access.token, rank=rank)
 
     def control(self, rank: int = -1) -> Control:

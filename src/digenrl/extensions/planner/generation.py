@@ -159,7 +159,7 @@ class VirtualGeneration:
         self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
     def finish(self, worker: Worker, now: float) -> Task:
-        """End the task of `worker`, mark it as received and return it."""
+        """End and return the task of `worker`, marked as received."""
         assert worker.claim is not None
         assert worker.task is not None
         task = worker.task

@@ -119,7 +119,7 @@ class CandidateOutcome:
 
         Args:
             cluster: durations; None = those of the candidate.
-            disturbance: what to disturb. A role slows down one rank of this role by `SLOW_RANK`.
+            disturbance: what to disturb. The name of a role slows one of its ranks by `SLOW_RANK`.
             steps: RL steps to simulate; None = until the step no longer changes.
         """
         spec, cluster = (
@@ -196,7 +196,7 @@ class CandidateOutcome:
         ]
 
     def _freed(self) -> Iterator[tuple[str, Cluster]]:
-        """Yield (cause, cluster without this cause and without the earlier ones)."""
+        """Yield each cause with a cluster that lacks the causes up to here."""
         costing, spec, costs = self.costing, self.candidate.spec, self.costing.costs
         cluster, size, work = costing.cluster(self.candidate), spec.task_size, costing.work
         units = costing.seconds_per_unit()

@@ -78,7 +78,7 @@ class MeasuredShares(Shares):
             self._control.set(f"cell_seconds/{self._world.rank}", repr(self._seconds))
 
     def fix(self, version: int) -> None:
-        """On trainer 0: fix the shares of the steps that `version` generates for."""
+        """Fix the shares of the steps that `version` generates for, if this is trainer 0."""
         if self._world.rank != 0:
             return
         for step in range(version, version + self._spec.async_steps + 1):

@@ -124,7 +124,7 @@ def sample(
 
     Args:
         run: a run, or its directory.
-        prompts: one text or several, or prompts as `digenrl.data.load_prompts` reads them.
+        prompts: a text, a prompt of `digenrl.data.load_prompts`, or a list of such.
         words: changes of the run's configuration, such as `sampling.guidance_scale=3`.
         samples: of each prompt, one after the other.
         weights: of the newest checkpoint (its moving average where the run keeps one), or of the
@@ -238,7 +238,7 @@ def rl_loop(*words: str) -> Any:
 
 
 def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
-    """Texts as prompts without target and metadata; prompts as they are; one as a list of one."""
+    """Return a list of prompts. Texts become prompts without target and metadata."""
     from digenrl.types import Prompt
 
     prompts = [prompts] if isinstance(prompts, str | Prompt) else prompts

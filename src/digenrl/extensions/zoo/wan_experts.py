@@ -1,7 +1,7 @@
 """Wan2.2 text-to-video A14B (arXiv:2503.20314): two transformers, for much and for little noise.
 
-They are one network for whatever asks for parameters, blocks or adapters. Training, publication,
-checkpoints and memory therefore need no code for experts.
+Both are parts of one module, so parameters, blocks and adapters of both are found as usual.
+Training, publication, checkpoints and memory need no code for experts.
 """
 
 from __future__ import annotations

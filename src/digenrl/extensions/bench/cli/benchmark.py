@@ -67,35 +67,35 @@ class BenchmarkKeys(Arguments):
     """Arguments of the command line."""
 
     suite: Literal["geneval", "dpg", "parti", "vbench", "scenes"]
-    """scenes: the embedded drawn scenes"""
+    """Prompt suite. scenes: the drawn scenes that come with the package."""
     run: RunDirectory | None = None
-    """null: the words name an experiment; then step=base"""
+    """Run to benchmark. null: the other arguments name an experiment, and step is base."""
     step: str = Field("last", pattern=r"^(base|last|\d+)$")
-    """base, last, or a checkpoint's RL step"""
+    """Weights to use: base, last, or the RL step of a checkpoint."""
     file: str | None = None
-    """the suite's published file; null: suites/SUITE/ and its name there"""
+    """The suite's published prompt file. null: the file of that name in suites/SUITE/."""
     out: Folder | None = None
-    """where images go; null: RUN/benchmark or outputs/benchmark/EXPERIMENT"""
+    """Directory for images. null: RUN/benchmark or outputs/benchmark/EXPERIMENT."""
     samples: int | None = Field(None, ge=1)
-    """images of each prompt; null: as the suite asks"""
+    """Images per prompt. null: as many as the suite asks for."""
     prompts: int | None = Field(None, ge=1)
-    """only the first so many; null: all"""
+    """Use only the first n prompts. null: all."""
     seed: int = Field(1234, ge=0)
-    """of the noise, the same for base and checkpoint"""
+    """Seed of the noise, the same for base and checkpoint."""
     detector: Folder | None = None
-    """geneval: a transformers object detector; null: images alone"""
+    """geneval: a transformers object detector. null: only make the images."""
     colours: Folder | None = None
-    """geneval: the CLIP model that tells colours"""
+    """geneval: the CLIP model that recognizes colours."""
     threshold: float = Field(0.3, ge=0, le=1)
-    """geneval: only detections above count"""
+    """geneval: least confidence of a detection."""
     counting_threshold: float = Field(0.9, ge=0, le=1)
-    """geneval: the same for prompts that count"""
+    """geneval: least confidence for prompts that count objects."""
     max_overlap: float = Field(1.0, ge=0, le=1)
-    """geneval: of boxes that overlap more the surest stays"""
+    """geneval: overlap beyond which only the more confident of two boxes counts."""
     reward: str | None = None
-    """option of the group `reward` that scores the images; null: the rules"""
+    """Option of the group `reward` that scores the images. null: the suite's own rules."""
     ranks: int | None = Field(None, ge=1)
-    """processes that share the prompts; null: one for each GPU"""
+    """Number of processes that share the prompts. null: one per GPU."""
 
 
 @dataclass(frozen=True)

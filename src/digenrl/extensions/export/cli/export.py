@@ -50,17 +50,21 @@ class ExportKeys(Arguments):
     """Arguments of the command line."""
 
     run: RunDirectory
-    """with a whole checkpoint"""
+    """Run to export. It needs a complete checkpoint."""
     out: Folder | None = None
-    """where to write; null: RUN/export"""
+    """Directory to write to. null: RUN/export."""
     weights: Literal["evaluated", "trained", "average"] = "evaluated"
-    """evaluated: the moving average where the run keeps one, else the trained ones"""
+    """Weights to export. evaluated: the moving average if the run keeps one, otherwise the trained
+    weights."""
     format: Literal["diffusers", "comfyui", "kohya"] = "diffusers"
-    """comfyui, kohya: beside diffusers' file, lora_FORMAT.safetensors for those"""
+    """Further files beside the diffusers file. comfyui, kohya: lora_FORMAT.safetensors for that
+    program."""
     merge: bool = False
-    """the adapter added to the base's weights, in their dtype, as transformer/"""
+    """Write transformer/ as well: the base weights with the adapter added, in the dtype of the
+    base."""
     push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
-    """model repository of the hub to upload the folder to; made private if new; null: nowhere"""
+    """Model repository on the hub to which the folder is uploaded. A new one is made private. null:
+    no upload."""
 
 
 def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:

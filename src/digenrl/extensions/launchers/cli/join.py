@@ -36,11 +36,11 @@ class JoinKeys(Arguments):
     """Keys of the command line."""
 
     run: RunDirectory
-    """that is running; or a copy of its config.yaml and access.json"""
+    """Directory of the running run, or of a copy of its config.yaml and access.json."""
     address: str | None = None
-    """HOST:PORT of its store; null: as access.json says"""
+    """HOST:PORT of the run's control store. null: taken from access.json."""
     device: int = Field(0, ge=0)
-    """number of the GPU to take, of those that this process sees"""
+    """Index of the GPU to use, among the GPUs visible to this process."""
 
 
 class Failed(RuntimeError):

@@ -42,13 +42,13 @@ class WatchKeys(Arguments):
     """Arguments of the command line."""
 
     run: RunDirectory
-    """finished, crashed or still running"""
+    """Run to show. It may be finished, crashed or still running."""
     port: Port | None = None
-    """to listen on; null: any that is free"""
+    """Port to listen on. null: any free port."""
     refresh_s: Positive | None = None
-    """seconds between two drawings, at least; null: ten times as long as one takes"""
+    """Least seconds between two drawings. null: ten times the seconds that drawing takes."""
     log_kib: AtLeast1 = 16
-    """KiB of each rank's log that are shown, from its end"""
+    """KiB shown from the end of each rank's log."""
 
 
 class Live:

@@ -44,9 +44,9 @@ class ProfileKeys(Arguments):
     """Keys that the command has beside the keys of a run."""
 
     pool: str | None = None
-    """pool of the profile that this machine stands for, where it has several"""
+    """Pool of the profile that this machine belongs to. Needed if the profile has several."""
     run: str | None = None
-    """directory of a run, whose recorded seconds are taken instead of measuring"""
+    """Run whose recorded seconds are used, so that nothing is measured."""
 
 
 @dataclass(frozen=True)

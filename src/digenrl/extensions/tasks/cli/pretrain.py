@@ -32,19 +32,19 @@ class PretrainSettings(Arguments):
     """Settings of the command line."""
 
     base: File | None = None
-    """where the base model is written; null: the committed file"""
+    """File for the base model. null: the committed file."""
     judges: File | None = None
-    """where the judges are written; null: the committed file"""
+    """File for the judges. null: the committed file."""
     wrong_captions: Share = 0.45
-    """share of the captions that name a random digit"""
+    """Share of captions that name a random digit."""
     steps: AtLeast1 = 1500
-    """optimizer steps of the base model"""
+    """Optimizer steps of the base model."""
     batch: AtLeast1 = 128
-    """images of a step"""
+    """Images per step."""
     lr: Positive = 2e-3
-    """learning rate at its peak"""
+    """Peak learning rate."""
     seed: int = 0
-    """of noise, captions and initial weights"""
+    """Seed of noise, captions and initial weights."""
 
 
 def pretrain_base(settings: PretrainSettings) -> DigitsPolicy:

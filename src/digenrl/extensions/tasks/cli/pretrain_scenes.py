@@ -51,29 +51,29 @@ class Settings(Arguments):
     """Settings of the command line."""
 
     task: Literal["scenes", "edits"] = "scenes"
-    """whose base model; scenes: and the judge"""
+    """Task whose base model is trained. scenes: the judge is trained as well."""
     base: File | None = None
-    """where the base model is written; null: the committed file"""
+    """File for the base model. null: the committed file."""
     judge: File | None = None
-    """where the judge is written; null: the committed file"""
+    """File for the judge. null: the committed file."""
     steps: AtLeast1 = 3600
-    """optimizer steps of the base model with right captions"""
+    """Optimizer steps of the base model with right captions."""
     noise_steps: AtLeast0 = 300
-    """optimizer steps after these, with some random captions or wrong edits"""
+    """Further optimizer steps with some random captions or wrong edits."""
     wrong_captions: Share = 0.2
-    """share of the last steps' captions that are random, or of the edits that are wrong"""
+    """Share of random captions or wrong edits in the further steps."""
     judge_steps: AtLeast1 = 2400
-    """optimizer steps of the judge"""
+    """Optimizer steps of the judge."""
     batch: AtLeast1 = 64
-    """pictures of a step of the base model"""
+    """Pictures per step of the base model."""
     lr: Positive = 2e-3
-    """learning rate at its peak, of what Muon does not train"""
+    """Peak learning rate of the parameters that Muon does not train."""
     noise_lr: Positive = 5e-4
-    """learning rate of the last steps, of everything"""
+    """Learning rate of all parameters in the further steps."""
     seed: int = 0
-    """of scenes, noise, captions and initial weights"""
+    """Seed of scenes, noise, captions and initial weights."""
     budget_s: Positive | None = None
-    """seconds until the base is put away for later; null: none"""
+    """Seconds after which the base model is saved, to be continued later. null: no limit."""
 
 
 def pretrain_base(settings: Settings, unfinished: Path) -> ScenesPolicy | None:

@@ -29,9 +29,9 @@ class FetchKeys(Arguments):
     """Keys that the command has beside the keys of a run."""
 
     list: bool = False
-    """print what to download, and download nothing"""
+    """Print what would be downloaded, and download nothing."""
     prompts: str | None = None
-    """a published prompt set (`digenrl prompts`), fetched into prompts/NAME"""
+    """Published prompt set to fetch into prompts/NAME (see `digenrl prompts`)."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -44,9 +44,9 @@ class NewKeys(Arguments):
 
     kind: str = Field(description=" | ".join(KINDS))
     name: str
-    """small letters, digits and _, a letter first"""
+    """Name in lower-case letters, digits and _, beginning with a letter."""
     out: Folder = Path()
-    """where to write"""
+    """Directory to write to."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -2,8 +2,8 @@
 
     digenrl prompts name=pickscore [folder=DIR]
 
-Says where its files are published, checks that yours are those, and prints the settings that train
-on them as the last line of standard output. Nothing is downloaded; a folder per set, of its name.
+Says where the files are published and compares yours with them. The last line of standard output
+is the settings that train on them. Nothing is downloaded. Each set has a folder of its name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PromptsKeys(Arguments):
 
     name: str = Field(description=" | ".join(SETS))
     folder: Folder = Path("prompts")
-    """where a folder of each set is"""
+    """Directory that holds one folder per prompt set."""
 
 
 def main(words: Sequence[str]) -> int:

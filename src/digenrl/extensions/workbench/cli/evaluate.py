@@ -38,13 +38,14 @@ class EvaluateKeys(Arguments):
     """Keys of the command line."""
 
     run: RunDirectory
-    """with an evaluation callback and, unless step=base, a whole checkpoint"""
+    """Run to evaluate. It needs an evaluation callback and, unless step=base, a complete
+    checkpoint."""
     step: Literal["base", "last"] = "last"
-    """only the base model, or also the last checkpoint"""
+    """Weights to evaluate: only the base model, or the last checkpoint as well."""
     reward: str | None = None
-    """option of the group `reward` to score with; null: the run's own"""
+    """Option of the group `reward` to score with. null: the run's own."""
     data: str | None = None
-    """prompt file; null: the run's own held-out prompts"""
+    """Prompt file. null: the run's held-out prompts."""
 
 
 def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]:
