@@ -91,10 +91,10 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=569),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1699),
+    "config": Room(1500, ("config",), ceiling=1700),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=651),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3315),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3326),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
@@ -119,6 +119,7 @@ ROOMS = {
             for name in ["alarms", "deferred", "divergence", "dump", "hangs", "help", "media"]
         ),
     ),
+    "extensions/quantized": Room(90, ("extensions/quantized",)),
     "extensions/methods": Room(150, ("extensions/methods",)),
     "extensions/loggers": Room(75, ("extensions/loggers",)),
     "extensions/scouts": Room(250, ("extensions/scouts",)),
@@ -135,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13168,
+        ceiling=13175,
     ),
-    "everything": Room(26000, ("",), ceiling=28244),
+    "everything": Room(26000, ("",), ceiling=28335),
 }
 """Room -> its budget. The last three rows are sums."""
 

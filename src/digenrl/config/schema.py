@@ -488,6 +488,9 @@ class ModelKeys(Open):
     gradient_checkpointing: Recomputation | ByTrainer = ABSENT
     """Blocks that are recomputed in the backward pass, or whose activations wait on the host. auto:
     as little as the GPU's memory requires, without the host."""
+    quantize: Literal["nf4", "int8"] | None = ABSENT
+    """Format of the frozen weights of the blocks (bitsandbytes), with an adapter on them. null: 16
+    bits."""
     compile: bool = ABSENT
     """Compile the repeated blocks with torch.compile."""
     lora: LoraKeys | None = Field(ABSENT)

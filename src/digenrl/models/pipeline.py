@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,6 +98,8 @@ class DiffusersPolicy(Policy):
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at
             least.
+        quantize: the frozen linear layers of the blocks in "nf4" or "int8" (the extension
+            `quantized`); None = in `dtype`.
         empty: the transformer has no values until `fill`; a run sets it where weights are sharded
             before.
     """
@@ -161,6 +164,7 @@ class DiffusersPolicy(Policy):
         vae_dtype: str = "float32",
         vae_tiling: bool = False,
         decode_pixels: int = 512 * 512,
+        quantize: str | None = None,
         empty: bool = False,
     ) -> None:
         self._check_geometry(height, width, frames)
@@ -199,6 +203,11 @@ class DiffusersPolicy(Policy):
                 "guidance-distilled; set sampling.guidance_scale=1 and use model.true_cfg_scale"
             )
         self._attend_by(transformer, attention_backend or AUTO)
+        if quantize is not None:
+            blocks = chain.from_iterable(getattr(transformer, name) for name in self.block_lists)
+            target = "digenrl.extensions.quantized.networks.quantize"
+            by = extension(target, f"model.quantize = {quantize}", "set model.quantize=null")
+            by(blocks, quantize)
         super().__init__(
             transformer,
             latent_shape=self._latent_shape(height, width, frames),

@@ -485,15 +485,15 @@ class Policy(nn.Module, ABC):
     def _cast_in_forwards(self) -> list[nn.Parameter]:
         """Return the fp32 parameters that every forward casts to `self.dtype`.
 
-        Autocast casts most of them. An adapter casts its own factors, if the adapted layer computes
-        in `self.dtype`.
+        Autocast casts most of them. An adapter casts its own factors, unless the adapted layer
+        computes in fp32.
         """
         modules = list(self.transformer.modules())
         if self.lora is not None:
             layers = [
                 layer
                 for layer in self._adapted
-                if layer.get_base_layer().weight.dtype == self.dtype
+                if layer.get_base_layer().weight.dtype != wide(self.dtype)
             ]
             modules = [
                 factor

@@ -107,6 +107,12 @@ class Costs:
         )
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
+    def _unpacking(self, pool: Pool) -> float:
+        """Return the seconds in which one forward of any batch size reads a quantized base, and
+        writes and reads it in 16 bits (computed from the memory bandwidth, not measured)."""
+        moved = (self.work.base_bytes + 4) * self.work.sizes["parameters"]
+        return moved / (pool.hbm_tb_s * 1e12) if self.work.base_bytes < 2 else 0.0
+
     def step_seconds(self, pool: Pool, task_size: int) -> float:
         """Return the seconds of one denoising step of a task: never less than reading the weights
         from memory once."""
@@ -114,9 +120,9 @@ class Costs:
         measured = self._measured("generate", pool)
         if measured is not None:
             return measured * task_size / work.steps
-        weights = 2 * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
+        weights = work.base_bytes * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
         seconds = self._compute(pool, rows * work.forward_flops(), rows * work.attention_flops())
-        seconds += self._traffic(pool, rows)
+        seconds += self._traffic(pool, rows) + self._unpacking(pool)
         return max(seconds, weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
@@ -191,6 +197,7 @@ class Costs:
         # Launches and selection take the processor as long for K steps in one forward as for one,
         # so a step pays 1/K.
         launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
+        seconds += (forwards + 1 + recompute.inputs) * self._unpacking(pool) / tsp_batch
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = (
             2 * offloaded_bytes(work, rows, recompute, context) / (reaches(pool).host_gb_s * 1e9)

@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from digenrl.extensions.planner.workload import Workload
@@ -35,7 +36,7 @@ class Memory:
     """Bytes of one rank, by purpose."""
 
     frozen: int = 0
-    """Bytes of base weights that are not trained, in bf16."""
+    """Bytes of base weights that are not trained, in bf16 or quantized."""
     trained: int = 0
     """Bytes of trained weights in fp32."""
     gradients: int = 0
@@ -182,7 +183,7 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Me
     evaluated = work.evaluated if work.rollouts_evaluate else 0
     moment = generating_bytes(work, max(task_size, evaluated), encoders)
     return Memory(
-        frozen=0 if full else 2 * parameters,
+        frozen=0 if full else int(work.base_bytes * parameters),
         trained=2 * work.trained_parameters,
         rewards=scorer_bytes(work, heldout=evaluated > 0),
         workspace=int(moment + RESERVED) + encoder_bytes(work) * encoders,
@@ -230,7 +231,7 @@ def trainer_memory(
     # did the flat gradient of replicas before it (tests/device/inside/test_parts.py).
     update = 4 * share - kept - gathered
     return Memory(
-        frozen=0 if full else -(-2 * parameters // shards),
+        frozen=0 if full else math.ceil(work.base_bytes * parameters / shards),
         trained=4 * share,
         gradients=4 * (share if full else trained),
         optimizer=8 * share,

@@ -326,5 +326,8 @@ def _why_nothing(costing: Costing) -> str:
             f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to "
             "auto or trainer."
         )
-    remedy = "Use more or larger GPUs, LoRA, a smaller resolution or fewer frames."
+    remedy = (
+        "Use more or larger GPUs, LoRA, a quantized base (model.quantize=nf4), a smaller "
+        "resolution or fewer frames."
+    )
     return f"nothing fits: {'; '.join(reasons)}. {remedy}"

@@ -24,6 +24,9 @@ from digenrl.schedule import ScheduleSpec, groups_of_step
 from digenrl.settle import evaluations, sharding, trained_steps, trainers_must_evaluate
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+_BASE = {None: 2.0, "nf4": 0.5 + 4 / 64, "int8": 1.0}
+"""`model.quantize` -> bytes of a frozen weight. nf4 has an fp32 scale per 64 weights; the scales of
+int8, one per row, are neglected."""
 
 CHOICES = {
     "parallel.sharding": "sharding",
@@ -101,6 +104,7 @@ def workload(composed: Composed) -> Workload:
         evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
         engine="compiled" if model.get("compile", False) else "eager",
         fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
+        base_bytes=_BASE[model.get("quantize")],
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
     most = most_rollouts(config.allocation.rollouts)

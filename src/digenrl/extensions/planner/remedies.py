@@ -38,7 +38,8 @@ def remedy(costing: Costing, candidate: Candidate) -> str:
             return f"set {said}{' '.join(words)}".rstrip() + "."
     return (
         "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA "
-        "(model.lora), take a smaller resolution or fewer frames, use more or larger GPUs, or "
+        "(model.lora), quantize its frozen base (model.quantize=nf4), take a smaller resolution "
+        "or fewer frames, use more or larger GPUs, or "
         "correct memory_gib or host_gib of the profile's pools."
     )
 

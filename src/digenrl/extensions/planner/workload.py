@@ -90,6 +90,8 @@ class Workload:
     passes_apart: bool = False
     """Whether the forwards of classifier-free guidance run one after the other (published rows) or
     as one batch."""
+    base_bytes: float = 2.0
+    """Bytes of one frozen weight (`model.quantize`)."""
     storage_bytes: int = 2
     """Bytes of one stored latent element."""
     trained_samples: int | None = None

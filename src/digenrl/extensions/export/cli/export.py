@@ -109,7 +109,9 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     every = 1 if ema is None else configuration.instantiate(ema).every
     tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights, every)
     print(f"export: {NOTES[weights]}", file=sys.stderr)
-    policy = configuration.instantiate(composed.config.model)
+    # A quantized base is for training: the adapter is merged with the published weights.
+    whole = {"quantize": None} if "quantize" in composed.config.model else {}
+    policy = configuration.instantiate(composed.config.model, **whole)
     policy.load_trained_parameters(tensors)
     if request.merge:
         if policy.lora is None:

@@ -1,0 +1,31 @@
+"""Checks of `model.quantize` between keys."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LIBRARY = "bitsandbytes"
+
+
+def quantize_problems(get: Callable[[str], Any]) -> Iterator[str]:
+    """Yield the reasons why a configuration cannot have a quantized base."""
+    kind = get("model.quantize")
+    if kind is None:
+        return
+    if get("model.lora") is None:
+        yield (
+            f"model.quantize = {kind} with model.lora = null: only frozen weights can be "
+            "quantized; train an adapter (model.lora), or set model.quantize=null."
+        )
+    if (sharding := get("parallel.sharding")) != "ddp" and get("allocation.trainers") != 1:
+        yield (
+            f"model.quantize = {kind} with parallel.sharding = {sharding}: quantized weights are "
+            "not divided among trainers; set parallel.sharding=ddp."
+        )
+    if importlib.util.find_spec(LIBRARY) is None:
+        yield (
+            f"model.quantize = {kind}: needs {LIBRARY}, which is not installed; run "
+            "`pip install 'digenrl[quantized]'`, or set model.quantize=null."
+        )
