@@ -86,6 +86,8 @@ def test_a_scorer_that_raises_fails_the_run_with_its_message(
     assert_failed(train, cause)
     assert train.summary["cause"].endswith("; see logs/rank-001.log")
     assert "the last rollout" not in train.stderr
+    made = [row for row in train.rows("spans/rank-001.jsonl") if row["stage"] == "generate"]
+    assert len(made) < 4, "raised when all tasks were made, and not before the next one"
 
 
 def test_a_short_run_without_any_score_has_failed(running: Any) -> None:

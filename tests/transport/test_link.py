@@ -4,6 +4,7 @@ on."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import struct
@@ -98,6 +99,20 @@ def test_close_flushes_what_was_sent(controls: list[Control]) -> None:
     sender.close()
     assert [received(receiver).meta["number"] for _ in range(20)] == list(range(20))
     receiver.close()
+
+
+def test_a_message_that_waits_for_its_peer_does_not_hold_the_process_up(store: StoreServer) -> None:
+    def rank() -> None:
+        control = Control(StoreClient(HOST, store.port, OURS), 0, patience=60.0)
+        SocketLink(control, 0, HOST, OURS).send(1, cells(0))  # rank 1 never listens
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    process.join(20.0)
+    ended = process.exitcode == 0
+    process.kill()
+    process.join()
+    assert ended
 
 
 def _address(controls: list[Control], rank: int) -> tuple[str, int]:

@@ -17,6 +17,7 @@ from functools import partial
 from torch import Tensor
 
 from digenrl.cluster.claims import note_version
+from digenrl.cluster.control import Control
 from digenrl.record.run_dir import append_event
 from digenrl.schedule.claims import Claims, evaluation_queue
 from digenrl.strategy import gradients
@@ -148,21 +149,28 @@ class Publisher:
 
         Bytes of version 0 are not sent, so nobody waits for the addresses of rollouts that still
         load. With a launcher that watches ranks, no rank relays: a relay's death would leave others
-        without weights. A rank that joined gets everything by one connection, hence in order: it
-        may get the version that it asked for and the next one at once.
+        without weights.
         """
-        ranks = self._control.survivors(self._world.rollout_ranks)
         if self._session.watched or version == 0:
-            return {rank: [] for rank in ranks}
-        routes: dict[int, list[int]] = {}
-        first: dict[str, int] = {}
-        for rank in ranks:
-            host = self._control.wait_for(
-                f"address/{rank}", f"the address of rank {rank}"
-            ).rpartition(":")[0]
-            started = rank in self._world.rollout_ranks
-            if started and host != self._session.host and host in first:
-                routes[first[host]].append(rank)
-            else:
-                first[host], routes[rank] = rank, []
-        return routes
+            return {rank: [] for rank in self._control.survivors(self._world.rollout_ranks)}
+        return relayed(self._control, self._world.rollout_ranks, self._session.host)
+
+
+def relayed(control: Control, started: range, own_host: str) -> dict[int, list[int]]:
+    """Return the rollouts that get a version from trainer 0, each with the ranks of its node that
+    it relays to. Ranks on trainer 0's own node get it from trainer 0.
+
+    A rank that joined gets everything by one connection, hence in order: it may get the version
+    that it asked for and the next one at once.
+
+    Args:
+        started: rollouts that the run began with.
+    """
+    routes, first = dict[int, list[int]](), dict[str, int]()
+    for rank in control.survivors(started):
+        host = control.wait_for(f"address/{rank}", f"address of rank {rank}").rpartition(":")[0]
+        if rank in started and host != own_host and host in first:
+            routes[first[host]].append(rank)
+        else:
+            first[host], routes[rank] = rank, []
+    return routes

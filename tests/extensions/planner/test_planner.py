@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import shlex
 import subprocess
@@ -25,7 +26,7 @@ from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fitted, task_sizes
 from digenrl.extensions.planner.gpus import reaches
-from digenrl.extensions.planner.outcome import evaluate
+from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import (
     Booking,
     as_json,
@@ -229,6 +230,31 @@ def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool
     ]
     assert best.robust_s <= 1.05 * min(robust), "what the plan ranks by"
     assert best.step_s <= 1.05 * fastest[0].step_s
+
+
+def test_a_sharding_is_simulated_where_its_like_leaves_it_a_chance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two GPUs: the floor of sharded trainers is a little above the time of the best replicas.
+    They are simulated all the same, and no run whose own kind has beaten its floor is."""
+    simulated: list[tuple[str, float, float]] = []
+
+    def watched(costing: Costing, candidate: Any, *words: Any, **more: Any) -> CandidateOutcome:
+        outcome = evaluate(costing, candidate, *words, **more)
+        if not more.get("exact"):
+            simulated.append((candidate.sharding, costing.floor(candidate), outcome.expected_s))
+        return outcome
+
+    monkeypatch.setattr(planner, "evaluate", watched)
+    qwen = replace(FLUX, model="qwen_image")
+    make_plan(Costing(qwen, Hardware((replace(FAST, count=2),))), fixed={"rollouts": 0})
+    best: dict[str, float] = {}
+    for sharding, floor, seconds in simulated:
+        assert floor < best.get(sharding, math.inf)
+        best[sharding] = min(seconds, best.get(sharding, math.inf))
+    sharding, floor, _ = simulated[-1]
+    assert sharding == "hsdp"
+    assert best["ddp"] < floor < planner.RIVAL * best["ddp"]
 
 
 def test_other_hardware_is_asked_anew() -> None:

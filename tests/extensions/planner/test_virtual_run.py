@@ -3,6 +3,7 @@ schedule."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from digenrl.extensions.planner.floor import floor_seconds
-from digenrl.extensions.planner.records import Simulated
+from digenrl.extensions.planner.records import Simulated, settled_from
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
 from digenrl.extensions.planner.virtual_run import simulate, steady
 from digenrl.schedule import ScheduleSpec, fragments, group_version, place
@@ -218,6 +219,26 @@ def test_shares_follow_speed() -> None:
 def test_a_trainer_death_is_refused() -> None:
     with pytest.raises(ValueError, match="only rollout ranks die alone"):
         simulate(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "first"),
+    [
+        ([9.0, 2.0, 2.0, 2.0, 2.0], 1),
+        ([9.0, 1.0, 3.0, 1.0, 3.0], 1),
+        ([9.0, *[1.0, 2.0, 3.0] * 4], 1),
+        ([1.0, 1.0, 1.0, 3.0, 3.0, 3.0], None),
+        ([2.0 * 1.0015**n for n in range(20)], 0),
+        ([2.0 * 1.01**n for n in range(20)], None),
+        ([1.0] * 6, None),
+        ([1.0], None),
+    ],
+    ids=["equal", "of-two", "of-three", "a-change", "creeping", "growing", "consuming", "one"],
+)
+def test_a_window_of_steps_is_steady(steps: list[float], first: int | None) -> None:
+    """`first`: the step whose end begins the window. A step that differs from the one before by
+    less than the tolerance is a repetition with period 1."""
+    assert settled_from([0.0, *itertools.accumulate(steps)], least=1.5) == first
 
 
 def test_a_buffer_that_is_being_emptied_is_no_speed() -> None:
