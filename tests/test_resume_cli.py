@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from omegaconf import OmegaConf
 
 from digenrl.strategy import checkpoint_io
 from digenrl.strategy.checkpoint_io import MANIFEST
-from tests.conftest import ROOT
 from tests.training import SMALL, Train, commands
 
 pytestmark = pytest.mark.processes
@@ -97,9 +94,6 @@ def test_a_resume_that_cannot_load_its_checkpoint_is_a_failed_attempt_and_change
     assert {path: tree(run)[path] for path in kept} == before
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["rl_steps"], summary["attempts"]) == ("failed", 2, 2)
-    store(run, model__lora__rank=4)
-    assert running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True).finish() == 0
-    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
 
 
 def test_a_manifest_without_files_falls_back_to_the_older_checkpoint(
@@ -128,16 +122,6 @@ def test_a_resume_may_have_other_ranks_and_another_schedule(running: Any, run: P
     assert narrower.finish() == 0, narrower.stderr
 
 
-def command(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "CANARY": CANARY,
-        "DIGENRL_REWARD_TOKEN": CANARY,
-    }
-    line = [sys.executable, "-m", "digenrl", name, *words]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
-
-
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     """A server that counts who connects, at an address that is not written as loopback."""
@@ -164,18 +148,31 @@ READERS = [("eval", "run"), ("export", "run"), ("resume", "resume")]
 
 @pytest.mark.parametrize(("name", "word"), READERS, ids=[name for name, _ in READERS])
 def test_a_hostile_configuration_sends_nothing(
-    listener: socket.socket, run: Path, name: str, word: str
+    running: Any,
+    listener: socket.socket,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    word: str,
 ) -> None:
     """A run directory from elsewhere that wants the environment, and a host that nobody
     confirmed."""
+    for variable in ("CANARY", "DIGENRL_REWARD_TOKEN"):
+        monkeypatch.setenv(variable, CANARY)
     url = f"http://0.0.0.0:{listener.getsockname()[1]}"
     remote(run, url)
-    hosts = command(name, f"{word}={run}")
-    assert hosts.returncode == 2
+    hosts = running(f"{word}={run}", tiny=(), fork=True, command=name)
+    assert hosts.finish() == 2
     assert f"add confirm_hosts=[{url.removeprefix('http://')}] to the command line" in hosts.stderr
     remote(run, url + "/${oc.env:CANARY}")
-    environment = command(name, f"{word}={run}", f"confirm_hosts=[{url.removeprefix('http://')}]")
-    assert environment.returncode == 2
+    environment = running(
+        f"{word}={run}",
+        f"confirm_hosts=[{url.removeprefix('http://')}]",
+        tiny=(),
+        fork=True,
+        command=name,
+    )
+    assert environment.finish() == 2
     assert r"/${oc.env:CANARY}: is refused" in environment.stderr
     assert CANARY not in hosts.stderr + environment.stderr
     with pytest.raises(TimeoutError):
@@ -210,6 +207,7 @@ def _by_command(ran: Path) -> dict[str, Any]:
     ],
 )
 def test_a_hostile_configuration_runs_nothing(
+    running: Any,
     run: Path,
     tmp_path: Path,
     name: str,
@@ -222,16 +220,16 @@ def test_a_hostile_configuration_runs_nothing(
     hostile = attack(ran)
     store(run, max_rl_steps=3, **{key.replace(".", "__"): None})
     store(run, **{key.replace(".", "__"): hostile})
-    refused = command(name, f"{word}={run}")
+    refused = running(f"{word}={run}", tiny=(), fork=True, command=name)
+    assert refused.finish() == 2
     assert not [*tmp_path.glob("ran*")]
-    assert refused.returncode == 2
     assert f"{key}._target_ = {hostile['_target_']}: refused" in refused.stderr
 
 
-def test_a_mistyped_run_is_named_with_what_it_was_taken_for(run: Path) -> None:
+def test_a_mistyped_run_is_named_with_what_it_was_taken_for(running: Any, run: Path) -> None:
     for name, word in (("export", "run"), ("resume", "resume")):
-        done = command(name, f"{word}={run}x")
-        assert done.returncode == 2
+        done = running(f"{word}={run}x", tiny=(), fork=True, command=name)
+        assert done.finish() == 2
         assert f"{word} = {run}x: is no directory; name a run directory" in done.stderr
         assert f"(with make: RUN=...). Nearest: {run}." in done.stderr
 

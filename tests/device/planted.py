@@ -273,7 +273,7 @@ FAULTS = (
         "    ours, theirs = multiprocessing.Pipe(duplex=False)",
         "    return seen()\n    ours, theirs = multiprocessing.Pipe(duplex=False)",
         "no forked rank can use its GPU",
-        PARTS,
+        RUNS,
         "may_fork",
     ),
     Fault(
@@ -282,7 +282,7 @@ FAULTS = (
         "from __future__ import annotations\n",
         "from __future__ import annotations\nimport torch as _t\n\n_t.zeros(1, device=_t.accelerator.current_accelerator())\n",
         "no forked rank can use its GPU",
-        PARTS,
+        RUNS,
         "may_fork",
     ),
     # ---- numbers of devices

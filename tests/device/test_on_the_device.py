@@ -28,6 +28,8 @@ POLICIES = "tests/gpu/test_policies.py"
 SIZE = {"devices": 6, "memory_mib": 512}
 LEFT_OUT = "not the_clock and not (test_policies and compiled)"
 """Inductor's test, and the clock's, whose matrices take a processor minutes."""
+FULL = "first_ratios and full"
+"""Tests of `POLICIES` with all weights, which take longer; a sharded world trains all weights too."""
 
 
 def test_inside_a_process_that_has_the_device() -> None:
@@ -35,13 +37,19 @@ def test_inside_a_process_that_has_the_device() -> None:
     possible before it has used the device."""
     forking = (f"{INSIDE}/test_{name}.py" for name in ("runs", "memory", "peaks"))
     using = (f"{INSIDE}/test_{name}.py" for name in ("strict", "parts", "commands"))
-    passed(*forking, *using, POLICIES, "-m", "not slow", "-k", LEFT_OUT, **SIZE)
+    chosen = f"{LEFT_OUT} and not ({FULL})"
+    passed(*forking, *using, POLICIES, "-m", "not slow", "-k", chosen, **SIZE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["runs", "memory", "families"])
+@pytest.mark.parametrize("name", ["runs", "memory", "families", "commands"])
 def test_what_takes_longer(name: str) -> None:
     passed(f"{INSIDE}/test_{name}.py", "-m", "slow", **SIZE)
+
+
+@pytest.mark.slow
+def test_all_weights_in_bf16() -> None:
+    passed(POLICIES, "-k", FULL, **SIZE)
 
 
 def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]:

@@ -104,6 +104,7 @@ def test_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(seconds > 0 for pools in table.values() for seconds in pools.values())
 
 
+@pytest.mark.slow
 def test_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = finished_run(tmp_path, "scenes_flowgrpo")
     words = [f"run={run}", "suite=scenes", "prompts=2", "samples=1", "sampling.eval.steps=2"]

@@ -86,7 +86,10 @@ def test_a_trainer_that_is_full_saves_the_step_before(
 
 @pytest.mark.parametrize(
     ("stage", "call"),
-    [("decode", "decode"), pytest.param("generate", "advance", marks=pytest.mark.slow)],
+    [
+        pytest.param("decode", "decode", marks=pytest.mark.slow),
+        pytest.param("generate", "advance", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rollout_that_is_full_says_so_and_the_run_is_saved(
     tmp_path: Path, stage: str, call: str

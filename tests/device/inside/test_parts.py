@@ -3,8 +3,6 @@ where it belongs."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -131,21 +129,6 @@ def test_media_of_the_device_are_scored_as_the_cpus() -> None:
     found = scorer.submit(media.to(DEVICE), prompts).result(30)
     scorer.close()
     assert torch.equal(found["jpeg"], wanted)
-
-
-# ---- forks -----------------------------------------------------------------------------------
-
-
-def test_whoever_asks_for_devices_may_fork_ranks() -> None:
-    code = (
-        "import torch\n"
-        "import digenrl.cli.start, digenrl.run\n"
-        "from digenrl import accelerator, devices\n"
-        "assert len(devices.found()) == accelerator.count() >= 2\n"
-        "assert not torch.get_device_module().is_initialized()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # ---- a policy --------------------------------------------------------------------------------

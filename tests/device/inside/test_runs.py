@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from digenrl import accelerator, run
+from digenrl import accelerator, devices, run
 from digenrl.cluster.world import Session, World
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from tests.strategy.processes import (
@@ -34,10 +34,9 @@ def without(world: World, session: Session) -> None:
     assert accelerator.kind() == "cpu"
 
 
-def on_the_device(tmp_path: Path, trainers: int, *words: str, resume: bool = False) -> Record:
+def on_the_device(tmp_path: Path, trainers: int, *words: str, **how: Any) -> Record:
     """What a run with one rollout did on the device."""
-    config = configured(*words)
-    found = completed(run_cluster(tmp_path, trainers, 1, config, resume=resume))
+    found = completed(run_cluster(tmp_path, trainers, 1, configured(*words), **how))
     assert not strict.is_initialized(), "this process has used the device"
     return found
 
@@ -67,11 +66,50 @@ def assert_close(found: Record, wanted: Record) -> None:
     assert relative(found.weights, wanted.weights) < 1e-3
 
 
-def test_one_trainer_and_one_rollout(tmp_path: Path, wanted: Record) -> None:
-    assert_bit_equal(on_the_device(tmp_path, 1), wanted)
+def test_whoever_asks_for_devices_may_fork_ranks() -> None:
+    assert len(devices.found()) == accelerator.count() >= 2
+    assert not strict.is_initialized(), "this process has used the device"
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+class Counted(TorchDispatchMode):
+    """Counts the bytes that leave the device."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        if first is not None and isinstance(found, torch.Tensor):
+            left = first.device.type == "strict" and found.device.type == "cpu"
+            self.bytes += found.nbytes if left else 0
+        return found
+
+
+def counted(world: World, session: Session) -> None:
+    """This rank notes the bytes that leave its device at the end."""
+    teardown = DisaggregatedStrategy.teardown
+
+    def counts(self: DisaggregatedStrategy) -> None:
+        with Counted() as counter:
+            teardown(self)
+        (session.run_dir / f"left-{world.rank}").write_text(str(counter.bytes))
+
+    DisaggregatedStrategy.teardown = counts  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, list[int]]:
+    """What one trainer and one rollout do on the device, and the bytes that leave it at the end."""
+    path = tmp_path_factory.mktemp("device")
+    found = on_the_device(path, 1, before=counted)
+    return found, [int((path / f"left-{rank}").read_text()) for rank in range(2)]
+
+
+def test_one_trainer_and_one_rollout(plain: tuple[Record, list[int]], wanted: Record) -> None:
+    assert_bit_equal(plain[0], wanted)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_trainers(tmp_path: Path, wanted: Record, sharding: str) -> None:
     assert_close(on_the_device(tmp_path, 2, f"parallel.sharding={sharding}"), wanted)
 
@@ -130,33 +168,9 @@ def test_the_scorer_of_a_rank_is_on_its_device(tmp_path: Path, placement: str) -
     assert rewards <= {1.0, 2.0}
 
 
-def test_the_network_stays_on_its_device_at_the_end(tmp_path: Path) -> None:
+def test_the_network_stays_on_its_device_at_the_end(plain: tuple[Record, list[int]]) -> None:
     """H5 of gpu2.md: Lightning's teardown copied every rank's network and optimizer to the CPU."""
-
-    class Counted(TorchDispatchMode):
-        bytes = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            found = func(*args, **(kwargs or {}))
-            first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
-            if first is not None and isinstance(found, torch.Tensor):
-                left = first.device.type == "strict" and found.device.type == "cpu"
-                self.bytes += found.nbytes if left else 0
-            return found
-
-    def counted(world: World, session: Session) -> None:
-        teardown = DisaggregatedStrategy.teardown
-
-        def counts(self: DisaggregatedStrategy) -> None:
-            with Counted() as counter:
-                teardown(self)
-            (session.run_dir / f"left-{world.rank}").write_text(str(counter.bytes))
-
-        DisaggregatedStrategy.teardown = counts  # type: ignore[method-assign]
-
-    done = run_cluster(tmp_path, 1, 1, configured("max_rl_steps=1"), before=counted)
-    completed(done)
-    assert [int((tmp_path / f"left-{rank}").read_text()) for rank in range(2)] == [0, 0]
+    assert plain[1] == [0, 0]
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def quiet() -> Iterator[None]:
     """A test ends with nothing under way; what it left unordered is its own."""
     yield
     gc.collect()
+    gc.freeze()  # the next collection need not look through all that has been imported
     try:
         torch.accelerator.synchronize()
     except RuntimeError:
@@ -221,13 +222,12 @@ def test_its_random_numbers_are_its_own() -> None:
 # ---- forks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("used", "code"), [(False, 0), (True, 1)])
-def test_only_a_process_that_has_not_used_it_may_fork(used: bool, code: int) -> None:
-    used_line = "torch.ones(1, device='strict')" if used else ""
+def test_a_process_that_has_used_it_may_not_fork() -> None:
+    """One that has only counted devices may: the ranks of test_runs.py are its forks."""
     program = (
         "import os, torch\n"
         "assert torch.accelerator.device_count() >= 2\n"
-        f"{used_line}\n"
+        "torch.ones(1, device='strict')\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    torch.ones(1, device='strict')\n"
@@ -235,8 +235,8 @@ def test_only_a_process_that_has_not_used_it_may_fork(used: bool, code: int) -> 
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == code
-    assert ("forked subprocess" in done.stderr) == used
+    assert done.returncode == 1
+    assert "forked subprocess" in done.stderr
 
 
 # ---- memory ----------------------------------------------------------------------------------
