@@ -82,7 +82,7 @@ def test_trainer(running: Any, point: str, rank: int, action: str) -> None:
 @pytest.mark.parametrize(
     ("point", "rank", "action"),
     some(
-        ("publish", 0, "kill"), ("reward", 2, "raise"),
+        ("publish", 0, "kill"),
         of=[
             *((point, 2, action) for point in (*GENERATING, *TRAINING[:3]) for action in ACTIONS),
             *((point, 0, action) for point in ("accumulate", "reduce", "publish") for action in ACTIONS),

@@ -72,7 +72,11 @@ def test_a_killed_rollout_is_named_and_the_run_can_be_resumed(running: Any) -> N
             "rank 1 (rollout) raised RewardError: Reward `judge_a` raised "
             "tests.strategy.faults.InjectedError: the scorer has a bug",
         ),
-        ("Exiting", "rank 1 (rollout) raised RewardError: Scorer `judge_a` raised SystemExit: 3"),
+        pytest.param(
+            "Exiting",
+            "rank 1 (rollout) raised RewardError: Scorer `judge_a` raised SystemExit: 3",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_scorer_that_raises_fails_the_run_with_its_message(

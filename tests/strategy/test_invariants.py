@@ -105,7 +105,9 @@ def as_they_arrive(rank: run.Rank, world: World) -> None:
     rank.strategy.cut_fragment = newest  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("change", [backwards, as_they_arrive])
+@pytest.mark.parametrize(
+    "change", [pytest.param(backwards, marks=pytest.mark.slow), as_they_arrive]
+)
 def test_I3_groups_that_arrive_backwards_give_the_same_gradient(
     tmp_path: Path, change: Callable[..., None]
 ) -> None:
@@ -202,7 +204,13 @@ def test_I5_steps_in_one_forward_give_the_gradient_of_the_per_step_loop(tmp_path
         assert relative(mine, theirs) <= 1e-12
 
 
-@pytest.mark.parametrize("corrupted", [False, True], ids=["as-stored", "one-corrupted"])
+@pytest.mark.parametrize(
+    "corrupted",
+    [
+        pytest.param(False, id="as-stored", marks=pytest.mark.slow),
+        pytest.param(True, id="one-corrupted"),
+    ],
+)
 def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
     tmp_path: Path, corrupted: bool
 ) -> None:

@@ -46,7 +46,10 @@ def lost(cluster: Cluster) -> list[dict[str, object]]:
     return [row for row in cluster.events() if row["kind"] == "lost"]
 
 
-@pytest.mark.parametrize("action", ["kill", "raise", pytest.param("stop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "action",
+    ["kill", *(pytest.param(action, marks=pytest.mark.slow) for action in ("raise", "stop"))],
+)
 def test_a_rollout_lost_in_mid_denoise_changes_no_result(tmp_path: Path, action: str) -> None:
     """In its third denoising step of its first task; with lending on."""
     words = ("schedule=full", "schedule.tsp.batch=1", "schedule.async_steps=0")
