@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from hydra.utils import get_class
 
@@ -23,9 +24,9 @@ from digenrl.extensions.tools.downloads import IGNORED, downloads
 from reward_models import weights as scorer_weights
 from reward_models.aesthetic import _HEAD_FILE as HEAD
 from reward_models.published import WEIGHTS, files_read
-from tests.conftest import ROOT
 from tests.extensions.tools.hub import COMMIT, Hub
 from tests.models.families import experiments
+from tests.training import Train, commands
 
 CLUTTER = (
     "README.md",
@@ -169,33 +170,41 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     served.shutdown()
 
 
-def command(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`digenrl WORDS` of the FLUX experiment, with this hub and an empty or filled cache."""
-    environment = os.environ | {
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """Starts commands, and leaves none behind."""
+    (tmp_path / "commands").mkdir()
+    yield from commands(tmp_path / "commands")
+
+
+def command(running: Any, hub: Hub, home: Path, *words: str) -> Train:
+    """`digenrl WORDS` of the FLUX experiment, with this hub and an empty or filled cache, to its
+    end."""
+    environment = {
         "HF_ENDPOINT": hub.address,
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": "0" if words[0] == "fetch" else "1",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DOWNLOAD_TIMEOUT": "2",
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }
-    return subprocess.run(
-        [sys.executable, "-m", "digenrl", *words, "experiment=flux1_flowgrpo"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=home.parent,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        importlib.reload(constants)  # the environment is read by an import
+        words = (*words, "experiment=flux1_flowgrpo")
+        begun: Train = running(*words[1:], command=words[0], tiny=(), fork=True)
+    importlib.reload(constants)
+    begun.finish()
+    return begun
 
 
 @pytest.mark.processes
-def test_fetch_says_sizes_resumes_skips_and_mends(hub: Hub, tmp_path: Path) -> None:
+def test_fetch_says_sizes_resumes_skips_and_mends(running: Any, hub: Hub, tmp_path: Path) -> None:
     home, weights = tmp_path / "home", "transformer/diffusion_pytorch_model.safetensors"
     published = hub.repositories["black-forest-labs/FLUX.1-dev"] / weights
     hub.cut[LARGE] = 12 << 20
-    first = command(hub, home, "fetch")
-    assert first.returncode == 0, first.stderr
+    first = command(running, hub, home, "fetch")
+    assert first.finish() == 0, first.stderr
     assert re.search(r"FLUX.1-dev: \d+ files, .* licence no-commercial-use", first.stderr)
     assert first.stdout.splitlines()[-1] == "Everything is here."
     assert not {name for name, _ in hub.sent} & set(CLUTTER[2:])  # PickScore has the first two
@@ -203,34 +212,34 @@ def test_fetch_says_sizes_resumes_skips_and_mends(hub: Hub, tmp_path: Path) -> N
     assert begun >= 10 << 20  # it went on where it was cut, in the client's pieces
 
     hub.sent.clear()
-    again = command(hub, home, "fetch")
+    again = command(running, hub, home, "fetch")
     assert "0.00 to download" in again.stderr
     assert hub.sent == []
 
     snapshot = home / "hub/models--black-forest-labs--FLUX.1-dev/snapshots" / COMMIT
     whole = published.read_bytes()
     (snapshot / weights).resolve().write_bytes(whole[:-100])
-    mended = command(hub, home, "fetch")
+    mended = command(running, hub, home, "fetch")
     assert f"{len(whole) - 100} bytes instead of {len(whole)}" in mended.stderr
     assert [name for name, _ in hub.sent] == [weights]
     assert (snapshot / weights).read_bytes() == whole
 
     # What was fetched is enough for a run: it is refused for the GPUs that this machine lacks.
-    run = command(hub, home, "train", "hardware=single_gpu")
-    assert run.returncode == 2
+    run = command(running, hub, home, "train", "hardware=single_gpu")
+    assert run.finish() == 2
     assert "sees none" in run.stderr
 
 
 @pytest.mark.processes
 def test_a_gated_model_and_a_machine_without_a_network_are_told_what_to_do(
-    hub: Hub, tmp_path: Path
+    running: Any, hub: Hub, tmp_path: Path
 ) -> None:
     hub.gated = ("black-forest-labs/FLUX.1-dev",)
-    refused = command(hub, tmp_path / "home", "fetch")
-    assert refused.returncode == 2
+    refused = command(running, hub, tmp_path / "home", "fetch")
+    assert refused.finish() == 2
     assert "accept its licence at https://huggingface.co/black-forest-labs" in refused.stderr
-    listed = command(hub, tmp_path / "home", "fetch", "list=true")
-    assert listed.returncode == 0
+    listed = command(running, hub, tmp_path / "home", "fetch", "list=true")
+    assert listed.finish() == 0
     assert [line.split()[2] for line in listed.stdout.splitlines()] == list(hub.repositories)
-    run = command(hub, tmp_path / "home", "train", "hardware=single_gpu")
+    run = command(running, hub, tmp_path / "home", "train", "hardware=single_gpu")
     assert "`make fetch` with the EXP, HW and ARGS of this run" in run.stderr
