@@ -32,6 +32,7 @@ from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.rollout.evaluation import Pictures
 from digenrl.types import Prompt
 from reward_models.digit_judge import DigitStatistics
+from tests.extensions.tasks.test_digits import perturbed
 
 JUDGE = "reward_models.digit_judge.DigitJudge"
 
@@ -184,13 +185,42 @@ def test_sampling_eval_decides_how_many_are_made_at_once(prompt_file: Path) -> N
     assert set(rows) == {5, 2, 1}
 
 
+def test_a_batch_may_have_several_prompts(prompt_file: Path) -> None:
+    """Pieces are equally large, and pictures and divergence the same but for rounding."""
+    policy = perturbed(DigitsPolicy(lora={"rank": 2, "alpha": 4, "targets": ["to_q", "to_v"]}))
+    engine, found, pieces = engine_of(policy), [], []
+    rows: list[int] = []
+    policy.transformer.register_forward_pre_hook(
+        lambda module, args, given: rows.append(len(given["hidden_states"])), with_kwargs=True
+    )
+    for batch in (
+        None,
+        5,
+        8,
+        100,
+    ):  # five samples are two of each prompt, and three prompts do not halve
+        engine.sampling = replace(engine.sampling, eval_batch=batch)
+        evaluation = Evaluation(prompt_file, samples_per_prompt=2, batch=batch)
+        pieces.append([len(piece) for piece in evaluation.drawn.pieces])
+        found.append(evaluation.sample(engine))
+    assert pieces == [[1, 1, 1], [1, 1, 1], [3], [3]]
+    assert set(rows) == {1, 2, 3, 6}
+    for other in found[1:]:
+        assert (other.media.int() - found[0].media.int()).abs().max() <= 1
+        assert torch.allclose(other.kl, found[0].kl, rtol=1e-4, equal_nan=True)
+        assert other.prompts == found[0].prompts
+    assert bool((found[0].kl.nan_to_num() > 0).any())
+
+
 def test_heldout_prompts_take_the_place_of_the_training_prompts(
     tmp_path: Path, prompt_file: Path
 ) -> None:
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text('{"prompt": "number nine", "target": "9"}\n')
-    assert [prompt.text for prompt in Evaluation(prompt_file, heldout).prompts] == ["number nine"]
-    assert len(Evaluation(prompt_file, max_prompts=2).prompts) == 2
+    assert [prompt.text for prompt in Evaluation(prompt_file, heldout).drawn.prompts] == [
+        "number nine"
+    ]
+    assert len(Evaluation(prompt_file, max_prompts=2).drawn.prompts) == 2
 
 
 def test_measure_leaves_missing_scores_out_and_counts_them() -> None:

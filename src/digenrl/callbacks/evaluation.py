@@ -170,6 +170,7 @@ class Evaluation(pl.Callback):
             base model, is measured. They are trajectories with noise and take two forwards a step
             (the extension `divergence`). 0 = `kl` is not measured. It is not measured either
             without a base model (all weights are trained and `model.keep_reference` is false).
+        batch: samples that are drawn together, of one or more prompts; None = those of a prompt.
 
     Raises:
         ValueError: a count out of range.
@@ -191,6 +192,7 @@ class Evaluation(pl.Callback):
         shown_prompts: int = 8,
         shown_samples: int = 4,
         kl_samples: int = 1,
+        batch: int | None = None,
     ) -> None:
         for name, value, low in (
             ("samples_per_prompt", samples_per_prompt, 1),
@@ -203,29 +205,18 @@ class Evaluation(pl.Callback):
         ):
             if value < low:
                 raise ValueError(f"callbacks.evaluation.{name} must be >= {low}, got {value}")
-        self.prompts = load_prompts(prompts if heldout_prompts is None else heldout_prompts)[
-            :max_prompts
-        ]
-        self.samples_per_prompt, self.every, self.seed, self.steps = (
-            samples_per_prompt,
-            every,
-            seed,
-            steps,
+        loaded = load_prompts(prompts if heldout_prompts is None else heldout_prompts)
+        kl_samples = min(kl_samples, samples_per_prompt)
+        self.drawn = FixedSamples(
+            tuple(loaded[:max_prompts]), samples_per_prompt, seed, steps, kl_samples, batch
         )
-        self.heldout_reward, self.statistics = heldout_reward, tuple(statistics)
+        """Samples that every evaluation draws."""
+        self.every, self.heldout_reward, self.statistics = every, heldout_reward, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
-        self.kl_samples = min(kl_samples, samples_per_prompt)
         self._first: Pictures | None = None
         self._open: int | None = None
         """RL step whose weights rollouts are evaluating, or None."""
-
-    @property
-    def drawn(self) -> FixedSamples:
-        """Samples that every evaluation draws."""
-        return FixedSamples(
-            tuple(self.prompts), self.samples_per_prompt, self.seed, self.steps, self.kl_samples
-        )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         began = trainer.current_epoch
@@ -275,12 +266,11 @@ class Evaluation(pl.Callback):
     ) -> None:
         """Write the evaluation of `pieces` on trainer 0. None: trainers make the pieces first."""
         engine = _engine(trainer)
-        with _span(trainer, rl_step):
+        with _marked(trainer, "span", "eval", step=rl_step):
             own = self._sampled(trainer) if pieces is None else None
             if not trainer.is_global_zero:
                 return
-            made = pieces or {}
-            pictures = own or joined([made[number] for number in range(len(self.prompts))])
+            pictures = own or joined([piece for _, piece in sorted((pieces or {}).items())])
             numbers = self.measure(engine, pictures)
         self._tell(trainer, rl_step, pictures, numbers)
 
@@ -362,11 +352,11 @@ class Evaluation(pl.Callback):
     ) -> Pictures:
         """Sample rank `rank`'s share of the prompts. `before_step` is as in
         `RolloutEngine.evaluate`."""
-        prompts = len(self.prompts)
-        share = -(-prompts // ranks)
-        # A rank without a prompt of its own repeats one: sharded weights need the same forwards
+        pieces = len(self.drawn.pieces)
+        share = -(-pieces // ranks)
+        # A rank without a piece of its own repeats one: sharded weights need the same forwards
         # everywhere.
-        mine = [(rank * share + i) % prompts for i in range(share)]
+        mine = [(rank * share + i) % pieces for i in range(share)]
         return self.drawn.draw(engine, mine, before_step)
 
     def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
@@ -376,12 +366,11 @@ class Evaluation(pl.Callback):
     def _gather(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
         """Return the pictures of all ranks on trainer 0, and its own on each other. Repeated
         pictures come last and are cut off."""
-        rows = len(self.prompts) * self.samples_per_prompt
+        drawn = self.drawn
+        rows = len(drawn.prompts) * drawn.per_prompt
         return Pictures(
             media=_gathered(trainer, local.media)[:rows],
-            prompts=tuple(
-                prompt for prompt in self.prompts for _ in range(self.samples_per_prompt)
-            ),
+            prompts=tuple(prompt for prompt in drawn.prompts for _ in range(drawn.per_prompt)),
             rewards={
                 name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()
             },
@@ -425,7 +414,7 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
     if trainer.world_size == 1:
         return local
     strategy, parts = trainer.strategy, list[Tensor]()
-    with _waiting(trainer):
+    with _marked(trainer, "stage", "wait straggler"):
         for part in local.split(max(1, GATHERED_BYTES // max(1, local[0].nbytes))):
             everywhere = strategy.all_gather(part.to(strategy.root_device))
             if trainer.is_global_zero:
@@ -433,13 +422,7 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).flatten(0, 1) if parts else local
 
 
-def _waiting(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Mark the body as a wait for a slower trainer, if the strategy keeps a timeline."""
+def _marked(trainer: pl.Trainer, kind: str, name: str, **facts: Any) -> AbstractContextManager[Any]:
+    """Mark the body in the run's timeline, if the strategy keeps one."""
     spans = getattr(trainer.strategy, "spans", None)
-    return nullcontext() if spans is None else spans.stage("wait straggler")
-
-
-def _span(trainer: pl.Trainer, rl_step: int) -> AbstractContextManager[Any]:
-    """Mark the body as this evaluation in the run's timeline, if the strategy keeps one."""
-    spans = getattr(trainer.strategy, "spans", None)
-    return nullcontext() if spans is None else spans.span("eval", step=rl_step)
+    return nullcontext() if spans is None else getattr(spans, kind)(name, **facts)

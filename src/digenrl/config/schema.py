@@ -366,7 +366,8 @@ class EvaluatedKeys(Closed):
     solver: Literal["euler", "dpm2"]
     """ODE solver of an evaluation. dpm2: DPM-Solver++ of second order."""
     batch: AtLeast1 | None
-    """Number of evaluation samples generated at once. null: all samples of a prompt."""
+    """Number of evaluation samples generated at once, of one or more prompts. null: all samples of
+    a prompt."""
 
 
 class ScoutsKeys(Closed):

@@ -6,7 +6,7 @@ none of them: what a task gives depends on the task, the seed and the weights al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +46,7 @@ class SamplingSpec:
     """Steps of an evaluation. None: as in rollouts."""
     eval_solver: denoise.Solver = "euler"
     eval_batch: int | None = None
-    """Samples of evaluation at once; None = all of a prompt."""
+    """Samples of evaluation at once, of one or more prompts; None = all of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,42 @@ def ode_samples(
 ) -> Tensor:
     """Media as in `Pictures`; arguments as in `RolloutEngine.evaluate`."""
     grid = policy.sigma_grid(steps or sampling.eval_steps or sampling.steps)
-    media = []
-    for prompt in prompts:
-        shape = policy.latent_shape
-        noise = keys.noise(
-            seed, 0, prompt.uid, range(samples_per_prompt), keys.INITIAL, shape, EVAL_STREAM
-        )
+    batches = fixed_batches(policy, sampling, prompts, samples_per_prompt, seed, EVAL_STREAM)
+    sample = partial(
+        denoise.ode_sample,
+        policy,
+        sigmas=grid,
+        before_step=before_step,
+        solver=sampling.eval_solver,
+    )
+    with policy.guided(sampling.eval_guidance_scale):
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
-        latents = noise.to(policy.device, wide(sampling.storage_dtype))
-        with policy.guided(sampling.eval_guidance_scale):
-            condition = policy.encode([prompt])
-            parts = [
-                denoise.ode_sample(policy, condition, part, grid, before_step, sampling.eval_solver)
-                for part in latents.split(sampling.eval_batch or samples_per_prompt)
-            ]
-        media.append(policy.decode(torch.cat(parts)).cpu())
-    return torch.cat(media)
+        return torch.cat(
+            [policy.decode(sample(c, draw(keys.INITIAL))).cpu() for c, draw in batches]
+        )
+
+
+def fixed_batches(
+    policy: Policy,
+    sampling: SamplingSpec,
+    prompts: Sequence[Prompt],
+    samples: int,
+    seed: int,
+    stream: str,
+) -> Iterator[tuple[dict[str, Tensor], Callable[[int], Tensor]]]:
+    """Yield conditioning and noise of `sampling.eval_batch` rows at a time. The rows are `samples`
+    of each prompt. The function takes a denoising step, or `keys.INITIAL`, and returns [b, *L]."""
+    rows = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+    size = sampling.eval_batch or samples
+    for first in range(0, len(rows), size):
+        batch = rows[first : first + size]
+
+        def draw(step: int, batch: Sequence[tuple[Prompt, int]] = batch) -> Tensor:
+            shape = policy.latent_shape
+            noise = [keys.noise(seed, 0, p.uid, [row], step, shape, stream) for p, row in batch]
+            return torch.cat(noise).to(policy.device, wide(sampling.storage_dtype))
+
+        yield policy.encode([prompt for prompt, _ in batch]), draw
 
 
 class RolloutEngine:
@@ -269,13 +289,11 @@ class RolloutEngine:
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
         kl = torch.full((len(prompts), samples_per_prompt), torch.nan)
         if kl_samples:
+            measure = "digenrl.extensions.divergence.trajectories.divergence"
             divergence = extension(
-                "digenrl.extensions.divergence.trajectories.divergence",
-                f"callbacks.evaluation.kl_samples = {kl_samples}",
-                "use 0",
+                measure, f"callbacks.evaluation.kl_samples = {kl_samples}", "use 0"
             )
-            for row, prompt in enumerate(prompts):
-                kl[row, :kl_samples] = divergence(self, prompt, kl_samples, seed, before_step).cpu()
+            kl[:, :kl_samples] = divergence(self, prompts, kl_samples, seed, before_step).cpu()
         return Pictures(media, rows, self._rewards.score(media, rows, heldout=True), kl.flatten())
 
     def _plan(self, task: Task, prompt: Prompt) -> StepPlan:

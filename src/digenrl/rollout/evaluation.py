@@ -1,8 +1,9 @@
 """What an evaluation draws: the same prompts with the same noise every time, in pieces that any
 rank makes alike.
 
-A piece is one prompt with all its samples. A rank draws, decodes and scores a piece as one batch.
-The numbers of an evaluation therefore do not depend on which rank made which piece.
+A piece is one prompt with all its samples, or as many prompts as `sampling.eval.batch` samples
+have. A rank draws and scores a piece together. The numbers of an evaluation therefore do not depend
+on which rank made which piece.
 """
 
 from __future__ import annotations
@@ -44,6 +45,16 @@ class FixedSamples:
     kl_samples: int
     """Samples of each prompt whose divergence from the base model is measured, if there is a base
     model."""
+    batch: int | None = None
+    """`sampling.eval.batch`."""
+
+    @property
+    def pieces(self) -> tuple[tuple[Prompt, ...], ...]:
+        """The prompts of each piece. All pieces have equally many, because sharded weights need the
+        same forwards everywhere."""
+        total, most = len(self.prompts), max(1, (self.batch or 1) // self.per_prompt)
+        size = max(n for n in range(1, most + 1) if total % n == 0)
+        return tuple(self.prompts[first : first + size] for first in range(0, total, size))
 
     def draw(
         self,
@@ -58,10 +69,8 @@ class FixedSamples:
             self.kl_samples if engine.policy.has_reference and installed("divergence") else 0,
         )
         for number in numbers:
-            asked = [self.prompts[number]]
-            made = engine.evaluate(
-                asked, self.per_prompt, self.seed, self.steps, before_step, compared
-            )
+            asked = self.pieces[number], self.per_prompt, self.seed, self.steps
+            made = engine.evaluate(*asked, before_step, compared)
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(replace(made, media=media, rewards=scores))
@@ -69,12 +78,12 @@ class FixedSamples:
 
 
 def tensors_of(piece: Pictures) -> dict[str, Tensor]:
-    """Return a piece as it is sent, without its prompt."""
+    """Return a piece as it is sent, without its prompts."""
     rewards = {f"rewards/{name}": scores for name, scores in piece.rewards.items()}
     return {"media": piece.media, "kl": piece.kl, **rewards}
 
 
-def pictures_of(tensors: Mapping[str, Tensor], prompt: Prompt) -> Pictures:
+def pictures_of(tensors: Mapping[str, Tensor], prompts: Sequence[Prompt]) -> Pictures:
     """Invert `tensors_of`."""
     rewards = {
         key.removeprefix("rewards/"): scores
@@ -82,4 +91,5 @@ def pictures_of(tensors: Mapping[str, Tensor], prompt: Prompt) -> Pictures:
         if key.startswith("rewards/")
     }
     media = tensors["media"]
-    return Pictures(media, (prompt,) * len(media), rewards, tensors["kl"])
+    rows = tuple(prompt for prompt in prompts for _ in range(len(media) // len(prompts)))
+    return Pictures(media, rows, rewards, tensors["kl"])

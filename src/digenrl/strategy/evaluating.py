@@ -71,7 +71,7 @@ class EvaluationWorker:
             return None
         if self._wanted and (self._weights is None or self._weights.digest != self._wanted):
             return None  # the weights are on their way; a rank that joined meanwhile gets none
-        pieces = evaluation_pieces(version, len(self._drawn.prompts))
+        pieces = evaluation_pieces(version, len(self._drawn.pieces))
         return self._claims.take(evaluation_queue(version), pieces, range(len(pieces)))
 
     def release(self, version: int, claim: Claim) -> None:
@@ -146,7 +146,7 @@ class Evaluations:
         assert self._drawn is not None
         number = int(message.meta["piece"])
         if message.meta["version"] == self._version and number not in self._arrived:
-            self._arrived[number] = pictures_of(message.tensors, self._drawn.prompts[number])
+            self._arrived[number] = pictures_of(message.tensors, self._drawn.pieces[number])
             # From here on the piece is done, whatever becomes of the rank that made it.
             queue = evaluation_queue(self._version)
             self._claims.received(queue, number, self._world.trainers)
@@ -178,7 +178,7 @@ class Evaluations:
         """Wait for the pieces, and return whether all have arrived. False: no rollout that could
         make the others is left."""
         assert self._drawn is not None
-        while len(self._arrived) < len(self._drawn.prompts):
+        while len(self._arrived) < len(self._drawn.pieces):
             there = self._control.survivors(self._world.rollout_ranks)
             if not (there if self._makers is None else set(there).intersection(self._makers)):
                 return False

@@ -77,9 +77,9 @@ def stored(directory: Path) -> tuple[np.ndarray, list[str]]:
 def noise_of(config: DictConfig, policy: Policy, text: str) -> Tensor:
     """The evaluation noise of a prompt's first two samples, from its key."""
     evaluation = configuration.instantiate(config.callbacks.evaluation)
-    (uid,) = [prompt.uid for prompt in evaluation.prompts if prompt.text == text]
+    (uid,) = [prompt.uid for prompt in evaluation.drawn.prompts if prompt.text == text]
     return keys.noise(
-        evaluation.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM
+        evaluation.drawn.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM
     )
 
 

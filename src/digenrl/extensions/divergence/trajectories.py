@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from digenrl.diffusion import keys
 from digenrl.diffusion.denoise import expand_condition
 from digenrl.diffusion.sde import FlowSDE, Kernel, Transition
 from digenrl.diffusion.sigmas import step_sigmas
-from digenrl.models.policy import Policy, wide
-from digenrl.rollout.engine import RolloutEngine
+from digenrl.models.policy import Policy
+from digenrl.rollout.engine import RolloutEngine, fixed_batches
 from digenrl.types import Prompt
 
 STREAM = "divergence"
@@ -79,24 +79,16 @@ def trajectories(
 @torch.no_grad()
 def divergence(
     engine: RolloutEngine,
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
     samples: int,
     seed: int,
     before_step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Return KL(policy || base model) [samples] in nats per sample, of trajectories on the grid and
-    with the guidance of rollouts. Arguments are those of `RolloutEngine.evaluate`."""
-    shape, device = engine.policy.latent_shape, engine.policy.device
-    condition, dtype = engine.policy.encode([prompt]), wide(engine.sampling.storage_dtype)
-    found = []
-    for rows in torch.arange(samples).split(engine.sampling.eval_batch or samples):
-
-        def draw(step: int, rows: Tensor = rows) -> Tensor:
-            noise = keys.noise(seed, 0, prompt.uid, rows.tolist(), step, shape, STREAM)
-            return noise.to(device, dtype)
-
-        sampled = trajectories(
-            engine.policy, condition, engine.grid, draw, before_forward=before_step
-        )
-        found.append(sampled[1])
-    return torch.cat(found)
+    """Return KL(policy || base model) [prompts, samples] in nats per sample, of trajectories on the
+    grid and with the guidance of rollouts. Arguments are those of `RolloutEngine.evaluate`."""
+    batches = fixed_batches(engine.policy, engine.sampling, prompts, samples, seed, STREAM)
+    found = [
+        trajectories(engine.policy, c, engine.grid, draw, before_forward=before_step)[1]
+        for c, draw in batches
+    ]
+    return torch.cat(found).view(len(prompts), samples)

@@ -101,7 +101,7 @@ def workload(composed: Composed) -> Workload:
         ema=algorithm.get("ema") is not None,
         rewards=tuple(config.reward.get("rewards", {})),
         heldout=tuple(config.reward.get("heldout") or {}),
-        evaluated=max((min(n, sampling.eval.batch or n) for n in drawn), default=0),
+        evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
         engine="compiled" if model.get("compile", False) else "eager",
         fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
         base_bytes=_BASE[model.get("quantize")],

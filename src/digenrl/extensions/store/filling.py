@@ -84,12 +84,8 @@ def fill_prompt_store(
         if all_of_them
         else [prompt for step in steps for prompt in data.sampler.batch(step)]
     )
-    wanted += [
-        prompt
-        for callback in callbacks
-        if isinstance(callback, Evaluation)
-        for prompt in callback.prompts
-    ]
+    evaluated = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
+    wanted += [prompt for drawn in evaluated for prompt in drawn.prompts]
     try:
         with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
             found = fill(policy, root, wanted, accelerator.current(), progress)

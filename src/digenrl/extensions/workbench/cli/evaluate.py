@@ -95,14 +95,15 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
     module = configuration.instantiate(config.algorithm, policy=policy)
     module.to(accelerator.kind())
     rewards = configuration.instantiate(scoring)
-    rewards.check_prompts(evaluation.prompts)
+    drawn = evaluation.drawn
+    rewards.check_prompts(drawn.prompts)
     engine = engine_of(config, module, rewards)
     result: dict[str, Any] = {
         "run": str(composed.run_dir),
-        "prompts": len(evaluation.prompts),
-        "samples_per_prompt": evaluation.samples_per_prompt,
-        "steps": evaluation.steps or config.sampling.eval.steps or config.sampling.steps,
-        "seed": evaluation.seed,
+        "prompts": len(drawn.prompts),
+        "samples_per_prompt": drawn.per_prompt,
+        "steps": drawn.steps or config.sampling.eval.steps or config.sampling.steps,
+        "seed": drawn.seed,
     }
     pictures: dict[str, Pictures] = {"base": evaluation.sample(engine)}
     if checkpoint is not None:
