@@ -38,7 +38,20 @@ RANK = 64
 """Of the adapters whose activations are counted."""
 HEAD = "# Counted by `python -m benchmarks.count_facts MODEL`."
 LISTS = r"(.*blocks|layers)\.\d+\."
-TARGETS = {"attn": f"{LISTS}{ATTENTION}", "attn_ff": f"{LISTS}({ATTENTION}|{FEED_FORWARD})"}
+
+
+def targets(model: str) -> dict[str, str]:
+    """Return the layers that adapters target: those of most models, and others that the family
+    names."""
+    kind = _families.adapter(_families.models()[model])
+    attention, feed_forward = (
+        "|".join([usual, *(re.escape(name) for name in names if not re.fullmatch(usual, name))])
+        for usual, names in ((ATTENTION, kind.attention), (FEED_FORWARD, kind.feed_forward))
+    )
+    return {
+        "attn": f"{LISTS}({attention})",
+        "attn_ff": f"{LISTS}({attention}|{feed_forward})",
+    }
 
 
 def lora_per_rank(model: nn.Module, pattern: str) -> int:
@@ -86,14 +99,17 @@ def fake(model: nn.Module) -> None:
 def trainable(name: str, blocks: int, trained: str) -> nn.Module:
     """Return a build on the meta device as `models.policy.Policy` holds it: LoRA over a bf16 base,
     or fp32."""
-    model = _families.network(name, blocks)
+    model, chosen = (
+        _families.network(name, blocks),
+        targets(name).get(trained, "").replace(LISTS, ""),
+    )
     if trained == "full":
         return model.eval()
     exact = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
         if not any(part in name for part in exact):
             parameter.data = parameter.data.bfloat16()
-    inject_lora(model, LoraSpec(RANK, RANK, (TARGETS[trained].replace(LISTS, ""),)))
+    inject_lora(model, LoraSpec(RANK, RANK, (chosen,)))
     return model.eval()
 
 
@@ -181,7 +197,7 @@ def model_facts(name: str) -> dict[str, Any]:
     sizes = facts.models[name]
     with torch.device("meta"):
         model = _families.network(name)
-    counted = {trained: activations(name, trained) for trained in ("full", *TARGETS)}
+    counted = {trained: activations(name, trained) for trained in ("full", *targets(name))}
     heaviest = max(
         sum(p.numel() for p in block.parameters()) for part in lists(model) for block in part
     )
@@ -190,7 +206,7 @@ def model_facts(name: str) -> dict[str, Any]:
         "largest_block_parameters": heaviest,
         "tensors": sum(1 for _ in model.parameters()),
         "lora_parameters_per_rank": {
-            key: lora_per_rank(model, pattern) for key, pattern in TARGETS.items()
+            key: lora_per_rank(model, pattern) for key, pattern in targets(name).items()
         },
         "flops": [
             {"tokens": f * h * w, "flops": flops(name, model, (f, h, w), sizes["text_tokens"])}

@@ -172,7 +172,7 @@ def count(experiment: str, width: int, depth: int) -> None:
         "largest_block_parameters": max(sum(p.numel() for p in b.parameters()) for b in lists),
         "lora_parameters_per_rank": {
             key: count_facts.lora_per_rank(network, pattern)
-            for key, pattern in count_facts.TARGETS.items()
+            for key, pattern in count_facts.targets(model).items()
         },
         "kept_bytes": {trained: kept for trained, (kept, _, _) in found.items()},
         "forward_bytes": found["attn_ff"][2],

@@ -138,7 +138,7 @@ ROOMS = {
         ),
         ceiling=13175,
     ),
-    "everything": Room(26000, ("",), ceiling=28335),
+    "everything": Room(26000, ("",), ceiling=28484),
 }
 """Room -> its budget. The last three rows are sums."""
 

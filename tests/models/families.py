@@ -52,6 +52,12 @@ def true_scale(pipeline: Any, call: Call) -> Call:
     return call | {"true_cfg_scale": call.pop("guidance_scale")}
 
 
+def own_scale_and_length(pipeline: Any, call: Call) -> Call:
+    """A pipeline that does not cut prompts."""
+    del call["max_sequence_length"]
+    return true_scale(pipeline, call)
+
+
 def guider(pipeline: Any, call: Call) -> Call:
     """Attributes in place of what others are called with."""
     pipeline.tokenizer_max_length = call.pop("max_sequence_length")
@@ -114,6 +120,15 @@ def first(pipeline: Any, found: Tensor, *others: Tensor) -> Tensor:
     return found
 
 
+def as_it_is(media: Tensor) -> Tensor:
+    return media
+
+
+def on_white(media: Tensor) -> Tensor:
+    """Four channels, of which the last is alpha."""
+    return media[..., :3] * media[..., 3:] + 1.0 - media[..., 3:]
+
+
 VIDEO = {"height": 32, "width": 32, "frames": 5}
 
 
@@ -155,6 +170,8 @@ class Row:
     result: Callable[..., Tensor] = first
     decodes: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of a pipeline that only decodes."""
+    shown: Callable[[Tensor], Tensor] = as_it_is
+    """What is made of the pipeline's media [B, ..., H, W, C] before they are scored."""
     unusual: bool = False
     """Whether its batches hold more than latents and one text, or its rows go through several
     networks: every schedule is tried with the family."""
@@ -263,6 +280,19 @@ _ROWS: dict[str, Row] = {
         patches={
             "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE": 64 * 64
         },
+    ),
+    "qwen_image21": Row(
+        published={"qwen_image21": (7.12, 67, 168)},
+        layers=(2 * 4, 2 * 7),
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        real_text=(256, 0),
+        refused=(
+            ({"width": 272}, r"sampling\.width=272 is not a multiple of 32; nearest valid: 256"),
+        ),
+        call=own_scale_and_length,
+        shown=on_white,
+        one_prompt=True,  # beside others it counts their padding
+        unusual=True,
     ),
     "sd3": Row(
         published={"sd35_medium": (2.24, 37, 83)},

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from digenrl.extensions.tiny import builds as tiny_builds
+from digenrl.extensions.zoo.since import require
 from digenrl.models import pretrained
 from digenrl.models.latents import pack, unpack
 from digenrl.models.pretrained import PretrainedError
@@ -43,6 +44,12 @@ def test_weights_that_are_not_here_name_file_licence_and_command():
     assert "https://huggingface.co/black-forest-labs/FLUX.1-dev" in message
     assert "hf auth login" in message
     assert "hf download black-forest-labs/FLUX.1-dev" in message
+
+
+def test_a_family_of_a_newer_diffusers_says_which_release_to_install() -> None:
+    require("0.1", "FluxTransformer2DModel")
+    with pytest.raises(ImportError, match=r"has no NoModel: .* 9\.9 or newer; run `pip install -U"):
+        require("9.9", "FluxTransformer2DModel", "NoModel")
 
 
 def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():

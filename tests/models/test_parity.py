@@ -254,7 +254,7 @@ def test_decode_equals_the_diffusers_pipeline(family):
         width=policy.width,
         **more,
     )
-    decoded = torch.from_numpy(np.asarray(output[0]))
+    decoded = row.shown(torch.from_numpy(np.asarray(output[0])))
     ours = policy.decode(latents).movedim(-3, -1)
     assert (decoded - ours).abs().max() <= 1e-5
 

@@ -13,6 +13,7 @@ libraries, same files.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import sys
@@ -149,14 +150,21 @@ def _pipeline(facts: Facts) -> Any:
             )
         else:
             parts[name] = spec
+    if "tokenizer" not in inspect.signature(made).parameters:  # the processor has it
+        del parts["tokenizer"]
     return made(**parts)
 
 
-def _processor(pixels: dict[str, int], tokenizer: Any) -> Any:
+def _processor(spec: dict[str, Any], tokenizer: Any) -> Any:
+    """Return a processor of texts and pictures, by default that of Qwen2-VL, with the picture sizes
+    of `spec`."""
     import transformers
 
+    made = getattr(transformers, spec.get("class", "Qwen2VLProcessor"))
+    videos = getattr(transformers, made.__name__.replace("Processor", "VideoProcessor"))
+    pixels = {key: spec[key] for key in ("shortest_edge", "longest_edge")}
     images = transformers.Qwen2VLImageProcessor(size=pixels)
-    return transformers.Qwen2VLProcessor(images, tokenizer, transformers.Qwen2VLVideoProcessor())
+    return made(images, tokenizer, videos(), chat_template=spec.get("chat_template"))
 
 
 def _encoder(spec: dict[str, Any]) -> tuple[Any, Any]:
