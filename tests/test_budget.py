@@ -138,7 +138,7 @@ ROOMS = {
         ),
         ceiling=13175,
     ),
-    "everything": Room(26000, ("",), ceiling=28484),
+    "everything": Room(26000, ("",), ceiling=28509),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -242,6 +242,18 @@ _ROWS: dict[str, Row] = {
         latents=streams,
         result=joined,
     ),
+    "ltx23": Row(
+        published={"ltx23": (18.99, 428, 617)},
+        layers=(2 * 24, 2 * 28),
+        guidance=((1.0, 1.0), (4.0, 1.0)),
+        size={"height": 64, "width": 64, "frames": 9},
+        real_text=(1024, 0),
+        unusual=True,
+        megabytes=30.0,
+        call=plain_guidance,
+        latents=streams,
+        result=joined,
+    ),
     "flux": Row(
         published={"flux1_dev": (11.90, 105, 179)},
         layers=(8 + 2 * 3, 12 + 2 * 3),

@@ -50,6 +50,9 @@ def test_a_family_of_a_newer_diffusers_says_which_release_to_install() -> None:
     require("0.1", "FluxTransformer2DModel")
     with pytest.raises(ImportError, match=r"has no NoModel: .* 9\.9 or newer; run `pip install -U"):
         require("9.9", "FluxTransformer2DModel", "NoModel")
+    require("0.1", FluxTransformer2DModel="in_channels")
+    with pytest.raises(ImportError, match=r"has no FluxTransformer2DModel\(sound=...\): "):
+        require("9.9", FluxTransformer2DModel="sound")
 
 
 def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():

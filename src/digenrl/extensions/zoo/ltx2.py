@@ -54,7 +54,8 @@ class LTX2Policy(DiffusersPolicy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.drawn = self._video_tokens(self.height, self.width, self.frames)
+        self.video_tokens = self._video_tokens(self.height, self.width, self.frames)
+        self.drawn = self.video_tokens
 
     @classmethod
     def check_checkpoint(cls, path: str) -> None:
@@ -67,7 +68,7 @@ class LTX2Policy(DiffusersPolicy):
             )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        video, sound = latents[:, : self.drawn], latents[:, self.drawn :]
+        video, sound = latents[:, : self.video_tokens], latents[:, self.video_tokens :]
         frames, height, width = self._grid(self.height, self.width, self.frames)
         velocities = self.network(
             hidden_states=video,
@@ -116,7 +117,7 @@ class LTX2Policy(DiffusersPolicy):
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode the tokens of the video only."""
         grid = self._grid(self.height, self.width, self.frames)
-        video = latents[:, : self.drawn].transpose(1, 2).unflatten(2, grid)
+        video = latents[:, : self.video_tokens].transpose(1, 2).unflatten(2, grid)
         mean, std = (
             value.view(1, -1, 1, 1, 1).to(video) for value in (vae.latents_mean, vae.latents_std)
         )
@@ -154,6 +155,6 @@ class LTX2Policy(DiffusersPolicy):
         }
         return float(
             calculate_shift(
-                self.drawn, *(config.get(name, usual) for name, usual in bounds.items())
+                self.video_tokens, *(config.get(name, usual) for name, usual in bounds.items())
             )
         )

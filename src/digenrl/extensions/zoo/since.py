@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+
 import diffusers
 
 
-def require(release: str, *classes: str) -> None:
-    """Raise ImportError, which names the `release` to install, unless diffusers has `classes`."""
-    absent = [name for name in classes if not hasattr(diffusers, name)]
+def require(release: str, *classes: str, **arguments: str) -> None:
+    """Raise ImportError, which names the `release` to install, unless diffusers has `classes`, and
+    each class of `arguments` takes its argument."""
+    absent = [name for name in (*classes, *arguments) if not hasattr(diffusers, name)]
+    absent = absent or [
+        f"{name}({argument}=...)"
+        for name, argument in arguments.items()
+        if argument not in inspect.signature(getattr(diffusers, name)).parameters
+    ]
     if absent:
         raise ImportError(
             f"diffusers {diffusers.__version__} has no {', '.join(absent)}: this model needs "
