@@ -136,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13175,
+        ceiling=13176,
     ),
-    "everything": Room(26000, ("",), ceiling=28509),
+    "everything": Room(26000, ("",), ceiling=28510),
 }
 """Room -> its budget. The last three rows are sums."""
 
