@@ -18,7 +18,17 @@ WEIGHTS: dict[str, dict[str, str]] = {
         "path": "hf download openai/clip-vit-large-patch14"
     },
     "reward_models.dino_similarity.DinoSimilarity": {"path": "hf download facebook/dinov2-base"},
+    "reward_models.edit_reward.EditReward": {
+        "path": "hf download TIGER-Lab/EditReward-Qwen2.5-VL-7B model.safetensors",
+        "processor": "hf download Qwen/Qwen2.5-VL-7B-Instruct",
+        "template": "EditReward/dataset of https://github.com/TIGER-AI-Lab/EditReward",
+    },
     "reward_models.hpsv2.HPSv2": {"path": "hf download xswu/HPSv2 HPS_v2.1_compressed.pt"},
+    "reward_models.hpsv3.HPSv3": {
+        "path": "hf download MizzenAI/HPSv3 HPSv3.safetensors",
+        "processor": "hf download Qwen/Qwen2-VL-7B-Instruct",
+        "template": "hpsv3/dataset/data_collator_qwen.py of https://github.com/MizzenAI/HPSv3",
+    },
     "reward_models.image_reward.ImageReward": {
         "path": "hf download THUDM/ImageReward ImageReward.pt",
         "tokenizer": "hf download google-bert/bert-base-uncased",
@@ -30,6 +40,11 @@ WEIGHTS: dict[str, dict[str, str]] = {
         "path": "curl -O https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
     },
     "reward_models.pickscore.PickScore": {"path": "hf download yuvalkirstain/PickScore_v1"},
+    "reward_models.video_align.VideoAlign": {
+        "path": "hf download KwaiVGI/VideoReward checkpoint-11352/model.pth",
+        "processor": "hf download Qwen/Qwen2-VL-2B-Instruct",
+        "template": "prompt_template.py of https://github.com/KwaiVGI/VideoAlign",
+    },
 }
 """`_target_` of a scorer or statistic -> argument that says where weights are -> where they come
 from."""
@@ -41,9 +56,11 @@ _NETWORK = (
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
 )
+_PICTURES = ("config.json", "*processor_config.json", "chat_template*")
 
 
 def files_read(argument: str) -> list[str]:
     """Return patterns of the files that a scorer opens in the hub's repository that its `argument`
     names. Repositories hold the same weights in further formats, which are left where they are."""
-    return [*_WORDS] if argument == "tokenizer" else [*_NETWORK, *_WORDS]
+    own = {"tokenizer": (), "processor": _PICTURES, "template": ()}
+    return [*own.get(argument, _NETWORK), *_WORDS]

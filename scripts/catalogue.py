@@ -36,7 +36,7 @@ kind, a mixture, and looking at the report's best and worst.
 """  # noqa: E501
 _PLEASED = (
     (
-        "pickscore`, `hpsv2`, `image_reward`, `preference",
+        "pickscore`, `hpsv2`, `hpsv3`, `image_reward`, `preference",
         "gloss and detail everywhere, one style",
         "variety, counts",
     ),
@@ -65,6 +65,16 @@ _PLEASED = (
         "video_quality",
         "sharpened frames that drift slowly",
         "the prompt, and whether anything happens",
+    ),
+    (
+        "video_align",
+        "overexposure, cartoon looks (XueZeyue/DanceGRPO#41)",
+        "frames between those it looks at",
+    ),
+    (
+        "edit_reward",
+        "gloss on the result, as other learned preferences",
+        "small details: it sees 448 x 448 pixels",
     ),
     (
         "vlm_judge`, `edit_judge",

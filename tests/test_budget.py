@@ -79,7 +79,7 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1416
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1429
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1969),
@@ -94,13 +94,13 @@ ROOMS = {
     "config": Room(1500, ("config",), ceiling=1700),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=651),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3326),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3363),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
-    "extensions/rewards": Room(1220, ("extensions/rewards",)),
+    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1532),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1831
     ),
@@ -126,7 +126,7 @@ ROOMS = {
     "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",)),
     "extensions/workbench, store": Room(630, ("extensions/workbench", "extensions/store")),
-    "reward_models": Room(1500, ("reward_models",)),
+    "reward_models": Room(1500, ("reward_models",), ceiling=1843),
     "hot path": Room(7500, HOT_PATH),
     "core": Room(
         13000,
@@ -136,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13176,
+        ceiling=13190,
     ),
-    "everything": Room(26000, ("",), ceiling=28510),
+    "everything": Room(26000, ("",), ceiling=29252),
 }
 """Room -> its budget. The last three rows are sums."""
 
