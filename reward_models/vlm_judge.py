@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,6 +69,8 @@ class VlmJudge:
         deadline_s: for a whole call; what is not answered by then is missing.
         concurrency: requests under way.
         token_env: environment variable with the bearer token; unset = none is sent.
+        constrained: ask the server for whole numbers alone (`response_format` with a schema).
+        serve: how a judge is served that the run starts (placement managed); else unused.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class VlmJudge:
         deadline_s: float = 120.0,
         concurrency: int = 8,
         token_env: str = "DIGENRL_JUDGE_TOKEN",
+        constrained: bool = False,
+        serve: Mapping[str, Any] | None = None,
     ) -> None:
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host or parsed.userinfo:
@@ -98,6 +102,7 @@ class VlmJudge:
             raise ValueError(f"scale is {scale}, concurrency {concurrency}: both must be positive.")
         self.url, self.model, self.question = str(parsed).rstrip("/"), model, question
         self.scale, self.frames, self.deadline_s = scale, frames, deadline_s
+        self._form = {"response_format": _form(int(scale))} if constrained else {}
         token = os.environ.get(token_env)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
@@ -105,7 +110,10 @@ class VlmJudge:
         )
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
         digest = hashlib.blake2b(question.encode(), digest_size=4).hexdigest()
-        self.model_id = f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={digest})"
+        whole = ", whole numbers" if constrained else ""
+        self.model_id = (
+            f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={digest}{whole})"
+        )
         self.weights_digest = "none"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -152,6 +160,7 @@ class VlmJudge:
             "temperature": 0,
             "max_tokens": 64,
             "messages": [{"role": "user", "content": content}],
+            **self._form,
         }
         try:
             with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
@@ -208,6 +217,18 @@ class EditJudge(VlmJudge):
 
     def _before(self, frames: Tensor, prompt: Prompt) -> list[Tensor]:
         return [rgb_bytes(source_images(frames, [prompt]), 1)[0, 0]]
+
+
+def _form(most: int) -> dict[str, Any]:
+    """Return the schema of an answer, as OpenAI's interface takes it."""
+    number = {"type": "integer", "minimum": 0, "maximum": most}
+    schema = {
+        "type": "object",
+        "properties": {"score": number},
+        "required": ["score"],
+        "additionalProperties": False,
+    }
+    return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
 
 
 def _png(frame: Tensor) -> str:

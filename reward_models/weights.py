@@ -61,7 +61,9 @@ def files_digest(paths: Sequence[Path]) -> str:
     digest = xxhash.xxh3_128()
     for path in paths:
         digest.update(path.name.encode())
-        digest.update(path.read_bytes())
+        with path.open("rb") as file:
+            while block := file.read(1 << 24):
+                digest.update(block)
     return digest.hexdigest()
 
 

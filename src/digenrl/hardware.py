@@ -15,6 +15,7 @@ class Pool:
     name: str
     gpu: str
     count: int
+    """GPUs of ranks."""
     role: str
     """trainer | rollout | auto (the planner decides)."""
     memory_gib: float
@@ -26,8 +27,11 @@ class Pool:
     inter_gb_s: float
     """GB/s of a node's network link, per direction, shared by its GPUs."""
     per_node: int
+    """GPUs of ranks in a node."""
     host_gib: float = math.inf
     """Memory of a node's host in GiB; inf: unknown."""
+    judges: int = 0
+    """GPUs beside `count`, over all nodes, that hold rewards and no rank."""
     efficiency: tuple[tuple[str, float], ...] = ()
     """What the profile says that the pool's GPUs reach, by key; the rest is as their kind of GPU
     does."""
@@ -63,7 +67,13 @@ class Hardware:
 
     @property
     def gpus(self) -> int:
+        """GPUs of ranks."""
         return sum(pool.count for pool in self.pools)
+
+    @property
+    def booked(self) -> int:
+        """GPUs of ranks and of rewards."""
+        return self.gpus + sum(pool.judges for pool in self.pools)
 
     def pool(self, name: str) -> Pool:
         return next(pool for pool in self.pools if pool.name == name)
@@ -96,7 +106,16 @@ def parse_hardware(node: Mapping[str, Any]) -> Hardware:
             key: value for key, value in entry.items() if value is not None
         }
         shares = {**(node.get("efficiency") or {}), **given.pop("efficiency", {})}
-        given = {"per_node": min(given["count"], 8)} | given
+        given = {"per_node": min(given["count"], 8), "judges": 0} | given
+        nodes = math.ceil(given["count"] / given["per_node"])
+        if given["judges"] and given["judges"] >= given["per_node"]:
+            raise ValueError(
+                f"hardware.pools.{name}.judges = {given['judges']}: a node has "
+                f"{given['per_node']} GPUs; leave one for a rank."
+            )
+        given["per_node"] -= given["judges"]
+        given["judges"] *= nodes
+        given["count"] -= given["judges"]
         pools.append(Pool(str(name), efficiency=tuple(shares.items()), **given))
     seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
     lines = {

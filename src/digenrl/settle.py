@@ -63,8 +63,8 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
             trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
         return int(trainers), int(processes - trainers if rollouts == "auto" else rollouts)
     counts = {"trainer": 0, "rollout": 0, "auto": 0}
-    for pool in config.hardware.pools.values():
-        counts[pool.get("role", "auto")] += pool.count if pool.gpu != "cpu" else 2
+    for pool in hardware.parse_hardware(config.hardware).pools:
+        counts[pool.role] += pool.count if pool.gpu != "cpu" else 2
     if trainers == "auto":
         room = counts["trainer"] + counts["auto"]
         trainers = max(
@@ -233,10 +233,8 @@ def shard_group(config: Any, trainers: int) -> int:
     train."""
     if isinstance(config.parallel.shard_group, int):
         return int(config.parallel.shard_group)
-    pools = [
-        pool for pool in config.hardware.pools.values() if pool.get("role", "auto") != "rollout"
-    ]
-    nodes = [int(pool.get("per_node", min(pool.count, 8))) for pool in pools]
+    pools = hardware.parse_hardware(config.hardware).pools
+    nodes = [pool.per_node for pool in pools if pool.role != "rollout"]
     return hardware.shard_group(trainers, min(nodes, default=trainers))
 
 

@@ -456,8 +456,9 @@ class AlgorithmKeys(Open):
 class RewardKeys(Open):
     """reward.*"""
 
-    placement: Literal["inline", "thread", "process", "http"] = ABSENT
-    """Where scorers run."""
+    placement: Literal["inline", "thread", "process", "managed", "http"] = ABSENT
+    """Where scorers run. managed: in one process for all ranks of a machine, on GPUs that no rank
+    has (hardware.pools.NAME.judges)."""
     urls: Urls = ABSENT
     """URLs of the reward services of scorers with placement http."""
     max_missing_share: Share = ABSENT
@@ -467,9 +468,9 @@ class RewardKeys(Open):
     pending: AtLeast1 = ABSENT
     """Number of tasks that may wait for scores before generation waits as well."""
     start_s: Positive = ABSENT
-    """Seconds in which a scorer with placement process must be built."""
+    """Seconds in which a scorer with placement process or managed must be built."""
     call_s: Positive = ABSENT
-    """Seconds that scoring a batch may take with placement process or http."""
+    """Seconds that scoring a batch may take with placement process, managed or http."""
 
 
 class LoraKeys(Open):
@@ -532,6 +533,9 @@ class PoolKeys(Closed):
     """Number of GPUs in the pool."""
     role: Literal["auto", "trainer", "rollout"] = "auto"
     """What the pool's GPUs do. auto: the planner decides."""
+    judges: AtLeast0 = 0
+    """Number of GPUs of each node, the last ones, that hold rewards with placement managed and no
+    rank."""
     memory_gib: Positive
     """Memory of one GPU in GiB, as reported by torch. Plans use nine tenths of it."""
     tflops: Positive

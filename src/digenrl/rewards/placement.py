@@ -1,4 +1,5 @@
-"""Place a scorer: in this process (`inline`, `thread`), in a separate process, or behind HTTP."""
+"""Place a scorer: in this process (`inline`, `thread`), in a separate process, in one for all ranks
+of a machine (`managed`), or behind HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from digenrl.extension import extension
 from digenrl.rewards.protocol import Scorer, build_scorer
 
-PLACEMENTS = ("inline", "thread", "process", "http")
+PLACEMENTS = ("inline", "thread", "process", "managed", "http")
 
 
 def place_scorer(
@@ -26,8 +27,8 @@ def place_scorer(
     Args:
         name: the reward's name, for messages.
         scorer: a scorer, or the YAML node that describes one (`_target_` and its arguments).
-        placement, start_s, call_s: see `RewardSuite`. `process` and `http` need the YAML node resp.
-            `urls`.
+        placement, start_s, call_s: see `RewardSuite`. `http` needs `urls`, `process` and
+            `managed` the YAML node.
 
     Raises:
         ValueError: the placement is unknown, or impossible for this scorer.
@@ -47,7 +48,7 @@ def place_scorer(
             f"The scorer of reward `{name}` is {scorer!r}: give a callable or a YAML node with "
             "`_target_`."
         )
-    if placement in ("process", "http"):
+    if placement not in ("inline", "thread"):
         elsewhere = extension(
             "digenrl.extensions.rewards.elsewhere.place",
             f"placement = {placement} of reward `{name}`",

@@ -13,6 +13,7 @@ from benchmarks.schedule import bench_of
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
 from digenrl.extensions.planner.gpus import reaches
+from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Line, Pool, assign, parse_hardware
@@ -190,3 +191,27 @@ def test_a_thin_line_bounds_a_simulated_step_and_packing_loosens_it() -> None:
     assert least <= raw <= least + near
     assert near < step(APART) < 0.75 * raw
     assert step(Line(1e6)) == pytest.approx(near, rel=1e-3)
+
+
+def test_rewards_on_gpus_of_their_own_are_charged_in_gpus_and_seconds() -> None:
+    sizes = {"memory_gib": 80, "tflops": 989, "hbm_tb_s": 3.35, "intra_gb_s": 450, "inter_gb_s": 25}
+    pool = {"gpu": "H100-SXM", "count": 16, "per_node": 8, **sizes}
+
+    def costing(judges: int, **rewards: tuple[str, ...]) -> Costing:
+        hardware = parse_hardware({"pools": {"p": {**pool, "judges": judges}}})
+        return Costing(replace(WORK, **rewards), hardware)
+
+    own, shared = costing(1, judged=("hpsv3",)), costing(0, rewards=("hpsv3",))
+    assert (own.hardware.gpus, own.hardware.booked) == (14, 16)
+    (there,), (here,) = own.hardware.pools, shared.hardware.pools
+    assert own.costs.score_seconds(there, 1) == 0 < shared.costs.score_seconds(here, 1)
+    one = own.costs.judge_seconds(there)
+    assert one == pytest.approx(shared.costs.score_seconds(here, 1))
+    assert own.costs.judged_seconds() == pytest.approx(WORK.samples * one / 2)  # a judge a node
+    late = own.costs.deliver_seconds([there], 4) - shared.costs.deliver_seconds([here], 4)
+    assert late == pytest.approx(4 * one)
+    assert shared.costs.judged_seconds() == 0
+    pool["efficiency"] = {"score": 0.01}
+    bound = costing(1, judged=("edit_reward",))
+    slow = evaluate(bound, bound.candidate(7, 7), bound.bound(), steps=2)
+    assert slow.result.step_s < bound.costs.judged_seconds() == slow.step_s

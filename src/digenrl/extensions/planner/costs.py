@@ -12,6 +12,7 @@ replace computed ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,6 +162,21 @@ class Costs:
             * self.work.score_flops()
             / (pool.tflops * 1e12 * reaches(pool).generate * reaches(pool).score)
         )
+
+    def judge_seconds(self, pool: Pool) -> float:
+        """Return the seconds per sample of the rewards on GPUs of their own."""
+        return self.work.judge_flops() / (
+            pool.tflops * 1e12 * reaches(pool).generate * reaches(pool).score
+        )
+
+    def judged_seconds(self) -> float:
+        """Return the seconds in which all judges, one a node, score the samples of a step."""
+        speeds = [
+            math.ceil(pool.count / pool.per_node) / seconds
+            for pool in self.hardware.pools
+            if pool.judges and (seconds := self.judge_seconds(pool))
+        ]
+        return self.work.samples / sum(speeds) if speeds else 0.0
 
     def cell_seconds(
         self, pool: Pool, task_size: int, tsp_batch: int, recompute: Recompute, context: int = 1
@@ -326,9 +342,10 @@ class Costs:
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """Return the seconds of a finished task through pinned memory and the network, and of its
-        CPU scorers."""
+        scorers beside the rank's GPU."""
         return (
             self.task_bytes(task_size) / self._slowest_link(pools)
             + 3e-3
             + task_size * self.work.score_cpu_seconds()
+            + task_size * max(self.judge_seconds(pool) for pool in pools)
         )

@@ -42,7 +42,8 @@ class CandidateOutcome:
 
     @property
     def step_s(self) -> float:
-        return self.result.step_s
+        """Seconds per step, at least those in which judges score its samples."""
+        return max(self.result.step_s, self.costing.costs.judged_seconds())
 
     @property
     def expected_s(self) -> float:

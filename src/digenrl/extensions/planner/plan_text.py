@@ -171,7 +171,7 @@ class Booking:
 
     def gpu_hours(self, outcome: CandidateOutcome) -> float:
         """Return the GPU-hours of the run. All GPUs of the profile are booked."""
-        return self.hours(outcome) * outcome.costing.hardware.gpus
+        return self.hours(outcome) * outcome.costing.hardware.booked
 
     def price(self, outcome: CandidateOutcome) -> float | None:
         """Return the cost of the run in the currency of the price; None if no price is given."""
@@ -204,7 +204,8 @@ def _seat(outcome: CandidateOutcome) -> str:
 def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     """Return lines that say what to book and what it costs."""
     winner = chosen(plan, asynchronous)[0]
-    gpus = ", ".join(f"{pool.count} x {pool.gpu}" for pool in plan.costing.hardware.pools)
+    costing, hardware = plan.costing, plan.costing.hardware
+    gpus = ", ".join(f"{pool.count + pool.judges} x {pool.gpu}" for pool in hardware.pools)
     price = booking.price(winner)
     money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
     evaluators = (
@@ -219,6 +220,11 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
         f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if "
         f"durations vary by 5%, {winner.slow_rank_s:.2f} s if one rank is 15% slower.",
     ]
+    if judges := hardware.booked - hardware.gpus:
+        lines.append(
+            f"Judges ({', '.join(costing.work.judged)}) hold {judges} of these GPUs and take "
+            f"{costing.costs.judged_seconds():.2f} s for the samples of a step, beside the ranks."
+        )
     found = sensitivity(plan, asynchronous)
     other = (
         ""

@@ -11,7 +11,7 @@ from omegaconf import ListConfig, OmegaConf
 from digenrl.advisor import named
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch
-from digenrl.extension import installed
+from digenrl.extension import extension, installed
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import as_sent
@@ -77,6 +77,7 @@ def workload(composed: Composed) -> Workload:
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")
     embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
+    judged = tuple(_managed()(config.reward))
     drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(config)]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     work = Workload(
@@ -99,8 +100,9 @@ def workload(composed: Composed) -> Workload:
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,
-        rewards=tuple(config.reward.get("rewards", {})),
-        heldout=tuple(config.reward.get("heldout") or {}),
+        rewards=tuple(name for name in config.reward.get("rewards", {}) if name not in judged),
+        judged=judged,
+        heldout=tuple(name for name in config.reward.get("heldout") or {} if name not in judged),
         evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
         engine="compiled" if model.get("compile", False) else "eager",
         fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
@@ -111,6 +113,14 @@ def workload(composed: Composed) -> Workload:
     able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
     asked = config.allocation.evaluation == "rollouts"
     return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
+
+
+def _managed() -> Any:
+    """Return the function that names the rewards on GPUs of their own; none are without its
+    extension."""
+    if not installed("rewards"):
+        return lambda reward: ()
+    return extension("digenrl.extensions.rewards.settings.managed", "placement", "another one")
 
 
 def _trained_samples(config: Any) -> int | None:

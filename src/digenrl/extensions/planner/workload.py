@@ -17,9 +17,16 @@ REWARD_FLOPS = {
     "image_similarity": 0.33e12,
     "aesthetic": 0.17e12,
     "dino_similarity": 0.04e12,
+    "hpsv3": 10.5e12,
+    "edit_reward": 38e12,
+    "video_align": 7.4e12,
 }
-"""FLOPs per image of scorers on the GPU (2 x parameters x tokens of their ViT). Other scorers run
-on the CPU."""
+"""FLOPs per sample of scorers on the GPU: 2 x parameters x tokens of their ViT, and of a Qwen-VL's
+language model (600 tokens; twice 1060; 1500 for four frames). Other scorers run on the CPU."""
+
+JUDGE_FLOPS = {"vlm_judge": 15e12, "edit_judge": 18e12}
+"""FLOPs per sample of a 7B judge that the run serves itself: 430 and 560 tokens, and as much again
+for the answer, in whose tokens memory bounds (an assumption)."""
 
 REWARD_CPU_SECONDS = {
     "ocr": 0.3,
@@ -76,6 +83,8 @@ class Workload:
     """Whether each trained cell also takes a forward of the reference model (kl_weight > 0)."""
     ema: bool = False
     rewards: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
+    """Rewards on GPUs that no rank has (placement managed); the other two fields lack them."""
     heldout: tuple[str, ...] = ()
     """Rewards that only evaluation uses."""
     evaluated: int = 0
@@ -289,6 +298,12 @@ class Workload:
     def score_flops(self) -> float:
         """Return the FLOPs of the GPU scorers per sample."""
         return sum(REWARD_FLOPS.get(name, 0.0) for name in self.rewards)
+
+    def judge_flops(self) -> float:
+        """Return the FLOPs per sample of the slowest reward on a GPU of its own."""
+        return max(
+            ({**REWARD_FLOPS, **JUDGE_FLOPS}.get(name, 0.0) for name in self.judged), default=0.0
+        )
 
     def score_cpu_seconds(self) -> float:
         """Return the seconds of the CPU scorers per sample."""

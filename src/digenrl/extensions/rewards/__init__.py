@@ -2,6 +2,7 @@
 
 from digenrl.cli.commands import Command
 from digenrl.extensions.rewards.keys import ServeRewardKeys
+from digenrl.extensions.rewards.settings import judge_problems
 
 COMMANDS = {
     "serve-reward": Command(
@@ -9,3 +10,5 @@ COMMANDS = {
     ),
 }
 SCHEMAS = {"serve_reward": ServeRewardKeys}
+RULES = (judge_problems,)
+"""Checks that rewards placed managed have the GPUs that they take."""

@@ -1,4 +1,4 @@
-"""Place a scorer in a separate process, or behind HTTP."""
+"""Place a scorer in a separate process, in one for all ranks of a machine, or behind HTTP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from digenrl.extensions.rewards.managed import ManagedScorer
 from digenrl.extensions.rewards.process import ProcessScorer
 from digenrl.extensions.rewards.remote import RemoteScorer
 from digenrl.rewards.protocol import Scorer, plain
@@ -36,4 +37,5 @@ def place(
             f"Reward `{name}` is placed in a process but its scorer is an object: "
             "pass its YAML node (`_recursive_: false`)."
         )
-    return partial(ProcessScorer, plain(scorer), start_s, call_s)
+    own = ManagedScorer if placement == "managed" else ProcessScorer
+    return partial(own, plain(scorer), start_s, call_s)

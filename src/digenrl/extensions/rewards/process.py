@@ -118,6 +118,14 @@ class ProcessScorer:
         if self._client is not None and self._child is not None and self._child.poll() is None:
             return self._client
         self._end()
+        # `auto` in the child is this rank's device; torch numbers devices alike in both.
+        return self._connect(*self._spawn(self._node, accelerator.current().index))
+
+    def _spawn(
+        self, node: Mapping[str, Any], device: int | None, held: Sequence[int] = ()
+    ) -> tuple[str, str]:
+        """Start a child, which keeps the descriptors `held` open. Return its URL and token once its
+        scorer is built."""
         token = secrets.token_urlsafe(32)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "digenrl.extensions.rewards.process"],
@@ -125,16 +133,19 @@ class ProcessScorer:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            pass_fds=held,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         assert self._child.stdin is not None
         try:
-            # `auto` in the child is this rank's device; torch numbers devices alike in both.
-            asked = {"node": self._node, "token": token, "device": accelerator.current().index}
+            asked = {"node": node, "token": token, "device": device}
             print(json.dumps(asked), file=self._child.stdin, flush=True)
-            url = self._told(self._start_s)["url"]
+            return self._told(self._start_s)["url"], token
         except (OSError, KeyError) as error:
             self._lost(error, self._start_s)
+
+    def _connect(self, url: str, token: str) -> RewardClient:
+        """Return a client of a child, which must have the identity of its predecessors."""
         options = ClientOptions(deadline_s=self._call_s, attempt_s=self._call_s, max_attempts=1)
         self._client = RewardClient([url], options, self._identity, token=token)
         try:
@@ -161,13 +172,12 @@ class ProcessScorer:
         return told
 
     def _lost(self, error: Exception, seconds: float) -> NoReturn:
-        """End a child that did not answer, and return the cause."""
-        assert self._child is not None
-        try:
-            code: int | None = self._child.wait(0.5)
-            self._told(0.0)
-        except subprocess.TimeoutExpired:
-            code = None
+        """End a child that did not answer, and raise the cause."""
+        code: int | None = None
+        if self._child is not None:
+            with suppress(subprocess.TimeoutExpired):
+                code = self._child.wait(0.5)
+                self._told(0.0)
         self._deaths += 1
         self._end()
         what = (
@@ -254,7 +264,16 @@ def main() -> None:
     except ImportError as error:
         scorer.fail(error)
     most = _UNBOUNDED
-    limits = ServiceLimits(most, max_samples=1 << 20, max_pixels=most, body_s=most, score_s=most)
+    # Every rank of a machine may ask a judge at once, and each waits its turn.
+    limits = ServiceLimits(
+        most,
+        max_samples=1 << 20,
+        max_pixels=most,
+        max_pending=1 << 10,
+        max_connections=1 << 10,
+        body_s=most,
+        score_s=most,
+    )
     serve(
         RewardService(scorer, limits, asked["token"]),
         "127.0.0.1",
