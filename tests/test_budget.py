@@ -102,7 +102,7 @@ ROOMS = {
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1532),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1831
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1838
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(515, ("extensions/links",)),

@@ -15,7 +15,10 @@ from digenrl.types import Prompt
 from reward_models.published import WEIGHTS
 from tests.conftest import ROOT
 
-LEARNED = ("aesthetic", "clip_score", "hpsv2", "image_reward", "ocr_clip", "pickscore")
+LEARNED = (
+    *("aesthetic", "clip_score", "edit_reward", "hpsv2", "hpsv3", "image_reward", "ocr_clip"),
+    *("pickscore", "video_align"),
+)
 
 
 @pytest.fixture

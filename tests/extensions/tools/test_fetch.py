@@ -152,6 +152,20 @@ def test_a_scorer_opens_what_is_listed(
     assert {name for name in listed if name.endswith(".safetensors")} <= read
 
 
+def test_the_model_of_a_judge_is_fetched_where_the_run_serves_it() -> None:
+    words = ["experiment=sd35_flowgrpo", "hardware=node_8xh100", "reward=vlm_judge", "data=scenes"]
+    own = ["reward.placement=managed", "hardware.pools.h100.judges=1"]
+    judge = "Qwen/Qwen2.5-VL-7B-Instruct"
+    wanted, elsewhere = downloads(configuration.load(words).config)
+    assert judge not in [each.repository for each in wanted]
+    assert [line for line in elsewhere if judge in line and "by you" in line]
+    wanted, elsewhere = downloads(configuration.load([*words, *own]).config)
+    (found,) = (each for each in wanted if each.repository == judge)
+    assert found.key == "reward.rewards.vlm_judge.scorer.model"
+    assert {"config.json", "model.safetensors", "chat_template*"} <= set(found.files)
+    assert not elsewhere
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
     """A hub with the tiny FLUX and a PickScore, beside what else is published."""

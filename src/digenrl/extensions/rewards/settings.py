@@ -18,10 +18,10 @@ def managed(reward: Mapping[str, Any]) -> dict[str, int]:
     """Return reward -> GPUs of every reward of the group `reward` that is placed managed."""
     placed = reward.get("placement")
     return {
-        name: gpus_of(entry["scorer"])
+        name: gpus_of(entry.get("scorer") or {})
         for group in ("rewards", "heldout")
         for name, entry in (reward.get(group) or {}).items()
-        if (entry.get("placement") or placed) == "managed"
+        if isinstance(entry, Mapping) and (entry.get("placement") or placed) == "managed"
     }
 
 

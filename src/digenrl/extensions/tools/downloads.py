@@ -61,8 +61,12 @@ def downloads(config: Any) -> tuple[list[Download], list[str]]:
     elsewhere. What is on this machine as a file or directory is left out."""
     found, elsewhere = list(_model(config.model)), list[str]()
     for key, what, node in measuring(config.reward, config.callbacks or {}):
-        if node.get("url") and node.get("model"):
-            elsewhere.append(f"{key}: {node['model']}, served at {node['url']} by you")
+        if (model := node.get("model")) and "url" in node:
+            if not _served_by_run(config.reward, key):
+                elsewhere.append(f"{key}: {model}, served at {node['url']} by you")
+            elif (node.get("serve") or {}).get("build", "real") == "real":
+                files = tuple(dict.fromkeys(files_read("processor") + files_read("path")))
+                found += [] if Path(model).exists() else [Download(f"{key}.model", model, files)]
         published = WEIGHTS.get(node["_target_"], {}) if node.get("build", "real") == "real" else {}
         for argument, source in published.items():
             value, hub = node.get(argument), _HUB_COMMAND.fullmatch(source)
@@ -78,6 +82,12 @@ def downloads(config: Any) -> tuple[list[Download], list[str]]:
                 found.append(Download(f"{key}.{argument}", value or hub["repository"], files))
     unique = {(each.repository, each.files): each for each in reversed(found)}
     return [*reversed(unique.values())], elsewhere
+
+
+def _served_by_run(reward: Mapping[str, Any], key: str) -> bool:
+    """Return whether the run starts the server of the judge whose scorer stands at `key`."""
+    _, group, name, _ = key.split(".")
+    return bool((reward[group][name].get("placement") or reward.get("placement")) == "managed")
 
 
 def _model(node: Mapping[str, Any]) -> Iterator[Download]:
