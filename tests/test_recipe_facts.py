@@ -196,6 +196,7 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "wan21_dancegrpo": group_rule,
     "flux1_mixgrpo": mixed_rule,
     "hunyuanvideo_dancegrpo": best_and_worst_rule,
+    "wan21_videoalign": best_and_worst_rule,
     "sd35_flowgrpo": batch_rule,
     "wan21_flowgrpo": population_rule,
     "sd35_pickscore": batch_rule,
@@ -203,7 +204,7 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "sd35_nft": batch_rule,
 }
 KERNELS = {
-    name: dance_std if name.endswith("dancegrpo") else flow_std
+    name: dance_std if name.endswith(("dancegrpo", "videoalign")) else flow_std
     for name in ADVANTAGES
     if name != "sd35_nft"
 }
@@ -262,7 +263,7 @@ def windows(experiment: str, config: Any) -> Iterator[str]:
         wrong = [n for n, start in enumerate(mixgrpo_starts(steps)) if plans[n][0] != start]
         if wrong or {len(plan) for plan in plans} != {4}:
             yield f"windows differ from iteration {wrong[:1]} on"
-    elif experiment.endswith("dancegrpo"):
+    elif experiment.endswith(("dancegrpo", "videoalign")):
         share = numbers(experiment, "algorithm.train_steps.fraction")[0]
         counts = np.bincount([step for plan in plans for step in plan], minlength=steps)
         if {len(plan) for plan in plans} != {int((steps - 1) * share)}:
@@ -363,6 +364,7 @@ def batch(experiment: str, config: Any) -> Iterator[str]:
         "flux1_dancegrpo": lambda: found[0] * found[1],
         "flux1_mixgrpo": lambda: found[0] * found[1],
         "hunyuanvideo_dancegrpo": lambda: found[0] * found[1],
+        "wan21_videoalign": lambda: found[0] * found[1],
         "wan21_dancegrpo": lambda: found[0] * 2,  # --train_batch_size
         "wan21_flowgrpo": lambda: found[0] * found[1] * 8 / 4,  # 8 GPUs, 4 samples a prompt
         "sd35_nft": lambda: found[0],
@@ -404,6 +406,7 @@ ALTERED = {
         "algorithm.train_steps.fraction=0.5",
     ),
     "wan21_dancegrpo": ("algorithm.clip_range=1e-3", "algorithm.updates_per_batch=2"),
+    "wan21_videoalign": ("algorithm.advantage.best_and_worst=2", "algorithm.sde.eta=0.25"),
     "sd35_flowgrpo": (
         "data.updates_split=groups",
         "algorithm.ema.times=1",
