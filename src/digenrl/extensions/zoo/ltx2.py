@@ -46,10 +46,10 @@ class LTX2Policy(DiffusersPolicy):
         for part in ("attn1", "attn2", "audio_to_video_attn")
         for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
-    feed_forward = ("ff.net.0.proj", "ff.net.2")
+    feed_forward: ClassVar[tuple[str, ...]] = ("ff.net.0.proj", "ff.net.2")
     checkpoint_names: ClassVar[Names] = {}
     unread = frozenset({"video_to_audio_attn", "audio_ff"})
-    unused = ("audio_proj_out", "audio_scale_shift_table")
+    unused: ClassVar[tuple[str, ...]] = ("audio_proj_out", "audio_scale_shift_table")
     encoders = (*DiffusersPolicy.encoders, "connectors")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
