@@ -52,6 +52,9 @@ class ToyPolicy(nn.Module):
     def sent(self, host: Tensor) -> Tensor:
         return host
 
+    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+        return velocity
+
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """[B, N, C], sigmas [B], condition {"c": [B]} -> [B, N, C]."""
         self.calls += 1

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from digenrl.config import config_directory
 from digenrl.facts import families
+from digenrl.models import pretrained
 from digenrl.models.latents import pack
 
 Call = dict[str, Any]
@@ -120,6 +121,55 @@ def first(pipeline: Any, found: Tensor, *others: Tensor) -> Tensor:
     return found
 
 
+class Modular:
+    """A modular pipeline, called as the others are. It counts the last noise level as a step, and
+    gives its latents where no media are asked for."""
+
+    def __init__(self, path: Any, **_: Any) -> None:
+        name = pretrained.model_index(str(path))["_class_name"]
+        self.pipeline = getattr(diffusers, name)(
+            pretrained_model_name_or_path=str(path), workflow="t2va"
+        )
+        self.pipeline.load_components()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["pipeline"], name)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.pipeline.scheduler
+
+    def __call__(self, **call: Any) -> Any:
+        steps, wanted = call.pop("num_inference_steps"), call.pop("output_type")
+        (prompt,) = [call.pop("prompt")] if isinstance(call["prompt"], str) else call.pop("prompt")
+        media = wanted != "latent"
+        names = ["videos"] if media else ["latents", "audio_latents"]
+        known = {name: call[name] for name in (*KNOWN, "latents", "audio_latents")}
+        found = self.pipeline(
+            prompt=prompt, num_inference_steps=steps + 1, output_type="np", output=names, **known
+        )
+        return [found[name] for name in names]
+
+
+KNOWN = ("height", "width", "num_frames")
+
+
+def clips_and_channels(noise: Tensor) -> Call:
+    """Rows of 32 numbers as latents [1, 24, f, 4, 4] of a video of 37 frames, and [2, 32, steps] of
+    its sound."""
+    video, sound = noise.tensor_split([3 * 37 * 4], dim=1)
+    grid = video.reshape(-1, 37, 2, 2, 24, 2, 2).permute(0, 4, 1, 2, 5, 3, 6)
+    return {
+        "latents": grid.reshape(-1, 24, 37, 4, 4),
+        "audio_latents": sound.reshape(2, -1, 32).transpose(1, 2),
+    }
+
+
+def rows(pipeline: Any, found: Tensor, sound: Tensor) -> Tensor:
+    video = found.reshape(-1, 24, 37, 2, 2, 2, 2).permute(0, 2, 3, 5, 1, 4, 6)
+    return torch.cat([video.reshape(1, -1, 32), sound.transpose(1, 2).reshape(1, -1, 32)], dim=1)
+
+
 def as_it_is(media: Tensor) -> Tensor:
     return media
 
@@ -170,6 +220,8 @@ class Row:
     result: Callable[..., Tensor] = first
     decodes: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of a pipeline that only decodes."""
+    load: Callable[..., Any] = diffusers.DiffusionPipeline.from_pretrained
+    """Opens the family's own pipeline at a path."""
     shown: Callable[[Tensor], Tensor] = as_it_is
     """What is made of the pipeline's media [B, ..., H, W, C] before they are scored."""
     unusual: bool = False
@@ -253,6 +305,19 @@ _ROWS: dict[str, Row] = {
         call=plain_guidance,
         latents=streams,
         result=joined,
+    ),
+    "minimax_h3": Row(
+        published={"minimax_h3": (33.12, 167, 346)},
+        layers=(2 * 4, 2 * 6),
+        guidance=((1.0, 1.0),),
+        size={"height": 64, "width": 64, "frames": 124},
+        real_text=(128, 0),
+        unusual=True,
+        unread=2,
+        load=Modular,
+        latents=clips_and_channels,
+        result=rows,
+        one_prompt=True,
     ),
     "flux": Row(
         published={"flux1_dev": (11.90, 105, 179)},

@@ -230,13 +230,12 @@ def test_decode_gives_media_in_the_unit_range(family):
     ],
 )
 def test_decode_equals_the_diffusers_pipeline(family):
-    import diffusers
 
     from digenrl.extensions.tiny import builds as tiny_builds
 
     policy, row = make(family), ROWS[family]
     latents = noise_of(policy, 1)
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(tiny_builds.ensure(family))
+    pipeline = row.load(tiny_builds.ensure(family))
     pipeline.set_progress_bar_config(disable=True)
     more = row.latents(latents) | dict(row.decodes)
     more |= {"num_frames": policy.frames} if family in VIDEO else {}

@@ -11,7 +11,6 @@ from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import diffusers
 import torch
 
 from benchmarks._families import adapter
@@ -112,9 +111,7 @@ def diffusers_latents(
                 for text, own in rows
             ]
         )
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(
-        tiny_builds.ensure(family), local_files_only=True
-    )
+    pipeline = row.load(tiny_builds.ensure(family))
     pipeline.set_progress_bar_config(disable=True)
     call: dict[str, Any] = {
         "prompt": [*prompts],  # a pipeline may write into the list

@@ -138,7 +138,7 @@ def advance(
     steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)
     sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)
     rows_of, key = expand_condition(condition, rows), state.key
-    velocity = policy.velocity(latents, sigma, rows_of)
+    velocity = policy.paced(policy.velocity(latents, sigma, rows_of), sigma, next_sigma)
     if k not in plan.sde:
         following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
@@ -239,6 +239,7 @@ def ode_sample(
             snr = torch.log(1 / grid[k - 1 : k + 2].double() - 1)
             ahead = 0.5 * float((snr[2] - snr[1]) / (snr[1] - snr[0]))
             velocity = velocity - ahead * (clean - before) / grid[k]
+        velocity = policy.paced(velocity, sigma, next_sigma)
         latents, before = ode_step(latents, velocity, sigma, next_sigma, noise.dtype), clean
     return latents
 

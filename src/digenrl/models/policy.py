@@ -237,6 +237,12 @@ class Policy(nn.Module, ABC):
         """Return the scale for rows of these noise levels [B], as `guide` takes it."""
         return self.cfg_scale
 
+    def paced(self, velocity: Tensor, sigmas: Tensor, following: Tensor) -> Tensor:
+        """Return the velocity [B, *L] of a step between the noise levels `sigmas` and `following`
+        [B]. A family whose undrawn tokens have noise levels of their own scales theirs, so that the
+        one Euler step takes them to their next level."""
+        return velocity
+
     # ---- what everybody calls
 
     @property

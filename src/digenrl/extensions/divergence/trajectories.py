@@ -59,7 +59,7 @@ def trajectories(
     def made(latents: Tensor, step: int, noise: Tensor) -> Transition:
         before_forward()
         sigma, following, guard = step_sigmas(grid, torch.full((rows,), step, device=grid.device))
-        velocity = policy.velocity(latents, sigma, condition)
+        velocity = policy.paced(policy.velocity(latents, sigma, condition), sigma, following)
         kept = latents.dtype
         return kernel.transition(
             latents, velocity, sigma, following, guard, noise, None, kept, policy.drawn

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -150,9 +151,27 @@ def _pipeline(facts: Facts) -> Any:
             )
         else:
             parts[name] = spec
+    if hasattr(made, "default_blocks_name"):
+        return _Modular(made.__name__, parts)
     if "tokenizer" not in inspect.signature(made).parameters:  # the processor has it
         del parts["tokenizer"]
     return made(**parts)
+
+
+@dataclass
+class _Modular:
+    """A modular pipeline: diffusers would write the folder that it is saved to into its index."""
+
+    name: str
+    components: dict[str, Any]
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Save every component, and an index of their classes."""
+        index: dict[str, Any] = {"_class_name": self.name}
+        for name, part in self.components.items():
+            part.save_pretrained(folder / name)
+            index[name] = [type(part).__module__.partition(".")[0], type(part).__name__]
+        (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _processor(spec: dict[str, Any], tokenizer: Any) -> Any:
