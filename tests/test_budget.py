@@ -91,7 +91,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=569),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1700),
+    "config": Room(1500, ("config",), ceiling=1701),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=651),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3363),
@@ -136,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13190,
+        ceiling=13193,
     ),
-    "everything": Room(26000, ("",), ceiling=29252),
+    "everything": Room(26000, ("",), ceiling=29448),
 }
 """Room -> its budget. The last three rows are sums."""
 
