@@ -39,6 +39,9 @@ WORDS = (
     "allocation.max_restarts=0",
     "max_rl_steps=2",
     "seed=7",
+    "data.prompts_per_batch=4",
+    "data.group_size=8",
+    "sampling.task_size=8",
     "algorithm.max_grad_norm=0.01",
 )
 ROUNDING = 1e-6
@@ -114,7 +117,7 @@ def test_samples_rewards_and_gradients_of_a_run_are_the_pages(tmp_path: Path) ->
                     key = (rl_step, number, sample, step)
                     assert_same(run.cells[key], group, step, sample, str(key))
                     compared += 1
-    assert compared == len(run.cells) == 2 * 10 * 16 * 5
+    assert compared == len(run.cells) == 2 * 4 * 8 * 5
     assert len(gradients) == len(run.gradients) == 4
     for update, (theirs, own) in enumerate(zip(run.gradients, gradients, strict=True)):
         assert relative(by_names_of_the_page(theirs), own) <= ROUNDING, (

@@ -33,7 +33,7 @@ def test_padding_does_not_count_and_the_score_is_normalised():
     torch.testing.assert_close(scorer(MEDIA[:1], PROMPTS[:1]) * STD + MEAN, raw)
 
 
-def test_the_published_names_are_renamed_and_nothing_else_is_accepted(tmp_path):
+def test_the_published_names_are_renamed_and_nothing_else_is_accepted(tmp_path, monkeypatch):
     names = set(ImageRewardModel("tiny").state_dict())
     published = {image_reward._rename(name, -1) for name in names}
     for expected in (
@@ -51,5 +51,7 @@ def test_the_published_names_are_renamed_and_nothing_else_is_accepted(tmp_path):
         image_reward.renamed({"vae.x": torch.zeros(1)})
     with pytest.raises(ValueError, match="needs `path`"):
         ImageReward()
+    # a tiny network stands for the real one, which takes ten seconds and is not filled here
+    monkeypatch.setattr(image_reward, "ImageRewardModel", lambda build: ImageRewardModel("tiny"))
     with pytest.raises(FileNotFoundError, match=r"ImageReward\.pt"):
         ImageReward(path=str(tmp_path / "none.pt"))

@@ -44,12 +44,11 @@ def test_absent_weights_say_what_to_download_and_where(reward: str, hub: Path) -
         assert "download them" in line
         assert "=FILE" in line or ("=DIRECTORY" in line and "hf download" in line)
         assert "hardware.build=tiny" in line
-    require_weights(
-        config.load([f"reward={reward}", "data=signs", "hardware=cpu_tiny"]).config.reward
-    )
-    require_weights(
-        config.load([f"reward={reward}", "data=signs", "reward.placement=http"]).config.reward
-    )
+
+
+@pytest.mark.parametrize("word", ["hardware=cpu_tiny", "reward.placement=http"])
+def test_a_tiny_build_and_a_service_need_no_weights(word: str, hub: Path) -> None:
+    require_weights(config.load([f"reward={LEARNED[0]}", "data=signs", word]).config.reward)
 
 
 def test_weights_in_a_directory_or_in_the_hub_cache_are_there(tmp_path: Path, hub: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.hardware import parse_hardware
 from digenrl.settle import allocated
+from tests.training import commands
 
 pytestmark = pytest.mark.heavy
 
@@ -99,9 +98,10 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
 
 def test_a_run_calibrates_the_next_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*TINY, "experiment=digits_flowgrpo", "algorithm.updates_per_batch=1"]
-    command = [sys.executable, "-m", "digenrl", "train", *words, f"output_root={tmp_path}"]
-    subprocess.run([*command, "max_rl_steps=3", "callbacks=default"], check=True, timeout=200)
-    (run,) = tmp_path.glob("*/*/")
+    for start in commands(tmp_path):
+        train = start(*words, "max_rl_steps=3", "callbacks=default", tiny=(), fork=True)
+        assert train.finish() == 0, train.stderr
+    run = train.run_dir
     assert profile.main([f"run={run}"]) == 0
     path = Path(capsys.readouterr().out.splitlines()[-1])
     table = yaml.safe_load(path.read_text())["seconds"]

@@ -3,10 +3,9 @@ run's."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -110,17 +109,20 @@ def test_what_a_scorer_has_started_ends_with_it():
 
 
 def test_the_child_and_what_it_started_end_when_its_parent_is_killed():
-    code = (
-        "from digenrl.extensions.rewards.process import ProcessScorer; import time, torch\n"
-        "from digenrl.types import Prompt\n"
-        "scorer = ProcessScorer({'_target_': 'tests.extensions.rewards.services.Moody'})\n"
-        "scorer(torch.rand(1, 3, 16, 16), [Prompt('helpers')])\n"
-        "print(scorer._child.pid, flush=True); time.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    child = psutil.Process(int(parent.stdout.readline()))
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+
+    def scores():
+        scorer = ProcessScorer({"_target_": "tests.extensions.rewards.services.Moody"})
+        scorer(MEDIA[:1], [Prompt("helpers")])
+        theirs.send_bytes(str(scorer._child.pid).encode())
+        time.sleep(60)
+
+    parent = multiprocessing.get_context("fork").Process(target=scores)
+    parent.start()
+    assert ours.poll(100)
+    child = psutil.Process(int(ours.recv_bytes()))
     (helper,) = child.children()
     parent.kill()
-    parent.communicate()
+    parent.join()
     assert gone(child)
     assert gone(helper)
