@@ -50,6 +50,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow  # by default tests/test_configs.py compares each with its tiny build
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_tiny_hardware_changes_sizes_and_nothing_else(experiment):
     real, small = (

@@ -315,7 +315,10 @@ def test_a_family_that_cannot_read_pictures_says_so() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment",
+    ["digits_sft", pytest.param("digits_offline_dpo", marks=pytest.mark.slow)],
+)
 def test_every_schedule_trains_the_same_files_with_the_same_gradient(
     tmp_path: Path, experiment: str
 ) -> None:

@@ -295,7 +295,7 @@ def test_stored_prompts_cost_no_step_anything() -> None:
 
 @pytest.mark.heavy
 def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
-    """For 40 drawn configurations the plan's verdict and memory are those of the run that starts."""
+    """For 16 drawn configurations the plan's verdict and memory are those of the run that starts."""
     drawn, refused = random.Random(30), 0
     choices = {
         "experiment": ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "wan21_dancegrpo"),
@@ -308,7 +308,7 @@ def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
         "model.gradient_checkpointing": ("auto", "false"),
         "hardware.emulate": ("false", "true"),
     }
-    for _ in range(40):
+    for _ in range(16):
         words = [f"{key}={drawn.choice(values)}" for key, values in choices.items()]
         composed = loaded(*words, "data.prompts_per_batch=4", "data.group_size=12")
         try:
@@ -324,7 +324,7 @@ def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
         lines = advisor().memory_lines(run, *split)
         for role, gib in memory_by_role(asked).items():
             assert any(line.startswith(f"memory    {role}: {gib:.1f} GiB") for line in lines), words
-    assert 5 <= refused <= 35
+    assert 2 <= refused <= 14
 
 
 def test_an_emulated_misfit_is_refused_like_a_real_one_unless_it_is_wanted() -> None:
