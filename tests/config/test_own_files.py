@@ -114,3 +114,9 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
         config.ConfigError, match=r"--config-dir .*nowhere: is no directory; name one with groups"
     ):
         config.load(["--config-dir", str(tmp_path / "nowhere")])
+
+
+def test_the_configurations_of_the_checkout_are_no_names_taken_twice() -> None:
+    """`digenrl new` in the checkout writes there, and prints a line with `--config-dir configs`."""
+    words = ["--config-dir", str(config.config_directory()), "experiment=digits_flowgrpo"]
+    assert config.load(words).config == config.load(words[2:]).config

@@ -149,7 +149,7 @@ def own_directories(words: Sequence[str]) -> Iterator[Path]:
 
 def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
     known = group_options(config_directory())
-    for directory in own:
+    for directory in (path for path in own if path.resolve() != config_directory()):
         if not directory.is_dir():
             yield (
                 f"--config-dir {directory}: is no directory; name one with groups, such as "
