@@ -62,7 +62,7 @@ join: $(STAMP)  ## One more rollout for a running run, from this machine. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl join "run=$$RUN" $(ARGS)
 
-sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table and plot
+sweep: $(STAMP)  ## Hydra multirun of EXP, each job in a fresh process; one table
 	@$(PY) -m digenrl.cli.train -m $(WORDS)
 
 plan: $(STAMP)  ## What a run will cost: memory per rank, s/step, bubbles, best split; no GPU needed. EXP= HW=

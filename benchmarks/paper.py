@@ -670,7 +670,7 @@ On A+C asynchronous runs beat it, on-policy runs for HunyuanVideo alone.
 ## The same on a cluster
 
 `make sweep EXP=ablation_schedule` runs the ladder as jobs (colocated naive, colocated, sync, gap, gap_tsp, gap_tsp_tag, full) and ends
-in one table and plot; another task: `python -m digenrl.cli.train -m experiment=wan21_flowgrpo hardware=testbed_c
+in one table; another task: `python -m digenrl.cli.train -m experiment=wan21_flowgrpo hardware=testbed_c
 schedule=colocated,gap_tsp,full`. A measured profile: `make paper ARGS="hw=measured/NAME"`.
 """
 

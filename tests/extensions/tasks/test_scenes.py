@@ -80,7 +80,7 @@ def test_the_committed_edit_base_keeps_the_rest_and_leaves_the_edit_to_learn() -
     edits = list(EDITS[::23])
     sources, pictures = sample_edits(ScenesEditPolicy(), edits, steps=6)
     right = SceneDetector(perfect=True).judge(pictures, [edit.after for edit in edits])
-    assert 0.35 <= right.mean() <= 0.75
+    assert 0.35 <= right.mean() <= 0.6
     paper = (sources - PAPER[:, None, None]).norm(dim=1) < OFF_PAPER
     assert ((pictures - sources).norm(dim=1) < SAME)[paper].float().mean() > 0.98
     assert EDIT_BASE_FILE.stat().st_size < 4 * 2**20

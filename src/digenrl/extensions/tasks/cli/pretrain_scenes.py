@@ -2,7 +2,7 @@
 repository commits.
 
     digenrl pretrain-scenes [key=value ...]
-    digenrl pretrain-scenes task=edits steps=1664
+    digenrl pretrain-scenes task=edits steps=1600 wrong_captions=0.5
 
 Training is deterministic on a given machine with a single thread, and takes about fifteen minutes
 of one idle core. `budget_s` cuts it into pieces, and the same command then continues.
