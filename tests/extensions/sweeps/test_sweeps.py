@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from digenrl import config as configuration
+from digenrl.extensions.sweeps import table
 from digenrl.extensions.sweeps.multirun import expand
 from tests.conftest import ROOT
 
@@ -121,3 +122,24 @@ def test_the_ablation_ends_in_one_table_and_a_plot(tmp_path: Path) -> None:
         "the same seeds give the same first batch"
     )
     assert all(name in out for name in ("step_s", "samples_per_s", "staleness_max"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "load", "noisy"), [(2, 0.0, True), (20, 99.0, True), (20, 0.0, False)]
+)
+def test_a_table_explains_its_columns_and_says_when_times_are_noise(
+    steps: int, load: float, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(table, "BUSY", 3.0)
+    told = {"rl_steps": steps, "samples_per_s": 4.0, "bubble": {"tail": 0.1}}
+    jobs = [
+        table.SweepJob(n, (), {"seed": str(n)}, tmp_path / str(n), "completed", summary=told)
+        for n in range(2)
+    ]
+    text = table.write_tables(tmp_path, jobs)
+    assert "ratio: samples_per_s over the first job's" in text
+    assert ("may be noise" in text) == noisy
+    header = (tmp_path / "sweep.csv").read_text().splitlines()[0].split(",")
+    assert header[:2] == ["job", "seed"]
+    assert header[-3:] == ["lost:tail", "cause", "run"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,11 @@ reward_last heldout_first heldout_last diversity_ratio staleness_max first_ratio
 """
 """Columns after the swept keys: results of `result_of`, and `ratio`, samples_per_s over that of the
 first completed job."""
+MEANING = """predicted_step_s: the schedule's own model. ratio: samples_per_s over the first job's.
+lost: share of the time of all ranks, by cause."""
+NOISE = "\nDifferences in time may be noise: few RL steps, or a busy machine."
+FEW_STEPS, BUSY = 5, 1.5 * (os.cpu_count() or 1)
+"""RL steps below which, and load above which, times differ by chance."""
 
 
 @dataclass
@@ -74,14 +80,8 @@ def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
     of a failure, and the run directory.
     """
     table = []
-    base = next(
-        (
-            s
-            for job in jobs
-            if job.status == "completed" and (s := job.summary.get("samples_per_s"))
-        ),
-        None,
-    )
+    speeds = [job.summary.get("samples_per_s") for job in jobs if job.status == "completed"]
+    base = next(filter(None, speeds), None)
     for job in jobs:
         row: dict[str, Any] = {"job": job.number, **job.varied}
         row.update({key: job.summary.get(key) for key in COLUMNS.split()})
@@ -100,13 +100,10 @@ def rows(jobs: Sequence[SweepJob]) -> list[dict[str, Any]]:
 def write_tables(sweep_dir: Path, jobs: Sequence[SweepJob]) -> str:
     """Write sweep.csv and sweep.json; return the table as text."""
     table = rows(jobs)
-    names = sorted({name for row in table for name in row if name.startswith("lost:")})
-    ends = ["cause", "run"]
-    names = [
-        *dict.fromkeys(n for row in table for n in row if n not in (*names, *ends)),
-        *names,
-        *ends,
-    ]
+    order = {
+        name: (name in ("cause", "run"), name.startswith("lost:")) for row in table for name in row
+    }
+    names = sorted(order, key=order.__getitem__)
     text = io.StringIO()
     writer = csv.DictWriter(text, names)
     writer.writeheader()
@@ -138,6 +135,9 @@ def _as_text(table: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
             "the same in all: "
             + ", ".join(f"{name} {_cell(name, table[0][name])}" for name in same)
         )
+    if "samples_per_s" in names:
+        fewest = min(row.get("rl_steps") or FEW_STEPS for row in table)
+        lines.append(MEANING + NOISE * (fewest < FEW_STEPS or os.getloadavg()[0] > BUSY))
     return "\n".join(lines)
 
 
