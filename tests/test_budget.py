@@ -102,7 +102,7 @@ ROOMS = {
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1532),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1838
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1846
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(515, ("extensions/links",)),
@@ -138,7 +138,7 @@ ROOMS = {
         ),
         ceiling=13193,
     ),
-    "everything": Room(26000, ("",), ceiling=29448),
+    "everything": Room(26000, ("",), ceiling=29456),
 }
 """Room -> its budget. The last three rows are sums."""
 
