@@ -14,15 +14,15 @@ from digenrl.cli.commands import commands
 pytestmark = pytest.mark.processes
 
 COMMANDS = {
-    "train": ("schedule.gap = 1", "whole number >= 0", "groups of a fragment", "experiment "),
+    "train": ("schedule.gap = 1", "whole number >= 0", "Number of groups in a fragment", "experiment "),
     "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
-    "profile": ("pool = null", "pool of the profile", "schedule.gap = 1"),
+    "profile": ("pool = null", "Pool of the profile", "schedule.gap = 1"),
     "prompts": ("pickscore | ocr | geneval", "folder = prompts"),
-    "encode": ("data.prompt_store = auto", "where encoded prompts are kept"),
+    "encode": ("data.prompt_store = auto", "encoded prompts are kept"),
     "report": ("run = required", "path of a run directory"),
-    "watch": ("port = null", "KiB of each rank's log", "seconds between two drawings"),
-    "join": ("run = required", "address = null", "HOST:PORT of its store", "device = 0"),
-    "eval": ("step = last", "base | last", "or also the last checkpoint"),
+    "watch": ("port = null", "the end of each rank's log", "Least seconds between two drawings"),
+    "join": ("run = required", "address = null", "HOST:PORT of the run", "device = 0"),
+    "eval": ("step = last", "base | last", "the last checkpoint as well"),
     "benchmark": (
         "suite = required",
         "geneval | dpg | parti | vbench | scenes",
@@ -32,12 +32,12 @@ COMMANDS = {
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
     "serve-reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
-    "new": ("kind = required", "experiment | hardware | model | reward", "where to write"),
+    "new": ("kind = required", "experiment | hardware | model | reward", "Directory to write to"),
     "tiny": ("[FAMILY ...]",),
     "check": ("self-check", "lists all that this run lacks"),
     "fetch": ("list = false", "and download nothing"),
     "list": ("first sentence of its file", "none left out"),
-    "pretrain-scenes": ("budget_s = null", "noise_steps = 300", "optimizer steps of the judge"),
+    "pretrain-scenes": ("budget_s = null", "noise_steps = 300", "Optimizer steps of the judge"),
     "pretrain": ("lr = 0.002", "number > 0", "learning rate"),
 }
 

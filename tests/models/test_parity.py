@@ -33,9 +33,9 @@ PROMPTS = ['a red circle with "one" on a blue background', "a sign"]
 STEPS = 4
 SOME = [
     family
-    if family in ("sd3", "flux", "wan22", "ltx2")
+    if family in ("sd3", "flux") or len(policy.components) > 1
     else pytest.param(family, marks=pytest.mark.slow)
-    for family in FAMILIES
+    for family, policy in FAMILIES.items()
 ]
 """Families of unlike networks, for what is the same code in all of them; the others are slow."""
 
