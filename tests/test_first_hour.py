@@ -15,6 +15,7 @@ from digenrl import config, prompts
 from digenrl.cli.commands import commands
 from digenrl.cli.main import main
 from digenrl.extensions.rewards.command import reward_config
+from digenrl.extensions.sweeps.multirun import expand
 from digenrl.record.spans import WAIT_CAUSES
 from scripts.configuration_reference import page
 from tests.conftest import ROOT
@@ -84,6 +85,8 @@ def test_the_commands_of_the_quickstart_fit(
     for command, *words in sorted(lines, key=lambda line: line[0] != "new"):
         if command == "new":
             assert main([command, *words]) == 0
+        elif "-m" in words:
+            assert [config.load(job.words) for job in expand(words)[1]]
         elif command in ("train", "plan"):
             assert config.load(words, command).config is not None
         elif command == "score":
