@@ -14,7 +14,12 @@ from digenrl.cli.commands import commands
 pytestmark = pytest.mark.processes
 
 COMMANDS = {
-    "train": ("schedule.gap = 1", "whole number >= 0", "Number of groups in a fragment", "experiment "),
+    "train": (
+        "schedule.gap = 1",
+        "whole number >= 0",
+        "Number of groups in a fragment",
+        "experiment ",
+    ),
     "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
     "profile": ("pool = null", "Pool of the profile", "schedule.gap = 1"),
     "prompts": ("pickscore | ocr | geneval", "folder = prompts"),

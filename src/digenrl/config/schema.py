@@ -491,8 +491,8 @@ class ModelKeys(Open):
     """Blocks that are recomputed in the backward pass, or whose activations wait on the host. auto:
     as little as the GPU's memory requires, without the host."""
     quantize: Literal["nf4", "int8"] | None = ABSENT
-    """Format of the frozen weights of the blocks (bitsandbytes), with an adapter on them. null: 16
-    bits."""
+    """Format of the frozen weights of the blocks, with an adapter on them. nf4 needs bitsandbytes.
+    null: 16 bits."""
     compile: bool = ABSENT
     """Compile the repeated blocks with torch.compile."""
     lora: LoraKeys | None = Field(ABSENT)

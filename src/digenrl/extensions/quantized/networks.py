@@ -6,7 +6,8 @@ layer's weights in 16 bits again and multiplies with those, whatever the number 
 without gradients. Rollouts thus sample with exactly the network that trainers replay. bitsandbytes'
 own layers choose another kernel for few rows, and the first ratio would not be 1.
 
-    nf4    4-bit NormalFloat with an fp32 scale per 64 weights (QLoRA, arXiv:2305.14314)
+    nf4    4-bit NormalFloat with an fp32 scale per 64 weights (QLoRA, arXiv:2305.14314),
+           by bitsandbytes
     int8   8 bits with an fp32 scale per row (the weights of LLM.int8(), arXiv:2208.07339)
 
 Layers outside of the blocks (embeddings, the last projection) keep 16 bits.

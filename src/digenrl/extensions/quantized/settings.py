@@ -24,8 +24,8 @@ def quantize_problems(get: Callable[[str], Any]) -> Iterator[str]:
             f"model.quantize = {kind} with parallel.sharding = {sharding}: quantized weights are "
             "not divided among trainers; set parallel.sharding=ddp."
         )
-    if importlib.util.find_spec(LIBRARY) is None:
+    if kind == "nf4" and importlib.util.find_spec(LIBRARY) is None:
         yield (
             f"model.quantize = {kind}: needs {LIBRARY}, which is not installed; run "
-            "`pip install 'digenrl[quantized]'`, or set model.quantize=null."
+            "`pip install 'digenrl[quantized]'`, or set model.quantize=int8."
         )
