@@ -130,16 +130,13 @@ paper: $(STAMP)  ## The paper's figures beside simulated ones: docs/paper.md, in
 
 # The markers are explained in pyproject.toml. Nothing runs beside the tests marked `alone`.
 DEFAULT_TESTS := not slow and not cluster
-# A worker that is done takes half of what the other one has left. By default the first chunk, an eighth of all tests, would hold every
-# run for the first worker.
-TWO := -n 2 --dist worksteal
 
 test: $(STAMP)  ## The default tests: eight to eleven minutes on two idle cores
-	@$(PY) -m pytest -q $(TWO) -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
+	@$(PY) -m pytest -q -n 2 -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS) and alone" $(ARGS) || test $$? -eq 5  # 5: ARGS chose none of them
 
 test-fast: $(STAMP)  ## What finishes in a minute: no ranks, services or commands are started, no large model built
-	@$(PY) -m pytest -q $(TWO) -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
+	@$(PY) -m pytest -q -n 2 -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
 	@HYPOTHESIS_PROFILE=random $(PY) -m pytest -q -m "not cluster" $(ARGS)
