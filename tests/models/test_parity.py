@@ -32,10 +32,8 @@ pytestmark = pytest.mark.heavy
 PROMPTS = ['a red circle with "one" on a blue background', "a sign"]
 STEPS = 4
 SOME = [
-    family
-    if family in ("sd3", "flux") or len(policy.components) > 1
-    else pytest.param(family, marks=pytest.mark.slow)
-    for family, policy in FAMILIES.items()
+    family if row.unusual else pytest.param(family, marks=pytest.mark.slow)
+    for family, row in ROWS.items()
 ]
 """Families of unlike networks, for what is the same code in all of them; the others are slow."""
 
