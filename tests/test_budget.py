@@ -108,7 +108,7 @@ ROOMS = {
     "extensions/links": Room(515, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(
-        350, ("extensions/forward", "extensions/offpolicy"), ceiling=414
+        350, ("extensions/forward", "extensions/offpolicy"), ceiling=420
     ),
     "extensions/distillation": Room(150, ("extensions/distillation",)),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
@@ -136,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13193,
+        ceiling=13194,
     ),
-    "everything": Room(26000, ("",), ceiling=29456),
+    "everything": Room(26000, ("",), ceiling=29464),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -22,6 +22,7 @@ class ToyPolicy(nn.Module):
     family = "toy"
     guidance_scale = 1.0
     drawn = None
+    own_levels = False
 
     def __init__(
         self,

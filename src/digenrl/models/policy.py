@@ -80,6 +80,9 @@ class Policy(nn.Module, ABC):
     drawn: int | None = None
     """Number of leading tokens of packed latents that an SDE draws, see `Kernel.transition`; None:
     all."""
+    own_levels: ClassVar[bool] = False
+    """Whether the tokens that are not drawn have noise levels of their own, see `paced`. Methods
+    that noise clean samples refuse such a family."""
     guidance_scale: float
     embedded_guidance: ClassVar[bool] = False
     """Whether the guidance scale is an input of the network, not a second forward."""

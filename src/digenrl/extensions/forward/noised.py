@@ -40,7 +40,14 @@ class NoisedCells:
         return self.noise - self.clean
 
     def velocity(self, policy: Policy) -> Tensor:
-        """Return [rows, K, *L] of the policy at its present weights, one forward."""
+        """Return [rows, K, *L] of the policy at its present weights, one forward. Raises ValueError
+        for a family whose parts have different noise levels."""
+        if policy.own_levels:
+            raise ValueError(
+                f"{policy.family}: a part of its samples has noise levels of its own, and clean "
+                "samples are noised to one level here; use an algorithm over stored transitions, "
+                "such as algorithm=flow_grpo"
+            )
         rows, count = self.noise.shape[:2]
         out = policy.velocity(
             self.noisy.flatten(0, 1),

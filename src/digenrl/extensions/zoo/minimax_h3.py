@@ -143,6 +143,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
     vae_stride = 16
     spatial_stride = 32
     temporal_stride = 4
+    own_levels = True
     attention = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     feed_forward = ("ff.net.0.proj", "ff.net.2")
     unused = ("audio_proj_out",)
