@@ -307,7 +307,7 @@ _ROWS: dict[str, Row] = {
         result=joined,
     ),
     "minimax_h3": Row(
-        published={"minimax_h3": (33.12, 167, 346)},
+        published={"minimax_h3": (33.12, 161, 333)},
         layers=(2 * 4, 2 * 6),
         guidance=((1.0, 1.0),),
         size={"height": 64, "width": 64, "frames": 124},
