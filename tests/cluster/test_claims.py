@@ -86,6 +86,10 @@ def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None
         [c.take(1, TASKS, part) for _ in range(4)] for c, part in zip((a, b), halves, strict=True)
     ]
     assert [[c.position for c in own if c is not None] for own in mine] == [[0, 1, 2], [3, 4, 5]]
+    a.begin_behind(2, 2)
+    headed = [b.take(2, TASKS, WHOLE), a.take(2, TASKS, WHOLE, ahead=True)]
+    assert [claim and claim.position for claim in headed] == [2, 0]
+    assert (b.head_left(2), b.left(2, len(TASKS), WHOLE)) == (1, 4)
 
 
 def test_a_lost_owners_task_goes_back_once_and_its_late_result_is_refused(store: Store) -> None:

@@ -54,18 +54,40 @@ def test_a_task_that_kills_its_owners_is_named() -> None:
         two.lose(1, "died", 1)
 
 
+def test_trainers_begin_with_the_head_of_a_queue_and_rollouts_behind_it() -> None:
+    """Each goes on in the other's part when its own is empty. A loss frees what was claimed, and
+    leaves the rest of the head where it is."""
+    _, (trainer, rollout) = ranks(2)
+    trainer.begin_behind(0, 3)
+    taken = [trainer.take(0, TASKS, WHOLE, ahead=True), rollout.take(0, TASKS, WHOLE)]
+    assert [claim and claim.position for claim in taken] == [0, 3]
+    assert (trainer.head_left(0), rollout.left(0, len(TASKS), WHOLE)) == (2, 6)
+    assert rollout.lose(1, "died", 1) == ["task 3 of step 0 (group 1)"]
+    assert (rollout.head_left(0), rollout.left(0, len(TASKS), WHOLE)) == (2, 7)
+    others = [rollout.take(0, TASKS, WHOLE) for _ in range(6)]
+    assert [claim and claim.position for claim in others] == [3, 4, 5, 6, 7, 1]
+    assert trainer.take(0, TASKS, WHOLE, ahead=True) == Claim(2, 0, 0)
+    assert trainer.take(0, TASKS, WHOLE, ahead=True) is None
+
+
 @settings(deadline=None)
-@given(st.lists(st.sampled_from(["claim", "done", "die", "give"]), max_size=80), st.integers(2, 5))
-def test_no_task_is_lost_or_doubled(actions: list[str], count: int) -> None:
+@given(
+    st.lists(st.sampled_from(["claim", "done", "die", "give"]), max_size=80),
+    st.integers(2, 5),
+    st.integers(0, len(TASKS)),
+)
+def test_no_task_is_lost_or_doubled(actions: list[str], count: int, head: int) -> None:
     store, everyone = ranks(count)
+    everyone[0].begin_behind(0, head)
     mine: dict[int, list[Claim]] = {rank: [] for rank in range(count)}
     finished: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_ATTEMPTS", 10**6)
         for number, action in enumerate(actions):
             rank, other = number % count, (number + 1) % count
-            if action == "claim" and (claim := everyone[rank].take(0, TASKS, WHOLE)) is not None:
-                mine[rank].append(claim)
+            if action == "claim":
+                claim = everyone[rank].take(0, TASKS, WHOLE, ahead=rank == 0)
+                mine[rank] += [claim] if claim is not None else []
             elif action == "done" and mine[rank]:
                 claim = mine[rank].pop()
                 assert everyone[rank].accepts(0, claim)

@@ -41,6 +41,7 @@ def states(draw: st.DrawFn) -> LendingState:
         lenders=draw(st.integers(1, 4)),
         lenders_later=draw(st.integers(0, 4)),
         switch_seconds=draw(st.floats(0, 1.0)),
+        ahead=draw(st.booleans()),
         may_lend=draw(st.booleans()),
     )
 
@@ -101,6 +102,18 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
     assert search(costly) == Decision(
         0, 41.0, 41.0, search(costly).nodes
     )  # 4 rounds of 2 tasks, then the last fragment
+
+
+def test_fast_trainers_make_the_first_fragment_of_a_step() -> None:
+    """Two trainers make a task in 2 s, four rollout ranks in 8 s. If trainers may claim first, they
+    make the first fragment in 4 s, and train it while rollouts make the second. Behind the claims
+    of the rollouts, the loan only helps with the second fragment, and both are trained after 8 s."""
+    state = LendingState(
+        (0.0,) * 4, (8.0,) * 4, 8, (4, 4), (0.0, 0.0), (3.0, 3.0), 2.0, lenders=2, ahead=True
+    )
+    assert search(state) == Decision(2, 11.0, 19.0, search(state).nodes)
+    behind = search(replace(state, ahead=False))
+    assert (behind.lend, behind.predicted_step_s) == (2, 14.0)
 
 
 def test_a_fixed_policy_lends_the_rounds_that_fit_into_a_wait() -> None:

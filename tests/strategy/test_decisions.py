@@ -78,6 +78,10 @@ def test_I13_replaying_recorded_runs_gives_every_decision_again(tmp_path: Path) 
         counts = assert_replays(cluster.run_dir, ranks=3)
         assert (counts["lend"] > 0) == (job.name != "sync")
         if job.name == "full":
+            own = records(cluster.run_dir)["rank-000.jsonl"]
+            opened = [row["answer"] for row in own if row.get("decision") == "opens"]
+            assert opened[0] == 0, "no cost is known before the first step"
+            assert max(opened) > 0, "an idle trainer begins a step faster than rollouts"
             changed = [dict(row) for row in records(cluster.run_dir)["rank-000.jsonl"]]
             row = next(
                 row

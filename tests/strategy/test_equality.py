@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from digenrl import run
 from digenrl.cluster.world import World
+from digenrl.schedule.policy import SchedulePolicy
 from tests.strategy.processes import (
     FP64,
     FULL,
@@ -243,6 +244,7 @@ def lend_always(rank: run.Rank, world: World) -> None:
     """The search finds nothing to gain in runs of milliseconds; equality must hold whatever it
     decides."""
     rank.strategy.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
+    SchedulePolicy.opens = lambda *args: min(3, args[4][1])  # type: ignore[method-assign, assignment]
 
 
 PAIRWISE = pairwise()

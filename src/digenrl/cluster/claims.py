@@ -2,6 +2,7 @@
 of its own:
 
     claim/v{version}             counter: one atomic add takes the next position of the version's queue
+    head/v{version}, ahead/v{version}  tasks at the queue's head, and how many of them are claimed
     owner/v{version}/{position}  owner and attempt of a task; changed by compare-and-set alone
     got/v{version}/{position}    number of trainers that hold the result
     returned/v{version}          positions that came back because their owner was lost
@@ -47,7 +48,7 @@ class StoredClaims:
         self._control.delete(f"got/v{version}/{position}")
 
     def forget_queue(self, version: int) -> None:
-        for name in ("claim", "returned"):
+        for name in ("claim", "head", "ahead", "returned"):
             self._control.delete(f"{name}/v{version}")
 
     def returned(self, version: int) -> Sequence[int]:

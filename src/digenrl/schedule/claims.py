@@ -5,6 +5,10 @@ simulator.
     owned -> owned by another rank                  a suspended task moves; the attempt id stays
     owned -> returned -> owned, attempt + 1         its owner was lost
 
+A queue may have a *head*: its first tasks, which trainers mean to generate themselves (TAG).
+Trainers claim from the head first, and rollouts from behind it. Each goes on in the other part when
+its own is empty. So a head changes the order of claims, and reserves nothing.
+
 Invariants:
 1. One rank at a time runs a task, and a task is finished once. A late result of a lost owner is
 refused.
@@ -136,7 +140,8 @@ class MemoryClaims:
         self._owners.pop((version, position), None)
 
     def forget_queue(self, version: int) -> None:
-        self._counts.pop(f"claim/v{version}", None)
+        for name in (f"claim/v{version}", f"head/v{version}", head_name(version)):
+            self._counts.pop(name, None)
         self._returned.pop(version, None)
 
     def returned(self, version: int) -> Sequence[int]:
@@ -157,10 +162,14 @@ class Claims:
 
     def __init__(self, store: ClaimStore, rank: int) -> None:
         self._store, self._rank = store, rank
+        self._heads: dict[int, int] = {}
+        """Version -> tasks of its queue's head, which is fixed before this rank may claim."""
 
     # ---- generating ranks
 
-    def take(self, version: int, tasks: Sequence[Task], part: range) -> Claim | None:
+    def take(
+        self, version: int, tasks: Sequence[Task], part: range, ahead: bool = False
+    ) -> Claim | None:
         """Claim the next task of a queue: one that came back, else the counter's next. Return None
         when no task is left.
 
@@ -168,31 +177,46 @@ class Claims:
             tasks: the version's whole queue.
             part: positions that the counter runs over: all of them, or this rank's own part of a
                 divided queue.
+            ahead: claim from the queue's head first, else from behind the head first.
         """
         for position, owner in self._waiting(version, len(tasks)):
             if self._store.change(
                 version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])
             ):
                 return Claim(position, self._rank, owner.attempt)
-        name = queue_name(version, part, len(tasks))
-        # Read before the add: ranks that poll an empty queue must not raise its counter without
-        # bound.
-        while self._store.count(name) < len(part):
-            number = self._store.count(name, 1) - 1
-            if number >= len(part):
-                return None
-            position = part[number]
-            # Fails when `lose` gave the position back first, in the moment after the add.
-            if self._store.change(
-                version, position, None, Owner.of(self._rank, 0, tasks[position])
-            ):
-                return Claim(position, self._rank, 0)
+        behind = queue_name(version, part, len(tasks)), part
+        head = head_name(version), range(self.head(version))
+        for name, positions in (head, behind) if ahead else (behind, head):
+            # Read before the add: ranks that poll an empty queue must not raise its counter without
+            # bound.
+            while positions and self._store.count(name) < len(positions):
+                number = self._store.count(name, 1) - 1
+                if number >= len(positions):
+                    break
+                position = positions[number]
+                # Fails when `lose` gave the position back first, in the moment after the add.
+                if self._store.change(
+                    version, position, None, Owner.of(self._rank, 0, tasks[position])
+                ):
+                    return Claim(position, self._rank, 0)
         return None
 
     def left(self, version: int, tasks: int, part: range) -> int:
         """Count the tasks of the queue that have no owner and no result."""
         claimed = self._store.count(queue_name(version, part, tasks))
-        return max(0, len(part) - claimed) + self.returned(version, tasks)
+        left = max(0, len(part) - claimed) + self.head_left(version)
+        return left + self.returned(version, tasks)
+
+    def head(self, version: int) -> int:
+        """Return how many tasks the head of the version's queue has."""
+        if version not in self._heads:
+            self._heads[version] = self._store.count(f"head/v{version}")
+        return self._heads[version]
+
+    def head_left(self, version: int) -> int:
+        """Count the tasks of the queue's head that no rank has claimed."""
+        head = self.head(version)
+        return max(0, head - self._store.count(head_name(version))) if head else 0
 
     def give(self, version: int, claim: Claim, receiver: int) -> bool:
         """Make `receiver` the owner of this rank's task, and return whether that worked.
@@ -232,6 +256,13 @@ class Claims:
 
     # ---- trainers
 
+    def begin_behind(self, version: int, head: int) -> None:
+        """Make the first `head` tasks of a queue its head. Trainer 0 calls this before any rank can
+        hold the version."""
+        self._heads[version] = head
+        for name in ("head", "claim"):
+            self._store.count(f"{name}/v{version}", head)
+
     def accepts(self, version: int, claim: Claim) -> bool:
         """Return whether a result made under `claim` counts: the task's present owner must have
         made it."""
@@ -254,7 +285,7 @@ class Claims:
         """Delete what no rank needs once `version` is published: the tasks of old queues, and the
         rest of very old ones."""
         for number in _queues(version - _FORGET_AFTER):
-            for position in range(self._known(number)):
+            for position in self._known(number):
                 self._store.forget(number, position)
         for number in _queues(version - _FORGET_QUEUE_AFTER):
             self._store.forget_queue(number)
@@ -287,7 +318,7 @@ class Claims:
         newest = self._store.newest_version()
         # With one-step asynchrony the version before the newest still generates.
         for version in (*_queues(newest - 1), *_queues(newest)):
-            found = {position: free(version, position) for position in range(self._known(version))}
+            found = {position: free(version, position) for position in self._known(version)}
             back = [position for position, name in found.items() if name is not None]
             if back:
                 self._store.add_returned(version, back)
@@ -343,9 +374,11 @@ class Claims:
             if owner is not None and owner.rank == NOBODY:
                 yield position, owner
 
-    def _known(self, version: int) -> int:
-        """Count the positions of the queue that may have an owner."""
-        return self._store.count(f"claim/v{version}")
+    def _known(self, version: int) -> Iterator[int]:
+        """Yield the positions of the queue that may have an owner."""
+        head = self.head(version)
+        yield from range(head - self.head_left(version))
+        yield from range(head, self._store.count(f"claim/v{version}"))
 
 
 def evaluation_queue(version: int) -> int:
@@ -369,6 +402,11 @@ def _queues(version: int) -> tuple[int, ...]:
 def queue_name(version: int, part: range, tasks: int) -> str:
     """Return the name of a queue's counter, or of that for one rank's part of a divided queue."""
     return f"claim/v{version}" if len(part) == tasks else f"claim/v{version}/{part.start}"
+
+
+def head_name(version: int) -> str:
+    """Return the name of the counter of claims in a queue's head."""
+    return f"ahead/v{version}"
 
 
 def queue_part(tasks: int, number: int, count: int) -> range:

@@ -89,7 +89,7 @@ def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
 
 
 def later_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
-    """Return the fragments of the updates of a batch that follow `update`."""
+    """Return the fragments of the updates of a batch that follow `update`; -1 = of all updates."""
     return tuple(
         f for later in range(update + 1, spec.updates_per_batch) for f in fragments(spec, later)
     )

@@ -12,6 +12,7 @@ again.
                 step_begun
     decisions   takes          a free rank claims the next task, or leaves it to a rank that ends it earlier
                 next_move      a trainer trains a ready fragment, lends itself, or waits
+                opens          how many tasks at the head of a version's queue trainers generate (TAG)
                 lend           how many rounds of tasks an idle trainer generates (TAG)
                 first_free     the rollout rank that will be free first
                 successor      the rank that continues the task of a rank that leaves
@@ -66,6 +67,8 @@ class _Trainer:
     prediction: tuple[Decision, float] | None = None
     """First loan of the step, and when it was granted. The prediction for this loan spans the whole
     step."""
+    opened: tuple[Decision, float] | None = None
+    """The same of the step to come, if its first tasks are for the trainers (`opens`)."""
     monitor: LendingMonitor = field(default_factory=LendingMonitor)
 
 
@@ -187,7 +190,8 @@ class SchedulePolicy:
     def step_begun(self, rank: int) -> None:
         """Take in that an RL step begins on trainer `rank`."""
         trainer = self._trainers[rank]
-        trainer.loan, trainer.asked, trainer.prediction = 0, None, None
+        trainer.loan, trainer.asked = 0, None
+        trainer.prediction, trainer.opened = trainer.opened, None
 
     @_noted("decision")
     def step_ended(self, rank: int, now: float) -> str | None:
@@ -205,22 +209,29 @@ class SchedulePolicy:
     # ---- generating ranks
 
     @_noted("decision")
-    def takes(self, rank: int, version: int, left: int, now: float) -> bool:
+    def takes(self, rank: int, version: int, left: int, now: float, head: int = 0) -> bool:
         """Return whether free `rank` claims the next task of the version's queue. If not, ranks
         that hold `version`, or will hold it, end all `left` tasks before this rank would end one.
 
         A rank whose speed is unknown counts as one that never ends, so no rank waits for it.
         Colocated ranks leave tasks to others only where all is generated before anything is
         trained. In any other schedule it is unknown when the others are free.
+
+        Args:
+            left: unclaimed tasks of the queue.
+            head: those in the queue's head. Lending trainers go on with these, so they count among
+                the other ranks where nothing else is left.
         """
         if left == 0 or self.roles.split:
             return left > 0
         if rank < self.roles.trainers and (self.spec.gap or self.roles.lockstep):
             return True
-        if self.many_left(rank, left):
+        if left > head and self.many_left(rank, left):
             return True
         seconds, busy = {rank: self._task_seconds(rank)}, {}
-        for other in self._generators:
+        trainers = range(self.roles.trainers if left == head else 0)
+        lenders = [other for other in trainers if other in self._ranks and self._ranks[other].busy]
+        for other in (*lenders, *self._generators):
             work = self._ranks.get(other)
             if other != rank and work is not None and work.version <= version:
                 seconds[other] = self._task_seconds(other)
@@ -339,8 +350,38 @@ class SchedulePolicy:
         return LEND
 
     @_noted("decision")
-    def lend(
+    def opens(
         self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float
+    ) -> int:
+        """Return how many tasks at the head of the queue of version `step` the trainers generate.
+
+        Trainer 0 asks before it sends the version. The trainers are idle then, and the step's first
+        fragment waits for its slowest task. Where the search finds that the step ends sooner if
+        trainers begin with this fragment, rollouts claim behind it. Arguments as for `lend`.
+        """
+        if self._blind(rank) or self.roles.colocated:
+            return 0
+        rollouts = self._known_speed(sorted(self._generators))
+        state = self._state(rank, rollouts, {}, step, pending, left, now, self.roles.trainers)
+        decision = search(state)
+        head = min(decision.lend * state.lenders, state.tasks_left)
+        self._trainers[rank].opened = (decision, now) if head else None
+        return head
+
+    def _blind(self, rank: int) -> bool:
+        """Return whether trainer `rank` cannot tell what a loan is worth, or may not lend."""
+        known = ("train", rank) in self._costs and self._known_speed(self._generators)
+        return not known or self._trainers[rank].monitor.off
+
+    @_noted("decision")
+    def lend(
+        self,
+        rank: int,
+        step: int,
+        pending: Sequence[Fragment],
+        left: Sequence[int],
+        now: float,
+        head: int = 0,
     ) -> int:
         """Return how many rounds of tasks idle trainer `rank` generates now; 0 = wait.
 
@@ -353,17 +394,20 @@ class SchedulePolicy:
             pending: untrained fragments of the step, in training order.
             left: unclaimed tasks of the queues of the version before, and of this one.
             now: the run's clock, seconds.
+            head: unclaimed tasks at the head of this queue, which `opens` left to the trainers.
         """
         if self.roles.colocated:
             return int(self.roles.lockstep or self.takes(rank, step, left[1], now))
+        if head:
+            return 1
         trainer = self._trainers[rank]
         if self._timed and self._ranks.keys().isdisjoint(
             self._generators
         ):  # all who generate by trade are gone
             return 1
-        rollouts = self._known_speed(sorted(self._generators))
-        if trainer.monitor.off or not rollouts or ("train", rank) not in self._costs:
+        if self._blind(rank):
             return 0
+        rollouts = self._known_speed(sorted(self._generators))
         moment = (step, now, len(pending))
         if self._same_moment is None or self._same_moment[0] != moment:
             others = self._known_speed(
@@ -470,6 +514,7 @@ class SchedulePolicy:
             lend_seconds=lend,
             lenders=lenders,
             lenders_later=self.roles.trainers,
+            ahead=all(work.version < step for work in rollouts.values()),
             switch_seconds=self._costs.get(("switch", rank), 0.0),
             tasks_later=sum(task.step > step for task in own),
             later_taken=sum(task.step > step for task in plans[1][: len(plans[1]) - len(own)]),

@@ -64,6 +64,9 @@ class LendingState:
     nothing. Such a loan runs to its end."""
     later_taken: int = 0
     """Claimed tasks of the next step."""
+    ahead: bool = False
+    """Whether no rollout rank holds the step's version yet, so that a loan now takes the first
+    tasks."""
     may_lend: bool = True
     """False after the first optimizer step of a batch when no copy of the published weights is kept
     (I6)."""
@@ -258,7 +261,11 @@ class _Search:
         lenders = state.lenders if point.now == 0.0 else self._later
         begin = point.now + state.switch_seconds
         # By then rollout ranks have claimed so many tasks, and earlier loans have taken theirs.
-        first = bisect_right(self._starts, begin) + point.lent
+        first = (
+            0
+            if state.ahead and point.now == 0.0
+            else bisect_right(self._starts, begin) + point.lent
+        )
         available = state.tasks_left - first
         if available <= (rounds - 1) * lenders:
             return None

@@ -2,7 +2,7 @@
 adopt.
 
     every trainer   tells its speed, agrees on the digest of its weights (replicas), or takes part in gathering (shards)
-    trainer 0       notes the version, sends it once to each node, notes its digest, fixes the shares of its steps
+    trainer 0       fixes which tasks trainers begin with, notes the version, sends it once to each node, notes its digest, fixes the shares of its steps
     rollouts        adopt the version between two trajectories, if the digest matches
 
 Trainer 0 alone holds what is sent. The order of the calls below is the order of the trainers'
@@ -19,11 +19,11 @@ from torch import Tensor
 from digenrl.cluster.claims import note_version
 from digenrl.cluster.control import Control
 from digenrl.record.run_dir import append_event
-from digenrl.schedule.claims import Claims, evaluation_queue
+from digenrl.schedule.claims import evaluation_queue
 from digenrl.strategy import gradients
 from digenrl.strategy.setup import Ties
 from digenrl.strategy.shares import Shares
-from digenrl.strategy.tasks import PublishedCopy
+from digenrl.strategy.tasks import PublishedCopy, TaskRunner
 from digenrl.transport.weights import attest, publish, take_part
 
 
@@ -33,19 +33,19 @@ class Publisher:
 
     Args:
         ties: of this rank; `version`, `previous` and `current` of its state change here.
-        claims: claims of the tasks, of which old queues are forgotten.
+        runner: opens the queue of each version, and forgets old ones.
         published: the trainers' own copy of the published weights.
     """
 
     def __init__(
-        self, ties: Ties, claims: Claims, shares: Shares, published: PublishedCopy
+        self, ties: Ties, runner: TaskRunner, shares: Shares, published: PublishedCopy
     ) -> None:
         setup = ties.setup
         self._setup, self._world, self._spec = setup, setup.world, setup.spec
         self._session, self._policy = setup.session, setup.engine.policy
         self._learner, self._state = ties.learner, ties.state
         self._control, self._link, self._spans = ties.control, ties.link, ties.spans
-        self._claims, self._shares, self._published = claims, shares, published
+        self._runner, self._shares, self._published = runner, shares, published
         self._replicas = 1 if setup.sharding == "fsdp" else setup.world.trainers
         """Trainers that hold a copy of the weights each, whose digests must be equal."""
 
@@ -79,6 +79,8 @@ class Publisher:
             like = self._policy.generating_parameters()
             agree = partial(self._agree_on_digest, version)
             if self._world.rank == 0:
+                if tensors is None:  # the version before has been open since it was published
+                    self._runner.open(version)
                 note_version(
                     self._control, version
                 )  # first: who notices a loss looks for tasks of this version too
@@ -91,7 +93,7 @@ class Publisher:
                 append_event(
                     self._session.run_dir, "publish", {"version": version, "digest": made.digest}
                 )
-                self._claims.forget(version)
+                self._runner.claims.forget(version)
             elif self._replicas == 1:
                 take_part(source)
             else:

@@ -128,20 +128,34 @@ class TaskRunner:
 
     def takes(self, version: int) -> bool:
         """Whether this free rank takes a task of the version's queue now."""
-        left = self.left(version)
-        if left and not self.policy.many_left(self._world.rank, left):
+        left, head = self.left(version), self.claims.head_left(version)
+        if left and (left == head or not self.policy.many_left(self._world.rank, left)):
             self.see()
-        return self.policy.takes(self._world.rank, version, left, self._spans.now())
+        return self.policy.takes(self._world.rank, version, left, self._spans.now(), head)
 
     def claim(self, version: int) -> Task | None:
         """Claim the next task of the version's queue; None when all are claimed."""
         tasks = self._plan(version)
-        claim = self.claims.take(version, tasks, self._part(len(tasks)))
+        claim = self.claims.take(version, tasks, self._part(len(tasks)), self._world.is_trainer)
         if claim is None:
             return None
         task = tasks[claim.position]
         self._held[task.step, task.index] = claim
         return task
+
+    def open(self, version: int) -> None:
+        """Decide how many tasks of a new version's queue trainers claim before anybody (TAG)."""
+        if self._spec.tag:
+            facts = self.seen(version, later_fragments(self._spec, -1))
+            self.claims.begin_behind(version, self.policy.opens(*facts))
+
+    def seen(
+        self, step: int, pending: Sequence[Fragment]
+    ) -> tuple[int, int, Sequence[Fragment], tuple[int, int], float]:
+        """Show the policy the other ranks. Return the arguments of its search."""
+        self.see()
+        left = (self.left(step - 1), self.left(step))
+        return self._world.rank, step, pending, left, self._spans.now()
 
     def _part(self, tasks: int) -> range:
         """Positions of the queue that this rank may claim."""
@@ -475,21 +489,13 @@ class Lending:
     def predicted_end(self, step: int) -> float | None:
         """Return the second of the run's clock at which RL step `step` should end. None before
         costs are known."""
-        everything = (*fragments(self._spec, 0), *later_fragments(self._spec, 0))
-        return self._policy.predicted_end(*self._seen(step, everything))
+        return self._policy.predicted_end(*self._runner.seen(step, later_fragments(self._spec, -1)))
 
     def rounds(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
         """Return how many tasks this idle trainer should generate now: the policy's search, with
         what is seen at present."""
-        return self._policy.lend(*self._seen(board.step, pending))
-
-    def _seen(
-        self, step: int, pending: Sequence[Fragment]
-    ) -> tuple[int, int, Sequence[Fragment], tuple[int, int], float]:
-        """Show the policy the other ranks. Return the arguments of its search."""
-        self._runner.see()
-        left = (self._runner.left(step - 1), self._runner.left(step))
-        return self._world.rank, step, pending, left, self._spans.now()
+        facts, head = self._runner.seen(board.step, pending), self._runner.claims.head_left
+        return self._policy.lend(*facts, head(board.step))
 
     # ---- deaths
 

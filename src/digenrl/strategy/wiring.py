@@ -117,7 +117,7 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     agreement = Agreement(control, world, session.progress)
     adapter = engine.policy.lora is not None
     stop_vote = StopVote(control, world, setup.lockstep, lambda: state.updates_done == 0 or adapter)
-    publisher = Publisher(ties, runner.claims, shares, published)
+    publisher = Publisher(ties, runner, shares, published)
     # What arrives, and what is trained of it.
     inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner), recording)
     evaluations = Evaluations(

@@ -173,6 +173,21 @@ def test_each_mechanism_shortens_the_step() -> None:
     assert full < tag
 
 
+def test_fast_trainers_begin_with_the_first_fragment() -> None:
+    """Trainers generate four times as fast as rollouts, and each role is idle when a step begins.
+    Trainers make the first fragment (two rounds) and train it while rollouts make the second."""
+    work = {**BASE, "prompts": 2, "group_size": 8}
+    spec = ScheduleSpec(**work, gap=1, tsp_shard=True, tag=True)  # type: ignore[arg-type]
+    ranks = [VirtualRank(i, "trainer", "p", 1 / 3, cell_seconds=0.25) for i in range(2)]
+    ranks += [VirtualRank(2 + i, "rollout", "p", 4 / 3) for i in range(4)]
+    run = simulate(spec, Cluster(tuple(ranks), publish_seconds=0.5), 4)
+    assert run.step_s == pytest.approx(0.5 + 8.0 + 3.0, abs=0.01)
+    made = {(task, rank < 2) for step, task, rank, _ in run.made if step == 3}
+    assert made == {(task, task < 4) for task in range(8)}
+    alone = simulate(replace(spec, tag=False), Cluster(tuple(ranks), publish_seconds=0.5), 4)
+    assert alone.step_s == pytest.approx(0.5 + 8.0 + 8.0 + 3.0, abs=0.01)
+
+
 def test_whole_stale_batches_share_the_next_step_between_lenders_and_rollouts() -> None:
     """Generation is 3/5 of the work of half of the ranks. With gap=0 the first of two updates waits
     for the whole batch, so trainers have time to lend, in every step: were they to lend all or

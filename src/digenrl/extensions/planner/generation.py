@@ -120,16 +120,16 @@ class VirtualGeneration:
         """
         cause = "weights"
         for version in versions:
-            left = self.left(version, worker)
+            left, rank = self.left(version, worker), worker.rank.rank
             if not left:
                 continue
-            if worker in self.generators and not self.policy.takes(
-                worker.rank.rank, version, left, now
-            ):
+            head = worker.claims.head_left(version)
+            if worker in self.generators and not self.policy.takes(rank, version, left, now, head):
                 cause = "tail"
                 continue
             tasks = self._plan(version)
-            claim = worker.claims.take(version, tasks, self.part(worker, len(tasks)))
+            ahead = worker.rank.role == "trainer"
+            claim = worker.claims.take(version, tasks, self.part(worker, len(tasks)), ahead)
             if claim is not None:
                 self._start(worker, tasks[claim.position], claim, now)
                 return None

@@ -230,6 +230,7 @@ class _VirtualRun:
     def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
         """Run until `window` returns the first step of the window to measure; it is called with the
         ends of all steps."""
+        self._open()
         self._begin_update()
         for time, rank in self.disturbance.failures:
             self._post(time, "fail", rank)
@@ -461,6 +462,19 @@ class _VirtualRun:
         else:
             self._do(unit, move)
 
+    def _lefts(self, unit: Unit) -> tuple[int, int]:
+        """Return the unclaimed tasks of the version before, and of the present one."""
+        older = self._left(unit, self.version - 1) if self.version else 0
+        return older, self._left(unit, self.version)
+
+    def _open(self) -> None:
+        """Decide how many tasks of the present version's queue trainers claim before anybody."""
+        if self.spec.tag:
+            first = self.units[0]
+            seen = self.version, later_fragments(self.spec, -1), self._lefts(first), self.now
+            head = self.policy.opens(first.ranks[0], *seen)
+            self.gen.workers[0].claims.begin_behind(self.version, head)
+
     def _on_bubble(self, _: None) -> None:
         """Ask the policy whether the units that became idle at this moment lend (TAG)."""
         units, self._bubbles = self._bubbles, []
@@ -470,11 +484,9 @@ class _VirtualRun:
             move = self._move(unit)
             if move == ASK:
                 pending = (*unit.pending, *later_fragments(self.spec, self.updates_done))
-                older = self._left(unit, self.version - 1) if self.version else 0
-                left = (older, self._left(unit, self.version))
-                move = self._move(
-                    unit, self.policy.lend(unit.ranks[0], self.version, pending, left, self.now)
-                )
+                head = self.gen.workers[unit.ranks[0]].claims.head_left(self.version)
+                seen = unit.ranks[0], self.version, pending, self._lefts(unit), self.now
+                move = self._move(unit, self.policy.lend(*seen, head))
             self._do(unit, move)
 
     def _do(self, unit: Unit, move: str) -> None:
@@ -617,6 +629,7 @@ class _VirtualRun:
             self.version += 1
             self.updates_done = 0
             self.gen.store.version = self.version
+            self._open()
             for rank in self.cluster.trainers:
                 self.gen.workers[rank.rank].held = self.version
             for seconds in self.visible:
