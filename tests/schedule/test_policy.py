@@ -185,3 +185,27 @@ def test_costs_start_from_the_profile_and_follow_measurements() -> None:
     assert policy._costs["train", 0] == pytest.approx(5.0)
     with pytest.raises(ValueError, match="give seconds"):
         policy.measured("train", 0, float("nan"))
+
+
+def test_a_loan_behind_the_head_is_not_judged_in_its_place() -> None:
+    """A trainer takes a task of the queue's head without a search. Its next loan has little left to
+    gain, so the monitor must not compare that one with the whole step."""
+    policy = trainer_policy(1, 1)
+    policy.saw_rank(1, Work(0, TASK_S))
+    left = len(queue(SPEC, 0, 2))
+    assert policy.lend(0, 0, PENDING, (0, left), 0.0, 1) == 1
+    assert policy.lend(0, 0, PENDING, (0, left - 1), 0.1) > 0
+    facts = policy.loan_facts(0, 1.0)
+    assert facts is not None
+    assert facts["rounds"] == 0.0
+
+
+def test_a_steps_first_tasks_go_to_idle_trainers_where_the_step_ends_sooner() -> None:
+    """No rollout rank holds version 1 yet. A trainer that is as fast as the rollout rank takes
+    tasks; with costly switches it takes none."""
+    policy = trainer_policy(1, 1)
+    policy.saw_rank(1, Work(0, TASK_S))
+    left = (0, len(queue(SPEC, 1, 2)))
+    assert policy.opens(0, 1, PENDING, left, 0.0) > 0
+    policy.measured("switch", 0, 100.0)
+    assert policy.opens(0, 1, PENDING, left, 0.1) == 0

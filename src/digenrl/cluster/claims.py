@@ -98,4 +98,5 @@ def _owner_key(version: int, position: int) -> str:
 
 
 def _text(values: Owner | Work) -> str:
-    return ":".join(repr(value) for value in astuple(values))
+    fields = values if isinstance(values, Work) else astuple(values)
+    return ":".join(repr(value) for value in fields)

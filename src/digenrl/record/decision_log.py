@@ -80,7 +80,7 @@ class DecisionLog:
 
 
 def _speed(row: Mapping[str, Any]) -> Any:
-    """Return the seconds of a task on a rank that was seen (`Work.values`); None for a lost
+    """Return the seconds of a task on a rank that was seen (`Work`); None for a lost
     rank."""
     work = row["args"][1]
     return None if work is None else work[1]

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from digenrl.schedule.spec import Task
 
@@ -45,8 +45,7 @@ class ClaimError(RuntimeError):
     """A task kept losing its owners."""
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """Right of a rank to run a task. A claim lasts as long as the rank lives, as the launcher sees
     it."""
 

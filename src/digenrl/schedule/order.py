@@ -104,4 +104,4 @@ def next_fragment(
     is complete, even with several updates per batch.
     """
     needed = spec.groups_of(pending[0]) if spec.gap else range(spec.prompts)
-    return pending[0] if completed >= {*needed} else None
+    return pending[0] if all(group in completed for group in needed) else None

@@ -141,7 +141,7 @@ class SchedulePolicy:
             return
         if self.record is not None:
             self.record(
-                {"event": "saw_rank", "args": [rank, None if work is None else _plain(work.values)]}
+                {"event": "saw_rank", "args": [rank, None if work is None else _plain(work)]}
             )
         joined = rank >= self.roles.trainers + self.roles.rollouts
         if work is None:
@@ -229,14 +229,16 @@ class SchedulePolicy:
         if left > head and self.many_left(rank, left):
             return True
         seconds, busy = {rank: self._task_seconds(rank)}, {}
+        finish = now + seconds[rank]
         trainers = range(self.roles.trainers if left == head else 0)
         lenders = [other for other in trainers if other in self._ranks and self._ranks[other].busy]
         for other in (*lenders, *self._generators):
             work = self._ranks.get(other)
-            if other != rank and work is not None and work.version <= version:
-                seconds[other] = self._task_seconds(other)
-                if work.busy:
-                    busy[other] = work.until
+            if other == rank or work is None or work.version > version:
+                continue
+            free = max(now, work.until) if work.busy else now
+            if free + work.task_seconds <= finish:  # the others end no task before
+                seconds[other], busy[other] = work.task_seconds or math.inf, free
         return not declines(rank, now, seconds, busy, left)
 
     def many_left(self, rank: int, left: int) -> bool:
@@ -398,9 +400,10 @@ class SchedulePolicy:
         """
         if self.roles.colocated:
             return int(self.roles.lockstep or self.takes(rank, step, left[1], now))
-        if head:
-            return 1
         trainer = self._trainers[rank]
+        if head:  # trainer 0 has predicted this loan; later ones are not judged in its place
+            trainer.prediction = trainer.prediction or (Decision(0, 0.0, 0.0, 0), now)
+            return 1
         if self._timed and self._ranks.keys().isdisjoint(
             self._generators
         ):  # all who generate by trade are gone

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Present activity of a generating rank. Other ranks use it to decide whether to leave a task
     to this rank."""
 
@@ -26,11 +25,6 @@ class Work:
     """Group of the running task; -1 = the rank runs none."""
     until: float = 0.0
     """Expected end of the running task, seconds on the run's clock."""
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """Field values, in order."""
-        return tuple(vars(self).values())
 
     @property
     def busy(self) -> bool:

@@ -16,15 +16,15 @@ without talking.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from digenrl.schedule.order import fragments
 from digenrl.schedule.spec import ScheduleSpec
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Cells of one task at `steps` (positions 0..S-1 among the trained steps, not denoising-step
     indices)."""
 

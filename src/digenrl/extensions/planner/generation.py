@@ -23,6 +23,8 @@ class Worker:
 
     rank: VirtualRank
     claims: Claims
+    seconds: float
+    """Seconds of one task."""
     held: int = 0
     """Version of the weights that the rank holds."""
     claim: Claim | None = None
@@ -69,12 +71,17 @@ class VirtualGeneration:
         self.spec, self.cluster, self.policy, self._plan = spec, cluster, policy, plan
         self._factor, self._post, self._span = factor, post, span
         self.store = MemoryClaims()
-        self.workers = [Worker(rank, Claims(self.store, rank.rank)) for rank in cluster.ranks]
+        self.workers = [
+            Worker(rank, Claims(self.store, rank.rank), rank.task_seconds(spec.denoise_steps))
+            for rank in cluster.ranks
+        ]
         self.colocated = not cluster.rollouts
         self.idle_workers: dict[int, Worker] = {}
         """Rank -> worker, for the workers that have nothing to do."""
         members = [w for w in self.workers if math.isfinite(w.rank.step_seconds)]
         self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
+        self._left: dict[tuple[int, int], int] = {}
+        """Answers of `left` since the last claim."""
         self.made: list[tuple[int, int, int, int]] = []
         """(step, task, rank, version) of every finished task."""
         for worker in members:
@@ -82,7 +89,7 @@ class VirtualGeneration:
             alone = (
                 0.0 if worker in self.generators else rank.encode_seconds
             )  # a loan encodes its prompt again
-            policy.expected("generate", rank.rank, rank.task_seconds(spec.denoise_steps) + alone)
+            policy.expected("generate", rank.rank, worker.seconds + alone)
             if worker in self.generators:
                 self._announce(worker)
 
@@ -90,13 +97,10 @@ class VirtualGeneration:
 
     def _announce(self, worker: Worker) -> None:
         """Tell the policy what `worker` is doing now."""
-        rank, task = worker.rank, worker.task
-        seconds = rank.task_seconds(self.spec.denoise_steps)
-        if task is None:
-            work = Work(worker.held, seconds)
-        else:
-            work = Work(worker.held, seconds, task.step, task.group, worker.free_at)
-        self.policy.saw_rank(rank.rank, work)
+        task, work = worker.task, Work(worker.held, worker.seconds)
+        if task is not None:
+            work = Work(worker.held, worker.seconds, task.step, task.group, worker.free_at)
+        self.policy.saw_rank(worker.rank.rank, work)
 
     def part(self, worker: Worker, tasks: int) -> range:
         """Return the positions of a queue of `tasks` that `worker` may claim."""
@@ -107,8 +111,16 @@ class VirtualGeneration:
     def left(self, version: int, worker: Worker) -> int:
         """Return how many tasks of the version are unclaimed: in the rank's own part, where the
         queue is divided."""
-        tasks = len(self._plan(version))
-        return worker.claims.left(version, tasks, self.part(worker, tasks))
+        key = version, worker.rank.rank if self.cluster.static_claims else -1
+        if key not in self._left:
+            tasks = len(self._plan(version))
+            self._left[key] = worker.claims.left(version, tasks, self.part(worker, tasks))
+        return self._left[key]
+
+    def open(self, version: int, head: int) -> None:
+        """Make the first `head` tasks of the version's queue its head."""
+        self.workers[0].claims.begin_behind(version, head)
+        self._left.clear()
 
     # ---- claims
 
@@ -130,6 +142,7 @@ class VirtualGeneration:
             tasks = self._plan(version)
             ahead = worker.rank.role == "trainer"
             claim = worker.claims.take(version, tasks, self.part(worker, len(tasks)), ahead)
+            self._left.clear()
             if claim is not None:
                 self._start(worker, tasks[claim.position], claim, now)
                 return None
@@ -186,6 +199,7 @@ class VirtualGeneration:
         rank = worker.rank.rank
         self.store.lost.add(rank)
         worker.claims.lose(rank, "died", trainers=1)
+        self._left.clear()
         worker.claim = worker.task = None
         self.policy.saw_rank(rank, None)
 

@@ -39,6 +39,8 @@ class CandidateOutcome:
     bound: Bound
     quick_s: float | None = None
     """Seconds per step of the quick simulation, or None if there was none."""
+    coarse: bool = False
+    """Whether an event of the simulation stands for what several ranks do."""
 
     @property
     def step_s(self) -> float:
@@ -287,4 +289,6 @@ def evaluate(
     result = replace(
         result, made=(), trained=()
     )  # a search keeps many of these, and needs only their seconds
-    return CandidateOutcome(costing, candidate, result, bound, result.step_s)
+    return CandidateOutcome(
+        costing, candidate, result, bound, result.step_s, cluster.whole is not None
+    )

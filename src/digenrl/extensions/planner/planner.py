@@ -185,7 +185,9 @@ def _make_plan(
             enough = enough or len(replayed) == MOST_FINALISTS
             if enough or outcome.expected_s > RIVAL * best[0].expected_s:
                 continue
-            exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
+            exact = outcome
+            if outcome.coarse or steps is not None or not outcome.settled:
+                exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
             replayed.append(replace(exact, quick_s=outcome.step_s))
         finalists |= {outcome.candidate: outcome for outcome in replayed}
         if best and not best[0].candidate.spec.async_steps:

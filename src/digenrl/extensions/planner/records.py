@@ -14,6 +14,8 @@ TOLERANCE = 0.002
 """Relative difference below which the step times of two windows count as equal."""
 SPREAD = 0.01
 """Largest relative change of a window's mean when the window is one step longer or shorter."""
+REPEATED = 8
+"""Fewest last steps that must repeat, in at least four periods, where earlier steps do not."""
 MOST_STEPS = 30
 """RL steps after which an unsettled schedule counts as never settling."""
 
@@ -84,8 +86,9 @@ class Simulated:
 def settled_from(ends: Sequence[float], least: float) -> int | None:
     """Return the step whose end begins a steady window, or None.
 
-    A window is steady when its steps repeat with some period. A window without a period is steady
-    when both of its halves have equal means, and when one step more or less does not matter.
+    A window is steady when its steps repeat with some period: all steps after a first one, or the
+    last eight and four periods. A window without a period is steady when both of its halves have
+    equal means, and when one step more or less does not matter.
 
     Args:
         ends: virtual second at which each step ended.
@@ -98,13 +101,16 @@ def settled_from(ends: Sequence[float], least: float) -> int | None:
     steps = [after - before for before, after in pairwise(ends[-1 - 2 * width :])]
     mean = sum(steps[width:]) / width
     for period in range(1, width + 1):
-        if all(abs(a - b) <= TOLERANCE * mean for a, b in zip(steps, steps[period:], strict=False)):
-            window = 2 * width // period * period
-            return (
-                len(ends) - 1 - window
-                if sum(steps[-window:]) >= (1 - TOLERANCE) * least * window
-                else None
-            )
+        repeated = 0
+        for now, before in zip(steps[::-1], steps[-1 - period :: -1], strict=False):
+            if abs(now - before) > TOLERANCE * mean:
+                break
+            repeated += 1
+        found = repeated + period
+        if found == len(steps) or found >= max(REPEATED, 4 * period):
+            window = found // period * period
+            long = sum(steps[-window:]) >= (1 - TOLERANCE) * least * window
+            return len(ends) - 1 - window if long else None
     if abs(mean - sum(steps[:width]) / width) > TOLERANCE * mean or mean < (1 - TOLERANCE) * least:
         return None
     return None if max(steps) - min(steps) > SPREAD * width * mean else len(ends) - 1 - 2 * width

@@ -472,8 +472,7 @@ class _VirtualRun:
         if self.spec.tag:
             first = self.units[0]
             seen = self.version, later_fragments(self.spec, -1), self._lefts(first), self.now
-            head = self.policy.opens(first.ranks[0], *seen)
-            self.gen.workers[0].claims.begin_behind(self.version, head)
+            self.gen.open(self.version, self.policy.opens(first.ranks[0], *seen))
 
     def _on_bubble(self, _: None) -> None:
         """Ask the policy whether the units that became idle at this moment lend (TAG)."""
