@@ -3,8 +3,10 @@ best allocation.
 
     python -m benchmarks.schedule [testbeds=l40x32,...] [models=...] [mechanisms=true]
     [workers=2] [quick=true]
+    python -m benchmarks.schedule plans=true [testbeds=testbed_a,...] [models=...]
 
-prints the table and keeps it, dated, with a plot, in benchmarks/results/. All GPUs are counted.
+The second prints the processor's seconds of the plan of each of the paper's testbeds and models, with
+the winners, and keeps nothing. The first prints the table and keeps it, dated, with a plot, in benchmarks/results/. All GPUs are counted.
 `colocated naive` is what published loops do: an equal split, one denoising step per forward, the
 published task size, the fastest of ddp, hsdp and fsdp that fits. `colocated` is the best colocated
 run that the planner finds, `best on-policy` and `best async` the best of everything in the table
@@ -18,6 +20,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -39,6 +42,8 @@ from digenrl.hardware import parse_hardware
 from digenrl.recompute import Recompute
 
 MODELS = ("wan21_flowgrpo", "hunyuanvideo_dancegrpo", "flux1_flowgrpo", "qwen_image_flowgrpo")
+PAPERS = ("testbed_a", "testbed_b", "testbed_c", "testbed_ac")
+"""Testbeds of the plans that are timed."""
 TESTBEDS = ("l40x32", "a100x32", "h20x16", "l40x32_h20x16", "unequal")
 MECHANISMS: dict[str, dict[str, Any]] = {
     "naive": {"gap": 0, "tsp_shard": False},
@@ -312,14 +317,37 @@ def plot(cells: list[Cell], path: Path) -> None:
     pyplot.close(figure)
 
 
+def timed_plans(testbeds: str, models: str) -> int:
+    """Print the seconds of each plan and its winners."""
+    longest = 0.0
+    for hardware, experiment in itertools.product(testbeds.split(","), models.split(",")):
+        costing, began = bench_of(experiment, hardware)[0], time.process_time()
+        plan = make_plan(costing)
+        seconds = time.process_time() - began
+        longest = max(longest, seconds)
+        print(f"{seconds:6.2f} s  {hardware}, {experiment}: {plan.simulated} quick simulations")
+        for kind in ("colocated", "on_policy", "async"):
+            if (best := plan.best(kind)) is not None:
+                c, spec = best.candidate, best.candidate.spec
+                how = f"b={spec.task_size} K={spec.tsp_batch} gap={spec.gap} {c.first or ''}"
+                ranks = f"{c.trainers}+{c.rollouts} {c.sharding}"
+                print(f"          {kind:<10} {best.step_s:9.2f} s  {c.name} {ranks} {how}")
+    print(f"longest plan: {longest:.1f} s of one core (bar: 3 s)")
+    return 0
+
+
 def main() -> int:
+    timing = "plans=true" in sys.argv[1:]
     defaults = {
-        "testbeds": ",".join(TESTBEDS),
+        "plans": "false",
+        "testbeds": ",".join(PAPERS if timing else TESTBEDS),
         "models": ",".join(MODELS),
         "mechanisms": "true",
         "workers": "2",
     }
     given = options(sys.argv[1:], defaults, {"testbeds": "h20x16", "models": "wan21_flowgrpo"})
+    if timing:
+        return timed_plans(given["testbeds"], given["models"])
     all_rows = given["mechanisms"] == "true"
     seats = list(
         itertools.product(given["testbeds"].split(","), given["models"].split(","), (all_rows,))

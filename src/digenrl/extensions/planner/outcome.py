@@ -185,9 +185,10 @@ class CandidateOutcome:
         step and bound.
         """
         found, before = {}, self._quick_s
+        last = self.costing.cluster(self.candidate)
         for cause, cluster in self._freed():
-            after = self.simulated(cluster)
-            found[cause], before = before - after, after
+            after = before if cluster == last else self.simulated(cluster)
+            found[cause], before, last = before - after, after, cluster
         roles = self.costing.bound_of_roles(self.candidate)
         found["waiting"] = before - roles + self.step_s - self._quick_s
         found["placement"] = roles - self.bound_s
