@@ -82,7 +82,7 @@ ROOMS = {
         1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1429
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1969),
+    "strategy": Room(1600, ("strategy",), ceiling=1975),
     "transport": Room(700, ("transport",), ceiling=738),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
@@ -94,7 +94,7 @@ ROOMS = {
     "config": Room(1500, ("config",), ceiling=1701),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=651),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3363),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3396),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
@@ -136,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13194,
+        ceiling=13242,
     ),
-    "everything": Room(26000, ("",), ceiling=29464),
+    "everything": Room(26000, ("",), ceiling=29545),
 }
 """Room -> its budget. The last three rows are sums."""
 
