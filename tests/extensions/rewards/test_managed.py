@@ -281,10 +281,12 @@ def test_a_run_goes_on_when_its_judge_is_killed(train_command: Any, tmp_path: Pa
     def look() -> list[psutil.Process]:
         found = []
         with suppress(psutil.Error):  # a process that has just ended
-            for rank in train.ranks():
-                for child in rank.children(recursive=True):
-                    if any("rewards.vlm_server" in word for word in child.cmdline()):
-                        found.append(child)
+            for child in (child for rank in train.ranks() for child in rank.children()):
+                found += [  # not what a server forks in turn
+                    server
+                    for server in child.children()
+                    if any("rewards.vlm_server" in word for word in server.cmdline())
+                ]
         judges.update({child.pid: child for child in found})
         return found
 
