@@ -136,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13242,
+        ceiling=13245,
     ),
-    "everything": Room(26000, ("",), ceiling=29545),
+    "everything": Room(26000, ("",), ceiling=29548),
 }
 """Room -> its budget. The last three rows are sums."""
 

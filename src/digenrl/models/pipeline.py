@@ -64,6 +64,12 @@ def _deferred(name: str) -> Any:
     return extension(target, "model.empty = true", "leave it out")
 
 
+def _quantized(name: str, kind: str) -> Any:
+    """Return `name` of the extension that stores frozen weights in fewer bits."""
+    target = f"digenrl.extensions.quantized.networks.{name}"
+    return extension(target, f"model.quantize = {kind}", "set model.quantize=null")
+
+
 class DiffusersPolicy(Policy):
     """A transformer of diffusers with the rest of its pipeline.
 
@@ -205,9 +211,7 @@ class DiffusersPolicy(Policy):
         self._attend_by(transformer, attention_backend or AUTO)
         if quantize is not None:
             blocks = chain.from_iterable(getattr(transformer, name) for name in self.block_lists)
-            target = "digenrl.extensions.quantized.networks.quantize"
-            by = extension(target, f"model.quantize = {quantize}", "set model.quantize=null")
-            by(blocks, quantize)
+            _quantized("quantize", quantize)(blocks, quantize)
         super().__init__(
             transformer,
             latent_shape=self._latent_shape(height, width, frames),
@@ -263,6 +267,8 @@ class DiffusersPolicy(Policy):
         cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
+        if (kind := settings.get("quantize")) is not None:
+            _quantized("require_library", kind)(kind)
         network = cls.network_config(settings)
         channels = cls.channels * (4 if cls.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):

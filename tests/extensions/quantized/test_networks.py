@@ -70,7 +70,8 @@ def test_a_quantized_base_is_the_same_whenever_it_is_made() -> None:
 def test_rollouts_and_trainers_share_a_quantized_base(tmp_path: Path) -> None:
     words = (
         "experiment=flux1_flowgrpo hardware=cpu_tiny model.quantize=int8 parallel.sharding=ddp "
-        "allocation.trainers=1 allocation.rollouts=1 max_rl_steps=2"
+        "allocation.trainers=1 allocation.rollouts=1 max_rl_steps=1 sampling.steps=3 "
+        "callbacks.evaluation.max_prompts=1 callbacks.evaluation.samples_per_prompt=1"
     )
     assert main(["train", *words.split(), f"output_root={tmp_path}"]) == 0
     (summary,) = tmp_path.glob("*/*/summary.json")

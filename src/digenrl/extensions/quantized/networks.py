@@ -15,6 +15,7 @@ Layers outside of the blocks (embeddings, the last projection) keep 16 bits.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,6 +67,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient @ ctx.layer.dequantized(gradient.dtype), None
+
+
+def require_library(kind: str) -> None:
+    """Raise ValueError if the library that makes `kind` is not installed."""
+    if kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "model.quantize = nf4: needs bitsandbytes, which is not installed; run "
+            "`pip install 'digenrl[quantized]'`, or set model.quantize=int8."
+        )
 
 
 def quantize(blocks: Iterable[nn.Module], kind: str) -> None:

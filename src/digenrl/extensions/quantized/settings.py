@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
-
-LIBRARY = "bitsandbytes"
 
 
 def quantize_problems(get: Callable[[str], Any]) -> Iterator[str]:
@@ -23,9 +20,4 @@ def quantize_problems(get: Callable[[str], Any]) -> Iterator[str]:
         yield (
             f"model.quantize = {kind} with parallel.sharding = {sharding}: quantized weights are "
             "not divided among trainers; set parallel.sharding=ddp."
-        )
-    if kind == "nf4" and importlib.util.find_spec(LIBRARY) is None:
-        yield (
-            f"model.quantize = {kind}: needs {LIBRARY}, which is not installed; run "
-            "`pip install 'digenrl[quantized]'`, or set model.quantize=int8."
         )

@@ -101,7 +101,7 @@ def _model(node: Mapping[str, Any]) -> Iterator[Download]:
 
 def _checkpoint(policy: Any) -> Iterator[str]:
     """Yield patterns of the files that a policy of the class opens in its checkpoint."""
-    yield from ("model_index.json", "scheduler/scheduler_config.json")
+    yield from ("model_index.json", "*scheduler/scheduler_config.json")
     # text_encoder* is text_encoder and text_encoder_2: some repositories also have text_encoders/.
     kinds = [(kind.strip("*"), kind.replace("*", "_?")) for kind in policy.encoders]
     encoders = dict.fromkeys(name for pair in kinds for name in pair)
