@@ -19,7 +19,8 @@ from digenrl.types import Prompt
 from reward_models.qwen_vl import QwenReward, frames_of
 
 NORM = {"VQ": (3.6757, 2.2476), "MQ": (1.1646, 1.3811), "TA": (2.8105, 2.5121)}
-"""Mean and deviation of each axis in the published `model_config.json`."""
+"""Mean and deviation of each axis, as a document of MindSpeed-MM gives them. The authors' own stand in
+the published `model_config.json`, which was not seen here; `norm` takes them."""
 _LEAST_FRAMES, _LEAST_PIXELS = 4, 128 * 28 * 28
 
 
@@ -29,7 +30,7 @@ class VideoAlign(QwenReward):
     Args:
         video_fps: frames per second at which the sampled videos are meant to be shown.
         fps: frames per second that the model looks at.
-        norm: axis -> [mean, deviation]; null = the published ones.
+        norm: axis -> [mean, deviation]; null = `NORM`.
         options: arguments of `QwenReward`.
     """
 
