@@ -19,8 +19,8 @@ from digenrl.types import Prompt
 from reward_models.qwen_vl import QwenReward, frames_of
 
 NORM = {"VQ": (3.6757, 2.2476), "MQ": (1.1646, 1.3811), "TA": (2.8105, 2.5121)}
-"""Mean and deviation of each axis, as a document of MindSpeed-MM gives them. The authors' own stand in
-the published `model_config.json`, which was not seen here; `norm` takes them."""
+"""Mean and deviation of each axis, as a document of MindSpeed-MM gives them. The authors' own stand
+in the published `model_config.json`, which was not seen here; `norm` takes them."""
 _LEAST_FRAMES, _LEAST_PIXELS = 4, 128 * 28 * 28
 
 

@@ -82,7 +82,7 @@ ROOMS = {
         1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1429
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1975),
+    "strategy": Room(1600, ("strategy",), ceiling=1978),
     "transport": Room(700, ("transport",), ceiling=738),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
@@ -136,9 +136,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13245,
+        ceiling=13248,
     ),
-    "everything": Room(26000, ("",), ceiling=29548),
+    "everything": Room(26000, ("",), ceiling=29551),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -145,6 +145,7 @@ def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
     assert "max_rl_steps = 50" not in said
     allowed = [
         "max_rl_steps=50",
+        "algorithm.optimizer.lr=1e-5",
         "~callbacks.recorder",
         "+callbacks.checkpoint.every=3",
         SERVED % "http://mine.example",

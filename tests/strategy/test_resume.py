@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from digenrl.strategy.steps import Checkpoints
 from tests.strategy.processes import FULL, assert_same_cells, completed, configured, run_cluster
 
 pytestmark = pytest.mark.processes
@@ -92,3 +93,14 @@ def _stop_after(rank: object, steps: int) -> None:
     """End the fit after `steps` epochs, as a stop request does: the schedule still plans for the
     whole run."""
     rank.trainer.fit_loop.max_epochs = steps  # type: ignore[attr-defined]
+
+
+def test_a_resumed_optimizer_keeps_its_moments_and_takes_the_learning_rate_of_the_configuration():
+    weight = torch.nn.Parameter(torch.ones(2))
+    old = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(2)
+    old.step()
+    new = torch.optim.AdamW([weight], lr=0.2)
+    Checkpoints.load_optimizers([new], {"optimizer_states": [old.state_dict()]})
+    assert new.param_groups[0]["lr"] == 0.2
+    assert torch.equal(new.state[weight]["exp_avg"], old.state[weight]["exp_avg"])

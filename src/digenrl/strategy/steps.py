@@ -219,6 +219,10 @@ class Checkpoints:
 
     @staticmethod
     def load_optimizers(optimizers: list[Any], checkpoint: Mapping[str, Any]) -> None:
-        """Give each optimizer its state of `checkpoint`."""
+        """Give each optimizer its state of `checkpoint`. The learning rate stays the
+        configuration's, which a resumed run may change."""
         for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+            rates = [group["lr"] for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate

@@ -250,7 +250,7 @@ def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path, capsys
 
 
 def test_a_new_run_may_begin_with_a_runs_merged_weights(tmp_path: Path) -> None:
-    """The commands of docs/running.md, "Starting from other weights"."""
+    """The commands of docs/running.md, "Another learning rate, or other weights"."""
     make_run(tmp_path / "run", "experiment=digits_flowgrpo")
     assert main([f"run={tmp_path / 'run'}", "merge=true"]) == 0
     merged = tmp_path / "run/export/transformer/diffusion_pytorch_model.safetensors"
