@@ -131,7 +131,7 @@ paper: $(STAMP)  ## The paper's figures beside simulated ones: docs/paper.md, in
 # The markers are explained in pyproject.toml. Nothing runs beside the tests marked `alone`.
 DEFAULT_TESTS := not slow and not cluster
 
-test: $(STAMP)  ## The default tests: eight to eleven minutes on two idle cores
+test: $(STAMP)  ## The default tests: nine minutes on two idle cores
 	@$(PY) -m pytest -q -n 2 -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS) and alone" $(ARGS) || test $$? -eq 5  # 5: ARGS chose none of them
 
