@@ -8,6 +8,7 @@ import pytest
 
 from digenrl import config
 from digenrl.config.output_dir import prepare_run_dir
+from digenrl.extension import installed
 from digenrl.extensions.sweeps.multirun import expand
 
 EXPERIMENT = (
@@ -19,6 +20,7 @@ defaults: [_suite]
 rewards:
   flat: {weight: 1.0, scorer: {_target_: reward_models.jpeg_size.JpegSize}}
 """
+PLANNER = pytest.mark.skipif(not installed("planner"), reason="needs the extension")
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["--config-dir DIR", "--config-dir=DIR", "-cd DIR"])
-@pytest.mark.parametrize("config_name", ["train", "plan"])
+@pytest.mark.parametrize("config_name", ["train", pytest.param("plan", marks=PLANNER)])
 def test_an_experiment_of_ones_own_composes_with_a_reward_of_ones_own(
     form: str, config_name: str, own: Path
 ) -> None:

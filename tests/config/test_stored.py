@@ -170,6 +170,7 @@ def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
     assert not marked & {"seed", "schedule.async_steps", "data.group_size", "model.lora.rank"}
 
 
+@pytest.mark.skipif(not installed("planner"), reason="needs the extension")
 @either
 def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
     plan = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/plan-0"], "plan"))
