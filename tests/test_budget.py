@@ -100,7 +100,7 @@ ROOMS = {
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
-    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1532),
+    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1526),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1846
     ),

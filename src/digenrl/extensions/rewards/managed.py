@@ -15,10 +15,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from digenrl import accelerator
 from digenrl.extensions.rewards.client import RewardClient
@@ -35,18 +33,8 @@ class ManagedScorer(ProcessScorer):
     Args:
         node: YAML node of the scorer. With a `url` it is a judge behind an OpenAI-compatible
             endpoint, and the child serves that endpoint too (`judge.py`).
-        start_s, call_s, max_deaths: as of `ProcessScorer`.
+        others: as of `ProcessScorer`.
     """
-
-    def __init__(
-        self,
-        node: Mapping[str, Any],
-        start_s: float = 600.0,
-        call_s: float = 240.0,
-        max_deaths: int = 3,
-    ) -> None:
-        super().__init__(node, start_s, call_s, max_deaths)
-        self._gpus = gpus_of(node) if accelerator.count() else 0
 
     def _start(self) -> RewardClient:
         """Return a client of the machine's child, which is started if there is none."""
@@ -90,16 +78,17 @@ class ManagedScorer(ProcessScorer):
 
     def _free(self, folder: Path, held: list[int]) -> list[int]:
         """Return the numbers of the GPUs that the child takes: the last ones that nobody has."""
+        wanted = gpus_of(self._node) if accelerator.count() else 0
         numbers: list[int] = []
         for number in reversed(range(accelerator.count())):
-            if len(numbers) == self._gpus or number == accelerator.current().index:
+            if len(numbers) == wanted or number == accelerator.current().index:
                 break
             if (lock := _locked(folder / f"gpu-{number}")) is not None:
                 held.append(lock)
                 numbers.insert(0, number)
-        if len(numbers) < self._gpus:
+        if len(numbers) < wanted:
             raise RewardError(
-                f"{self._node.get('_target_')} is placed managed and takes {self._gpus} GPUs, but "
+                f"{self._node.get('_target_')} is placed managed and takes {wanted} GPUs, but "
                 f"this process sees {len(numbers)} that nobody has: set "
                 "hardware.pools.NAME.judges, and let every process see all GPUs of its machine."
             )

@@ -14,6 +14,7 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 from torch import Tensor
 
+from digenrl.extensions.zoo.blocks import through
 from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD
 from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
 from digenrl.models import pretrained
@@ -79,12 +80,8 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
             both = both.masked_fill(~told.unsqueeze(-1), 0.0)
             pixels = told.new_ones(len(told), states.shape[1])
             read = torch.cat([pixels, told], dim=1).unsqueeze(1).unsqueeze(1)  # of the keys
-        checkpointed = torch.is_grad_enabled() and self.gradient_checkpointing
         for block in self.transformer_blocks:
-            given = states, both, clock, read, rotary
-            states, both = (
-                self._gradient_checkpointing_func(block, *given) if checkpointed else block(*given)
-            )
+            states, both = through(self, block, states, both, clock, read, rotary)
         velocity = self.proj_out(self.norm_out(states, clock))
         return (velocity.transpose(1, 2).unflatten(2, hidden_states.shape[2:]),)
 

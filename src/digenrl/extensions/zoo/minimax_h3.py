@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from digenrl.extensions.zoo.blocks import through
 from digenrl.extensions.zoo.since import require
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
@@ -115,13 +116,8 @@ class MiniMaxH3Transformer3DModel(diffusers.MiniMaxH3Transformer3DModel):
             [torch.full((count,), row, device=states.device) for count, row in counts]
         )
         given = clock, table, rotary, whole
-        checkpointed = torch.is_grad_enabled() and self.gradient_checkpointing
         for block in self.transformer_blocks:
-            states = (
-                self._gradient_checkpointing_func(block, states, *given)
-                if checkpointed
-                else block(states, *given)
-            )
+            states = through(self, block, states, *given)
         states = self.norm_out(states, clock, table // 3).to(self.proj_out.weight.dtype)
         return self.proj_out(states[:, ends[1] :]), self.audio_proj_out(
             states[:, ends[0] : ends[1]]

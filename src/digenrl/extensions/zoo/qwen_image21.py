@@ -15,6 +15,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 from torch.nn.functional import pad
 
+from digenrl.extensions.zoo.blocks import through
 from digenrl.extensions.zoo.scales import denormalise
 from digenrl.extensions.zoo.since import require
 from digenrl.models import latents as sizes
@@ -108,13 +109,8 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
             read = pad(mask.bool(), (0, hidden_states.shape[1]), value=True)[:, None, None]
         rotary = self.rotary(lengths, words, grid)
         given = modulation, rotary, read, target, None, None, None, words
-        checkpointed = torch.is_grad_enabled() and self.gradient_checkpointing
         for block in self.transformer_blocks:
-            states = (
-                self._gradient_checkpointing_func(block, states, *given)
-                if checkpointed
-                else block(states, *given)
-            )
+            states = through(self, block, states, *given)
         return (self.proj_out(self.norm_out(states, clock, target))[:, words:],)
 
     def rotary(self, lengths: Tensor, words: int, grid: tuple[int, int]) -> Tensor:
