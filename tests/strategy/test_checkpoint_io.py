@@ -166,7 +166,7 @@ def _disk_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]
 
     monkeypatch.setattr(storage, "save_file", hooked(storage.save_file))
     monkeypatch.setattr(module.torch, "save", hooked(torch.save))
-    monkeypatch.setattr(storage, "_flush", hooked(storage._flush))
+    monkeypatch.setattr(os, "fsync", hooked(os.fsync))
     monkeypatch.setattr(module.shutil, "rmtree", hooked(shutil.rmtree))
     for name in ("write_text", "mkdir", "rename", "symlink_to", "unlink"):
         monkeypatch.setattr(Path, name, hooked(getattr(Path, name)))

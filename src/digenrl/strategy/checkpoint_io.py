@@ -40,8 +40,8 @@ from torch.distributed.tensor import DTensor
 
 from digenrl.strategy.checkpoint_storage import (
     POLICY,
+    WHERE,
     Description,
-    PartReader,
     PartWriter,
     describe,
     described,
@@ -212,11 +212,13 @@ def read(
     checkpoint: dict[str, Any] = torch.load(
         source / STATE, map_location="cpu", mmap=True, weights_only=True
     )
-    reader = PartReader(source, json.loads((source / MANIFEST).read_text())["files"])
+    reader = dcp.HuggingFaceStorageReader(str(source))
     stored = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
-    wanted = {place: facts for place, facts in stored.items() if place.split("/")[0] in entries}
+    places = {name: name if "/" in name else WHERE + name for name in stored}
     tensors = {
-        place: room(place, facts.size, facts.properties.dtype) for place, facts in wanted.items()
+        name: room(places[name], facts.size, facts.properties.dtype)
+        for name, facts in stored.items()
+        if places[name].split("/")[0] in entries
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
@@ -232,12 +234,12 @@ def read(
             f"{source} does not fit this run: {_cause(error)}. Resume it with its own model and "
             "lora settings."
         ) from error
-    for place, tensor in tensors.items():
-        *path, name = place.split("/")
+    for name, tensor in tensors.items():
+        *path, leaf = places[name].split("/")
         node: Any = checkpoint
         for key in path:
             node = node[int(key) if isinstance(node, list) else key]
-        node[name] = tensor
+        node[leaf] = tensor
     return checkpoint
 
 
@@ -268,6 +270,12 @@ def verify(directory: Path) -> None:
         raise CheckpointError(
             f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a "
             "complete checkpoint. Resume from an older checkpoint of the run."
+        )
+    strays = {path.name for path in directory.glob("*.safetensors")} - files.keys()
+    for name in strays:  # torch's reader takes every such file
+        raise CheckpointError(
+            f"{directory / name} is no file of the checkpoint: {MANIFEST} does not list it; not "
+            "read. Move it away."
         )
     for name, written in files.items():
         _check_inside(directory, name)

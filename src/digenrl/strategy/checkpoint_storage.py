@@ -24,27 +24,21 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import (
-    LoadPlan,
-    LoadPlanner,
     Metadata,
     SavePlan,
     SavePlanner,
-    StorageReader,
     StorageWriter,
 )
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -54,12 +48,12 @@ from digenrl.transport.wire import tensor_bytes
 POLICY = "policy.safetensors"
 PREFIX = "policy.transformer."
 """Prefix of the transformer's entries in the LightningModule's state dict."""
-_WHERE = f"state_dict/{PREFIX}"
+WHERE = f"state_dict/{PREFIX}"
 """Prefix of the transformer's entries in a checkpoint."""
 _PART = ".part"
-_SAFETENSORS = ".safetensors"
-_ROWS = "first_rows"
-"""Key of a part's header: name -> the row of the whole tensor at which it begins."""
+_OFFSETS = "DCP_SHARDING_INFO"
+"""Key of a part's header, as torch's `HuggingFaceStorageReader` reads it: name -> the row of the
+whole tensor at which it begins."""
 
 Description = dict[str, Any]
 """Facts of a file: `bytes` and `xxh3`."""
@@ -106,7 +100,7 @@ class PartWriter(StorageWriter):
             OSError: no space, no permission, or other bytes were read back than were written.
         """
         policy, state = dict[str, Tensor](), dict[str, Tensor]()
-        rows: dict[str, int] = {}
+        offsets: dict[str, dict[str, list[int]]] = {}
         for item in plan.items:
             assert item.tensor_data is not None, "only tensors are handed over"
             name, tensor = item.index.fqn, planner.resolve_data(item)
@@ -115,24 +109,19 @@ class PartWriter(StorageWriter):
             assert chunk.sizes[1:] == size[1:], f"{name}: only rows can be shared out"
             if not tensor.numel() and size.numel():
                 continue  # a tensor with fewer rows than there are trainers
-            (policy if name.startswith(_WHERE) else state)[name.removeprefix(_WHERE)] = (
-                tensor.contiguous()
-            )
-            rows[name.removeprefix(_WHERE)] = (*chunk.offsets, 0)[0]
+            tensors = policy if name.startswith(WHERE) else state
+            tensors[place := name.removeprefix(WHERE)] = tensor.contiguous()
+            offsets[place] = {"saved_offsets": [*chunk.offsets]}
         number = f"{plan.storage_data:05d}"
         results = []
         for file, tensors in (
             (f"policy-{number}{_PART}", policy),
-            (f"state-{number}{_SAFETENSORS}", state),
+            (f"state-{number}.safetensors", state),
         ):
             if tensors:
                 with self._stage():
-                    first_rows = {name: rows[name] for name in tensors}
-                    save_weights(
-                        tensors,
-                        self._directory / file,
-                        first_rows if any(first_rows.values()) else None,
-                    )
+                    places = {name: offsets[name] for name in tensors if plan.storage_data}
+                    save_weights(tensors, self._directory / file, places)
                     facts = described(self._directory / file)
                 results.append(WriteResult(MetadataIndex(file), facts["bytes"], facts))
         return _now(results)
@@ -160,77 +149,13 @@ class PartWriter(StorageWriter):
         return True
 
 
-class PartReader(StorageReader):
-    """Reads the tensors of the checkpoint in `directory`, which has `files`."""
-
-    def __init__(self, directory: Path, files: Iterable[str]) -> None:
-        self._files = [directory / name for name in files if name.endswith(_SAFETENSORS)]
-        self._where: dict[MetadataIndex, Path] = {}
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """A reader reads a single checkpoint."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found: dict[str, TensorStorageMetadata] = {}
-        for path in self._files:
-            with safe_open(path, framework="pt") as file:
-                rows = _first_rows(file)
-                for name in file.keys():  # noqa: SIM118  # not a mapping
-                    sizes = file.get_slice(name).get_shape()
-                    offsets = [rows.get(name, 0), *([0] * (len(sizes) - 1))][: len(sizes)]
-                    dtype = _read(file, name, tuple(slice(0, 0) for _ in sizes)).dtype
-                    place = _WHERE + name if path.name == POLICY else name
-                    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    facts = found.setdefault(
-                        place, TensorStorageMetadata(TensorProperties(dtype), chunk.sizes, [])
-                    )
-                    ends = (offset + size for offset, size in zip(offsets, sizes, strict=True))
-                    facts.size = torch.Size(
-                        max(pair) for pair in zip(facts.size, ends, strict=True)
-                    )
-                    facts.chunks.append(chunk)
-                    self._where[MetadataIndex(place, chunk.offsets)] = path
-        return Metadata(dict(found))
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """`read_metadata` has said it all."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the rows that `plan` asks for, and nothing more."""
-        wanted = defaultdict(list)
-        for item in plan.items:
-            wanted[self._where[item.storage_index]].append(item)
-        for path, items in wanted.items():
-            with safe_open(path, framework="pt") as file:
-                for item in items:
-                    ends = zip(item.storage_offsets, item.lengths, strict=True)
-                    rows = tuple(slice(start, start + length) for start, length in ends)
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(_read(file, item.storage_index.fqn.removeprefix(_WHERE), rows))
-                    planner.commit_tensor(item, target)
-        return _now(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-
 def save_weights(
-    tensors: Mapping[str, Tensor], path: Path, first_rows: Mapping[str, int] | None = None
+    tensors: Mapping[str, Tensor], path: Path, offsets: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
     """safetensors' own error says what the disk said; raised as the OSError that it is."""
     try:
-        save_file(
-            dict(tensors), path, None if first_rows is None else {_ROWS: json.dumps(first_rows)}
-        )
+        header = {_OFFSETS: json.dumps(offsets)} if offsets else None
+        save_file(dict(tensors), path, header)
     except SafetensorError as error:
         told = re.search(r"os error (\d+)", str(error))
         if told is None:
@@ -240,7 +165,8 @@ def save_weights(
 
 def described(path: Path) -> Description:
     """Flush a file that was written, and say what is in it."""
-    _flush(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
     return describe(path)
 
 
@@ -259,11 +185,10 @@ def _assemble(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
         pieces: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
         for part in parts:
             file = stack.enter_context(safe_open(part, framework="pt"))
-            rows = _first_rows(file)
             for name in file.keys():  # noqa: SIM118  # not a mapping
-                pieces[name].append((rows.get(name, 0), file))
+                pieces[name].append((_first_row(file, name), file))
         facts: Mapping[str, Any] = {
-            name: metadata.state_dict_metadata[_WHERE + name] for name in pieces
+            name: metadata.state_dict_metadata[WHERE + name] for name in pieces
         }
         # The order in which safetensors writes: each tensor is aligned to its dtype.
         order = sorted(facts, key=lambda name: (-facts[name].properties.dtype.itemsize, name))
@@ -286,24 +211,13 @@ def _assemble(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
                     target.write(tensor_bytes(file.get_tensor(name)))
 
 
-def _first_rows(file: Any) -> dict[str, int]:
-    return dict(json.loads((file.metadata() or {}).get(_ROWS, "{}")))
-
-
-def _read(file: Any, name: str, rows: tuple[slice, ...]) -> Tensor:
-    tensor: Tensor = file.get_slice(name)[rows] if rows else file.get_tensor(name)
-    return tensor
+def _first_row(file: Any, name: str) -> int:
+    """Return the row of the whole tensor at which a part's tensor begins."""
+    offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
+    return int(offsets[name]["saved_offsets"][0]) if offsets else 0
 
 
 def _now(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
