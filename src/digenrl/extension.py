@@ -50,8 +50,12 @@ def extension(target: str, wanted: str, instead: str) -> Any:
 
 
 def offered(name: str) -> Iterator[Any]:
-    """Yield the attribute `name` (COMMANDS, RULES, COMPONENTS) of each installed extension that has
-    one."""
+    """Yield the attribute `name` of each installed extension that has one.
+
+    Args:
+        name: COMMANDS, COMPONENTS and TARGET_RULES (`config.targets`), RULES (`config.relations`),
+            or NOTES (`settle`).
+    """
     if not _exists(_FOLDER):
         return
     for found in pkgutil.iter_modules(importlib.import_module(_FOLDER).__path__, f"{_FOLDER}."):

@@ -6,8 +6,8 @@ What needs costs, memory or a simulation is the `Advisor`'s to answer (advisor.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,8 +16,9 @@ from digenrl import hardware
 from digenrl.advisor import Holding, advisor, with_config
 from digenrl.config import Composed, instantiate
 from digenrl.config.relations import most_rollouts, relation_problems
+from digenrl.extension import offered
 from digenrl.recompute import AUTO
-from digenrl.schedule import groups_of_step, slices_of_group, steps_per_forward
+from digenrl.schedule import slices_of_group, steps_per_forward
 
 ROLLOUTS = "rollouts, while trainers go on"
 """Words of a run's announcement for the ranks that evaluate."""
@@ -133,45 +134,8 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
             "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
         )
     numbers = with_config(composed, tree)
-    return replace(numbers, notes=(*notes, *without_effect(numbers.config)))
-
-
-def without_effect(config: Any) -> Iterator[str]:
-    """A line for each schedule setting that has no effect with the settled allocation and the other
-    settings."""
-    schedule, trainers, rollouts = (
-        config.schedule,
-        config.allocation.trainers,
-        config.allocation.rollouts,
-    )
-    updates = config.algorithm.updates_per_batch
-    groups = (
-        groups_of_step(config.data) * slices_of_group(config.data.updates_split, updates) // updates
-    )
-    idle = "schedule.{}: has no effect here, because {}.".format
-    if schedule.tag and rollouts == 0:
-        yield idle("tag = true", "colocated ranks take turns at generating and training")
-    if schedule.tsp.shard and trainers == 1:
-        yield idle("tsp.shard = true", "only one rank trains")
-    if schedule.gap > groups:
-        yield idle(
-            f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}"
-        )
-    if schedule.shares != "equal" and trainers == 1:
-        yield idle(f"shares = {schedule.shares}", "only one rank trains")
-    elif schedule.shares == "measured" and config.parallel.sharding != "ddp":
-        yield (
-            "schedule.shares = measured: has no effect beyond the profile's speeds, because under "
-            f"{config.parallel.sharding} trainers compute each forward together and cannot be "
-            "timed apart."
-        )
-    elif schedule.shares != "equal" and config.parallel.sharding == "fsdp":
-        yield (
-            f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under "
-            "fsdp they take each forward as one of all trainers."
-        )
-    if schedule.async_steps and schedule.stale_fraction == 0:
-        yield idle("async_steps = 1", "schedule.stale_fraction=0 lets no group use older weights")
+    further = (note(numbers.config) for note in chain(*offered("NOTES")))
+    return replace(numbers, notes=(*notes, *chain(*further)))
 
 
 def evaluators(config: Any, rollouts: int) -> str | None:

@@ -108,18 +108,6 @@ KEYS: dict[str, Case] = {
         ["+schedule.gaps=1"],
         ["schedule.gaps = 1", "nearest: schedule.gap"],
     ),
-    "added constructor argument": (
-        ["experiment=digits_flowgrpo", "+model.pth=x"],
-        ["model.pth", "takes no such argument", "nearest: model.path"],
-    ),
-    "added trainer argument": (
-        ["+trainer.max_epoch=3"],
-        ["trainer.max_epoch", "Trainer takes no such argument"],
-    ),
-    "argument of an optimizer's parent": (
-        ["+algorithm.lr=1e-3"],
-        ["algorithm.lr", "GRPO takes no such argument"],
-    ),
     "a precision of trainers alone": (
         ["trainer.precision=bf16"],
         ["trainer.precision = bf16", "set model.dtype"],
@@ -146,7 +134,6 @@ KEYS: dict[str, Case] = {
         ["strategy._partial_=false"],
         ["strategy", "lacks _partial_=true"],
     ),
-    "strategy's own argument": (["+strategy.lend=1"], ["strategy.lend", "takes no such argument"]),
     "derived strategy": (
         ["+trainer.strategy=ddp"],
         ["trainer.strategy = ddp", "derived", "parallel.sharding"],
@@ -598,47 +585,6 @@ def test_message_before_ranks_start(case: Case) -> None:
     with pytest.raises(ValueError, match=r"^[a-z]") as caught:
         prepare()
     assert all(part in str(caught.value) for part in expected), caught.value
-
-
-TWO = ("allocation.trainers=2", "allocation.rollouts=1")
-
-
-@pytest.mark.parametrize(
-    ("words", "idle"),
-    [
-        (["schedule=full"], ["tsp.shard = true"]),
-        (["schedule=sync", "schedule.gap=8"], ["gap = 8"]),
-        (["schedule=gap_tsp_tag", "allocation.rollouts=0"], ["tag = true"]),
-        (["schedule=gap_tsp_tag", "allocation.trainers=2", "allocation.rollouts=2"], []),
-        (["schedule.shares=measured"], ["shares = measured"]),
-        ([*TWO, "schedule.shares=[3,1]", "parallel.sharding=fsdp"], ["shares = [3, 1]"]),
-        ([*TWO, "schedule.shares=measured", "parallel.sharding=hsdp"], ["shares = measured"]),
-        ([*TWO, "schedule.shares=[3,1]"], []),
-        (["schedule.async_steps=1", "schedule.stale_fraction=0"], ["async_steps = 1"]),
-    ],
-    ids=[
-        "one trainer",
-        "long fragments",
-        "colocated",
-        "all used",
-        "shares of one",
-        "shares under fsdp",
-        "measured under hsdp",
-        "shares of two",
-        "no stale group",
-    ],
-)
-def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list[str]) -> None:
-    composed = config.load(words)
-    notes = [
-        note
-        for note in settled(composed, *allocation(composed.config)).notes
-        if "has no effect" in note
-    ]
-    assert len(notes) == len(idle)
-    assert all(
-        note.startswith(f"schedule.{setting}") for note, setting in zip(notes, idle, strict=True)
-    ), notes
 
 
 def test_a_profile_is_explained_all_at_once() -> None:

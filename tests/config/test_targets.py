@@ -79,27 +79,6 @@ def test_allow_targets_adds_one_package() -> None:
     assert not is_allowed("collectionsx.OrderedDict", ["collections"])
 
 
-def test_reads_constructors_without_importing() -> None:
-    before = set(sys.modules)
-    tree = {"_target_": "reward_models.jpeg_size.JpegSize", "qality": 3, "quality": 90}
-    (text,) = target_problems({"scorer": tree})
-    assert text == "scorer.qality: JpegSize takes no such argument; nearest: scorer.quality."
-    assert "reward_models.jpeg_size" not in set(sys.modules) - before
-
-
-def test_accepts_dataclasses_and_their_inherited_fields() -> None:
-    assert (
-        target_problems(
-            {"_target_": "digenrl.diffusion.steps.RandomSubset", "size": 2, "last": "ode"}
-        )
-        == []
-    )
-    (text,) = target_problems(
-        {"s": {"_target_": "digenrl.diffusion.steps.RandomSubset", "sizes": 2}}
-    )
-    assert "nearest: s.size" in text
-
-
 def test_instantiates_what_is_allowed() -> None:
     node = OmegaConf.create({"_target_": "digenrl.diffusion.steps.RandomSubset", "size": 3})
     assert instantiate(node).size == 3
@@ -197,8 +176,8 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
     try:
         assert components() == {*FOREIGN, *own, *OFFERED}
         assert target_problems({"_target_": own[0]}) == []
-        (text,) = target_problems({"_target_": own[1]})
-        assert "read_state is a function; a component is a class" in text
+        with pytest.raises(PermissionError, match=r"reward_models\.weights\.read_state"):
+            instantiate({"_target_": own[1]})
     finally:
         components.cache_clear()
 
