@@ -3,7 +3,6 @@ on a full disk."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from digenrl.record.decision_log import DecisionLog
 from digenrl.record.line_file import LineFile, kept_steps
 from digenrl.record.run_dir import append_event, append_jsonl, limit_events, tell_unwritten
 from digenrl.record.span_log import SpanLog
@@ -103,19 +101,6 @@ def test_what_is_kept_fits(sizes: dict[int, int]) -> None:
 def test_the_first_eighth_and_the_newest_three_are_kept() -> None:
     kept = kept_steps(dict.fromkeys(range(1000), 100), 8000)
     assert kept == {*range(10), *range(970, 1000)}
-
-
-def test_decisions_keep_their_beginning(tmp_path: Path) -> None:
-    path = tmp_path / "decisions" / "rank-000.jsonl"
-    for attempt in range(2):  # a resumed run adds nothing to a record that has reached its limit
-        log = DecisionLog(path, {"spec": {}, "attempt": attempt}, LIMIT)
-        for number in range(5000):
-            log({"event": "busy", "args": [number]})
-        log.close()
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert path.stat().st_size < 1.1 * LIMIT
-    assert rows[0]["attempt"] == 0
-    assert [row["args"][0] for row in rows[1:]] == list(range(len(rows) - 1))
 
 
 def test_routine_events_are_refused_and_counted_beyond_the_limit(tmp_path: Path) -> None:

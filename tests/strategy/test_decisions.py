@@ -13,6 +13,7 @@ import pytest
 
 from digenrl import run
 from digenrl.cluster.world import World
+from digenrl.extension import installed
 from digenrl.rollout.engine import Generation
 from digenrl.schedule.policy import LEND, TRAIN
 from tests.schedule.replaying import replay
@@ -28,7 +29,10 @@ from tests.strategy.processes import (
 from tests.strategy.test_equality import LIGHT, reference_of
 from tests.strategy.test_losses import inject
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not installed("decisions"), reason="needs the extension"),
+]
 
 FULL = ("schedule=full", "schedule.tsp.batch=1")
 ON_POLICY = (*FULL, "schedule.async_steps=0")

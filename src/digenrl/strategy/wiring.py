@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from digenrl.extension import extension
-from digenrl.record.decision_log import DecisionLog
+from digenrl.extension import extension, installed
 from digenrl.record.run_dir import DECISIONS
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
@@ -39,8 +39,8 @@ from digenrl.transport.wire import MessageKind
 class Wiring:
     """The parts of one rank. A rollout uses `runner` alone; a trainer uses all."""
 
-    decisions: DecisionLog
-    """File of the policy's events and decisions."""
+    decisions: Any
+    """File of the policy's events and decisions; None without the extension `decisions`."""
     recording: TrajectoryRecord
     """Record of everything that this trainer trains on."""
     ledger: StepLedger
@@ -72,7 +72,8 @@ class Wiring:
 
     def close(self) -> None:
         """Close the files of this rank."""
-        self.decisions.close()
+        if self.decisions is not None:
+            self.decisions.close()
         self.recording.close()
 
 
@@ -95,8 +96,11 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     roles = Roles(
         world.trainers, world.rollouts, setup.lockstep, setup.split_claims, published.kept
     )
-    path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
-    decisions = DecisionLog(path, header(spec, roles, setup.last_step), setup.record_bytes)
+    decisions = None
+    if installed("decisions"):
+        log = extension("digenrl.extensions.decisions.log.DecisionLog", "a log", "run without")
+        path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
+        decisions = log(path, header(spec, roles, setup.last_step), setup.record_bytes)
     policy = SchedulePolicy(spec, roles, hooks.plan_tasks, decisions)
     for (stage, rank), seconds in setup.expected.items():
         policy.expected(stage, rank, seconds)

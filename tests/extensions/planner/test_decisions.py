@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from digenrl.extensions.decisions.log import DecisionLog
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance
 from digenrl.extensions.planner.virtual_run import simulate
-from digenrl.record.decision_log import DecisionLog
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.policy import header
 from digenrl.schedule.ranks import Roles

@@ -1,0 +1,23 @@
+"""The log of decisions keeps its beginning, so that it can be replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from digenrl.extensions.decisions.log import DecisionLog
+
+LIMIT = 64 << 10
+
+
+def test_decisions_keep_their_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "decisions" / "rank-000.jsonl"
+    for attempt in range(2):  # a resumed run adds nothing to a record that has reached its limit
+        log = DecisionLog(path, {"spec": {}, "attempt": attempt}, LIMIT)
+        for number in range(5000):
+            log({"event": "busy", "args": [number]})
+        log.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.stat().st_size < 1.1 * LIMIT
+    assert rows[0]["attempt"] == 0
+    assert [row["args"][0] for row in rows[1:]] == list(range(len(rows) - 1))
