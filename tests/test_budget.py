@@ -79,21 +79,21 @@ HOT_PATH = (
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1429
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1405
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1978),
+    "strategy": Room(1600, ("strategy",), ceiling=1928),
     "transport": Room(700, ("transport",), ceiling=738),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
     "algorithms, rollout": Room(1250, ("algorithms", "rollout")),
     "models": Room(1600, ("models",)),
     "rewards": Room(650, ("rewards",)),
-    "record": Room(500, ("record",), ceiling=569),
+    "record": Room(500, ("record",), ceiling=519),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1701),
+    "config": Room(1500, ("config",), ceiling=1599),
     "cli": Room(500, ("cli",), ceiling=503),
-    "report": Room(600, ("report",), ceiling=651),
+    "report": Room(600, ("report",), ceiling=650),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3396),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
@@ -119,6 +119,7 @@ ROOMS = {
             for name in ["alarms", "deferred", "divergence", "dump", "hangs", "help", "media"]
         ),
     ),
+    "extensions/decisions, mistakes": Room(200, ("extensions/decisions", "extensions/mistakes")),
     "extensions/quantized": Room(90, ("extensions/quantized",)),
     "extensions/methods": Room(150, ("extensions/methods",)),
     "extensions/loggers": Room(75, ("extensions/loggers",)),
@@ -136,9 +137,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13248,
+        ceiling=13015,
     ),
-    "everything": Room(26000, ("",), ceiling=29551),
+    "everything": Room(26000, ("",), ceiling=29521),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -69,6 +69,7 @@ def test_the_core_imports_without_any_extension(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_the_fast_tests_of_the_core_pass_without(name: str, tmp_path: Path) -> None:
     tree = copy_without((name,), tmp_path)

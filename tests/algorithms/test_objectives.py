@@ -14,7 +14,7 @@ from digenrl.algorithms.surrogates import Cells, Clipped
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import static_grid, step_sigmas
 from digenrl.extensions.methods.sde import LinearSDE
-from digenrl.extensions.methods.surrogates import FlowDPPO, Guard
+from digenrl.extensions.methods.surrogates import FlowDPPO, Guard, dppo_keep, guard_ratio
 
 SHAPE = (3, 4)
 DIMENSIONS = 12
@@ -179,10 +179,10 @@ def test_guard_ratio_per_row() -> None:
     steps are mixed."""
     cells, _, z = cells_at([[0, 5], [3, 8], [7, 1]], drift=0.3)
     assert cells.old_mean is not None
-    check_guard(objectives.guard_ratio, cells, z)
+    check_guard(guard_ratio, cells, z)
     with pytest.raises(AssertionError):  # verl-omni's batch mean of S (trap T6)
         check_guard(
-            lambda n, o, m, om, s: objectives.guard_ratio(n, o, m, om, s.mean().expand_as(s)),
+            lambda n, o, m, om, s: guard_ratio(n, o, m, om, s.mean().expand_as(s)),
             cells,
             z,
         )
@@ -221,7 +221,7 @@ def test_guard_log_ratio_is_centred_and_the_plain_one_is_not() -> None:
     z = normal(20_000, 1, *SHAPE)
     following, mean, old = 0.5 * z, x + shift, x
     new_lp, old_lp = (-((following - m) ** 2).flatten(2).mean(2) / (2 * 0.25) for m in (mean, old))
-    guard = objectives.guard_ratio(new_lp, old_lp, mean, old, scale).log().mean()
+    guard = guard_ratio(new_lp, old_lp, mean, old, scale).log().mean()
     bias = shift**2 / (2 * 0.25)
     assert abs(float(guard)) < 3e-3
     assert float((new_lp - old_lp).mean()) == pytest.approx(-bias, abs=1e-2)
@@ -268,11 +268,11 @@ def check_dppo_mask(mask: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> 
 def test_dppo_truth_table() -> None:
     """Check 12: dropped only beyond the region and moving out; corrective rows keep their
     gradient."""
-    check_dppo_mask(objectives.dppo_keep)
+    check_dppo_mask(dppo_keep)
     with pytest.raises(AssertionError):
         check_dppo_mask(lambda r, a, k, t: k < t)
     with pytest.raises(AssertionError):
-        check_dppo_mask(lambda r, a, k, t: objectives.dppo_keep(r, -a, k, t))
+        check_dppo_mask(lambda r, a, k, t: dppo_keep(r, -a, k, t))
 
 
 def test_dppo_survives_an_infinite_ratio() -> None:

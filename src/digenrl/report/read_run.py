@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
@@ -412,15 +412,6 @@ def _spans(
         if span.end < previous - 1.0 and attempt + 1 < len(offsets):
             attempt += 1
         previous = span.end
-        offset = offsets[attempt]
-        if offset:
-            span = Span(
-                span.rank,
-                span.role,
-                span.stage,
-                span.start + offset,
-                span.end + offset,
-                span.step,
-                span.args,
-            )
+        if offset := offsets[attempt]:
+            span = replace(span, start=span.start + offset, end=span.end + offset)
         yield span
