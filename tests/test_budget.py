@@ -137,9 +137,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13015,
+        ceiling=13007,
     ),
-    "everything": Room(26000, ("",), ceiling=29521),
+    "everything": Room(26000, ("",), ceiling=29513),
 }
 """Room -> its budget. The last three rows are sums."""
 

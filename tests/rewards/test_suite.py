@@ -142,7 +142,11 @@ def test_media_outside_the_protocol_is_refused(media, message):
     ("rewards", "heldout", "message"),
     [
         ({}, {}, "empty"),
-        ({"r": {"scorer": brightness, "wieght": 1}}, {}, "`wieght`.*Did you mean `weight`"),
+        (
+            {"r": {"scorer": brightness, "wieght": 1}},
+            {},
+            "`wieght`; known: scorer, weight, placement",
+        ),
         ({"r": {"weight": 1}}, {}, "no `scorer`"),
         ({"r": {"scorer": brightness, "weight": math.nan}}, {}, "finite number"),
         ({"r": {"scorer": brightness, "weight": True}}, {}, "finite number"),

@@ -7,7 +7,6 @@ counts.
 
 from __future__ import annotations
 
-import difflib
 import math
 import threading
 import traceback
@@ -220,10 +219,7 @@ class RewardSuite:
         """Return the scorer of a reward, optimised or held-out. Raise KeyError with the known
         names."""
         if name not in self._scorers:
-            raise KeyError(
-                f"Unknown reward `{name}`; known: "
-                f"{', '.join(self._scorers)}.{_nearest(name, self._scorers)}"
-            )
+            raise KeyError(f"Unknown reward `{name}`; known: {', '.join(self._scorers)}.")
         return self._scorers[name]
 
     def identities(self) -> dict[str, Identity]:
@@ -302,11 +298,5 @@ def _check_entry(name: str, entry: object, keys: Sequence[str]) -> None:
     for key in entry:
         if key not in keys:
             raise ValueError(
-                f"Reward `{name}` has the unknown key `{key}`; known: "
-                f"{', '.join(keys)}.{_nearest(str(key), keys)}"
+                f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(keys)}."
             )
-
-
-def _nearest(name: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f" Did you mean `{near[0]}`?" if near else ""
