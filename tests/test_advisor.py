@@ -52,6 +52,7 @@ for asked in emulates, plans:
 """
 
 
+@pytest.mark.heavy
 def test_auto_has_plain_values_and_nothing_is_predicted(bare: dict[str, str]) -> None:
     """And what needs costs is refused."""
     done = subprocess.run(

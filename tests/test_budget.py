@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "digenrl"
 COMPACT = "format.skip-magic-trailing-comma=true"

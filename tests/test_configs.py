@@ -15,6 +15,8 @@ from digenrl import config
 from digenrl.config.schema import TrainKeys
 from digenrl.config.validation import ANY_NAME, keys_of
 
+pytestmark = pytest.mark.heavy
+
 OPTIONS = config.group_options(config.config_directory())
 EXPERIMENTS = OPTIONS["experiment"]
 WHOLE = [group for group in OPTIONS if "/" not in group and group not in ("experiment", "hardware")]
@@ -62,7 +64,6 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.heavy
 def test_experiment_on_a_laptop_and_as_published(experiment: str) -> None:
     full = published(experiment)
     tiny = config.load([f"experiment={experiment}", "hardware=cpu_tiny"]).config
@@ -89,7 +90,6 @@ def test_hardware_composes_with_the_largest_experiment(hardware: str) -> None:
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "cpu_tiny", "a100x32"])
-@pytest.mark.heavy
 def test_a_hardware_profile_leaves_a_colocated_schedule_colocated(hardware: str) -> None:
     """Profiles describe devices; who generates is the schedule's (allocation.rollouts=auto asks the
     pools)."""
@@ -128,7 +128,6 @@ def test_every_option_composes(groups: list[str], options: tuple[str | None, ...
     assert not unrelated
 
 
-@pytest.mark.heavy
 def test_the_schema_names_keys_that_exist() -> None:
     """A key that no configuration has would be a stale field. (Pools are named by their users.)"""
     trees = [OmegaConf.to_container(published(name)) for name in EXPERIMENTS]

@@ -21,6 +21,8 @@ from scripts.configuration_reference import page
 from tests.conftest import ROOT
 from tests.extensions.export.test_export import make_run
 
+pytestmark = pytest.mark.heavy
+
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICKSTART = (DOCS / "quickstart.md").read_text(encoding="utf-8")
@@ -71,7 +73,6 @@ def test_every_digenrl_command_exists(document: Path) -> None:
     assert set(words) <= {*commands(), "--help"}
 
 
-@pytest.mark.heavy
 def test_the_commands_of_the_quickstart_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +98,6 @@ def test_the_commands_of_the_quickstart_fit(
             assert command in commands() or command == "--help"
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     "document", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
 )
@@ -136,7 +136,6 @@ def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.heavy
 def test_the_python_of_the_quickstart_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "digenrl"
 
@@ -249,6 +251,7 @@ def test_the_kind_of_device_is_asked_of_one_file() -> None:
     assert len({line.split(":")[0] for line in named}) <= 2, "\n".join(named)
 
 
+@pytest.mark.heavy
 def test_functions_stay_short() -> None:
     """No function above 100 lines. (How long a file may be is for a reviewer to judge:
     CONTRIBUTING.md.)"""
@@ -341,6 +344,7 @@ def test_a_circle_is_found() -> None:
     assert not circles(graph)
 
 
+@pytest.mark.heavy
 def test_there_is_no_circle_of_imports() -> None:
     found = circles(module_graph())
     assert not found, "these modules import one another:\n" + "\n".join(

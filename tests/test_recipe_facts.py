@@ -28,6 +28,8 @@ from digenrl.schedule.spec import ScheduleSpec
 from scripts import recipe_facts
 from tests.test_recipe_contract import EVIDENCE, rows, same, value
 
+pytestmark = pytest.mark.heavy
+
 FACTS: dict[str, dict[str, Any]] = json.loads(recipe_facts.FACTS.read_text(encoding="utf-8"))
 READ = {
     *("data.prompts", "reward.rewards", "model.lora", "model.lora.targets", "model.path"),

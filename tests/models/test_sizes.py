@@ -12,6 +12,8 @@ from benchmarks import _families
 from digenrl.models.lora import lora_modules
 from tests.models.tiny_policies import FAMILIES, ROWS
 
+pytestmark = pytest.mark.heavy
+
 PUBLISHED = {
     name: (family, *sizes) for family, row in ROWS.items() for name, sizes in row.published.items()
 }

@@ -12,6 +12,8 @@ from digenrl.data import load_prompts
 from digenrl.extensions.rewards.command import reward_config, reward_suite
 from digenrl.types import Prompt
 
+pytestmark = pytest.mark.heavy
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"
 NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge"}
 OF_ONE_MODEL = {"digits", "scenes", "scenes_edit", "mixture"}

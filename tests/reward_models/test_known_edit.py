@@ -84,6 +84,7 @@ def test_places_count_that_may_not_change() -> None:
             DinoSimilarity.check_prompts([replace(PROMPTS[0], metadata={"region": region})])
 
 
+@pytest.mark.heavy
 def test_the_distance_of_lpips_is_that_outside_of_the_region(tmp_path: Path) -> None:
     scorer = LpipsSimilarity(build="tiny", side=64)
     source = source_images(SIZE, PROMPTS)

@@ -33,6 +33,8 @@ from reward_models.scene_judges import (
     share_of_assertions,
 )
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def real() -> tuple[list[Scene], Tensor]:

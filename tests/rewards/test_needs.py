@@ -15,6 +15,8 @@ from digenrl.types import Prompt
 from reward_models.published import WEIGHTS
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.heavy
+
 LEARNED = (
     *("aesthetic", "clip_score", "edit_reward", "hpsv2", "hpsv3", "image_reward", "ocr_clip"),
     *("pickscore", "video_align"),

@@ -61,6 +61,7 @@ def test_text_features_know_the_order_of_words_and_no_filling_words() -> None:
     assert torch.equal(features["text"][0, 4:], features["text"][3, 4:])  # "of" moves nothing
 
 
+@pytest.mark.heavy
 def test_the_committed_base_model_is_sharp_and_diverse_and_follows_half_of_the_prompts() -> None:
     scenes = [scene for scene in SCENES[::23] for _ in range(8)]
     pictures = sample_scenes(ScenesPolicy(), scenes, steps=6)

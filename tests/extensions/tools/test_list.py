@@ -59,6 +59,7 @@ def test_the_nearest_name_may_hold_what_was_asked() -> None:
     assert nearest("gr", ["digits_flowgrpo"]) is None
 
 
+@pytest.mark.heavy
 def test_all_that_a_run_lacks_is_said_at_once_gpus_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
