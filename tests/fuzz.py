@@ -3,7 +3,8 @@ checkpoints, messages, requests and run directories.
 
     make fuzz ARGS="n=10000 seed=1"     (python -m tests.fuzz n=10000 seed=1 only=wire,http)
 
-Each input must be taken or refused by the error that its reader documents, within `LIMIT_S`.
+Each input must be taken or refused by the error that its reader documents, within `LIMIT_S` seconds
+of CPU (`WAIT_S` by the clock, as a busy machine takes its time).
 Anything else is a defect: another exception, a hang, a process that is started, a file outside of
 the attack's own directory that is opened for writing, or a canary beside it that is read. The last
 line of standard output is the number of defects; each is printed with the seed that makes it again.
@@ -50,7 +51,7 @@ from tests.report.synthetic import write_run
 from tests.strategy.test_checkpoint_io import content
 from tests.transport.test_wire import reader, written
 
-LIMIT_S = 10
+LIMIT_S, WAIT_S = 10, 120
 CANARY = "canary-5512"
 LIMIT_BYTES = 1 << 20
 ODD: tuple[Any, ...] = (
@@ -315,17 +316,24 @@ ATTACKS: dict[str, tuple[Callable[[Path], Attack], int]] = {
 
 
 class HangError(Exception):
-    """An input took longer than `LIMIT_S`."""
+    """An input took longer than `LIMIT_S` or `WAIT_S`."""
 
 
 def _hangs(number: int, frame: object) -> None:
     raise HangError
 
 
+def _limit(cpu_s: int, wall_s: int) -> None:
+    """Set both limits of the input that begins; 0 takes a limit away."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.alarm(wall_s)
+
+
 def fuzz(n: int, seed: str, names: list[str], say: Callable[[str], object] = print) -> list[str]:
     """Return the defects that `n` inputs have shown, each in words with its seed."""
     sys.addaudithook(watch)
-    signal.signal(signal.SIGALRM, _hangs)
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, _hangs)
     parts = {name: ATTACKS[name][1] for name in names}
     defects = []
     for name, part in parts.items():
@@ -338,11 +346,11 @@ def fuzz(n: int, seed: str, names: list[str], say: Callable[[str], object] = pri
             for number in range(-(-n * part // sum(parts.values()))):
                 own = f"{seed}/{name}/{number}"
                 PLACE.update(root=str(root), forbidden=str(root.parent / "canary"))
-                signal.alarm(LIMIT_S)
+                _limit(LIMIT_S, WAIT_S)
                 try:
                     results["taken" if attack(random.Random(own)) else "refused"] += 1
                 except BaseException as error:  # whatever it is, it is a defect
-                    signal.alarm(0)
+                    _limit(0, 0)
                     if isinstance(error, KeyboardInterrupt):
                         raise
                     results["defect"] += 1
@@ -351,7 +359,7 @@ def fuzz(n: int, seed: str, names: list[str], say: Callable[[str], object] = pri
                     defects.append(f"{own}: {type(error).__name__} at {where}: {error!s:.300}")
                     say(defects[-1])
                 finally:
-                    signal.alarm(0)
+                    _limit(0, 0)
                     PLACE.update(root="")
             took = time.monotonic() - began
             say(f"{name}: {dict(results)} in {took:.0f} s")
