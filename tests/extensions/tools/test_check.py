@@ -30,10 +30,15 @@ def test_a_missing_package_must_be_fixed() -> None:
     assert "make setup" in finding.text
 
 
-def test_a_missing_extra_is_none_of_the_faults() -> None:
+def test_a_missing_extra_is_none_of_the_faults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     findings = list(setup.packages(["numpy>=1", 'no-such-package-h5; extra == "ocr"']))
     assert "fix" not in levels(findings)
     assert "not installed: ocr" in findings[-1].text
+    monkeypatch.setattr(setup, "CHECKS", (lambda: iter(findings),))
+    assert setup.main() == 0
+    assert "'.[ocr]'" in capsys.readouterr().out
 
 
 def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from typing import Literal
 import psutil
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from digenrl.cli.commands import shell_command
 from digenrl.config.help import help_page, show, wants_help
@@ -303,8 +304,8 @@ def main(words: Sequence[str] = ()) -> int:
     findings = [finding for check in checks for finding in check()]
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for finding in findings:
-        style = _STYLES[finding.level]
-        table.add_row(f"[{style}]{finding.level}[/{style}]", finding.subject, finding.text)
+        level = Text(finding.level, style=_STYLES[finding.level])
+        table.add_row(level, finding.subject, Text(finding.text))
     Console().print(table)
     broken = any(finding.level == "fix" for finding in findings)
     print(
