@@ -3,19 +3,24 @@ every layer."""
 
 from __future__ import annotations
 
+import re
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline, WanPipeline
+from diffusers import FluxPipeline, FluxTransformer2DModel, WanPipeline
 from diffusers.loaders.single_file_utils import (
     convert_sd3_transformer_checkpoint_to_diffusers as convert_sd3,
 )
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 
-from digenrl.extensions.export.diffusers_export import lora_pipeline
+from digenrl.extensions.export.diffusers_export import LORA_FILE, lora_pipeline
 from digenrl.extensions.export.lora_layouts import in_layout
+from digenrl.extensions.tiny.builds import ensure
 from digenrl.extensions.zoo import flux, sd3, wan
+from tests.conftest import ROOT
 from tests.models.tiny_policies import FAMILIES
 
 RANK, ALPHA, WIDTH = 2, 6.0, 3072
@@ -176,3 +181,38 @@ def test_unknown_names_are_refused() -> None:
         in_layout({}, ALPHA, None, "comfyui")
     with pytest.raises(ValueError, match="layer x_embedder"):
         in_layout(layer("x_embedder", 8, 8), ALPHA, flux.CHECKPOINT_NAMES, "kohya")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["diffusers", "peft"])
+def test_a_lora_is_merged_by_the_python_of_the_page(kind: str, tmp_path: Path) -> None:
+    (page,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/running.md").read_text(), re.DOTALL)
+    base, lora, folder = ensure("flux"), tmp_path / "lora", tmp_path / "out"
+
+    def weights(path: Path) -> FluxTransformer2DModel:
+        return FluxTransformer2DModel.from_pretrained(
+            path, subfolder="transformer", torch_dtype=torch.bfloat16
+        )
+
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)
+    adapted = get_peft_model(weights(base), config)
+    if kind == "peft":
+        adapted.save_pretrained(lora)
+    else:
+        layers = get_peft_model_state_dict(adapted)
+        lora_pipeline(FAMILIES["flux"]).save_lora_weights(
+            lora,
+            transformer_lora_layers={
+                name.removeprefix("base_model.model."): value for name, value in layers.items()
+            },
+            transformer_lora_adapter_metadata=config.to_dict(),
+        )
+        lora /= LORA_FILE
+    expected = adapted.merge_and_unload().state_dict()
+    names = {"BASE": str(base), "LORA": str(lora), "FOLDER": str(folder)}
+    exec(compile(page, "running.md", "exec"), names)
+    found, before = weights(folder).state_dict(), weights(base).state_dict()
+    moved = max((value - before[name]).abs().max() for name, value in expected.items())
+    wrong = max((value - found[name]).abs().max() for name, value in expected.items())
+    assert 0 < moved
+    assert wrong < 0.01 * moved, "diffusers rounds the adapter to bfloat16 before the sum"
