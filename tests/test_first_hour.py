@@ -81,7 +81,7 @@ def test_the_commands_of_the_quickstart_fit(
     make_run(tmp_path / "RUN", "experiment=digits_flowgrpo")
     monkeypatch.chdir(tmp_path)
     blocks = "".join(re.findall(r"```bash\n(.*?)```", QUICKSTART, re.DOTALL))
-    lines = [line.split()[1:] for line in blocks.splitlines() if line.startswith("digenrl ")]
+    lines = [shlex.split(line)[1:] for line in blocks.splitlines() if line.startswith("digenrl ")]
     assert len(lines) > 10
     for command, *words in sorted(lines, key=lambda line: line[0] != "new"):
         if command == "new":

@@ -30,10 +30,10 @@ KINDS = {
     "hardware": "digenrl plan --config-dir {configs} experiment=sd35_flowgrpo hardware={name}",
     "model": (
         "digenrl train --config-dir {configs} experiment=sd35_flowgrpo hardware=cpu_tiny "
-        "model={name} allow_targets=[{name}] max_rl_steps=1"
+        "model={name} 'allow_targets=[{name}]' max_rl_steps=1"
     ),
     "reward": (
-        "digenrl train --config-dir {configs} reward={name} allow_targets=[{name}] max_rl_steps=2"
+        "digenrl train --config-dir {configs} reward={name} 'allow_targets=[{name}]' max_rl_steps=2"
     ),
 }
 """Kind -> the command that uses one, from the directory that it was written into."""
