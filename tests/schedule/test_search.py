@@ -116,6 +116,12 @@ def test_fast_trainers_make_the_first_fragment_of_a_step() -> None:
     assert (behind.lend, behind.predicted_step_s) == (2, 14.0)
 
 
+def test_a_loan_is_made_by_the_trainers_that_are_there_then() -> None:
+    state = LendingState((), (), 9, (9,), (0.0,), (1.0,), 2.0, lenders=2, lenders_later=3)
+    later = [_Search(state, 1).lend(_Point(0, now, 0, 0, ()), 1) for now in (0.0, 1.0)]
+    assert [point.lent for point in later if point is not None] == [2, 3]
+
+
 def test_a_fixed_policy_lends_the_rounds_that_fit_into_a_wait() -> None:
     """A rollout rank makes four tasks at 3, 6, 9 and 12 s. Three loans of 2 s fit into the 6 s before
     the first fragment, and spare the rank all but the first task."""

@@ -21,3 +21,12 @@ def test_decisions_keep_their_beginning(tmp_path: Path) -> None:
     assert path.stat().st_size < 1.1 * LIMIT
     assert rows[0]["attempt"] == 0
     assert [row["args"][0] for row in rows[1:]] == list(range(len(rows) - 1))
+
+
+def test_an_answer_of_nothing_is_written_once(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "rank-000.jsonl", {"spec": {}})
+    for answer in ("wait", "wait", 3, 3, "wait", "wait"):
+        log({"decision": "next", "answer": answer})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "rank-000.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in rows[1:]] == ["wait", 3, 3, "wait"]
