@@ -3,8 +3,8 @@
 docs/recipe_facts.json has the literals of the cited lines and the digest of these lines
 (`python -m scripts.recipe_facts`). Here the recipe's loaded configuration is compared with them,
 and so is what can be computed: advantages of drawn rewards, the windows of 300 RL steps, the
-samples of every update, the moving average after 50 updates, the coefficients of the SDE, the decay
-of NFT's old policy. The published rules are restated in numpy. Every check is shown to fail on an
+samples of every update, the moving average after 50 updates, the coefficients of the SDE, the
+losses of Guard and Flow-DPPO, the decay of NFT's old policy. The published rules are restated in numpy. Every check is shown to fail on an
 altered configuration.
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
+from digenrl.algorithms.surrogates import Cells
 from digenrl.schedule.spec import ScheduleSpec
 from scripts import recipe_facts
 from tests.test_recipe_contract import EVIDENCE, rows, same, value
@@ -37,6 +39,7 @@ READ = {
     *("algorithm.train_steps.last", "algorithm.kl_kind"),
     *("algorithm.kl_weight", "algorithm.step_weight", "algorithm.detach_uncond", "algorithm.ema"),
     *("data.zero_variance_groups", "reward.rewards.ocr.scorer.best_line"),
+    *("model.grid", "sampling.storage_dtype"),
 }
 """Keys whose published value is no literal of the cited lines: a person has read it there, and the
 digest says when to read again."""
@@ -45,7 +48,8 @@ COMPUTED = {
     *("algorithm.advantage.std", "algorithm.advantage.unbiased", "algorithm.advantage.combine"),
     *("algorithm.advantage.best_and_worst", "algorithm.updates_per_batch", "data.updates_split"),
     *("data.prompts_per_batch", "algorithm.ema.times", "sampling.guidance_scale"),
-    "algorithm.train_steps.size",
+    *("algorithm.train_steps.size", "algorithm.train_steps.stop"),
+    *("algorithm.train_steps.untrained", "algorithm.surrogate._target_"),
 }
 """Keys whose published value is computed from literals, by the checks below."""
 
@@ -97,7 +101,8 @@ def test_no_published_number_is_typed_by_hand() -> None:
         for row in rows()
         if (fact := FACTS.get(name := f"{row['experiment']} {row['key']}"))
         if not row["key"].startswith("(") and row["key"] not in READ | COMPUTED
-        if not stands(published := value(row["published"]), fact["literals"])
+        if (published := value(row["published"])) is not None  # absent there: read by a person
+        if not stands(published, fact["literals"])
     ]
     assert not typed
 
@@ -150,6 +155,13 @@ def batch_rule(rewards: dict[str, np.ndarray], eps: float, clip: float) -> np.nd
     return np.clip((total - total.mean(axis=1, keepdims=True)) / (total.std() + eps), -clip, clip)
 
 
+def unbiased_batch_rule(rewards: dict[str, np.ndarray], eps: float, clip: float) -> np.ndarray:
+    """UniRL, `adv_use_global_std`: as above with the unbiased deviation."""
+    total = sum(rewards.values())
+    spread = total.std(ddof=1) + eps
+    return np.clip((total - total.mean(axis=1, keepdims=True)) / spread, -clip, clip)
+
+
 def population_rule(rewards: dict[str, np.ndarray], eps: float, clip: float) -> np.ndarray:
     """GenRL without `global_std`."""
     total = sum(rewards.values())
@@ -193,6 +205,24 @@ def average_after(updates: int, decay: float, every: int, micro: int, walk: np.n
     return float(average)
 
 
+def guard_loss(cells: dict[str, np.ndarray], bound: float) -> np.ndarray:
+    """GRPO-Guard, train_sd3_GRPO_Guard.py: RatioNorm and the weight 1 / h of a step."""
+    scale = cells["sqrt_h"] * cells["std"]
+    bias = ((cells["mean"] - cells["old_mean"]) ** 2).mean(-1) / (2 * scale**2)
+    ratio = np.exp((cells["log_prob"] - cells["old_log_prob"] + bias) * scale)
+    clipped = np.clip(ratio, 1 - bound, 1 + bound)
+    return np.maximum(-cells["A"] * ratio, -cells["A"] * clipped) / cells["sqrt_h"] ** 2
+
+
+def dppo_loss(cells: dict[str, np.ndarray], bound: float) -> np.ndarray:
+    """Flow-DPPO, flowdppo.py: dropped where the KL is high and the ratio goes with the advantage."""
+    ratio = np.exp(cells["log_prob"] - cells["old_log_prob"])
+    scale = cells["sqrt_h"] * cells["std"]
+    far = ((cells["mean"] - cells["old_mean"]) ** 2).mean(-1) / (2 * scale**2) >= bound
+    drop = far & (((ratio > 1) & (cells["A"] > 0)) | ((ratio < 1) & (cells["A"] < 0)))
+    return np.where(drop, 0.0, -cells["A"] * ratio)
+
+
 ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "flux1_dancegrpo": group_rule,
     "wan21_dancegrpo": group_rule,
@@ -203,20 +233,49 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "wan21_flowgrpo": population_rule,
     "sd35_pickscore": batch_rule,
     "sd35_geneval": batch_rule,
-    "sd35_nft": batch_rule,
+    **{f"sd35_nft{task}": batch_rule for task in ("", "_ocr", "_geneval", "_hpsv2")},
+    "sd35_cps": batch_rule,
+    "sd35_guard": population_rule,
+    "sd35_dppo": unbiased_batch_rule,
+    "flux1_flowgrpo": batch_rule,
+    "flux1_cps": population_rule,
+    "flux1_guard": population_rule,
+    "flux1_dppo": unbiased_batch_rule,
 }
 KERNELS = {
     name: dance_std if name.endswith(("dancegrpo", "videoalign")) else flow_std
     for name in ADVANTAGES
-    if name != "sd35_nft"
+    if "_nft" not in name
 }
+SURROGATES = {
+    **{f"{model}_guard": (guard_loss, "algorithm.clip_range") for model in ("sd35", "flux1")},
+    **{
+        f"{model}_dppo": (dppo_loss, "algorithm.surrogate.threshold") for model in ("sd35", "flux1")
+    },
+}
+WHOLE_GROUPS = ("sd35_cps", "sd35_dppo", "flux1_cps")
+"""Recipes whose source does not shuffle: an update takes whole groups."""
 UPDATE_SIZE = {  # samples of one group that an update takes, where it takes some of every group
     "flux1_dancegrpo": lambda: numbers("flux1_dancegrpo", "algorithm.updates_per_batch")[0],
     "flux1_mixgrpo": lambda: numbers("flux1_mixgrpo", "algorithm.updates_per_batch")[0],
     "wan21_dancegrpo": lambda: numbers("wan21_dancegrpo", "algorithm.updates_per_batch")[0] / 2,
     **{
         name: lambda: numbers("sd35_flowgrpo", "data.group_size")[0] / 2
-        for name in ("sd35_flowgrpo", "sd35_pickscore", "sd35_geneval")
+        for name in (
+            "sd35_flowgrpo",
+            "sd35_pickscore",
+            "sd35_geneval",
+            "sd35_guard",
+            "sd35_nft_ocr",
+        )
+    },
+    **{
+        f"flux1_{name}": lambda: numbers("flux1_flowgrpo", "data.group_size")[0] / 2
+        for name in ("flowgrpo", "guard", "dppo")
+    },
+    **{
+        name: partial(lambda name: numbers(name, "data.group_size")[0], name)
+        for name in WHOLE_GROUPS
     },
     "wan21_flowgrpo": lambda: numbers("wan21_flowgrpo", "data.group_size")[0] / 2,
 }
@@ -250,9 +309,8 @@ def advantages(experiment: str, config: Any) -> Iterator[str]:
     rule = instantiate(config.algorithm.advantage)
     ours = rule({name: torch.from_numpy(r) for name, r in rewards.items()}, weights).values.numpy()
     eps = numbers(experiment, "algorithm.advantage.eps")[-1]
-    theirs = ADVANTAGES[experiment](
-        rewards, eps, numbers(experiment, "algorithm.advantage.clip")[0]
-    )
+    clip = next(iter(numbers(experiment, "algorithm.advantage.clip")), np.inf)
+    theirs = ADVANTAGES[experiment](rewards, eps, clip)
     if (apart := np.abs(ours - theirs).max()) > 1e-5:
         yield f"advantages of drawn rewards are {apart:.3g} apart"
 
@@ -272,7 +330,18 @@ def windows(experiment: str, config: Any) -> Iterator[str]:
             yield f"{len(plans[0])} steps are trained"
         if counts[-1] or counts[:-1].min() < 0.8 * 300 * share:
             yield f"steps are drawn {counts} times"
-    elif experiment == "sd35_nft":  # declared: all, in place of int(steps x 0.99)
+    elif experiment in ("sd35_cps", "flux1_cps", "sd35_dppo"):
+        total, _, share = numbers(experiment, "algorithm.train_steps.stop")
+        stop = int(total * share) if share < 1 else int(total // share)
+        size = int(numbers(experiment, "algorithm.train_steps.size")[0])
+        drawn = [tuple(range(start, start + size)) for start in range(stop - size + 1)]
+        if experiment == "sd35_dppo":
+            drawn = list(combinations(range(stop), size))
+        if set(plans) != set(drawn):
+            yield f"steps {sorted(set(plans))} are drawn, in the source {drawn}"
+        if rule.plan(config.seed, 0, steps).sde != plans[0]:
+            yield "steps that are not trained have noise"
+    elif "_nft" in experiment:  # declared: all, in place of int(steps x 0.99)
         if {len(plan) for plan in plans} != {steps}:
             yield f"{len(plans[0])} noise levels are trained"
     elif experiment in ADVANTAGES:
@@ -297,23 +366,21 @@ def updates(experiment: str, config: Any) -> Iterator[str]:
     first = range(0, spec.prompts * spec.slices, spec.prompts)
     ours = [list(spec.parts_of(portion)) for portion in first]
     theirs = [list(range(low, low + size)) for low in range(0, group, size)]
-    if ours != theirs or len(theirs) != config.algorithm.updates_per_batch:
+    if ours != theirs or len(theirs) != (
+        1 if experiment in WHOLE_GROUPS else config.algorithm.updates_per_batch
+    ):
         yield f"updates take {ours} of a group, in the source {theirs}"
 
 
 def moving_average(experiment: str, config: Any) -> Iterator[str]:
     if OmegaConf.select(config, "algorithm.ema") is None or experiment not in ADVANTAGES:
         return
-    if experiment in (
-        "sd35_flowgrpo",
-        "sd35_pickscore",
-        "sd35_geneval",
-    ):  # batches of a rank, half of them for each update
-        rank, group, prompts = numbers(experiment, "algorithm.ema.times")
-        micro = int(prompts / (32 * rank / group)) // 2
+    times = numbers(experiment, "algorithm.ema.times") if "_nft" not in experiment else [2.0]
+    if len(times) > 2:  # batches of a rank, half of them for each update; 32 GPUs
+        *gpus, rank, group, prompts = times
+        micro = int(prompts / ((gpus or [32])[0] * rank / group)) // 2
     else:
-        times = f"{experiment} algorithm.ema.times"
-        micro = int(numbers(experiment, "algorithm.ema.times")[0]) // 2 if times in FACTS else 1
+        micro = int(times[0]) // 2
     walk = np.random.default_rng(3).normal(size=51).cumsum()
     ours = instantiate(config.algorithm.ema)
     weight = torch.nn.Parameter(torch.tensor([walk[0]]))
@@ -347,14 +414,69 @@ def coefficients(experiment: str, config: Any) -> Iterator[str]:
     )
     dt, sigma = np.diff(grid)[:, None], grid[:-1, None]
     extra = std[:, None] ** 2 / (2 * sigma)
-    theirs = drawn[0] * (1 + extra * dt) + drawn[1] * (1 + extra * (1 - sigma)) * dt
+    theirs, noise = drawn[0] * (1 + extra * dt), std * np.sqrt(-dt[:, 0])
+    theirs = theirs + drawn[1] * (1 + extra * (1 - sigma)) * dt
+    if experiment.endswith("_cps"):
+        noise = grid[1:] * np.sin(level[0] * np.pi / 2)
+        std, after = noise / np.sqrt(-dt[:, 0]), grid[1:, None]
+        kept = np.sqrt(after**2 - noise[:, None] ** 2)
+        theirs = (drawn[0] - sigma * drawn[1]) * (1 - after)
+        theirs = theirs + (drawn[0] + (1 - sigma) * drawn[1]) * kept
     for name, a, b in (
         ("mean", mean.numpy(), theirs),
         ("std", found.numpy()[:, 0], std),
-        ("noise", scale.numpy()[:, 0], std * np.sqrt(-dt[:, 0])),
+        ("noise", scale.numpy()[:, 0], noise),
     ):
         if np.abs(a - b).max() > 1e-6:
             yield f"the SDE's {name} is {np.abs(a - b).max():.3g} apart"
+
+
+def surrogates(experiment: str, config: Any) -> Iterator[str]:
+    """Loss of drawn cells, on both sides of the bound."""
+    if experiment not in SURROGATES:
+        return
+    rule, key = SURROGATES[experiment]
+    drawn = np.random.default_rng(11)
+    std, sqrt_h = drawn.uniform(0.5, 2.0, (1, 5)), drawn.uniform(0.2, 0.5, (1, 5))
+    old_mean, z, way = (drawn.normal(size=(40, 5, 8)) for _ in range(3))
+    mean = old_mean + way * 10 ** drawn.uniform(-7, -1, (40, 5, 1))
+    scale = (std * sqrt_h)[..., None]
+    sample = old_mean + scale * z
+    log_prob, old_log_prob = (
+        -((sample - at) ** 2 / (2 * scale**2)).mean(-1) for at in (mean, old_mean)
+    )
+    cells = {"log_prob": log_prob, "old_log_prob": old_log_prob, "mean": mean, "std": std}
+    cells |= {"old_mean": old_mean, "sqrt_h": sqrt_h, "A": drawn.normal(size=(40, 1))}
+    theirs = rule(cells, numbers(experiment, key)[0])
+    given = {name: torch.from_numpy(x) for name, x in cells.items() if name not in ("A", "std")}
+    advantages = torch.from_numpy(cells["A"])
+    ours = instantiate(config.algorithm.surrogate).loss(
+        Cells(
+            **given,
+            advantages=advantages,
+            scale=torch.from_numpy(scale[..., 0]),
+            clip=(config.algorithm.clip_range,) * 2,
+        )
+    )
+    if (apart := np.abs(ours.numpy() - theirs).max()) > 1e-9:
+        yield f"losses of drawn cells are {apart:.3g} apart"
+
+
+def decays(experiment: str, config: Any) -> Iterator[str]:
+    """The old policy of NFT over 300 RL steps; the source counts gradient steps, from 1."""
+    if not experiment.startswith("sd35_nft"):
+        return
+    delay, ramp, ceiling = (
+        numbers(experiment, f"algorithm.old_policy.{key}")[0]
+        for key in ("delay", "ramp", "ceiling")
+    )
+    updates = numbers(experiment, "algorithm.updates_per_batch")[-1]
+    ours = instantiate(config.algorithm.old_policy)
+    for step in range(300):
+        theirs = min(max(updates * (step + 1) - delay, 0) * ramp, ceiling)
+        if abs(ours.decay(step) - theirs) > ramp * 1.001:
+            yield f"the old policy keeps {ours.decay(step)} after RL step {step}, there {theirs}"
+            return
 
 
 def batch(experiment: str, config: Any) -> Iterator[str]:
@@ -369,13 +491,15 @@ def batch(experiment: str, config: Any) -> Iterator[str]:
         "wan21_videoalign": lambda: found[0] * found[1],
         "wan21_dancegrpo": lambda: found[0] * 2,  # --train_batch_size
         "wan21_flowgrpo": lambda: found[0] * found[1] * 8 / 4,  # 8 GPUs, 4 samples a prompt
-        "sd35_nft": lambda: found[0],
-    }.get(experiment, lambda: max(found))
+    }.get(experiment, lambda: found[0] if "_nft" in experiment else max(found))
     if prompts() != config.data.prompts_per_batch:
         yield f"{config.data.prompts_per_batch} prompts, in the source {prompts()}"
 
 
-CHECKS = (values, advantages, windows, updates, moving_average, coefficients, batch)
+CHECKS = (
+    *(values, advantages, windows, updates, moving_average, coefficients),
+    *(surrogates, decays, batch),
+)
 
 
 def wrong(experiment: str, config: Any) -> list[str]:
@@ -386,7 +510,7 @@ def wrong(experiment: str, config: Any) -> list[str]:
 def loaded(experiment: str) -> Any:
     """The configuration as a run would have it on the smallest profile for everything."""
     words = [f"experiment={experiment}", "hardware=node_8xh100", "logger=none"]
-    if experiment == "sd35_geneval":
+    if experiment.endswith("_geneval"):
         words += [f"reward.rewards.geneval.scorer.{key}=here" for key in ("path", "colours")]
     return configuration.load(words).config
 
@@ -430,7 +554,34 @@ ALTERED = {
         "algorithm.ema.every=8",
     ),
     "qwen_image_nft": ("algorithm.optimizer.lr=1e-4", "data.group_size=8"),
-    "flux1_flowgrpo": ("algorithm.advantage.eps=1e-8",),
+    "flux1_flowgrpo": ("algorithm.sde.noise_level=0.7", "algorithm.ema.times=2"),
+    "sd35_cps": (
+        "algorithm.train_steps.stop=8",
+        "data.updates_split=samples",
+        "algorithm.sde.noise_level=0.7",
+    ),
+    "sd35_guard": (
+        "algorithm.surrogate._target_=digenrl.algorithms.surrogates.Clipped",
+        "algorithm.clip_range=1e-4",
+        "algorithm.ema.times=2",
+        "algorithm.advantage.std=batch",
+    ),
+    "sd35_dppo": (
+        "algorithm.surrogate.threshold=1e-3",
+        "algorithm.train_steps.untrained=sde",
+        "algorithm.advantage.clip=5.0",
+        "algorithm.advantage.unbiased=false",
+    ),
+    "flux1_cps": ("algorithm.train_steps.stop=5", "algorithm.advantage.std=batch"),
+    "flux1_guard": ("algorithm.clip_range=2e-6", "algorithm.optimizer.lr=3e-4"),
+    "flux1_dppo": ("algorithm.surrogate.threshold=1e-4", "algorithm.advantage.clip=5.0"),
+    "sd35_nft_ocr": (
+        "algorithm.old_policy.delay=75",
+        "data.updates_split=groups",
+        "algorithm.beta=1.0",
+    ),
+    "sd35_nft_geneval": ("algorithm.updates_per_batch=2",),
+    "sd35_nft_hpsv2": ("algorithm.old_policy.ramp=0.0075",),
     "flux1_kontext_flowgrpo": ("algorithm.advantage.eps=1e-8",),
     "qwen_image_flowgrpo": ("algorithm.advantage.eps=1e-8",),
 }
@@ -454,6 +605,8 @@ def test_another_value_is_seen(experiment: str, change: str) -> None:
         config.algorithm.train_steps = {"_target_": text, "fraction": 0.6}
     else:
         OmegaConf.update(config, key, value(text) if number(text) is None else number(text))
-        if key.endswith(("updates_per_batch", "best_and_worst", "times", "overlap", "size")):
+        if key.endswith(
+            ("updates_per_batch", "best_and_worst", "times", "overlap", "size", "stop", "delay")
+        ):
             OmegaConf.update(config, key, int(text))
     assert wrong(experiment, config)
