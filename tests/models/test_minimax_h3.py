@@ -6,6 +6,7 @@ import diffusers
 import pytest
 import torch
 
+from digenrl import config as configuration
 from digenrl.diffusion.sde import ode_step
 from digenrl.extensions.forward.noised import NoisedCells
 from tests.models.tiny_policies import make
@@ -38,3 +39,12 @@ def test_methods_that_noise_clean_samples_refuse_it() -> None:
     cells = NoisedCells(noise, noise, torch.tensor([0.5]), {})
     with pytest.raises(ValueError, match=r"minimax_h3: .*noise levels of its own.*flow_grpo"):
         cells.velocity(policy)
+
+
+def test_a_solver_that_would_count_the_sound_on_the_videos_levels_is_refused() -> None:
+    words = ["hardware=cpu_tiny", "sampling.eval.solver=dpm2"]
+    with pytest.raises(
+        configuration.ConfigError, match=r"solver = dpm2: .*sound.*set sampling\.eval\.solver=euler"
+    ):
+        configuration.load(["experiment=minimax_h3_flowgrpo", *words])
+    configuration.load(["experiment=wan21_flowgrpo", *words])

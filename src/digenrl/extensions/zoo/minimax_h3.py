@@ -127,8 +127,8 @@ class MiniMaxH3Transformer3DModel(diffusers.MiniMaxH3Transformer3DModel):
 class MiniMaxH3Policy(DiffusersPolicy):
     """Policy of MiniMax-H3 text-to-video; arguments in `DiffusersPolicy`.
 
-    The network takes one sample at a time. Evaluate with the Euler solver: another one would count
-    the sound on the video's noise levels.
+    The network takes one sample at a time. Another solver than Euler is refused: it would count the
+    sound on the video's noise levels.
     """
 
     family = "minimax_h3"
