@@ -40,6 +40,10 @@ WEIGHTS: dict[str, dict[str, str]] = {
         "path": "curl -O https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
     },
     "reward_models.pickscore.PickScore": {"path": "hf download yuvalkirstain/PickScore_v1"},
+    "reward_models.unified_reward.UnifiedReward": {
+        "template": "inference_qwen/image_generation/qwen_point_score_image_generation.py of "
+        "https://github.com/CodeGoat24/UnifiedReward",
+    },
     "reward_models.video_align.VideoAlign": {
         "path": "hf download KwaiVGI/VideoReward checkpoint-11352/model.pth",
         "processor": "hf download Qwen/Qwen2-VL-2B-Instruct",

@@ -3,8 +3,8 @@
 
 Each sample is one request: the question, the prompt and the picture (a video: several frames) as
 PNG. The answer must be one JSON object `{"score": <number>}` on the asked scale; anything else is
-missing, never a guess. Judges differ and
-drift: another reward should be held out beside one.
+missing, never a guess. A server that is busy or broken is asked again. Judges differ and drift:
+another reward should be held out beside one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from typing import Any
 import httpx
 import torch
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter
 from torch import Tensor
 
 from digenrl.rewards.protocol import (
@@ -48,12 +49,22 @@ EDIT_QUESTION = (
     'Answer with one JSON object and nothing else: {"score": <number from 0 to 10>}. Prompt: '
     "{prompt}"
 )
+PAIR_QUESTION = (
+    "Which of the two pictures shows better what the prompt asks for, and is better made? Answer "
+    'with one JSON object and nothing else: {"better": 1} for the first, {"better": 2} for the '
+    'second, {"better": 0} if neither is better. Prompt: {prompt}'
+)
 _MAX_ANSWER_BYTES = 1 << 18
 
 
-class _Verdict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
-    score: FiniteFloat
+_NUMBER = TypeAdapter(FiniteFloat, config=ConfigDict(strict=True))
+
+
+class _Again(RewardUnavailable):
+    """A failure after which the same question may be answered."""
+
+    after_s: float | None = None
+    """Seconds that the server asks to wait."""
 
 
 class VlmJudge:
@@ -67,11 +78,21 @@ class VlmJudge:
         frames: frames sent of a video.
         timeout_s: for each step of a request.
         deadline_s: for a whole call; what is not answered by then is missing.
+        retries: further requests after no connection, HTTP 408, 429 or 5xx, within the deadline.
+        budget: requests that this process may send in all, which bounds what a paid judge costs;
+            one more ends the run. null = no bound.
         concurrency: requests under way.
         token_env: environment variable with the bearer token; unset = none is sent.
         constrained: ask the server for whole numbers alone (`response_format` with a schema).
         serve: how a judge is served that the run starts (placement managed); else unused.
     """
+
+    name, key = "vlm_judge", "score"
+    """Names: the judge's in its identity, and the number's in an answer of JSON ("" = no JSON)."""
+    text_last = False
+    """Whether the question follows the pictures."""
+    max_tokens = 64
+    """Tokens of an answer."""
 
     def __init__(
         self,
@@ -82,6 +103,8 @@ class VlmJudge:
         frames: int = 4,
         timeout_s: float = 60.0,
         deadline_s: float = 120.0,
+        retries: int = 2,
+        budget: int | None = None,
         concurrency: int = 8,
         token_env: str = "DIGENRL_JUDGE_TOKEN",
         constrained: bool = False,
@@ -102,7 +125,8 @@ class VlmJudge:
             raise ValueError(f"scale is {scale}, concurrency {concurrency}: both must be positive.")
         self.url, self.model, self.question = str(parsed).rstrip("/"), model, question
         self.scale, self.frames, self.deadline_s = scale, frames, deadline_s
-        self._form = {"response_format": _form(int(scale))} if constrained else {}
+        self.retries, self.budget, self._sent = retries, budget, itertools.count(1)
+        self._form = _form(self.key, int(scale)) if constrained and self.key else {}
         token = os.environ.get(token_env)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
@@ -110,33 +134,21 @@ class VlmJudge:
         )
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
         digest = hashlib.blake2b(question.encode(), digest_size=4).hexdigest()
-        whole = ", whole numbers" if constrained else ""
+        whole = ", whole numbers" if self._form else ""
         self.model_id = (
-            f"vlm_judge({model}, scale={scale:g}, frames={frames}, question={digest}{whole})"
+            f"{self.name}({model}, scale={scale:g}, frames={frames}, question={digest}{whole})"
         )
         self.weights_digest = "none"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """[B]. Raises RewardUnavailable (with the scores that there are) if a request or answer
         failed."""
-        frames = rgb_bytes(media, self.frames)
-        jobs = [
-            self._pool.submit(self._judge, sample, prompt)
-            for sample, prompt in zip(frames, prompts, strict=True)
+        shown = [
+            [*self._before(frames, prompt), *frames]
+            for frames, prompt in zip(rgb_bytes(media, self.frames), prompts, strict=True)
         ]
-        scores, causes = torch.full((len(prompts),), math.nan), []
-        deadline = time.monotonic() + self.deadline_s
-        for row, job in enumerate(jobs):
-            try:
-                scores[row] = job.result(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                job.cancel()
-                causes.append(f"the judge did not answer within {self.deadline_s:g} s")
-            except RewardUnavailable as error:
-                causes.append(str(error))
-        if causes:
-            raise RewardUnavailable("; ".join(dict.fromkeys(causes)), scores)
-        return scores
+        values, causes = self._ask(shown, prompts)
+        return _complete(values, causes)
 
     def close(self) -> None:
         """Close the connections."""
@@ -147,31 +159,78 @@ class VlmJudge:
         """Return pictures [3, H, W] uint8 that are shown ahead of the sample's."""
         return []
 
-    def _judge(self, frames: Tensor, prompt: Prompt) -> float:
-        content: list[dict[str, Any]] = [
-            {"type": "text", "text": self.question.replace("{prompt}", prompt.text)}
+    def _ask(
+        self, shown: Sequence[Sequence[Tensor]], prompts: Sequence[Prompt]
+    ) -> tuple[list[float], list[str]]:
+        """Return for each list of pictures [3, H, W] the judge's number, NaN where there is none,
+        and the causes."""
+        deadline = time.monotonic() + self.deadline_s
+        jobs = [
+            self._pool.submit(self._judge, pictures, prompt, deadline)
+            for pictures, prompt in zip(shown, prompts, strict=True)
         ]
-        pictures = [*self._before(frames, prompt), *frames]
-        content += [
-            {"type": "image_url", "image_url": {"url": _png(picture)}} for picture in pictures
-        ]
+        values, causes = [math.nan] * len(jobs), []
+        for row, job in enumerate(jobs):
+            try:
+                values[row] = job.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                job.cancel()
+                causes.append(f"the judge did not answer within {self.deadline_s:g} s")
+            except RewardUnavailable as error:
+                causes.append(str(error))
+        return values, causes
+
+    def _judge(self, pictures: Sequence[Tensor], prompt: Prompt, deadline: float) -> float:
+        text = {"type": "text", "text": self.question.replace("{prompt}", prompt.text)}
+        seen = [{"type": "image_url", "image_url": {"url": _png(one)}} for one in pictures]
         body = {
             "model": self.model,
             "temperature": 0,
-            "max_tokens": 64,
-            "messages": [{"role": "user", "content": content}],
+            "max_tokens": self.max_tokens,
+            "messages": [
+                {"role": "user", "content": [*seen, text] if self.text_last else [text, *seen]}
+            ],
             **self._form,
         }
+        for attempt in itertools.count():
+            try:
+                raw = self._post(body)
+                break
+            except _Again as error:
+                wait_s = 0.5 * 2**attempt if error.after_s is None else error.after_s
+                if attempt >= self.retries or time.monotonic() + wait_s > deadline:
+                    raise
+                time.sleep(wait_s)
+        try:
+            return self.number(json.loads(raw)["choices"][0]["message"]["content"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RewardUnavailable(
+                f"the judge's answer is not of the form that was asked: {type(error).__name__}"
+            ) from error
+
+    def _post(self, body: dict[str, Any]) -> bytes:
+        """Return the body of one answer; _Again where another request may help."""
+        if self.budget is not None and next(self._sent) > self.budget:
+            raise RewardError(
+                f"The judge at {self.url} has had {self.budget} requests from this process, which "
+                "is scorer.budget: raise it, or train for fewer RL steps."
+            )
+        raw = bytearray()
         try:
             with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as response:
-                if response.status_code in (401, 403, 404) or response.is_redirect:
+                code = response.status_code
+                if code in (401, 403, 404) or response.is_redirect:
                     raise RewardError(
-                        f"The judge at {self.url} answered HTTP {response.status_code}: "
+                        f"The judge at {self.url} answered HTTP {code}: "
                         "check url, model and the token's variable."
                     )
-                if response.status_code != 200:
-                    raise RewardUnavailable(f"the judge answered HTTP {response.status_code}")
-                raw = bytearray()
+                if code in (408, 429) or code >= 500:
+                    again = _Again(f"the judge answered HTTP {code}")
+                    if (after := response.headers.get("Retry-After", "")).isdecimal():
+                        again.after_s = float(after)
+                    raise again
+                if code != 200:
+                    raise RewardUnavailable(f"the judge answered HTTP {code}")
                 for chunk in response.iter_bytes():
                     raw += chunk
                     if len(raw) > _MAX_ANSWER_BYTES:
@@ -179,26 +238,46 @@ class VlmJudge:
                             f"the judge's answer exceeds {_MAX_ANSWER_BYTES} bytes"
                         )
         except httpx.HTTPError as error:
-            raise RewardUnavailable(
-                f"the judge cannot be reached: {type(error).__name__}"
-            ) from error
-        return self._verdict(bytes(raw))
+            raise _Again(f"the judge cannot be reached: {type(error).__name__}") from error
+        return bytes(raw)
 
-    def _verdict(self, raw: bytes) -> float:
-        try:
-            text = json.loads(raw)["choices"][0]["message"]["content"]
-            verdict = _Verdict.model_validate_json(
-                text.strip().removeprefix("```json").strip("`").strip()
-            )
-        except (ValueError, LookupError, TypeError, AttributeError, ValidationError) as error:
-            raise RewardUnavailable(
-                f"the judge's answer is no {{score: number}}: {type(error).__name__}"
-            ) from error
-        if not 0 <= verdict.score <= self.scale:
-            raise RewardUnavailable(
-                f"the judge's score {verdict.score} lies outside 0..{self.scale:g}"
-            )
-        return verdict.score / self.scale
+    def number(self, answer: str) -> float:
+        """Return the score in [0, 1] of an answer; ValueError, or like it, for another form."""
+        fenced = answer.strip().removeprefix("```json").strip("`").strip()
+        score = _NUMBER.validate_python(json.loads(fenced)[self.key])
+        if not 0 <= score <= self.scale:
+            raise RewardUnavailable(f"the judge's score {score} lies outside 0..{self.scale:g}")
+        return score / self.scale
+
+
+class PairJudge(VlmJudge):
+    """Share of its comparisons that a sample wins, with every other sample of its prompt in the
+    call (as CodeGoat24/Pref-GRPO); arguments as of `VlmJudge`.
+
+    Each pair is asked twice, the pictures swapped. A judge that answers by the place and not by the
+    picture thus gives each a half. `sampling.task_size` says how many samples meet; a sample
+    without another has no score. Of a video its middle frame is compared.
+    """
+
+    name, key = "pair_judge", "better"
+
+    def __init__(self, url: str, model: str, question: str = PAIR_QUESTION, **options: Any) -> None:
+        super().__init__(url, model, question, **{**options, "scale": 2.0, "frames": 1})
+
+    def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """Return [B]; raises as `VlmJudge`."""
+        pictures, rows = rgb_bytes(media, 1)[:, 0], range(len(prompts))
+        pairs = [(a, b) for a, b in itertools.permutations(rows, 2) if prompts[a] == prompts[b]]
+        shown = [[pictures[a], pictures[b]] for a, b in pairs]
+        values, causes = self._ask(shown, [prompts[a] for a, _ in pairs])
+        won = dict(zip(pairs, values, strict=True))
+        games = [[(won[a, b] + 1 - won[b, a]) / 2 for a, b in pairs if a == row] for row in rows]
+        alone = "a sample met no other of its prompt: sampling.task_size must be 2 or more"
+        return _complete([torch.tensor(each).nanmean() for each in games], causes or [alone])
+
+    def number(self, answer: str) -> float:
+        """Return 1 where the first picture is better, 0 where the second is, else a half."""
+        return {0.0: 0.5, 0.5: 1.0, 1.0: 0.0}[super().number(answer)]
 
 
 class EditJudge(VlmJudge):
@@ -219,16 +298,25 @@ class EditJudge(VlmJudge):
         return [rgb_bytes(source_images(frames, [prompt]), 1)[0, 0]]
 
 
-def _form(most: int) -> dict[str, Any]:
+def _complete(found: Sequence[float | Tensor], causes: Sequence[str]) -> Tensor:
+    """Return the scores [B], or raise RewardUnavailable with them where one is missing."""
+    scores = torch.tensor([float(each) for each in found])
+    if scores.isnan().any():
+        raise RewardUnavailable("; ".join(dict.fromkeys(causes)), scores)
+    return scores
+
+
+def _form(key: str, most: int) -> dict[str, Any]:
     """Return the schema of an answer, as OpenAI's interface takes it."""
     number = {"type": "integer", "minimum": 0, "maximum": most}
     schema = {
         "type": "object",
-        "properties": {"score": number},
-        "required": ["score"],
+        "properties": {key: number},
+        "required": [key],
         "additionalProperties": False,
     }
-    return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    verdict = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    return {"response_format": verdict}
 
 
 def _png(frame: Tensor) -> str:

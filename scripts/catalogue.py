@@ -77,7 +77,7 @@ _PLEASED = (
         "small details: it sees 448 x 448 pixels",
     ),
     (
-        "vlm_judge`, `edit_judge",
+        "vlm_judge`, `edit_judge`, `pair_judge`, `unified_reward",
         "text in the picture that says what is asked for",
         "what its question leaves out",
     ),

@@ -15,7 +15,7 @@ from digenrl.types import Prompt
 pytestmark = pytest.mark.heavy
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "reward"
-NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge"}
+NEEDS_A_SERVICE = {"remote", "vlm_judge", "edit_judge", "unified_reward", "pair_judge"}
 OF_ONE_MODEL = {"digits", "scenes", "scenes_edit", "mixture"}
 NAMES = sorted({path.stem for path in CONFIGS.glob("[a-z]*.yaml")} - OF_ONE_MODEL)
 EDITS = load_prompts("edits.jsonl")[:2]
@@ -27,8 +27,12 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_builds_and_scores(name):
-    suite = reward_suite(reward_config([f"reward={name}", "hardware.build=tiny"], "serve_reward"))
+def test_it_builds_and_scores(name, tmp_path):
+    words = [f"reward={name}", "hardware.build=tiny"]
+    if name == "unified_reward":  # has no question of its own
+        (tmp_path / "asks.py").write_text('f"How good is {prompt}?"')
+        words.append(f"reward.rewards.{name}.scorer.template={tmp_path}/asks.py")
+    suite = reward_suite(reward_config(words, "serve_reward"))
     suite.check_prompts(PROMPTS)
     assert any(suite.weights.values())
     if name not in NEEDS_A_SERVICE:

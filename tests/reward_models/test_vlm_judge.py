@@ -17,7 +17,8 @@ from PIL import Image
 from digenrl.data import load_prompts
 from digenrl.rewards.protocol import RewardError, RewardUnavailable
 from digenrl.types import Prompt
-from reward_models.vlm_judge import EditJudge, VlmJudge
+from reward_models.unified_reward import UnifiedPairs, UnifiedReward, published_question
+from reward_models.vlm_judge import EditJudge, PairJudge, VlmJudge
 
 PROMPTS = [Prompt("a {odd} fox"), Prompt("b")]
 MEDIA = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -41,6 +42,7 @@ def endpoint():
             )
             self.send_response(status)
             self.send_header("Content-Length", str(len(raw)))
+            self.send_header("Retry-After", "0")
             self.end_headers()
             self.wfile.write(raw)
 
@@ -146,7 +148,7 @@ def test_an_answer_outside_the_scale_or_form_is_missing(endpoint, content):
 )
 def test_a_refusal_is_missing_or_ends_the_run(endpoint, status, kind):
     endpoint.answer = lambda body: (status, "")
-    judge = judge_of(endpoint)
+    judge = judge_of(endpoint, retries=0)
     with pytest.raises(RewardError) as caught:
         judge(MEDIA, PROMPTS)
     assert type(caught.value) is kind
@@ -171,3 +173,134 @@ def test_wrong_arguments_are_refused():
     assert "hidden" not in str(caught.value)
     with pytest.raises(ValueError, match="must contain"):
         VlmJudge("http://host/v1", "m", question="how good?")
+
+
+# ---- retries, a budget, pairs, UnifiedReward
+
+
+@pytest.mark.parametrize("busy", [429, 503])
+def test_a_busy_judge_is_asked_again_within_limits(endpoint, busy):
+    endpoint.answer = lambda body: (busy, "") if len(endpoint.bodies) < 3 else (200, '{"score": 4}')
+    judge = judge_of(endpoint, retries=2)
+    assert judge(MEDIA[:1], PROMPTS[:1]).tolist() == pytest.approx([0.4])
+    assert len(endpoint.bodies) == 3
+    endpoint.bodies.clear()
+    with pytest.raises(RewardUnavailable, match=f"HTTP {busy}"):
+        judge_of(endpoint, retries=1)(MEDIA[:1], PROMPTS[:1])
+    assert len(endpoint.bodies) == 2
+
+
+def test_the_budget_bounds_the_requests_and_then_ends_the_run(endpoint):
+    endpoint.answer = lambda body: (200, '{"score": 4}')
+    judge = judge_of(endpoint, budget=3)
+    judge(MEDIA, PROMPTS)
+    with pytest.raises(RewardError, match=r"had 3 requests .* scorer\.budget: raise") as caught:
+        judge(MEDIA, PROMPTS)
+    assert type(caught.value) is RewardError
+    assert len(endpoint.bodies) == 3
+
+
+def redness(body):
+    """How red each shown picture is."""
+    urls = [
+        part["image_url"]["url"] for part in body["messages"][0]["content"] if "image_url" in part
+    ]
+    files = (io.BytesIO(base64.b64decode(url.partition(",")[2])) for url in urls)
+    return [np.array(Image.open(file))[..., 0].mean() / 255 for file in files]
+
+
+def reds(*levels):
+    media = torch.zeros(len(levels), 3, 8, 8)
+    media[:, 0] = torch.tensor(levels)[:, None, None]
+    return media
+
+
+GROUP = [Prompt("red")] * 3
+
+
+def test_the_sample_that_is_better_in_both_orders_wins(endpoint):
+    def better(body):
+        first, second = redness(body)
+        return 200, json.dumps({"better": 0 if first == second else 1 if first > second else 2})
+
+    endpoint.answer = better
+    judge = PairJudge(f"http://127.0.0.1:{endpoint.server_address[1]}/v1", "j")
+    media, prompts = reds(0.2, 0.9, 0.2, 0.5, 0.6), [*GROUP, Prompt("b"), Prompt("b")]
+    assert judge(media, prompts).tolist() == [0.25, 1.0, 0.25, 0.0, 1.0]
+    assert len(endpoint.bodies) == 3 * 2 + 2
+    with pytest.raises(RewardUnavailable, match="task_size") as caught:
+        judge(media[:4], prompts[:4])
+    assert caught.value.scores[:3].tolist() == [0.25, 1.0, 0.25]
+    assert caught.value.scores[3].isnan()
+
+
+def test_a_judge_that_prefers_a_place_prefers_nothing(endpoint):
+    endpoint.answer = lambda body: (200, '{"better": 1}')
+    judge = PairJudge(f"http://127.0.0.1:{endpoint.server_address[1]}/v1", "j")
+    assert judge(reds(0.1, 0.9, 0.5), GROUP).tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.fixture
+def template(tmp_path):
+    """A file as the authors write theirs, which must not be run."""
+    path = tmp_path / "question.py"
+    path.write_text(
+        "import nowhere\nprompt = ''\nask = ('How good? ' f'Text Caption: [{prompt}]')\n"
+        "print(f'{prompt}')\n"
+    )
+    return str(path)
+
+
+def test_unified_reward_asks_its_authors_question_and_reads_their_answer(endpoint, template):
+    endpoint.answer = lambda body: (200, f"fox: 1\nFinal Score: {1 + 4 * redness(body)[0]:.2f}")
+    url = f"http://127.0.0.1:{endpoint.server_address[1]}/v1"
+    judge = UnifiedReward(url, "unified", template, {"Final Score": 1.0}, constrained=True)
+    assert judge(reds(0.0, 1.0), PROMPTS).tolist() == pytest.approx([0.2, 1.0])
+    content = endpoint.bodies[0][2]["messages"][0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "text"]
+    assert content[1]["text"] in {f"How good? Text Caption: [{p.text}]" for p in PROMPTS}
+    assert "response_format" not in endpoint.bodies[0][2]
+    assert judge.model_id.startswith("unified_reward(unified, scale=5")
+    assert judge.model_id != UnifiedReward(url, "unified", template, {"Style Score": 1.0}).model_id
+
+
+AXES = {"Alignment Score": 0.5, "Style Score": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Alignment Score (1-5): 2.5\nCoherence Score (1-5): 1\nStyle Score (1-5): 4.5", 0.7),
+        ("Alignment Score (1-5): 2", None),
+        ("Alignment Score: 2 Style Score: 10", None),
+        ("Alignment Score: 2 Style Score: 3 Style Score: 4", None),
+        ("2.5", None),
+    ],
+)
+def test_an_answer_of_another_form_is_missing_and_not_0(endpoint, template, answer, score):
+    endpoint.answer = lambda body: (200, answer)
+    url = f"http://127.0.0.1:{endpoint.server_address[1]}/v1"
+    judge = UnifiedReward(url, "unified", template, AXES)
+    if score is not None:
+        assert judge(MEDIA[:1], PROMPTS[:1]).tolist() == pytest.approx([score])
+    else:
+        with pytest.raises(RewardUnavailable, match="not of the form"):
+            judge(MEDIA[:1], PROMPTS[:1])
+
+
+def test_unified_pairs_read_the_authors_words(endpoint, template):
+    def better(body):
+        first, second = redness(body)
+        same = "Both images are equally good."
+        return 200, same if first == second else f"Image {1 if first > second else 2} is better."
+
+    endpoint.answer = better
+    judge = UnifiedPairs(f"http://127.0.0.1:{endpoint.server_address[1]}/v1", "unified", template)
+    assert judge(reds(0.2, 0.9, 0.2), GROUP).tolist() == [0.25, 1.0, 0.25]
+
+
+def test_a_template_without_a_question_is_refused(tmp_path):
+    (tmp_path / "none.py").write_text("print('hello')")
+    for wrong in (None, str(tmp_path / "none.py")):
+        with pytest.raises(ValueError, match=r"has no question with \{prompt\}\. Give a file"):
+            published_question(wrong)

@@ -199,11 +199,11 @@ def test_a_constrained_answer_is_one_of_the_numbers(client: TestClient) -> None:
     from reward_models.vlm_judge import _form
 
     free = said(client.post("/v1/chat/completions", json=body(max_tokens=8)))
-    bound = said(client.post("/v1/chat/completions", json=body(response_format=_form(10))))
+    bound = said(client.post("/v1/chat/completions", json=body(**_form("score", 10))))
     assert list(json.loads(bound)) == ["score"]
     assert 0 <= json.loads(bound)["score"] <= 10
     assert free != bound
-    only = said(client.post("/v1/chat/completions", json=body(response_format=_form(0))))
+    only = said(client.post("/v1/chat/completions", json=body(**_form("score", 0))))
     assert only == '{"score": 0}'
 
 
@@ -211,7 +211,7 @@ def test_the_likeliest_number_wins(chat: vlm_server.Chat) -> None:
     """Greedy over the allowed tokens: the first digit is the likeliest after `{"score": `."""
     from reward_models.vlm_judge import _form
 
-    form = body(response_format=_form(9))
+    form = body(**_form("score", 9))
     number = json.loads(chat.answer(form))["score"]
     tokenizer = chat.processor.tokenizer
     picture = Image.new("RGB", (60, 60), "red")

@@ -24,9 +24,15 @@ REWARD_FLOPS = {
 """FLOPs per sample of scorers on the GPU: 2 x parameters x tokens of their ViT, and of a Qwen-VL's
 language model (600 tokens; twice 1060; 1500 for four frames). Other scorers run on the CPU."""
 
-JUDGE_FLOPS = {"vlm_judge": 15e12, "edit_judge": 18e12}
+JUDGE_FLOPS = {
+    "vlm_judge": 15e12,
+    "edit_judge": 18e12,
+    "unified_reward": 30e12,
+    "pair_judge": 54e12,
+}
 """FLOPs per sample of a 7B judge that the run serves itself: 430 and 560 tokens, and as much again
-for the answer, in whose tokens memory bounds (an assumption)."""
+for the answer, in whose tokens memory bounds (an assumption). UnifiedReward's answer has some
+hundred tokens more; a pair judge asks three times per sample when four meet."""
 
 REWARD_CPU_SECONDS = {
     "ocr": 0.3,
