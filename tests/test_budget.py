@@ -110,7 +110,7 @@ ROOMS = {
     "extensions/links": Room(515, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(
-        350, ("extensions/forward", "extensions/offpolicy"), ceiling=420
+        350, ("extensions/forward", "extensions/offpolicy"), ceiling=416
     ),
     "extensions/distillation": Room(150, ("extensions/distillation",)),
     "extensions/context, offload": Room(220, ("extensions/context", "extensions/offload")),
@@ -129,7 +129,7 @@ ROOMS = {
     "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",)),
     "extensions/workbench, store": Room(630, ("extensions/workbench", "extensions/store")),
-    "reward_models": Room(1500, ("reward_models",), ceiling=1843),
+    "reward_models": Room(1500, ("reward_models",), ceiling=1954),
     "hot path": Room(7500, HOT_PATH),
     "core": Room(
         13000,
@@ -141,7 +141,7 @@ ROOMS = {
         ),
         ceiling=13007,
     ),
-    "everything": Room(26000, ("",), ceiling=29513),
+    "everything": Room(26000, ("",), ceiling=29630),
 }
 """Room -> its budget. The last three rows are sums."""
 

@@ -41,6 +41,8 @@ class PolicyModule(pl.LightningModule):
 
     needs_final: ClassVar[bool] = False
     """Whether blocks must carry the clean latents `final`."""
+    rewarded: ClassVar[bool] = True
+    """Whether rewards decide what is learnt, so that a group of equal ones teaches nothing."""
 
     def __init__(
         self,
@@ -144,9 +146,9 @@ class PolicyModule(pl.LightningModule):
         return torch.ones_like(next(iter(rewards.values())), dtype=torch.bool)
 
     def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return [P] bool: groups whose samples do not all score alike; arguments as of
-        `useful`."""
-        return self.advantage.teaches(rewards, weights)
+        """Return [P] bool: groups whose samples do not all score alike, every group unless
+        `rewarded`; arguments as of `useful`."""
+        return self.advantage.teaches(rewards, weights) | (not self.rewarded)
 
     # ---- one micro-batch
 
@@ -292,9 +294,8 @@ class PolicyModule(pl.LightningModule):
             self._log_step(batch)
 
     def _log_step(self, batch: TrainBatch) -> None:
-        advantages = self.advantage(batch.rewards, batch.reward_weights)
-        found = self.collected() | reward_statistics(advantages, batch.rewards)
-        for name, value in found.items():
+        advantages, found = self.advantage(batch.rewards, batch.reward_weights), self.collected()
+        for name, value in (found | reward_statistics(advantages, batch.rewards)).items():
             self.log(name, value.to(self.device), on_step=False, on_epoch=True, batch_size=1)
 
     def collected(self) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ def test_a_prompt_gets_the_weighted_sum_over_its_own_teachers(tmp_path: Path) ->
         },
     )
     module.teachers["two"].uids = frozenset({101})  # the second group alone
+    assert module.teaches({"r": torch.zeros(2, 4)}, {"r": 1.0}).all()  # equal rewards, too
     module.on_train_start()
     before = {name: value.clone() for name, value in policy.trained_parameters().items()}
     found = float(module.training_step(batch(blocks), 0).detach())

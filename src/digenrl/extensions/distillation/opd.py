@@ -59,6 +59,8 @@ class Teacher:
 class Distillation(PolicyModule):
     """Loss per cell: the sum over the prompt's teachers of weight * `distance`."""
 
+    rewarded = False
+
     def __init__(
         self,
         policy: Policy,
@@ -112,10 +114,6 @@ class Distillation(PolicyModule):
             self._meters.update(f"distance/{name}", apart.sum() * live, apart.numel() * live)
             total = total + self.teachers[name].weight * apart
         return total
-
-    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return [P] bool: every group, whatever its samples score."""
-        return torch.ones(len(next(iter(rewards.values()))), dtype=torch.bool)
 
 
 def _teacher(run: str, prompts: str | None = None, weight: float = 1.0) -> Teacher:

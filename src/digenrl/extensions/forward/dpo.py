@@ -7,7 +7,7 @@ Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -130,6 +130,8 @@ class OfflineDPO(DPO):
     """Diffusion-DPO on preference files (`data.samples=files`): of a group, every even sample is
     preferred to the odd one after it. Rewards do not matter."""
 
+    rewarded = False
+
     def pairing(self, block: CellBlock, advantages: Tensor) -> tuple[list[int], list[int], Tensor]:
         """Return the rows of all even samples, of all odd ones, and that each pair counts."""
         even, odd = (
@@ -137,7 +139,3 @@ class OfflineDPO(DPO):
             for rest in (0, 1)
         )
         return even, odd, torch.ones(len(even), dtype=torch.bool, device=advantages.device)
-
-    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return [P] bool: every group, whatever its files score."""
-        return torch.ones(len(next(iter(rewards.values()))), dtype=torch.bool)

@@ -5,10 +5,9 @@ See `losses.flow_matching_loss`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +25,7 @@ class Supervised(PolicyModule):
     trainers draw levels from a continuous distribution; here training visits what sampling visits.
     """
 
-    needs_final = True
+    needs_final, rewarded = True, False
 
     def __init__(
         self,
@@ -45,7 +44,3 @@ class Supervised(PolicyModule):
         """[b, K]."""
         cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM)
         return flow_matching_loss(cells.velocity(self.policy), cells.noise, cells.clean)
-
-    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-        """Return [P] bool: every group, whatever its files score."""
-        return torch.ones(len(next(iter(rewards.values()))), dtype=torch.bool)
