@@ -115,7 +115,7 @@ def test_a_run_opens_what_is_listed_of_its_checkpoint(experiment: str, tmp_path:
     [
         target
         for target, sources in WEIGHTS.items()
-        if "hf download" in sources["path"] and not target.endswith("ClipStatistics")
+        if "hf download" in sources.get("path", "") and not target.endswith("ClipStatistics")
     ],
 )
 def test_a_scorer_opens_what_is_listed(
