@@ -241,6 +241,7 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "flux1_cps": population_rule,
     "flux1_guard": population_rule,
     "flux1_dppo": unbiased_batch_rule,
+    "qwen_image_flowgrpo": batch_rule,
 }
 KERNELS = {
     name: dance_std if name.endswith(("dancegrpo", "videoalign")) else flow_std
@@ -253,8 +254,8 @@ SURROGATES = {
         f"{model}_dppo": (dppo_loss, "algorithm.surrogate.threshold") for model in ("sd35", "flux1")
     },
 }
-WHOLE_GROUPS = ("sd35_cps", "sd35_dppo", "flux1_cps")
-"""Recipes whose source does not shuffle: an update takes whole groups."""
+WHOLE_GROUPS = ("sd35_cps", "sd35_dppo", "flux1_cps", "qwen_image_flowgrpo")
+"""Recipes whose source does not shuffle: an update takes whole groups. Each trains a few steps."""
 UPDATE_SIZE = {  # samples of one group that an update takes, where it takes some of every group
     "flux1_dancegrpo": lambda: numbers("flux1_dancegrpo", "algorithm.updates_per_batch")[0],
     "flux1_mixgrpo": lambda: numbers("flux1_mixgrpo", "algorithm.updates_per_batch")[0],
@@ -330,7 +331,7 @@ def windows(experiment: str, config: Any) -> Iterator[str]:
             yield f"{len(plans[0])} steps are trained"
         if counts[-1] or counts[:-1].min() < 0.8 * 300 * share:
             yield f"steps are drawn {counts} times"
-    elif experiment in ("sd35_cps", "flux1_cps", "sd35_dppo"):
+    elif experiment in WHOLE_GROUPS:
         total, _, share = numbers(experiment, "algorithm.train_steps.stop")
         stop = int(total * share) if share < 1 else int(total // share)
         size = int(numbers(experiment, "algorithm.train_steps.size")[0])
@@ -582,8 +583,8 @@ ALTERED = {
     ),
     "sd35_nft_geneval": ("algorithm.updates_per_batch=2",),
     "sd35_nft_hpsv2": ("algorithm.old_policy.ramp=0.0075",),
-    "flux1_kontext_flowgrpo": ("algorithm.advantage.eps=1e-8",),
-    "qwen_image_flowgrpo": ("algorithm.advantage.eps=1e-8",),
+    "flux1_kontext_flowgrpo": ("algorithm.sde.noise_level=0.7", "data.group_size=24"),
+    "qwen_image_flowgrpo": ("algorithm.train_steps.stop=8", "data.updates_split=samples"),
 }
 """Recipe -> single changes, each of which is another recipe."""
 
