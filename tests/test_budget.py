@@ -104,7 +104,7 @@ ROOMS = {
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1526),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1846
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1847
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(515, ("extensions/links",)),
@@ -141,7 +141,7 @@ ROOMS = {
         ),
         ceiling=13007,
     ),
-    "everything": Room(26000, ("",), ceiling=29630),
+    "everything": Room(26000, ("",), ceiling=29631),
 }
 """Room -> its budget. The last three rows are sums."""
 
