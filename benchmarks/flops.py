@@ -1,6 +1,6 @@
 """Matrix FLOPs that one RL step executes, over the least that its recipe needs.
 
-`python -m benchmarks.flops [recipes=a,b]`: every recipe at tiny width, real classes, on
+`python -m benchmarks.flops [recipes=a,b] [peer=DIR]`: every recipe at tiny width, real classes, on
 the CPU, without recomputation. Executed is what torch's FlopCounterMode counts while the run's own
 engine generates a task and its own algorithm trains that task's cells. The least is counted apart:
 one forward of one sample per denoising step, and per evaluation of the network that the loss is
@@ -11,6 +11,10 @@ weight is trained. A ratio of 1.00 means that nothing is computed twice or for n
 
 Encoding, decoding and scoring are left out; a run does each once per sample. PyTorch's plain
 attention is used, whose backward pass recomputes nothing.
+
+With peer=DIR, a checkout of yifan123/flow_grpo that this Python can run (see `benchmarks.peers`),
+its own scripts make and train samples of the same recipe, build, size, steps and text, and are
+counted in the same way.
 """
 
 from __future__ import annotations
@@ -18,8 +22,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import math
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +46,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import _families
 from benchmarks._random_builds import fill
 from benchmarks._shared import Report, options
+from benchmarks.peers import ALONE, peer_command
 from digenrl import config as configuration
 from digenrl.data import PromptData
 from digenrl.diffusion.denoise import expand_condition
@@ -58,7 +67,7 @@ products of the published network at 256 x 256 pixels (videos: 9 frames), with t
 that are read in a network as deep with two heads. There every token of text is read (with guidance the
 shorter of two texts is padded, which the tiny builds show), and rows twice are left out, because their
 share depends on a recipe's steps and task size."""
-DEFAULTS = {"recipes": "all"}
+DEFAULTS = {"recipes": "all", "peer": ""}
 QUICK = {"recipes": "flux1_flowgrpo,sd35_flowgrpo,zimage_flowgrpo"}
 BAR = 1.05
 """Most that a recipe may execute, over the least."""
@@ -70,6 +79,9 @@ WORDS = (
 )
 OWN = {"digits_dpo": ("hardware=cpu", "sampling.task_size=8")}
 """Recipe -> words in place of the tiny hardware, where it compares more samples than that has."""
+SCRIPTS = {"sd35_flowgrpo": ("train_sd3", "sd3"), "flux1_flowgrpo": ("train_flux", "flux")}
+"""Recipe -> script of flow_grpo that it follows, and family of the tiny build."""
+PEER_SAMPLES = 8
 LINEAR, ATTEND = torch.nn.functional.linear, torch.nn.functional.scaled_dot_product_attention
 PRODUCTS = {torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, Tensor.matmul, Tensor.bmm,
             Tensor.__matmul__}  # fmt: skip
@@ -122,7 +134,7 @@ class Products(TorchFunctionMode):
         heads, rows, width = query.shape[-3], query.shape[-2], query.shape[-1]
         flops = 2.0 * query.shape[0] * heads * rows * key.shape[-2] * (width + value.shape[-1])
         asks = [each for each in (query, key, value) if each.requires_grad]
-        product = Product(flops, 2.0 * bool(asks))
+        product = Product(flops, 2.0 * bool(asks) * torch.is_grad_enabled())
         self.found.append(product)
         shares: dict[str, float] = {}
 
@@ -142,7 +154,8 @@ class Products(TorchFunctionMode):
     def _take(self, out: Tensor, flops: float, factors: tuple[Tensor, Tensor], across: int) -> None:
         if not flops:  # a layer that is given no tokens
             return
-        product = Product(flops, float(sum(each.requires_grad for each in factors)))
+        asks = sum(each.requires_grad for each in factors)
+        product = Product(flops, float(asks) * torch.is_grad_enabled())
         self.found.append(product)
 
         def told(gradient: Tensor) -> None:
@@ -210,7 +223,19 @@ def forward(policy: Policy, condition: dict[str, Tensor], sigma: float) -> list[
         (velocity * torch.randn(velocity.shape, generator=generator)).sum().backward()
     for parameter in policy.parameters():
         parameter.grad = None
-    return products.found
+    return joined(policy, products.found)
+
+
+def joined(policy: Policy, found: list[Product]) -> list[Product]:
+    """Return the products of a velocity, where each branch of guidance had a forward of its own as
+    if both had shared one. The unconditional branch came first, without gradient."""
+    if not (policy.two_forwards and policy.detach_unconditional):
+        return found
+    half = len(found) // 2
+    return [
+        Product(one.flops + other.flops, 0.5 * other.backward, other.read)
+        for one, other in zip(found[:half], found[half:], strict=True)
+    ]
 
 
 def readings(
@@ -274,6 +299,8 @@ class Ratio:
     """Rows of the evaluations with a gradient."""
     sized: bool
     """Whether the model has a published size."""
+    sample: float
+    """Least FLOPs of one sample, generated and trained."""
     explained: float
     """FLOPs of training by the products that were taken down, over those that were counted."""
 
@@ -285,11 +312,16 @@ def counted(work: Callable[[], Any]) -> float:
     return float(counter.get_total_flops())
 
 
-def ratio(name: str) -> Ratio:
+def composed_of(name: str, *more: str) -> configuration.Composed:
+    """Return the recipe's configuration at tiny width."""
+    words = [f"experiment={name}", *(OWN.get(name) or ("hardware=cpu_tiny",)), *WORDS, *more]
+    return with_task_size(configuration.load(words))
+
+
+def ratio(name: str, *more: str) -> Ratio:
     """Generate a task of the recipe and train its cells, as a run does, and set it beside the
-    least."""
-    words = [f"experiment={name}", *(OWN.get(name) or ("hardware=cpu_tiny",)), *WORDS]
-    composed = with_task_size(configuration.load(words))
+    least. `more` are words of its configuration."""
+    composed = composed_of(name, *more)
     config = composed.config
     torch.manual_seed(0)
     policy: Policy = configuration.instantiate(config.model)
@@ -343,6 +375,7 @@ def ratio(name: str) -> Ratio:
         len(made.seen) + len(asked.seen),
         asked.count(False, True),
         composed.choices["model"] in _families.models(),
+        (least_made + least_trained) / spec.task_size,
         (
             asked.count(False, True) * one.backward_executed
             + unmarked * one.executed
@@ -409,10 +442,11 @@ def published_rows(
     slim.detach_unconditional = detached
     whole, trained = readings(slim, condition, 0.5)
     policy, there = published(model, settings, real=True)
+    policy.detach_unconditional = detached
     with Products() as products:
         latents = torch.empty(1, *policy.latent_shape, device="meta")
         policy.velocity(latents, torch.full((1,), 0.5, device="meta"), there)
-    return list(zip(products.found, whole, trained, strict=True))
+    return list(zip(joined(policy, products.found), whole, trained, strict=True))
 
 
 def published(model: str, settings: str, real: bool) -> tuple[Policy, dict[str, Tensor]]:
@@ -447,6 +481,54 @@ def published(model: str, settings: str, real: bool) -> tuple[Policy, dict[str, 
     return policy, condition | (negative if policy.two_forwards else {})
 
 
+def of_peer(sources: Path, name: str, *more: str) -> float:
+    """Return the FLOPs that flow_grpo's script executes for one sample of the recipe.
+
+    Raises:
+        SystemExit: it failed; with its last lines.
+    """
+    config, (script, family) = composed_of(name, *more).config, SCRIPTS[name]
+    own = {
+        "resolution": config.sampling.height,
+        "sample.num_steps": config.sampling.steps,
+        "sample.eval_num_steps": 1,
+        "sample.guidance_scale": config.sampling.guidance_scale,
+        "sample.train_batch_size": PEER_SAMPLES // 2,
+        "sample.num_image_per_prompt": PEER_SAMPLES // 2,
+        "sample.num_batches_per_epoch": 2,
+        "train.batch_size": PEER_SAMPLES // 2,
+        "train.gradient_accumulation_steps": 2,
+        "train.timestep_fraction": 0.99,
+        "train.beta": config.algorithm.kl_weight,
+        "eval_freq": 1,
+    }
+    if script == "train_flux":
+        own["sample.same_latent"] = False
+    with tempfile.TemporaryDirectory() as folder:
+        command = peer_command(sources, Path(folder), script, family, 1, "flops")
+        command += [f"--config.{key}={value}" for key, value in own.items()]
+        run = subprocess.run(
+            command, env=os.environ | ALONE, capture_output=True, text=True, check=False
+        )
+    if run.returncode or not run.stdout.splitlines():
+        raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr[-2000:]}")
+    generated, trained = json.loads(run.stdout.splitlines()[-1])
+    return float(generated + trained) / PEER_SAMPLES
+
+
+def beside(report: Report, sources: Path, names: list[str]) -> None:
+    """Add the table with flow_grpo's scripts, of those that the checkout has."""
+    report.table(("recipe at 256 x 256 px", "least, GFLOP a sample", "over it: ours", "flow_grpo"))
+    lower = True
+    for name in names:
+        if name in SCRIPTS and (sources / "scripts" / f"{SCRIPTS[name][0]}.py").exists():
+            own = ratio(name, *SMALL)
+            theirs = of_peer(sources, name, *SMALL) / own.sample
+            lower = lower and own.whole < theirs
+            report.row(name, f"{own.sample / 1e9:.3f}", f"{own.whole:.3f}", f"{theirs:.3f}")
+    report.verdict(lower, "less than flow_grpo's script executes, everywhere")
+
+
 def recipes() -> list[str]:
     """Return every experiment that trains a family of diffusers."""
     folder = Path(str(configuration.config_directory())) / "experiment"
@@ -479,6 +561,8 @@ def main(words: list[str]) -> int:
             name, each.repeated, *(f"{cell:.3f}" for cell in cells), *["-"] * (4 - len(cells))
         )
         found.append((real[0] if real else each.whole, name))
+    if given["peer"]:
+        beside(report, Path(given["peer"]).resolve(), names)
     worst, name = max(found)
     report.verdict(worst <= BAR, f"at most {BAR} over the least, at real width where there is one")
     report.say(f"worst: {worst:.2f} ({name})")

@@ -72,9 +72,7 @@ CASES = {
 """Name -> processes, and what makes them."""
 SAMPLES = 32
 PEER = (
-    "--config.mixed_precision=no",
     "--config.resolution=64",
-    "--config.prompt_fn=general_ocr",
     f"--config.sample.num_steps={STEPS}",
     "--config.sample.eval_num_steps=1",
     "--config.sample.guidance_scale=1.0",
@@ -86,6 +84,8 @@ PEER = (
     "--config.train.timestep_fraction=0.99",
 )
 """flow_grpo's words for `WORKLOAD`; one process takes four batches, two take two each."""
+ALONE = {"WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
+"""Its environment."""
 PEER_STEP = "advantages: "
 """What its main process prints once in every iteration."""
 
@@ -208,6 +208,27 @@ def own_step_s(words: tuple[str, ...], rl_steps: int) -> float:
     return float(summary["step_s"])
 
 
+def peer_command(
+    sources: Path, folder: Path, script: str, family: str, processes: int, *words: str
+) -> list[str]:
+    """Return the command of a training script of flow_grpo's own, on the tiny build of `family`.
+
+    Args:
+        folder: takes its prompts, which are written here, and its output.
+        words: go to `benchmarks._flow_grpo` before the script's own.
+    """
+    texts = [prompt.text for prompt in load_prompts("signs.jsonl")]
+    Path(folder, "train.txt").write_text("\n".join(texts))
+    Path(folder, "test.txt").write_text(texts[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "-m", "benchmarks._flow_grpo", str(sources)]
+    command += [script, *words, f"--config={sources / 'config' / 'grpo.py'}:compressibility"]
+    command += ["--config.mixed_precision=no", "--config.prompt_fn=general_ocr"]
+    command += [f"--config.pretrained.model={tiny_builds.ensure(family)}"]
+    named = ("dataset", "logdir", "save_dir")
+    return command + [f"--config.{name}={folder}" for name in named]
+
+
 def peer_step_s(sources: Path, processes: int, rl_steps: int) -> float:
     """Median seconds of an iteration of flow_grpo's own script, from one line of its output to the
     next.
@@ -216,34 +237,14 @@ def peer_step_s(sources: Path, processes: int, rl_steps: int) -> float:
         SystemExit: it ended by itself; with its last lines.
     """
     with tempfile.TemporaryDirectory() as folder:
-        texts = [prompt.text for prompt in load_prompts("signs.jsonl")]
-        Path(folder, "train.txt").write_text("\n".join(texts))
-        Path(folder, "test.txt").write_text(texts[0])
         batches = SAMPLES // 8 // processes
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={processes}",
-        ]
-        command += ["-m", "benchmarks._flow_grpo", str(sources)]
-        command += [
-            f"--config={sources / 'config' / 'grpo.py'}:compressibility",
-            *PEER,
-            f"--config.dataset={folder}",
-        ]
-        command += [
-            f"--config.pretrained.model={tiny_builds.ensure('sd3')}",
-            f"--config.logdir={folder}",
-        ]
-        command += [f"--config.sample.num_batches_per_epoch={batches}"]
+        command = peer_command(sources, Path(folder), "train_sd3", "sd3", processes)
+        command += [*PEER, f"--config.sample.num_batches_per_epoch={batches}"]
         command += [f"--config.train.gradient_accumulation_steps={batches}"]
-        alone = {"WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
         with (
             Path(folder, "stderr").open("w+") as errors,
             subprocess.Popen(
-                command, env=os.environ | alone, stdout=subprocess.PIPE, stderr=errors, text=True
+                command, env=os.environ | ALONE, stdout=subprocess.PIPE, stderr=errors, text=True
             ) as run,
         ):
             assert run.stdout is not None

@@ -283,7 +283,8 @@ class Policy(nn.Module, ABC):
 
         latents [B, *L], sigmas [B] (one noise level per row), condition with leading dimension B ->
         [B, *L] fp32. Both branches of classifier-free guidance share one forward of 2B rows, the
-        unconditional rows first; both carry gradient unless `detach_unconditional`.
+        unconditional rows first. With `detach_unconditional` each has a forward of its own, without
+        gradient in the unconditional one.
         """
         latents = latents.to(self.dtype)
         sigmas = sigmas.to(wide(self.dtype))
@@ -299,15 +300,18 @@ class Policy(nn.Module, ABC):
         with half or nullcontext():
             if not self.two_forwards:
                 return self._velocity_of(latents, self.predict(latents, sigmas, positive))
-            both = {
-                key: torch.cat([self._negative(condition, key), value])
-                for key, value in positive.items()
-            }
-            both_latents = torch.cat([latents, latents])
-            output = self.predict(both_latents, torch.cat([sigmas, sigmas]), both)
-        unconditional, conditional = self._velocity_of(both_latents, output).chunk(2)
-        if self.detach_unconditional:
-            unconditional = unconditional.detach()
+            if self.detach_unconditional:
+                negative = {key: self._negative(condition, key) for key in positive}
+                with torch.no_grad():
+                    output = self.predict(latents, sigmas, negative)
+                output = torch.cat([output, self.predict(latents, sigmas, positive)])
+            else:
+                both = {
+                    key: torch.cat([self._negative(condition, key), value])
+                    for key, value in positive.items()
+                }
+                output = self.predict(torch.cat([latents] * 2), torch.cat([sigmas] * 2), both)
+        unconditional, conditional = (self._velocity_of(latents, each) for each in output.chunk(2))
         return self.guide(conditional, unconditional, self.guidance(sigmas))
 
     def _velocity_of(self, latents: Tensor, output: Tensor) -> Tensor:

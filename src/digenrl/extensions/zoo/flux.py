@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from torch import Tensor
 
 from digenrl.extensions.zoo.scales import rescale, unscale
@@ -49,6 +50,26 @@ CHECKPOINT_NAMES: Names = {
 }
 
 
+class LastBlock(FluxSingleTransformerBlock):
+    """Last block of the network, whose text nobody reads: it computes that of the image alone."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        text = encoder_hidden_states.shape[1]
+        both, gate = self.norm(torch.cat([encoder_hidden_states, hidden_states], 1), emb=temb)
+        named = joint_attention_kwargs or {}
+        asked = self.attn(hidden_states=both, image_rotary_emb=image_rotary_emb, **named)[:, text:]
+        inner = self.act_mlp(self.proj_mlp(both[:, text:]))
+        out = gate.unsqueeze(1) * self.proj_out(torch.cat([asked, inner], 2))
+        return encoder_hidden_states, hidden_states + out
+
+
 class FluxPolicy(DiffusersPolicy):
     """FLUX.1-dev; arguments in `DiffusersPolicy`."""
 
@@ -63,6 +84,12 @@ class FluxPolicy(DiffusersPolicy):
     feed_forward = FEED_FORWARD
     single_attention = SINGLE_ATTENTION
     checkpoint_names = CHECKPOINT_NAMES
+
+    @classmethod
+    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
+        (network,) = networks
+        network.single_transformer_blocks[-1].__class__ = LastBlock
+        return network
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         guidance = None
