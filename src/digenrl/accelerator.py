@@ -36,8 +36,8 @@ def is_own(device: torch.device) -> bool:
     return device.type != "cpu" and device.type == kind()
 
 
-def wait() -> None:
-    """Wait for the work given to this process's device on the current stream. A clock that is read
-    next says when that work was done, not when it was given."""
-    if kind() != "cpu":
-        torch.accelerator.current_stream().synchronize()
+def mark() -> torch.Event | None:
+    """Mark the end of the work given so far to the current stream, to be read when it is done.
+    Return None on processors, where work is done when it is given."""
+    event = None if kind() == "cpu" else torch.Event(kind(), enable_timing=True)
+    return event and torch.accelerator.current_stream().record_event(event)

@@ -364,13 +364,13 @@ FAULTS = (
     ),
     # ---- seconds
     Fault(
-        "seconds: a fragment ends when its work is given to the device (H3)",
-        "src/digenrl/strategy/step_ledger.py",
-        "        accelerator.wait()",
-        "        _ = accelerator",
+        "seconds: a span ends when its work is given to the device (H3)",
+        "src/digenrl/record/span_log.py",
+        "before, self._mark(), took, args)",
+        "None, None, took, args)",
         "training is booked as waiting, and the schedule is chosen by it",
-        RUNS,
-        "seconds_are_booked",
+        PARTS,
+        "spans_last",
     ),
     # ---- evaluation, averages, the end
     Fault(

@@ -396,7 +396,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::recursive_mutex> lock(big);
     auto& event = *(EventState*)e;
     const bool ready = streams[event.stream].done >= event.position && event.time <= std::chrono::steady_clock::now();
-    synchronizeEvent(e);  // a loop that asks must end
+    if (ready) join(host_clock, event.clock);
+    else run_until(event.stream, event.position);  // a loop that asks must end
+    raise_complaints();
     return ready;
   }
   bool queryStream(const c10::Stream& s) const override {

@@ -143,9 +143,6 @@ class DiffusersPolicy(Policy):
     unused: ClassVar[tuple[str, ...]] = ()
     """Modules and parameters of the transformer on which the velocity does not depend. Full
     fine-tuning keeps them frozen."""
-    skipped: ClassVar[frozenset[str]] = frozenset()
-    """Linear layers of `unread` that may be given no tokens at all, because the layers behind
-    accept an empty output."""
 
     def __init__(
         self,
@@ -230,7 +227,6 @@ class DiffusersPolicy(Policy):
                 for name, parameter in owner.named_parameters():
                     if f"{name}.".startswith(tuple(f"{module}." for module in modules)):
                         parameter.requires_grad_(False)
-        self._skip_unread()
         if compile:
             dynamo = torch._dynamo.config
             dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
@@ -504,24 +500,6 @@ class DiffusersPolicy(Policy):
             if i < count - 1 or layer not in cls.unread
         ]
 
-    @staticmethod
-    def attend_with(attention: Any, processor: Any) -> None:
-        """Give an attention layer of diffusers another processor, with the backend of its present
-        one."""
-        processor._attention_backend = attention.processor._attention_backend
-        attention.set_processor(processor)
-
-    def require_template(self, tokenizer: Any, template: str, expected: int) -> None:
-        """Raise ValueError unless the text before the prompt in `template` has the number of tokens
-        that the pipeline cuts."""
-        tokens = len(tokenizer(template.split("{}")[0]).input_ids)
-        if tokens != expected:
-            raise ValueError(
-                f"the tokenizer of {self.path} makes {tokens} tokens of {self.family}'s prompt "
-                f"template, the pipeline cuts {expected}: parts of the prompt would be lost; use "
-                "the tokenizer that ships with the model"
-            )
-
     def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
         """Warn once per encoder that a prompt is longer than the `limit` tokens that the encoder
         takes."""
@@ -532,17 +510,6 @@ class DiffusersPolicy(Policy):
                 f"{self.family}: {type(tokenizer).__name__} takes {limit} tokens, prompts beyond "
                 f"that are cut (first such prompt: {tokens} tokens, '{text[:60]}...')",
             )
-
-    def report_long_turn(self, tokenizer: Any, text: str, **template: Any) -> None:
-        """Warn the same of a prompt inside the tokenizer's chat template, which takes `template`
-        and tokens of its own."""
-        empty = [{"role": "user", "content": ""}]
-        around = tokenizer.apply_chat_template(
-            empty, tokenize=False, add_generation_prompt=True, **template
-        )
-        self.report_long_prompt(
-            tokenizer, text, self.max_sequence_length - len(tokenizer(around).input_ids)
-        )
 
     def pipeline_components(self) -> dict[str, Any]:
         """Components that the encoder pipeline must not load by itself, by name; None = leave it
@@ -569,12 +536,6 @@ class DiffusersPolicy(Policy):
                 key: value.to(self.dtype) if value.is_floating_point() else value
                 for key, value in encoded.items()
             }
-
-    def _skip_unread(self) -> None:
-        for network in self.networks():
-            for name in self.skipped:
-                layer = getattr(network, self.block_lists[0])[-1].get_submodule(name)
-                layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],))
 
     def _encoders(self) -> list[nn.Module]:
         encoders = [

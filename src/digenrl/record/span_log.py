@@ -10,8 +10,8 @@ import json
 import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from digenrl.record.run_dir import unix_time
 
 _BLOCK = 1000
 """Most lines that wait in memory."""
+Took = Callable[[float], None]
+"""Takes the seconds of a span."""
 
 
 class SpanLog:
@@ -33,6 +35,7 @@ class SpanLog:
             only.
         progress: object in which stages in progress are marked.
         limit: most bytes of the file.
+        mark: marks the end of the work given to the device so far, as `digenrl.accelerator.mark`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class SpanLog:
         epoch: float,
         progress: Progress | None = None,
         limit: float = math.inf,
+        mark: Callable[[], Any] = lambda: None,
     ) -> None:
         self.rank, self.role, self.progress = rank, role, progress or Progress()
         self._offset = unix_time() - epoch - time.monotonic()
@@ -51,6 +55,8 @@ class SpanLog:
         self._lines: list[bytes] = []
         self._flushed = 0.0
         self._lock = threading.Lock()
+        self._mark = mark
+        self._given, self._device_end = deque[tuple[Any, ...]](), 0.0
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         """(stage, cause) -> seconds since the last `take_seconds`."""
 
@@ -67,12 +73,16 @@ class SpanLog:
             yield
 
     @contextmanager
-    def span(self, stage: str, quiet: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
+    def span(
+        self, stage: str, quiet: bool = False, took: Took | None = None, **args: Any
+    ) -> Iterator[dict[str, Any]]:
         """Record the body as one span. The yielded dict takes facts that are known only inside.
 
-        `quiet` spans of other threads do not change the rank's activity in the display.
+        `quiet` spans of other threads do not change the rank's activity in the display. A span with
+        `took` lasts until the device has done what the body gives it. Nobody waits for that: the
+        span is recorded, and `took` is given its seconds, when the work is found done.
         """
-        start = self.now()
+        start, before = self.now(), self._mark() if took else None
         name = " ".join([stage, *(args[key] for key in ("cause", "what") if key in args)])
         where = next((f" {key[0]}{args[key]}" for key in ("group", "version") if key in args), "")
         if not quiet:
@@ -81,10 +91,30 @@ class SpanLog:
             with self.progress.stage(name):
                 yield args
         finally:
-            self.add(stage, start, self.now(), **args)
+            if took is None:
+                self.add(stage, start, self.now(), quiet, **args)
+            else:
+                given = (stage, start, self.now(), before, self._mark(), took, args)
+                self._given.append(given)
+                self.read()
 
-    def add(self, stage: str, start: float, end: float, **args: Any) -> None:
-        """Record a span that was measured elsewhere."""
+    def read(self, wait: bool = False) -> None:
+        """Record the spans whose work the device has done; with `wait`, all of them."""
+        while self._given and (wait or not (done := self._given[0][4]) or done.query()):
+            stage, start, end, before, after, took, args = self._given.popleft()
+            if before and after:
+                after.synchronize()
+                start = max(start, self._device_end)
+                end = self._device_end = start + 1e-3 * before.elapsed_time(after)
+            self.add(stage, start, end, quiet=True, **args)
+            took(end - start)
+
+    def add(self, stage: str, start: float, end: float, quiet: bool = False, **args: Any) -> None:
+        """Record a span that was measured elsewhere. Unless it is `quiet`, it begins when the
+        device has done what was given before: a rank whose device works does not wait."""
+        if not quiet:
+            self.read()
+            start = end if self._given else min(end, max(start, self._device_end))
         row = {
             "rank": self.rank,
             "role": self.role,
@@ -123,6 +153,7 @@ class SpanLog:
         return taken
 
     def close(self) -> None:
+        self.read(wait=True)
         with self._lock:
             if self._file is not None:
                 self._flush(self._file)

@@ -49,6 +49,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from digenrl import accelerator
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.vitals import peaks_key
@@ -154,7 +155,13 @@ class DisaggregatedStrategy(DDPStrategy):
         self.link = setup.link(self.control, world, session, self.root_device)
         path = session.run_dir / "spans" / f"rank-{world.rank:03d}.jsonl"
         self.spans = SpanLog(
-            path, world.rank, world.role, session.epoch, session.progress, setup.record_bytes
+            path,
+            world.rank,
+            world.role,
+            session.epoch,
+            session.progress,
+            setup.record_bytes,
+            accelerator.mark,
         )
         self._process_group_backend = self._get_process_group_backend()
         name = "trainers" if world.is_trainer else f"rollout-{world.rank}"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
-from digenrl import accelerator
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
@@ -44,7 +44,7 @@ class StepLedger:
         self._missing: Counter[str] = Counter()
         self._useful = 0
         self._left_out: Counter[str] = Counter()
-        self._training: tuple[float, StepBoard, tuple[int, ...], ExitStack] | None = None
+        self._training: tuple[StepBoard, tuple[int, ...], ExitStack] | None = None
         self.ledger = Ledger()
         """Samples of this process's life: issued, trained, dropped, in flight (I10)."""
         self.facts: dict[str, float] = {}
@@ -80,21 +80,20 @@ class StepLedger:
         for name, scores in board.rewards.items():
             self._missing[name] += int(board.of_fragment(scores, fragment).isnan().sum())
         self._useful += int(board.useful(fragment).sum())
-        span = ExitStack()
+        took, span = partial(self._took, fragment), ExitStack()
         span.enter_context(
-            self._spans.span("train", step=board.step, group=groups[0], groups=len(groups))
+            self._spans.span(
+                "train", took=took, step=board.step, group=groups[0], groups=len(groups)
+            )
         )
-        self._training = (self._spans.now(), board, fragment, span)
+        self._training = (board, fragment, span)
 
     def end_fragment(self) -> None:
-        """The fragment in training is done: its portions leave the ledger, its duration goes to the
-        policy's costs."""
+        """The fragment in training is given to the device: its portions leave the ledger."""
         if self._training is None:
             return
-        began, board, fragment, span = self._training
+        board, fragment, span = self._training
         self._training = None
-        accelerator.wait()  # the backward pass is given to the device, not yet done
-        ended = self._spans.now()
         span.close()
         for portion, group in zip(fragment, self._spec.groups_of(fragment), strict=True):
             reason, parts = board.left_out.get(group), self._spec.parts_of(portion)
@@ -108,10 +107,13 @@ class StepLedger:
                     "dropped",
                     {"reason": reason, "step": board.step, "group": group, "samples": samples},
                 )
+
+    def _took(self, fragment: tuple[int, ...], seconds: float) -> None:
+        """The device has trained a fragment: its duration goes to the policy's costs."""
         rank, roles = self._world.rank, self._policy.roles
         cells = cells_of(self._spec, roles.trainers, roles.lockstep, rank, fragment)
         if cells:
-            self._policy.measured("train", rank, (ended - began) / cells)
+            self._policy.measured("train", rank, seconds / cells)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from digenrl import accelerator
 from digenrl.cluster.claims import StoredClaims, announce, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
@@ -202,9 +202,7 @@ class TaskRunner:
     def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
         with self._spans.span("lend", step=task.step, discarded=True):
-            self._denoise(
-                self._engine.begin(task, self._prompt(task)), self._spans.now(), interrupt
-            )
+            self._denoise(self._engine.begin(task, self._prompt(task)), interrupt)
 
     def settle(self, wait: bool = False) -> None:
         """Raise what went wrong in scoring or shipping of earlier tasks; with `wait`, also wait for
@@ -218,14 +216,12 @@ class TaskRunner:
     def _finish(self, generation: Generation, stage: str, interrupt: Interrupt | None) -> None:
         task, spans = generation.task, self._spans
         self.settle()
-        began = spans.now()
+        took: list[float] = []
         share = self._engine.steps_left(generation) / self._spec.denoise_steps
         self.announce(task.version, task, share)
-        with spans.span(
-            stage, step=task.step, group=task.group, version=task.version, samples=task.samples
-        ) as facts:
-            generation, receiver = self._denoise(generation, began, interrupt)
-            accelerator.wait()
+        where: dict[str, Any] = {"took": took.append, "step": task.step, "group": task.group}
+        with spans.span(stage, version=task.version, samples=task.samples, **where) as facts:
+            generation, receiver = self._denoise(generation, interrupt)
             if receiver is not None and receiver != NOBODY:
                 facts["handed_to"] = receiver
         claim = self._held.pop((task.step, task.index))
@@ -235,17 +231,17 @@ class TaskRunner:
             self.announce(task.version)
             self._link.send(receiver, pack_state(task, generation.state, claim))
             return None
-        with spans.span("decode", step=task.step, group=task.group):
+        with spans.span("decode", **where):
             media = self._engine.decode(generation)
-            accelerator.wait()
-        seconds = spans.now() - began
-        if share == 1.0:
-            self._task_seconds = 0.5 * (seconds + (self._task_seconds or seconds))
         shipped: Future[None] = Future()
         self._unshipped.append(shipped)
         handed = spans.now()
         with spans.progress.stage("wait reward"):  # inline, the suite's own mark lies inside
             scored = self._engine.score(generation, media)
+        spans.read()  # scoring begins with a copy of the media, before which all was done
+        seconds = sum(took)
+        if share == 1.0:
+            self._task_seconds = 0.5 * (seconds + (self._task_seconds or seconds))
         if self._engine.scores_inline:
             spans.add("score", handed, spans.now(), step=task.step, group=task.group)
         elif (
@@ -257,7 +253,7 @@ class TaskRunner:
         return None
 
     def _denoise(
-        self, generation: Generation, began: float, interrupt: Interrupt | None
+        self, generation: Generation, interrupt: Interrupt | None
     ) -> tuple[Generation, int | None]:
         """Make the remaining steps, or those until the task is suspended; return also the rank that
         goes on then."""

@@ -3,16 +3,20 @@ where it belongs."""
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from digenrl import devices
+from digenrl import accelerator, devices
 from digenrl.algorithms.copies import Ema
 from digenrl.extensions.offload.activations import Offload
 from digenrl.models import pipeline
+from digenrl.record.span_log import SpanLog
 from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
@@ -46,6 +50,35 @@ def blocks(device: str) -> dict[str, torch.Tensor]:
 def test_off_loaded_activations_come_back() -> None:
     there, here = blocks("strict"), blocks("cpu")
     assert all(torch.equal(there[name], here[name]) for name in here)
+
+
+def test_spans_last_as_long_as_the_device_works_and_nobody_waits(tmp_path: Path) -> None:
+    """Ten operators keep the device busy for .3 s; the host has given them long before. A wait that
+    ends meanwhile was none, and one that ends later began when the device was done."""
+    there, took = torch.ones(3, device=DEVICE), []
+    spans = SpanLog(tmp_path / "s.jsonl", 0, "trainer", time.time(), mark=accelerator.mark)
+    strict.set_op_us(30_000)
+    try:
+        began = spans.now()
+        for stage in ("generate", "decode"):
+            with spans.span(stage, took=took.append):
+                for _ in range(5):
+                    there.add_(1.0)
+        with spans.span("wait", cause="tail"):
+            pass
+        given_s = spans.now() - began
+        with spans.span("wait", cause="straggler"):
+            time.sleep(0.5)
+    finally:
+        strict.set_op_us(0)
+    spans.close()
+    assert given_s < 0.1
+    assert took == pytest.approx([0.15, 0.15], abs=0.02)
+    rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    lasted = {row.get("cause", row["stage"]): row["end"] - row["start"] for row in rows}
+    assert lasted["tail"] == 0.0
+    assert lasted["straggler"] == pytest.approx(0.2 + given_s, abs=0.05)
+    assert lasted["decode"] == pytest.approx(0.15, abs=0.02)
 
 
 def sent(parameters: dict[str, torch.Tensor]) -> Version:

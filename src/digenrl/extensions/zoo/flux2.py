@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.extensions.zoo.flux import ATTENTION
+from digenrl.extensions.zoo.shared import report_long_turn
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -58,7 +59,7 @@ class Flux2KleinPolicy(DiffusersPolicy):
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Return Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
-        self.report_long_turn(pipeline.tokenizer, text, enable_thinking=False)
+        report_long_turn(self, pipeline.tokenizer, text, enable_thinking=False)
         states, _ = pipeline.encode_prompt(
             text, device=pipeline.device, max_sequence_length=self.max_sequence_length
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from digenrl.extensions.zoo.exchange import attend_together
 from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
+from digenrl.extensions.zoo.shared import attend_with, require_template
 from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -109,7 +110,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         super().keep_padding(on)
         self._unmasked = not on and not self.two_forwards
         for block in self.wrap_units():
-            self.attend_with(block.attn, JointAttention(masked=not self._unmasked))
+            attend_with(block.attn, JointAttention(masked=not self._unmasked))
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         text, mask = condition["text"], condition.get("mask")
@@ -172,6 +173,6 @@ class HunyuanVideoPolicy(DiffusersPolicy):
         crops."""
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
-        self.require_template(
-            pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS
+        require_template(
+            self, pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 from digenrl.extensions.zoo.blocks import through
 from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD
 from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
+from digenrl.extensions.zoo.shared import require_template
 from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.wording import Condition
@@ -148,7 +149,9 @@ class HunyuanVideo15Policy(DiffusersPolicy):
             ],
             tokenize=False,
         ).split("\0")
-        self.require_template(pipeline.tokenizer, before, pipeline.prompt_template_encode_start_idx)
+        require_template(
+            self, pipeline.tokenizer, before, pipeline.prompt_template_encode_start_idx
+        )
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Return Qwen2.5-VL states [1, max_sequence_length, d], and ByT5 states [1, 256, d] of the

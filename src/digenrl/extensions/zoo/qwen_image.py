@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from digenrl.extensions.zoo.flux import ATTENTION
 from digenrl.extensions.zoo.scales import denormalise, normalise
+from digenrl.extensions.zoo.shared import require_template
 from digenrl.models.latents import pack, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
@@ -100,7 +101,7 @@ class QwenImagePolicy(DiffusersPolicy):
     def check_encoders(self, pipeline: Any) -> None:
         """Check that the template before the prompt is exactly the 34 tokens that the pipeline
         drops."""
-        self.require_template(pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
+        require_template(self, pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
 
 
 class QwenImageEditPolicy(QwenImagePolicy):
@@ -150,6 +151,6 @@ class QwenImageEditPolicy(QwenImagePolicy):
     def check_encoders(self, pipeline: Any) -> None:
         """Check that the template before the image is exactly the 64 tokens that the pipeline
         drops."""
-        self.require_template(
-            pipeline.tokenizer, pipeline.prompt_template_encode, EDIT_TEMPLATE_TOKENS
+        require_template(
+            self, pipeline.tokenizer, pipeline.prompt_template_encode, EDIT_TEMPLATE_TOKENS
         )

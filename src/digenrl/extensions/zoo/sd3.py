@@ -53,9 +53,13 @@ class SD3Policy(DiffusersPolicy):
         }
     )
 
-    skipped = frozenset(
-        {"attn.add_q_proj"}
-    )  # the last block's text asks nothing: fewer queries of its attention
+    @classmethod
+    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
+        (network,) = networks
+        # The last block's text asks nothing: fewer queries of its attention.
+        asking = network.transformer_blocks[-1].attn.add_q_proj
+        asking.register_forward_pre_hook(lambda _, inputs: (inputs[0][:, :0],))
+        return network
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         return self.network(

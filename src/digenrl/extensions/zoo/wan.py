@@ -12,6 +12,7 @@ from torch import Tensor
 
 from digenrl.extensions.zoo.exchange import attend_together
 from digenrl.extensions.zoo.scales import denormalise, normalise
+from digenrl.extensions.zoo.shared import attend_with
 from digenrl.models import pretrained
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
@@ -94,7 +95,7 @@ class WanPolicy(DiffusersPolicy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for block in self.wrap_units():
-            self.attend_with(block.attn1, _SelfAttention())
+            attend_with(block.attn1, _SelfAttention())
 
     @classmethod
     def check_checkpoint(cls, path: str) -> None:

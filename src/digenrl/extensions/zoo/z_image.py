@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.extensions.zoo.scales import unscale
+from digenrl.extensions.zoo.shared import report_long_turn
 from digenrl.models.pipeline import DiffusersPolicy
 
 
@@ -47,7 +48,7 @@ class ZImagePolicy(DiffusersPolicy):
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Return Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1,
         max_sequence_length]."""
-        self.report_long_turn(pipeline.tokenizer, text, enable_thinking=True)
+        report_long_turn(self, pipeline.tokenizer, text, enable_thinking=True)
         (states,), _ = pipeline.encode_prompt(
             text,
             device=pipeline.device,
