@@ -51,13 +51,13 @@ def counted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def encode(encoders: Any, tokenizers: Any, prompt: Any, length: int) -> Any:
-    """As the original, of another length."""
+    """Encode as the original does, to another length."""
     return encode_prompt(encoders, tokenizers, prompt, TEXT_LENGTH)
 
 
 def generate(*given: Any, **named: Any) -> Any:
-    """As the original. The first that is no evaluation begins the count; the next evaluation ends
-    it, and the script."""
+    """Sample as the original does. The first sampling that is no evaluation begins the count; the
+    next evaluation ends it, and the script."""
     begun = bool(apart["generate"])
     if named["noise_level"] == 0 and begun:
         counter.__exit__(None, None, None)

@@ -12,9 +12,8 @@ weight is trained. A ratio of 1.00 means that nothing is computed twice or for n
 Encoding, decoding and scoring are left out; a run does each once per sample. PyTorch's plain
 attention is used, whose backward pass recomputes nothing.
 
-With peer=DIR, a checkout of yifan123/flow_grpo that this Python can run (see `benchmarks.peers`),
-its own scripts make and train samples of the same recipe, build, size, steps and text, and are
-counted in the same way.
+With peer=DIR, a checkout of yifan123/flow_grpo (see `benchmarks.peers`), its own scripts generate
+and train samples of the same recipe, build, size, steps and text. They are counted alike.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ PEER = (
 )
 """flow_grpo's words for `WORKLOAD`; one process takes four batches, two take two each."""
 ALONE = {"WANDB_MODE": "disabled", "ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
-"""Its environment."""
+"""Environment of flow_grpo's scripts."""
 PEER_STEP = "advantages: "
 """What its main process prints once in every iteration."""
 

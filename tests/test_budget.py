@@ -91,7 +91,7 @@ ROOMS = {
     "algorithms, rollout": Room(1250, ("algorithms", "rollout")),
     "models": Room(1600, ("models",)),
     "rewards": Room(650, ("rewards",)),
-    "record": Room(500, ("record",), ceiling=519),
+    "record": Room(500, ("record",), ceiling=540),
     "callbacks": Room(500, ("callbacks",)),
     "config": Room(1500, ("config",), ceiling=1599),
     "cli": Room(500, ("cli",), ceiling=503),

@@ -301,9 +301,10 @@ class Policy(nn.Module, ABC):
             if not self.two_forwards:
                 return self._velocity_of(latents, self.predict(latents, sigmas, positive))
             if self.detach_unconditional:
-                negative = {key: self._negative(condition, key) for key in positive}
                 with torch.no_grad():
-                    output = self.predict(latents, sigmas, negative)
+                    output = self.predict(
+                        latents, sigmas, {key: self._negative(condition, key) for key in positive}
+                    )
                 output = torch.cat([output, self.predict(latents, sigmas, positive)])
             else:
                 both = {

@@ -94,8 +94,7 @@ class SpanLog:
             if took is None:
                 self.add(stage, start, self.now(), quiet, **args)
             else:
-                given = (stage, start, self.now(), before, self._mark(), took, args)
-                self._given.append(given)
+                self._given.append((stage, start, self.now(), before, self._mark(), took, args))
                 self.read()
 
     def read(self, wait: bool = False) -> None:

@@ -209,6 +209,21 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
     assert allocated(composed).config.model.gradient_checkpointing == kept
 
 
+def test_compiled_blocks_are_computed_again_whole() -> None:
+    """They show no operators, so the policy refuses to keep some of them."""
+    words = ("experiment=wan21_flowgrpo", "hardware=single_gpu", "schedule.tsp.batch=1")
+    found = []
+    for compiled in ("false", "true"):
+        composed = loaded(*words, f"model.compile={compiled}", "allocation.rollouts=0")
+        costing = costing_of(composed)
+        candidate = candidate_of(composed.config, 1, 0, costing.work.trained_steps)
+        found.append(costing.recompute(candidate, costing.hardware.pools[0]))
+    plain, whole = found
+    assert plain.products > 0.0
+    assert (whole.products, whole.attention) == (0.0, 0.0)
+    assert whole.inputs > 0.0
+
+
 def test_what_is_always_there_is_counted() -> None:
     """Reward models, evaluation and encoders in use: each makes the rank larger that has it.
     Trainers have room for an evaluation in any case: they take over where no rollout is left."""

@@ -28,7 +28,7 @@ from digenrl.extensions.planner.memory import (
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Pool, assign, shard_group
-from digenrl.recompute import ALL, MODES, Recompute
+from digenrl.recompute import ALL, INPUTS, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -142,8 +142,9 @@ class Costing:
             return Recompute()
         # In a mixture of two modes, some blocks keep more and the others less. Memory falls with
         # every block that keeps less, so bisection finds the fewest of them.
-        choices = []
-        for more, less in itertools.combinations(MODES, 2):
+        # Compiled blocks show no operators, of which the other modes keep some.
+        choices, modes = [], (ALL, INPUTS) if self.work.engine == "compiled" else MODES
+        for more, less in itertools.combinations(modes, 2):
             if fits(mixed(more, less, units)):
                 low, high = 0, units
                 while low < high:
