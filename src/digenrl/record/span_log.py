@@ -55,8 +55,7 @@ class SpanLog:
         self._lines: list[bytes] = []
         self._flushed = 0.0
         self._lock = threading.Lock()
-        self._mark = mark
-        self._given, self._device_end = deque[tuple[Any, ...]](), 0.0
+        self._given, self._device_end, self._mark = deque[tuple[Any, ...]](), 0.0, mark
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         """(stage, cause) -> seconds since the last `take_seconds`."""
 

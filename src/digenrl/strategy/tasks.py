@@ -399,6 +399,7 @@ class Lending:
             while True:
                 while self._inbox.receive(0.0):
                     pass
+                self._spans.read()  # the search below asks what training took
                 self._see_losses()
                 fragment = self._cut(board, pending)
                 move = self._move(board, update, pending, fragment)
