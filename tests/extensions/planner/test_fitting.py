@@ -210,7 +210,7 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
 
 
 def test_compiled_blocks_are_computed_again_whole() -> None:
-    """They show no operators, so the policy refuses to keep some of them."""
+    """Compiled blocks show no operators: a policy refuses to keep the values of some."""
     words = ("experiment=wan21_flowgrpo", "hardware=single_gpu", "schedule.tsp.batch=1")
     found = []
     for compiled in ("false", "true"):
