@@ -141,7 +141,7 @@ ROOMS = {
         ),
         ceiling=13007,
     ),
-    "everything": Room(26000, ("",), ceiling=29631),
+    "everything": Room(26000, ("",), ceiling=29682),
 }
 """Room -> its budget. The last three rows are sums."""
 
