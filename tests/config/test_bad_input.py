@@ -268,10 +268,6 @@ VALUES: dict[str, Case] = {
         ["data.zero_variance_groups = refill: was removed", "no experiment used it"],
     ),
     "unknown launcher": (["launch=slurm"], ["launch = slurm", "local | ray"]),
-    "a line to no pool": (
-        ["+hardware.links={wan:{between:[local,far],gb_s:1.0}}"],
-        ["hardware.links.wan.between = ['local', 'far']", "two pools", "its pools are local"],
-    ),
     "a line to one pool": (
         ["+hardware.links={wan:{between:[local],gb_s:1.0}}"],
         ["hardware.links.wan.between = ['local']", "[pool, pool]"],
