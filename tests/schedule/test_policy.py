@@ -80,6 +80,14 @@ def trainer_policy(
     return policy
 
 
+def test_the_rollout_rank_that_is_free_first() -> None:
+    policy = trainer_policy(1, 2)
+    assert policy.first_free(0.0) is None
+    for rank, until in ((0, 0.5), (1, 9.0), (2, 3.0)):  # rank 0 is a trainer
+        policy.saw_rank(rank, Work(0, TASK_S, 0, 0, until))
+    assert policy.first_free(1.0) == 2
+
+
 @pytest.mark.parametrize(("until", "lends"), [(2.5, True), (0.0, False)], ids=["lending", "done"])
 def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: bool) -> None:
     """All of group 0 is claimed. Where trainer 1 still generates its last task, trainer 0 has time

@@ -122,6 +122,14 @@ def test_a_loan_is_made_by_the_trainers_that_are_there_then() -> None:
     assert [point.lent for point in later if point is not None] == [2, 3]
 
 
+def test_what_is_left_of_the_next_step_is_shared_by_speed() -> None:
+    """By 8 s the rollout rank has made 2 of 12 tasks. It makes .25 a second, the lenders 1."""
+    state = LendingState(
+        (0.0,), (4.0,), 0, (0,), (0.0,), (1.0,), 2.0, lenders=2, tasks_later=12, later_taken=1
+    )
+    assert _Search(state, 1).spare(8.0) == pytest.approx(0.8 * (12 + 1 - 2) - 1)
+
+
 def test_a_fixed_policy_lends_the_rounds_that_fit_into_a_wait() -> None:
     """A rollout rank makes four tasks at 3, 6, 9 and 12 s. Three loans of 2 s fit into the 6 s before
     the first fragment, and spare the rank all but the first task."""
