@@ -187,10 +187,8 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
         )
     assert said is not None
     if error["type"] == "missing":
-        return (
-            f"{key}: missing; allowed: "
-            f"{said.allowed}{f' ({said.meaning})' if said.meaning else ''}."
-        )
+        meaning = f" ({said.meaning.rstrip('.')})" if said.meaning else ""
+        return f"{key}: missing; allowed: {said.allowed}{meaning}."
     wrong = _complaint(error)
     if located.in_item:
         wrong = f"holds {error['input']!r}, which {wrong}"

@@ -7,7 +7,8 @@ import pytest
 from digenrl import config
 
 WAN = "{between:[a,b],gb_s:1.0}"
-POOLS = [f"+hardware.pools.{name}={{gpu:cpu,memory_gib:8,tflops:0.1}}" for name in "ab"]
+KEYS = "gpu:cpu,memory_gib:8,tflops:0.1,hbm_tb_s:0.1,intra_gb_s:1,inter_gb_s:1"
+POOLS = [f"+hardware.pools.{name}={{{KEYS}}}" for name in "ab"]
 
 
 @pytest.mark.parametrize(
