@@ -45,7 +45,11 @@ def network(model: str, blocks: int | None = None) -> nn.Module:
         arguments |= {
             name: arguments[name] * blocks // depth for name in kind.depths if name in arguments
         }
-        arguments |= sizes.get("few_blocks", {})
+        arguments |= {
+            name: numbers[: len(numbers) * blocks // depth]
+            for name, numbers in arguments.items()
+            if name.endswith("_layers") and isinstance(numbers, list)
+        }
     parts: list[nn.Module] = [kind.transformer_class(**arguments) for _ in kind.components]
     return kind.joined(parts)
 

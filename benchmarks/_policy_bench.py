@@ -29,7 +29,7 @@ from digenrl.extensions.planner.cli.profile import training_batch
 from digenrl.extensions.planner.memory import (
     FRAGMENTATION,
     GIB,
-    repeated_bytes,
+    moment_bytes,
     rollout_memory,
     saved_bytes,
     trainer_memory,
@@ -269,7 +269,7 @@ def train(bench: Bench, unit: Unit) -> Row:
     held = trainer_memory(
         work, 1, unit.samples, unit.steps, kept, generates=False, keeps_copy=False
     )
-    saved, moment = saved_bytes(work, rows, kept), repeated_bytes(work, rows, kept)
+    saved, moment = saved_bytes(work, rows, kept), moment_bytes(work, rows, kept)
     resting = held.frozen + held.trained + held.gradients + held.copies
     return {
         "seconds": taken,

@@ -2,13 +2,15 @@
 the adapters.
 
 `python -m benchmarks.count_facts [model ...]` (default: all): parameters and LoRA parameters on the
-meta device at real size; bytes that a forward keeps for its backward pass, by what is trained and
-what blocks keep (`digenrl.recompute`), on fake tensors at real width; FLOPs of one forward and of
-one decode with torch's flop counter on the meta device. A few minutes on one core, no download.
+meta device at real size; bytes that blocks keep of a forward for its backward pass, by what is
+trained and what blocks keep (`digenrl.recompute`), and the bytes beside them at the peak of both
+passes, on fake tensors at real width; FLOPs of one forward and of one decode with torch's flop
+counter on the meta device. Some minutes on one core, no download.
 """
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _families
 from benchmarks.live_bytes import Bytes, count_bytes
+from digenrl.diffusion.sde import FlowSDE
 from digenrl.facts import Facts
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
@@ -29,8 +32,9 @@ from digenrl.recompute import ALL, MODES, parse_recompute
 ATTENTION = r"(attn[12]?|attention|audio_to_video_attn)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
 LINEAR = r"(net\.(0\.proj|2)|linear_(in|out|[12])|out_projection)"
 FEED_FORWARD = rf"((ff|ff_context|ffn|img_mlp|txt_mlp)\.{LINEAR}|feed_forward\.w[123])"
-CASES = ((1, 8, 64), (1, 16, 64), (1, 8, 256), (2, 8, 64))
-"""(rows, tokens of a side, text tokens) whose bytes give the four coefficients."""
+CASES = ((2, 32, 256), (2, 64, 256), (2, 32, 512), (4, 32, 256))
+"""(rows, tokens of a side, text tokens) whose bytes give the four coefficients. Of a single row
+PyTorch need not copy everything that it copies of several."""
 MANY_TOKENS = (1, 32, 64)
 """The case whose FLOPs are counted: in earnest there are far more latent tokens than text
 tokens."""
@@ -114,75 +118,98 @@ def trainable(name: str, blocks: int, trained: str) -> nn.Module:
 
 
 def activations(
-    name: str, trained: str, backward: bool = True
-) -> tuple[dict[str, Any], dict[str, float], dict[str, float]]:
-    """What blocks keep -> bytes of one unit of blocks per latent token, per text token, per row and
-    per forward, by differences of builds of one and two units; what they keep -> share of the
-    forward's FLOPs, attention aside, that the backward pass repeats (without `backward`: 0); and the
-    bytes at the peak of a forward without gradients.
+    name: str, trained: str, repeats: bool = True
+) -> tuple[dict[str, Any], dict[str, float], dict[str, float], dict[str, float]]:
+    """Count bytes per latent token, per text token, per row and per forward.
+
+    Return what blocks keep -> bytes of one unit of blocks, by differences of two builds; the bytes
+    beside them at the peak of a cell's two passes, if blocks keep all; what they keep -> share of
+    the forward's FLOPs, attention aside, that the backward pass repeats (without `repeats`: of all
+    nothing); and the bytes at the peak of a denoising step.
     """
-    table: dict[str, Any] = {}
-    spent: dict[str, float] = {}
+    table, beside, spent = dict[str, Any](), dict[str, float](), dict[str, float]()
     facts, dtype = _families.models()[name], torch.float32 if trained == "full" else torch.bfloat16
     policies = {
         side: _families.policy(facts, (1, side, side)) for _, side, _ in (*CASES, MANY_TOKENS)
     }
+    added = facts.models[name].get("period", 1)
     with torch.device("meta"):
-        models = [trainable(name, blocks, trained) for blocks in (1, 2)]
+        models = small, large = [trainable(name, blocks, trained) for blocks in (1, 1 + added)]
     with FakeTensorMode():
         for model in models:
             fake(model)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
 
-        def forward(model: nn.Module, rows: int, side: int, text: int) -> Tensor:
+        def cell(model: nn.Module, rows: int, side: int, text: int) -> tuple[Any, Tensor]:
+            """Return the inputs and the loss of a replayed transition (`diffusion.denoise`)."""
             shapes = _families.conditioning(facts, policies[side], text)
+            given = latents, sigmas, _ = _families.inputs(policies[side], rows, shapes, dtype)
+            following = torch.zeros_like(latents)
             with torch.autocast("cpu", torch.bfloat16, trained == "full", cache_enabled=False):
                 policies[side].transformer = model
-                return (
-                    policies[side]
-                    .predict(*_families.inputs(policies[side], rows, shapes, dtype))
-                    .float()
-                )
+                velocity = policies[side].predict(*given).float()
+            taken = FlowSDE().transition(
+                latents, velocity, sigmas, sigmas / 2, sigmas, next_latents=following
+            )
+            assert taken.log_prob is not None
+            return (given, following, taken.mean), taken.log_prob.sum()
 
-        def measure(model: nn.Module, *case: int) -> Bytes:
-            return count_bytes(model, lambda: forward(model, *case))[1]
+        def measure(model: nn.Module, case: tuple[int, int, int]) -> Bytes:
+            return count_bytes(model, lambda: cell(model, *case))[1]
+
+        def whole(model: nn.Module, case: tuple[int, int, int]) -> Bytes:
+            def step() -> None:
+                _inputs, loss = cell(model, *case)
+                loss.backward()
+
+            return count_bytes(model, step)[1]
 
         def linear_flops(model: nn.Module) -> tuple[int, int]:
             """Of a forward, and with its backward pass; attention left out."""
             with FlopCounterMode(display=False) as counter:
-                output = forward(model, *MANY_TOKENS)
+                _, loss = cell(model, *MANY_TOKENS)
                 alone = without_attention(counter)
-                if backward:
-                    output.sum().backward()
+                loss.backward()
             return alone, without_attention(counter)
-
-        def fit(figures: list[float]) -> dict[str, float]:
-            base, image, words, rows = figures
-            token, word = (image - base) / 192, (words - base) / 192
-            row = rows - base - 64 * token - 64 * word
-            return {
-                "token": token,
-                "text": word,
-                "row": row,
-                "forward": base - 64 * token - 64 * word - row,
-            }
 
         with torch.no_grad():
             for model in models:  # rotary tables are cached at first use
-                for case in (*CASES, MANY_TOKENS):
-                    forward(model, *case)
-            peak = fit([measure(models[0], *case).peak for case in CASES])
+                for case in (*CASES[:3], *[MANY_TOKENS] * repeats):
+                    cell(model, *case)
+            peak = fit([measure(large, case).peak for case in CASES])
         for mode in MODES:
             for model in models:
                 model.disable_gradient_checkpointing()  # type: ignore[operator]
                 blocks = [block for part in lists(model) for block in part]
                 checkpointing.enable(model, blocks, parse_recompute(mode))
-            small, large = models
-            table[mode] = fit([measure(large, *c).kept - measure(small, *c).kept for c in CASES])
-            (small_forward, small_whole), (large_forward, large_whole) = (
-                linear_flops(model) for model in models
-            )
-            spent[mode] = (large_whole - small_whole) / (large_forward - small_forward)
-    return table, {mode: round(whole - spent[ALL], 6) for mode, whole in spent.items()}, peak
+            kept = [(measure(large, c).kept - measure(small, c).kept) / added for c in CASES]
+            table[mode] = fit(kept)
+            if mode == ALL:
+                peaks = [whole(large, case).peak for case in CASES]
+                beside = fit([p - (1 + added) * k for p, k in zip(peaks, kept, strict=True)])
+            if repeats:
+                (small_forward, small_whole), (large_forward, large_whole) = map(
+                    linear_flops, models
+                )
+                spent[mode] = (large_whole - small_whole) / (large_forward - small_forward)
+    return table, beside, {mode: round(n - spent[ALL], 6) for mode, n in spent.items()}, peak
+
+
+def fit(figures: list[float]) -> dict[str, float]:
+    """Return the coefficients of what was counted of `CASES`."""
+    (rows, side, text), (_, larger, _), (_, _, longer), (more, _, _) = CASES
+    base, image, words, several = figures
+    token = (image - base) / (larger**2 - side**2) / rows
+    word = (words - base) / (longer - text) / rows
+    row = (several - base) / (more - rows)
+    return {
+        "token": token,
+        "text": word,
+        "row": row - side**2 * token - text * word,
+        "forward": base - rows * row,
+    }
 
 
 def lists(model: nn.Module) -> list[nn.ModuleList]:
@@ -212,9 +239,10 @@ def model_facts(name: str) -> dict[str, Any]:
             {"tokens": f * h * w, "flops": flops(name, model, (f, h, w), sizes["text_tokens"])}
             for f, h, w in sizes["points"]
         ],
-        "kept_bytes": {trained: kept for trained, (kept, _, _) in counted.items()},
-        "repeated_flops": {trained: repeated for trained, (_, repeated, _) in counted.items()},
-        "forward_bytes": counted["attn"][2],
+        "kept_bytes": {trained: found[0] for trained, found in counted.items()},
+        "beside_bytes": {trained: counted[trained][1] for trained in ("full", "attn_ff")},
+        "repeated_flops": {trained: found[2] for trained, found in counted.items()},
+        "forward_bytes": counted["attn_ff"][3],
         "decode": decode_flops(facts),
     }
 
@@ -247,6 +275,7 @@ def write(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # or every collection would walk through all modules
     for name in sys.argv[1:] or _families.models():
         write(name, model_facts(name))
         print(name, flush=True)

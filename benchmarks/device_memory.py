@@ -11,11 +11,14 @@ Prints a table; a minute or more for each row. Needs g++.
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +37,7 @@ from digenrl.extensions.planner.memory import (
     FRAGMENTATION,
     RESERVED,
     rollout_memory,
+    stored_bytes,
     trainer_memory,
 )
 from digenrl.extensions.planner.reading import workload
@@ -120,6 +124,7 @@ def middle(model: str, width: int, depth: int) -> Facts:
     tiny |= {first: depth} | {name: depth * published[name] // published[first] for name in few}
     if "dual_attention_layers" in tiny:
         tiny["dual_attention_layers"] = list(range(depth // 2))
+        sizes["period"] = 2
     if "n_refiner_layers" in tiny:
         del tiny["n_refiner_layers"]  # the published number
     blocks = sizes["blocks"] - published[first] + depth
@@ -141,8 +146,8 @@ def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
     return wide
 
 
-def count(experiment: str, width: int, depth: int) -> None:
-    """Count the sizes of the middle build, with the conditioning that its own prompts have."""
+def count(experiment: str, width: int, depth: int) -> Facts:
+    """Return the facts of the middle build, with the conditioning that its own prompts have."""
     known = composed(experiment, *LORA)
     config, model = cast(Any, known.config), known.choices["model"]
     facts = middle(model, width, depth)
@@ -162,9 +167,12 @@ def count(experiment: str, width: int, depth: int) -> None:
     with torch.device("meta"):
         network = _families.network(model)
     lists = [block for part in count_facts.lists(network) for block in part]
+    side = int(math.sqrt(workload(known).tokens))
+    count_facts.CASES = (
+        (2, side, text), (2, 2 * side, text), (2, side, 2 * text), (4, side, text)
+    )  # fmt: skip
     found = {
-        # A backward pass here would start torch's threads, and then no rank could be forked.
-        trained: count_facts.activations(model, trained, backward=False)
+        trained: count_facts.activations(model, trained, repeats=False)
         for trained in ("full", "attn_ff")
     }
     counts = {
@@ -174,10 +182,11 @@ def count(experiment: str, width: int, depth: int) -> None:
             key: count_facts.lora_per_rank(network, pattern)
             for key, pattern in count_facts.targets(model).items()
         },
-        "kept_bytes": {trained: kept for trained, (kept, _, _) in found.items()},
-        "forward_bytes": found["attn_ff"][2],
+        "kept_bytes": {trained: each[0] for trained, each in found.items()},
+        "beside_bytes": {trained: each[1] for trained, each in found.items()},
+        "forward_bytes": found["attn_ff"][3],
     }
-    _known(facts, model, sizes | counts)
+    return replace(facts, models={model: sizes | counts})
 
 
 def planned(experiment: str, case: Case, trainer: bool) -> float:
@@ -194,6 +203,7 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
         weights.frozen
         + weights.trained
         + FRAGMENTATION * work.forward_bytes(case.task * work.passes)
+        + FRAGMENTATION * stored_bytes(work, case.task)
     )
 
 
@@ -243,7 +253,12 @@ def main() -> None:
     count_facts.MANY_TOKENS = count_facts.CASES[0]
     count_facts.RANK, count_facts.MODES = RANK, ("all", "products", "inputs")
     for experiment in given["experiments"].split(","):
-        count(experiment, int(given["width"]), int(given["depth"]))
+        # A backward pass starts torch's threads, and then no rank could be forked here.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as aside:
+            size = int(given["width"]), int(given["depth"])
+            facts = aside.submit(count, experiment, *size).result()
+        for model, sizes in facts.models.items():
+            _known(facts, model, sizes)
         with tempfile.TemporaryDirectory() as folder:
             for case, peaks in measured(Path(folder), experiment):
                 for role, peak in (("trainer", max(peaks[0], peaks[1])), ("rollout", peaks[2])):

@@ -23,6 +23,7 @@ class _Allocations(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         owned = [*model.parameters(), *model.buffers()]
+        owned += [p.grad for p in model.parameters() if p.grad is not None]
         self._seen: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in owned}
         self.now = self.peak = 0
 

@@ -52,7 +52,7 @@ class Facts:
     """Option of configs/model -> its published sizes, by hand, and its counts.
 
     - network: arguments of the transformer's class.
-    - few_blocks: the arguments that differ in builds of one or two blocks.
+    - period: units of blocks whose mean is counted, where not all are alike (otherwise 1).
     - encoders: parameters of the text encoders, tokens of a prompt.
     - points: [frames, rows, columns] of tokens at which FLOPs are counted.
     - blocks, attention_blocks, hidden, text_tokens: numbers of the network.

@@ -43,3 +43,18 @@ def test_parameters_and_adapters_of_the_real_architecture(name):
     blocks = [block for key in FAMILIES[family].block_lists for block in getattr(network, key)]
     inside = sum(parameter.numel() for block in blocks for parameter in block.parameters())
     assert inside > 0.9 * count
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, facts in _families.models().items() if "period" in facts.models[name]]
+)
+def test_a_period_stands_for_all_blocks(name):
+    """The planner's bytes of a block are the mean of so many (`benchmarks.count_facts`)."""
+    sizes = _families.models()[name].models[name]
+    with torch.device("meta"):
+        small, large, whole = (
+            _families.network(name, blocks) for blocks in (1, 1 + sizes["period"], None)
+        )
+    counts = [sum(p.numel() for p in each.parameters()) for each in (small, large, whole)]
+    mean = (counts[1] - counts[0]) / sizes["period"]
+    assert (counts[2] - counts[0]) / (sizes["blocks"] - 1) == pytest.approx(mean, rel=0.01)

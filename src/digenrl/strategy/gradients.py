@@ -32,11 +32,9 @@ def average(parameters: Iterable[Tensor], trainers: int) -> None:
         present = torch.tensor(
             [p.grad is not None for p in members], dtype=dtype, device=members[0].device
         )
-        grads = [
-            p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten()
-            for p in members
-        ]
-        flat = torch.cat([present, *grads])
+        # Zeros in place of what is None are freed before gradients are made below.
+        grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in members)
+        flat = torch.cat([present, *(grad.flatten() for grad in grads)])
         dist.all_reduce(flat)
         flat /= trainers
         offset = len(members)

@@ -86,24 +86,27 @@ def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: in
     return int(recompute.offload * work.sizes["blocks"] * work.kept_bytes(ALL, rows, context))
 
 
-def repeated_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
-    """Return the bytes of a block's activations while the block is computed again.
+def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
+    """Return the bytes beside what the blocks keep at the peak of a forward and backward pass.
 
-    With off-loading they are the activations of two blocks: one computes while those of the next
-    return from the host.
+    They are those of the layers before and behind the blocks, of the loss, of gradients on their
+    way, and of a block that is computed again.
+
+    With off-loading a block computes, its gradients take as much as its activations at most, and
+    those of the next block return from the host. Ranks that share tokens hold those before the
+    first block whole, and their gradient.
     """
-    blocks_per_unit = work.sizes["attention_blocks"] / work.sizes["blocks"]
-    whole = work.kept_bytes(ALL, rows, context)
-    if recompute.offload:
-        return int(2 * whole / blocks_per_unit)
-    least = max((mode for mode, share in recompute.shares.items() if share), key=MODES.index)
-    return int((whole - work.kept_bytes(least, rows, context)) / blocks_per_unit)
-
-
-def whole_bytes(work: Workload, rows: int, context: int) -> int:
-    """Return the bytes of the tokens before the first block, which every rank holds whole, and of
-    their gradient."""
-    return int(2 * rows * work.block_bytes) if context > 1 else 0
+    sizes, whole = work.sizes, work.kept_bytes(ALL, rows, context)
+    # A unit is one block where the kinds of blocks differ in their attentions.
+    per_unit = 1 if "period" in sizes else sizes["attention_blocks"] / sizes["blocks"]
+    used = (mode for mode, share in recompute.shares.items() if share and mode != OFFLOAD)
+    least = max(used, key=MODES.index, default=ALL)
+    again = 3 * whole if recompute.offload else whole - work.kept_bytes(least, rows, context)
+    return int(
+        work.beside_bytes(rows, context)
+        + again / per_unit
+        + (context > 1) * 2 * rows * work.block_bytes
+    )
 
 
 def text_encoder_bytes(work: Workload) -> int:
@@ -115,11 +118,6 @@ def text_encoder_bytes(work: Workload) -> int:
 def vae_bytes(work: Workload) -> int:
     """Return the bytes of the VAE in fp32."""
     return 4 * int(work.sizes["decode"]["parameters"])
-
-
-def encoder_bytes(work: Workload) -> int:
-    """Return the bytes that `model.offload_encoders=false` leaves on the GPU."""
-    return text_encoder_bytes(work) + vae_bytes(work)
 
 
 def decode_bytes(work: Workload) -> int:
@@ -160,6 +158,12 @@ def published_bytes(work: Workload, async_steps: int, told: bool = False) -> int
     return (1 + max(2 * async_steps, told)) * version_bytes(work)
 
 
+def stored_bytes(work: Workload, rows: int) -> int:
+    """Return the bytes of the latents of `rows` samples that a rollout keeps: of each trained step,
+    and stacked twice of the task before, which is being scored (`denoise.finish`)."""
+    return rows * work.latent_elements * work.storage_bytes * (1 + 3 * work.trained_steps)
+
+
 def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     """Return the peak bytes of encoding, of a forward of `rows` samples without gradients, and of
     decoding.
@@ -168,10 +172,8 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
         encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
     encoding = 0 if encoders else text_encoder_bytes(work)
-    return int(
-        FRAGMENTATION
-        * max(int(work.forward_bytes(rows * work.passes)), decode_bytes(work), encoding)
-    )
+    made = max(work.forward_bytes(rows * work.passes), decode_bytes(work))
+    return int(FRAGMENTATION * max(made + stored_bytes(work, rows), encoding))
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
@@ -181,15 +183,13 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Me
     Args:
         encoders: whether text encoders and VAE stay on the GPU (`model.offload_encoders=false`).
     """
-    parameters = int(work.sizes["parameters"])
-    full = work.lora_rank is None
     evaluated = work.evaluated if work.rollouts_evaluate else 0
     moment = generating_bytes(work, max(task_size, evaluated), encoders)
     return Memory(
-        frozen=0 if full else int(work.base_bytes * parameters),
+        frozen=int(work.base_bytes * work.sizes["parameters"]) if work.lora_rank else 0,
         trained=2 * work.trained_parameters,
         rewards=scorer_bytes(work, heldout=evaluated > 0),
-        workspace=int(moment + RESERVED) + encoder_bytes(work) * encoders,
+        workspace=int(moment + RESERVED) + (text_encoder_bytes(work) + vae_bytes(work)) * encoders,
     )
 
 
@@ -222,7 +222,6 @@ def trainer_memory(
     block = int(work.sizes["largest_block_parameters"])
     rows = task_size * tsp_batch * work.passes
     kept = saved_bytes(work, rows, recompute, context)
-    moment = repeated_bytes(work, rows, recompute, context) + whole_bytes(work, rows, context)
     makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
     stays = encoders and makes > 0
     # No rank generates during a micro-batch, so generation may use the room of its activations.
@@ -243,6 +242,9 @@ def trainer_memory(
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,
         activations=kept,
-        workspace=int(max(0.05 * kept + moment, aside, update) + RESERVED)
-        + encoder_bytes(work) * stays,
+        workspace=int(
+            max(0.05 * kept + moment_bytes(work, rows, recompute, context), aside, update)
+            + RESERVED
+        )
+        + (text_encoder_bytes(work) + vae_bytes(work)) * stays,
     )

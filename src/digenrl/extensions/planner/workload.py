@@ -278,10 +278,15 @@ class Workload:
         """
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
+    def beside_bytes(self, rows: int, context: int = 1) -> float:
+        """Return the bytes beside those that blocks keep at the peak of a forward and backward
+        pass, if they keep all."""
+        trained = "full" if self.lora_rank is None else "attn_ff"  # adapters on attention need less
+        return self._fitted(self.sizes["beside_bytes"][trained], rows, context)
+
     def forward_bytes(self, rows: int) -> float:
-        """Return the peak bytes of a forward of `rows` samples without gradients, with weights in
-        16 bit."""
-        return max(0.0, self._fitted(self.sizes["forward_bytes"], rows))
+        """Return the peak bytes of a denoising step of `rows` samples, with weights in 16 bit."""
+        return self._fitted(self.sizes["forward_bytes"], rows)
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context
@@ -290,7 +295,7 @@ class Workload:
             + entry["token"] * tokens
             + entry["text"] * float(self.sizes["text_tokens"])
         )
-        return entry["forward"] + rows * row
+        return max(0.0, entry["forward"] + rows * row)
 
     def decode_flops(self) -> float:
         """Return the FLOPs of one sample's VAE decode."""
