@@ -47,9 +47,9 @@ def states(draw: st.DrawFn) -> LendingState:
 
 
 @settings(deadline=None)
-@given(states(), st.integers(1, 4), st.integers(0, 2))
-def test_never_worse_than_not_lending(state: LendingState, k_max: int, depth: int) -> None:
-    decision = search(state, k_max, depth)
+@given(states(), st.integers(1, 4))
+def test_never_worse_than_not_lending(state: LendingState, k_max: int) -> None:
+    decision = search(state, k_max)
     assert decision.predicted_step_s <= decision.predicted_without + 1e-9
     assert 0 <= decision.lend <= k_max
     if not state.may_lend or state.tasks_left == 0:
@@ -137,6 +137,16 @@ def test_a_fixed_policy_lends_the_rounds_that_fit_into_a_wait() -> None:
     start = _Point(0, 0.0, 0, 0, ())
     assert _Search(state, 8).follow(start, None) == 13.0
     assert _Search(state, 8).follow(start, False) == 8.0
+
+
+@settings(deadline=None)
+@given(states(), st.integers(0, 2))
+def test_following_a_policy_is_walking_from_point_to_point(state: LendingState, lend: int) -> None:
+    tree = _Search(state, 4)
+    here = start = tree.lend(_Point(0, 0.0, 0, 0, ()), lend) or _Point(0, 0.0, 0, 0, ())
+    while here is not None and here.fragment < len(state.fragment_tasks):
+        here = tree.train(here)
+    assert tree.follow(start, None) == (float("inf") if here is None else here.now)
 
 
 def test_search_takes_milliseconds() -> None:

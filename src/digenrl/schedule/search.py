@@ -2,9 +2,8 @@
 
 The state at an idle point of the trainers: when each rollout rank is free, when the trainers are,
 the tasks left, and the fragments to train. A branch waits for the next fragment, or first lends k
-rounds of tasks. The lower bound is the work that remains. The incumbent is never to lend. Results
-are memoised on quantised time. The search branches at `DEPTH` idle points and follows fixed rules
-behind them, so it takes milliseconds.
+rounds of tasks. The lower bound is the work that remains. The incumbent is never to lend. Behind
+the idle point the search follows fixed rules, so it takes a millisecond.
 
 The model: rollout ranks accept tasks by the decline rule (`ranks.declines`). Their finishing times
 are then the sorted union of {free_i + j seconds_i}. A loan does not change these times, but the
@@ -27,11 +26,10 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 K_MAX = 4
 """Largest number of rounds that one search lends."""
-DEPTH = 1
-"""Idle points at which every choice is branched on."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +140,13 @@ def after_older(
     return tuple(behind), tuple(times)
 
 
-def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decision:
-    """Choose between waiting and lending k rounds by branch and bound over the idle points that the
-    model foresees.
+def search(state: LendingState, k_max: int = K_MAX) -> Decision:
+    """Choose between waiting and lending k rounds. Behind the idle point the best of three fixed
+    policies follows: never lend, lend what fits into a wait, lend what covers it.
 
     Args:
         state: the idle point.
         k_max: largest number of rounds lent at one idle point.
-        depth: idle points at which every choice is branched on. Behind them the best of three fixed
-            policies follows:
-            never lend, lend what fits into the wait, lend what covers it.
 
     Returns:
         The best plan's first move. Of equally good moves: the largest loan that fits into the wait,
@@ -178,15 +173,14 @@ def search(state: LendingState, k_max: int = K_MAX, depth: int = DEPTH) -> Decis
         point = tree.lend(start, lend)
         if point is None:
             continue
-        end = tree.explore(point, depth - 1)
+        end = tree.explore(point)
         if end < best_time - 1e-9 or (end <= best_time + 1e-9 and tree.fits(lend)):
             best_time, best_k = min(end, best_time), lend
             tree.best = best_time
     return Decision(best_k, best_time, without, tree.nodes)
 
 
-@dataclass(frozen=True)
-class _Point:
+class _Point(NamedTuple):
     """A node of the search: the trainers are free at `now`, and `fragment` is next."""
 
     fragment: int
@@ -204,7 +198,6 @@ class _Search:
         self.state, self.k_max = state, k_max
         self.nodes = 0
         self.best = float("inf")
-        self._memo: dict[tuple[int, int, int, tuple[tuple[int, int], ...], int], float] = {}
         self._starts, finishes = accepted(
             state.rollout_free, state.rollout_seconds, state.tasks_left
         )
@@ -217,9 +210,6 @@ class _Search:
         self._later = state.lenders_later or state.lenders
         lenders = max(state.lenders, self._later)
         self._rate = sum(1.0 / s for s in state.rollout_seconds) + lenders / state.lend_seconds
-        # Points closer than an eighth of a fragment's training differ too little to be explored
-        # twice.
-        self._quantum = max(1e-9, min(state.train_seconds, default=1.0) / 8)
 
     def ready(self, point: _Point) -> float:
         """Return when the next fragment is complete, given the loans so far (all finished by the
@@ -279,60 +269,55 @@ class _Search:
     def train(self, point: _Point) -> _Point | None:
         """Return the point after waiting for the next fragment and training it; None when it never
         becomes ready."""
-        ready = self.ready(point)
-        if ready == float("inf"):
-            return None
-        need, inside, loans = self._needs[point.fragment], point.inside, point.loans
-        if loans and loans[0][0] + loans[0][1] <= need:
-            inside += sum(count for first, count in loans if first + count <= need)
-            loans = tuple(loan for loan in loans if loan[0] + loan[1] > need)
-        now = max(point.now, ready) + self.state.train_seconds[point.fragment]
-        return _Point(point.fragment + 1, now, point.lent, inside, loans)
+        now = max(point.now, self.ready(point)) + self.state.train_seconds[point.fragment]
+        return None if now == float("inf") else _Point(point.fragment + 1, now, *point[2:])
 
     def follow(self, point: _Point, cover: bool | None) -> float:
         """Return the step's end under a fixed policy: never lend (None), lend what fits into waits,
         or what covers them."""
-        here: _Point | None = point
-        while here is not None and here.fragment < len(self._needs):
-            if cover is not None:
-                wait = self.ready(here) - here.now - 2 * self.state.switch_seconds
-                if wait > 0:
-                    rounds = (
-                        self.k_max
-                        if wait == float("inf")
-                        else int(wait / self.state.lend_seconds) + cover
-                    )
-                    here = self.lend(here, min(self.k_max, rounds)) or here
-            here = self.train(here)
-        return here.now if here is not None else float("inf")
+        fragment, now, lent, inside, loans = point
+        state, done_by = self.state, self._done_by
+        while fragment < len(self._needs):
+            # As `ready` and `train`, without a point for every fragment: most time is spent here.
+            # I6: a ready fragment leaves no wait, so nothing is lent before it is trained.
+            need, ready = self._needs[fragment], state.fragment_ready[fragment]
+            if loans and loans[0][0] + loans[0][1] <= need:
+                inside += sum(count for first, count in loans if first + count <= need)
+                loans = tuple(loan for loan in loans if loan[0] + loan[1] > need)
+            own = need - inside
+            for first, count in loans:
+                own -= max(0, min(count, need - first))
+            if own > len(done_by):
+                ready = float("inf")
+            elif own > 0 and done_by[own - 1] > ready:
+                ready = done_by[own - 1]
+            wait = ready - now - 2 * state.switch_seconds
+            if cover is not None and wait > 0:
+                fit = self.k_max if wait == float("inf") else int(wait / state.lend_seconds) + cover
+                after = self.lend(_Point(fragment, now, lent, inside, loans), min(self.k_max, fit))
+                if after is not None:
+                    _, now, lent, inside, loans = after
+                    ready = self.ready(after)
+            if ready == float("inf"):
+                return ready
+            now = (ready if ready > now else now) + state.train_seconds[fragment]
+            fragment += 1
+        return now
 
-    def explore(self, point: _Point, depth: int) -> float:
+    def explore(self, point: _Point) -> float:
         """Return the best end of the step after deciding at `point`: train its fragment, then
-        branch at the next idle point."""
+        follow the best fixed policy."""
         here = self.train(point)
-        while (
-            here is not None and here.fragment < len(self._needs) and self.ready(here) <= here.now
-        ):
-            here = self.train(here)  # I6: a ready fragment is trained before anything is lent
         if here is None:
             return float("inf")
         if here.fragment == len(self._needs):
             return here.now
-        if self._least(here) >= self.best:
-            return self.follow(here, None)
-        key = (here.fragment, round(here.now / self._quantum), here.inside, here.loans, depth)
-        if key in self._memo:
-            return here.now + self._memo[key]
+        end = self.follow(here, None)
+        training = here.now + self._train_after[here.fragment]
+        if self._least(here) >= self.best or end <= training + 1e-9:
+            return end
         self.nodes += 1
-        end = min(self.follow(here, None), self.follow(here, False), self.follow(here, True))
-        if depth > 0:
-            for rounds in range(self.k_max + 1):
-                branch = self.lend(here, rounds)
-                if branch is not None:
-                    end = min(end, self.explore(branch, depth - 1))
-        # The time still needed, not the end, so that every point of the same quantum can use it.
-        self._memo[key] = end - here.now
-        return end
+        return min(end, self.follow(here, False), self.follow(here, True))
 
     def _least(self, point: _Point) -> float:
         """Return a lower bound for the step's end: the trainers' remaining work, and the last task

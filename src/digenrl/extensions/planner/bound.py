@@ -18,15 +18,10 @@ _TOLERANCES = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_toleranc
 
 @dataclass(frozen=True)
 class Bound:
-    """Optimum of the linear programme, with its dual solution: the value of a GPU second and of a
-    unit of work."""
+    """Optimum of the linear programme."""
 
     seconds: float
     """Seconds of the optimal step (T)."""
-    pool_weights: Mapping[str, float]
-    """Pool -> seconds of the step per second of one of its GPUs (w_j; sum_j n_j w_j = 1)."""
-    stage_values: Mapping[str, float]
-    """Stage -> seconds of the step per unit (y_i; T = sum_i work_i y_i, and y_i <= t_ij w_j)."""
 
 
 def solve_bound(
@@ -34,7 +29,7 @@ def solve_bound(
     work: Mapping[str, float],
     seconds_per_unit: Mapping[str, Mapping[str, float | None]],
 ) -> Bound:
-    """Solve the linear programme and return the optimum with its dual solution.
+    """Solve the linear programme and return the optimum.
 
     Args:
         pools: name -> number of GPUs.
@@ -64,7 +59,7 @@ def solve_bound(
     }
     paid = [stage for stage in able if smallest[stage] > 0]
     if not paid:
-        return Bound(0.0, dict.fromkeys(names, 0.0), dict.fromkeys(work, 0.0))
+        return Bound(0.0)
     rows = [[0.0] * len(paid) + [1.0] * len(names)]
     for i, stage in enumerate(paid):
         for name, t in able[stage].items():
@@ -76,8 +71,5 @@ def solve_bound(
     found = linprog(objective, rows, [1.0] + [0.0] * (len(rows) - 1), options=_TOLERANCES)
     shares = found.x[len(paid) :] / found.x[len(paid) :].sum()
     weights = {name: float(share) / pools[name] for name, share in zip(names, shares, strict=True)}
-    values = dict.fromkeys(work, 0.0)
-    values |= {
-        stage: min(t * weights[name] for name, t in times.items()) for stage, times in able.items()
-    }
-    return Bound(sum(work[stage] * value for stage, value in values.items()), weights, values)
+    least = {stage: min(t * weights[n] for n, t in times.items()) for stage, times in able.items()}
+    return Bound(sum(work[stage] * value for stage, value in least.items()))

@@ -226,6 +226,7 @@ class Costing:
     def _rollout_memory(self, task_size: int, encoders: bool) -> Memory:
         return rollout_memory(self.work, task_size, encoders)
 
+    @_once
     def misfits(self, candidate: Candidate) -> list[str]:
         """Return why the candidate does not fit into memory, one sentence per pool and role; empty
         when it fits."""
@@ -334,6 +335,7 @@ class Costing:
     ) -> float:
         return self.costs.cell_seconds(pool, task_size, tsp_batch, recompute, context)
 
+    @_once
     def cluster(self, candidate: Candidate) -> Cluster:
         """Return the candidate's ranks with their durations, for a virtual run."""
         costs, work, b = self.costs, self.work, candidate.spec.task_size
@@ -383,7 +385,7 @@ class Costing:
             [likes[place].step_seconds for place in placed], candidate.trainers, shards
         )
         ranks = tuple(
-            replace(likes[place], rank=number, step_seconds=step)
+            VirtualRank(**{**vars(likes[place]), "rank": number, "step_seconds": step})
             for number, (place, step) in enumerate(zip(placed, steps, strict=True))
         )
         return Cluster(

@@ -181,21 +181,16 @@ def micro_batches(
 ) -> tuple[tuple[float, ...], ...]:
     """Return the seconds of each micro-batch of `fragment` on each trainer, from the placement that
     the runtime uses."""
-    alike = replace(
-        spec, tag=False, async_steps=0
-    )  # neither changes the placement, so that the cache serves all
     # A task of one sample is trained or not (see `_useless`). Of a larger task, some rows are
     # skipped.
     trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful
-    return tuple(
-        tuple(
-            rank.cell_seconds * rows_kept * cells + rank.exposed_seconds * blocks
-            for cells, blocks in own
-        )
-        for rank, own in zip(
-            trainers, _loads(alike, len(trainers), cluster.useful, fragment), strict=True
-        )
-    )
+    if spec.tag or spec.async_steps:  # neither changes the placement, so that the cache serves all
+        spec = replace(spec, tag=False, async_steps=0)
+    table, loads = [], _loads(spec, len(trainers), cluster.useful, fragment)
+    for rank, own in zip(trainers, loads, strict=True):
+        cell, exposed = rank.cell_seconds * rows_kept, rank.exposed_seconds
+        table.append(tuple([cell * cells + exposed * blocks for cells, blocks in own]))
+    return tuple(table)
 
 
 @functools.lru_cache(maxsize=4096)

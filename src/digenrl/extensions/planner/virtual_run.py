@@ -279,10 +279,8 @@ class _VirtualRun:
             sorted({unit.state for unit in self.units}),
             len(self.completed[self.version]),
         )
-        where = (
-            f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}, "
-        )
-        return f"{where}{groups} of {self.spec.prompts} groups complete."
+        where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}"
+        return f"{where}, {groups} of {self.spec.prompts} groups complete."
 
     # ---- generation
 
@@ -324,9 +322,7 @@ class _VirtualRun:
                     # a task that the fastest idle rank declines is declined by slower ranks too
                     break
         if self.gen.colocated:
-            for unit in self.units:
-                if unit.state == "idle":
-                    self._advance(unit)
+            self._advance_idle(self.units)
 
     def _on_finish(self, payload: tuple[int, int]) -> None:
         worker = self.gen.workers[payload[0]]
@@ -371,9 +367,7 @@ class _VirtualRun:
             step, group = payload
             self.completed[step].add(group)
             if step == self.version:
-                for unit in self.units:
-                    if unit.state == "idle":
-                        self._advance(unit)
+                self._advance_idle(self.units)
 
     def _on_fail(self, rank: int) -> None:
         worker = self.gen.workers[rank]
@@ -412,14 +406,12 @@ class _VirtualRun:
             )
             if self.updates_done == 0:
                 self.policy.step_begun(unit.ranks[0])
-        for unit in self.units:
-            if unit.state == "idle":
-                self._advance(unit)
+        self._advance_idle(self.units)
 
     def _ready(self, unit: Unit) -> tuple[int, ...] | None:
-        if not unit.pending:
-            return None
-        return next_fragment(self.spec, unit.pending, self.completed[self.version])
+        done = self.completed[self.version]
+        waits = not unit.pending or (not self.spec.gap and len(done) < self.spec.prompts)
+        return None if waits else next_fragment(self.spec, unit.pending, done)
 
     def _left(self, unit: Unit, version: int) -> int:
         """Return how many unclaimed tasks of the version are left for `unit` and for the units that
@@ -437,6 +429,12 @@ class _VirtualRun:
         return self.policy.next_move(
             unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted
         )
+
+    def _advance_idle(self, units: Sequence[Unit]) -> None:
+        """Let every idle unit of `units` take its next move."""
+        for unit in units:
+            if unit.state == "idle":
+                self._advance(unit)
 
     def _advance(self, unit: Unit) -> None:
         """Let a free unit train, lend, wait for a fragment, or wait for the other units at the end
@@ -490,9 +488,7 @@ class _VirtualRun:
 
     def _do(self, unit: Unit, move: str) -> None:
         if move == TRAIN:
-            fragment = self._ready(unit)
-            assert fragment is not None
-            self._train(unit, fragment)
+            self._train(unit, self._ready(unit))
         elif move == LEND:
             self._generate(unit)
         else:
@@ -513,9 +509,7 @@ class _VirtualRun:
         """Remember a move of the first unit, and let the idle units in lock-step repeat it."""
         if self.cluster.lockstep and unit is self.units[0]:
             self.led.append(led)
-            for other in self.units[1:]:
-                if other.state == "idle":
-                    self._advance(other)
+            self._advance_idle(self.units[1:])
 
     def _generate(self, unit: Unit) -> None:
         """Let every rank of the unit take a task, if one is left for it.
@@ -561,34 +555,36 @@ class _VirtualRun:
         rows = [[own * self._factor(rank) for own in table[member]] for rank, member in pairs]
         return tuple(max(column) for column in zip(*rows, strict=True))
 
-    def _train(self, unit: Unit, fragment: tuple[int, ...], led: Led | None = None) -> None:
+    def _train(self, unit: Unit, fragment: tuple[int, ...] | None, led: Led | None = None) -> None:
         self._waited(unit, unit.since)
-        unit.pending.remove(fragment)
         unit.state = "train"
-        begin = self.now
+        begin, first = self.now, unit.ranks[0]
         if unit.lent and not self.gen.colocated:
             begin += (
                 2 * self.cluster.switch_seconds
             )  # to generation and back; a loan is charged when it ends
         unit.lent = False
-        self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
-        own = self.together(unit, fragment)
-        end = begin + sum(own)
-        if led is not None:  # no micro-batch begins before that of the first unit
-            end, first = begin, led.begin
-            for seconds, its in zip(own, led.micro_batches, strict=True):
-                end, first = max(end, first) + seconds, first + its
-        for rank in unit.ranks:
-            self.trained.append((self.version, rank, fragment))
-            self._span(
-                rank, "train", begin, end, self.version, {"groups": self.spec.groups_of(fragment)}
-            )
-        if self._concerns(unit.ranks[0], fragment):
-            self.policy.measured(
-                "train", unit.ranks[0], self._per_cell(unit.ranks[0], fragment, end - begin)
-            )
+        while fragment is not None:
+            unit.pending.remove(fragment)
+            self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
+            own = self.together(unit, fragment)
+            start, end = begin, begin + sum(own)
+            if led is not None:  # no micro-batch begins before that of the first unit
+                end, its_begin = begin, led.begin
+                for seconds, its in zip(own, led.micro_batches, strict=True):
+                    end, its_begin = max(end, its_begin) + seconds, its_begin + its
+            args = {"groups": self.spec.groups_of(fragment)} if self.trace else {}
+            for rank in unit.ranks:
+                self.trained.append((self.version, rank, fragment))
+                self._span(rank, "train", start, end, self.version, args)
+            if self._concerns(first, fragment):
+                self.policy.measured("train", first, self._per_cell(first, fragment, end - start))
+            move, begin = Led(fragment, start, own), end
+            # A unit on its own goes on with what is complete already, without an event for each.
+            waits = self.cluster.lockstep or len(unit.pending) <= self.gen.colocated
+            fragment = None if waits or self.disturbance.jitter else self._ready(unit)
         self._post(end, "trained", unit)
-        self._leads(unit, Led(fragment, begin, own))
+        self._leads(unit, move)
 
     def _concerns(self, rank: int, fragment: tuple[int, ...]) -> bool:
         return self.cells(fragment)[rank] > 0
