@@ -81,7 +81,7 @@ class VirtualGeneration:
         members = [w for w in self.workers if math.isfinite(w.rank.step_seconds)]
         self.generators = [w for w in members if self.colocated or w.rank.role == "rollout"]
         self._left: dict[tuple[int, int], int] = {}
-        """Answers of `left` since the last claim."""
+        """Answers of `left`, one less for each claim since."""
         self.made: list[tuple[int, int, int, int]] = []
         """(step, task, rank, version) of every finished task."""
         for worker in members:
@@ -135,15 +135,15 @@ class VirtualGeneration:
             left, rank = self.left(version, worker), worker.rank.rank
             if not left:
                 continue
-            head = worker.claims.head_left(version)
+            head = worker.claims.head_left(version) if self.spec.tag else 0
             if worker in self.generators and not self.policy.takes(rank, version, left, now, head):
                 cause = "tail"
                 continue
             tasks = self._plan(version)
             ahead = worker.rank.role == "trainer"
             claim = worker.claims.take(version, tasks, self.part(worker, len(tasks)), ahead)
-            self._left.clear()
             if claim is not None:
+                self._left[version, rank if self.cluster.static_claims else -1] -= 1
                 self._start(worker, tasks[claim.position], claim, now)
                 return None
         return cause
