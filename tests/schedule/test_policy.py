@@ -175,12 +175,12 @@ def test_colocated_ranks_generate_everything_before_an_update_takes_the_version_
 
 def test_monitor_switches_off_when_the_error_exceeds_the_gain() -> None:
     monitor = LendingMonitor()
-    good = Decision(1, 10.0, 15.0, 1)
+    good = Decision(1, 10.0, 15.0)
     assert [monitor.record(good, 11.0) for _ in range(10)] == [None] * 10
     messages = [monitor.record(good, 40.0) for _ in range(5)]
     assert any(message and "switched itself off" in message for message in messages)
     assert monitor.off
-    assert LendingMonitor().record(Decision(0, 1.0, 1.0, 1), 99.0) is None
+    assert LendingMonitor().record(Decision(0, 1.0, 1.0), 99.0) is None
 
 
 def test_costs_start_from_the_profile_and_follow_measurements() -> None:

@@ -402,7 +402,7 @@ class SchedulePolicy:
             return int(self.roles.lockstep or self.takes(rank, step, left[1], now))
         trainer = self._trainers[rank]
         if head:  # trainer 0 has predicted this loan; later ones are not judged in its place
-            trainer.prediction = trainer.prediction or (Decision(0, 0.0, 0.0, 0), now)
+            trainer.prediction = trainer.prediction or (Decision(0, 0.0, 0.0), now)
             return 1
         if self._timed and self._ranks.keys().isdisjoint(
             self._generators

@@ -80,8 +80,6 @@ class Decision:
     """Seconds from now to the end of the step under the chosen plan."""
     predicted_without: float
     """Seconds from now to the end of the step if nothing is ever lent."""
-    nodes: int
-    """Nodes that the search opened."""
 
     @property
     def gain(self) -> float:
@@ -157,7 +155,7 @@ def search(state: LendingState, k_max: int = K_MAX) -> Decision:
     start = _Point(0, 0.0, 0, 0, ())
     without = tree.follow(start, None)
     if not state.may_lend or not state.train_seconds or tree.ready(start) <= 0.0:
-        return Decision(0, without, without, tree.nodes)
+        return Decision(0, without, without)
     # Only tasks of the next step are left: a loan may fill the wait, but must not delay this step.
     if state.tasks_left == 0:
         rounds = [
@@ -165,7 +163,7 @@ def search(state: LendingState, k_max: int = K_MAX) -> Decision:
             for k in range(1, k_max + 1)
             if (k - 1) * state.lenders < tree.spare(without) and tree.fits(k)
         ]
-        return Decision(max(rounds, default=0), without, without, tree.nodes)
+        return Decision(max(rounds, default=0), without, without)
     # A first bound, so that branches worse than never lending are cut early.
     tree.best = without
     best_time, best_k = without, 0
@@ -177,7 +175,7 @@ def search(state: LendingState, k_max: int = K_MAX) -> Decision:
         if end < best_time - 1e-9 or (end <= best_time + 1e-9 and tree.fits(lend)):
             best_time, best_k = min(end, best_time), lend
             tree.best = best_time
-    return Decision(best_k, best_time, without, tree.nodes)
+    return Decision(best_k, best_time, without)
 
 
 class _Point(NamedTuple):
@@ -196,7 +194,6 @@ class _Point(NamedTuple):
 class _Search:
     def __init__(self, state: LendingState, k_max: int) -> None:
         self.state, self.k_max = state, k_max
-        self.nodes = 0
         self.best = float("inf")
         self._starts, finishes = accepted(
             state.rollout_free, state.rollout_seconds, state.tasks_left
@@ -310,13 +307,10 @@ class _Search:
         here = self.train(point)
         if here is None:
             return float("inf")
-        if here.fragment == len(self._needs):
-            return here.now
         end = self.follow(here, None)
         training = here.now + self._train_after[here.fragment]
         if self._least(here) >= self.best or end <= training + 1e-9:
             return end
-        self.nodes += 1
         return min(end, self.follow(here, False), self.follow(here, True))
 
     def _least(self, point: _Point) -> float:
