@@ -600,7 +600,7 @@ What the DigenRL paper reports ([citation](citation.md)), beside what the planne
 without a GPU. **No figure here was measured by us.** Written {date}; **within 15 %: {inside} of {all}** published ratios, {fitted} of
 them *seen*: a figure of the cost model was chosen with them in view. Of the paper's own, none of which is seen, {own} of {owns} are within
 15 %{wides}. The aim was 70 %.
-Choosing the nearer network for each row would be fitting, and would give {either} of {all}. So no choice of network reaches the aim.
+Choosing the nearer network for each row would be fitting, and would give {either} of {all}. So neither network reaches the aim, nor does a choice between them.
 What is outside falls into four parts. Ends of ranges hang on a network and on testbeds that the summary does not name. The ratios of A+C are
 over a run that it does not name. The upper rows of the ladders ask for faster training than our costs allow, or for a smaller gain of
 overlap than our batch leaves. Two rows from elsewhere show effects that the cost model lacks.
