@@ -93,7 +93,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=539),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1599),
+    "config": Room(1500, ("config",), ceiling=1600),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=650),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3396),
@@ -139,9 +139,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13007,
+        ceiling=13000,
     ),
-    "everything": Room(26000, ("",), ceiling=29682),
+    "everything": Room(26000, ("",), ceiling=29675),
 }
 """Room -> its budget. The last three rows are sums."""
 
