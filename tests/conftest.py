@@ -65,9 +65,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @functools.cache
 def _extensions_needed(path: Path) -> frozenset[str]:
-    """Return the extensions that a test file names, and those that its helper modules name."""
+    """Return the extensions that a test file names, and those that its helper modules name. Who
+    composes a configuration needs `tasks`, of which configs/train.yaml chooses the first run."""
     text = path.read_text(encoding="utf-8")
     needed = frozenset(re.findall(r"\bdigenrl\.extensions\.(\w+)", text))
+    if re.search(r"\b(config|configuration)\.load|\bcompose(_words)?\(", text):
+        needed |= {"tasks"}
     imported = re.findall(r"^from ((?:tests|benchmarks)[\w.]*) import (.*)", text, re.MULTILINE)
     modules = {
         name
