@@ -113,6 +113,8 @@ def trainable(name: str, blocks: int, trained: str) -> nn.Module:
     for name, parameter in model.named_parameters():
         if not any(part in name for part in exact):
             parameter.data = parameter.data.bfloat16()
+    for module in model.modules():  # an adapter counts in every block, the last one's too
+        module._forward_pre_hooks.clear()
     inject_lora(model, LoraSpec(RANK, RANK, (chosen,)))
     return model.eval()
 
