@@ -350,3 +350,18 @@ def test_there_is_no_circle_of_imports() -> None:
     assert not found, "these modules import one another:\n" + "\n".join(
         " <-> ".join(circle) for circle in found
     )
+
+
+def test_what_lies_beside_the_sources_imports_modules_that_are_there() -> None:
+    """A benchmark or a script is run by hand, perhaps months after a module has moved."""
+    absent = []
+    for folder in ("benchmarks", "scripts", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+                if module.split(".")[0] in ("digenrl", "reward_models", "tests", "benchmarks"):
+                    root = ROOT / "src" if module.startswith("digenrl") else ROOT
+                    place = root.joinpath(*module.split("."))
+                    if not (place.is_dir() or place.with_suffix(".py").is_file()):
+                        absent.append(f"{path.relative_to(ROOT)}: {module}")
+    assert absent == []
