@@ -319,7 +319,7 @@ FAULTS = (
     Fault(
         "number: a scorer's process takes device 0 (H1)",
         CHILD,
-        '"device": accelerator.current().index}',
+        '"device": device}',
         '"device": None}',
         "the scorers of all ranks fill GPU 0",
         RUNS,
@@ -376,8 +376,8 @@ FAULTS = (
     Fault(
         "evaluation: media stay on the device",
         ENGINE,
-        "        media.append(policy.decode(torch.cat(parts)).cpu())",
-        "        media.append(policy.decode(torch.cat(parts)))",
+        "policy.decode(sample(c, draw(keys.INITIAL))).cpu()",
+        "policy.decode(sample(c, draw(keys.INITIAL)))",
         "a GPU holds all media of an evaluation",
         PARTS,
         "policy_encodes",
@@ -385,8 +385,8 @@ FAULTS = (
     Fault(
         "evaluation: noise stays on the CPU",
         ENGINE,
-        "        latents = noise.to(policy.device, wide(sampling.storage_dtype))",
-        "        latents = noise.to(wide(sampling.storage_dtype))",
+        "torch.cat(noise).to(policy.device, wide(sampling.storage_dtype))",
+        "torch.cat(noise).to(wide(sampling.storage_dtype))",
         "the network mixes devices",
         PARTS,
         "policy_encodes",
