@@ -116,7 +116,7 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
 
 def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
     """Return everything wrong with the targets of `tree`. Nothing is imported."""
-    problems = []
+    problems, rules = list[str](), tuple(chain(*offered("TARGET_RULES")))
     for path, target, node in targets(tree):
         where = f"{path}._target_" if path else "_target_"
         if not isinstance(target, str):
@@ -124,7 +124,7 @@ def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
         elif not is_allowed(target, allow):
             problems.append(f"{where} = {target}: refused, because {_refusal(target)}.")
         else:
-            for rule in chain(*offered("TARGET_RULES")):
+            for rule in rules:
                 problems += rule(where, path, target, node)
     return problems
 
