@@ -79,6 +79,25 @@ HOT_PATH = (
 )
 """What a sample and its gradient pass through."""
 
+SINCE = (
+    *(
+        f"extensions/zoo/{name}.py"
+        for name in "flux_kontext ltx23 minimax_h3 qwen_image21 since".split()
+    ),
+    *(f"extensions/rewards/{name}.py" for name in "judge managed settings vlm_server".split()),
+    *(
+        f"reward_models/{name}.py"
+        for name in "edit_reward hpsv3 qwen_vl unified_reward video_align".split()
+    ),
+    *(f"extensions/forward/{name}.py" for name in "files sft".split()),
+    *(f"extensions/tools/{name}.py" for name in "cli/fetch cli/list downloads".split()),
+    "extensions/bench/reward.py",
+    "extensions/distillation",
+    "extensions/quantized",
+)
+"""What was asked for after the budgets were set, which comes on top of them."""
+SINCE_LINES = 1603
+
 ROOMS = {
     "types, run, data, devices ...": Room(
         1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1405
@@ -141,9 +160,10 @@ ROOMS = {
         ),
         ceiling=13000,
     ),
-    "everything": Room(26000, ("",), ceiling=29675),
+    "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29675),
 }
-"""Room -> its budget. The last three rows are sums."""
+"""Room -> its budget. The last four rows are sums."""
 
 
 def lines_of_code(path: Path) -> int:
@@ -226,7 +246,7 @@ def table() -> str:
 
 
 def test_every_file_has_a_room() -> None:
-    sums = ("hot path", "core", "everything")
+    sums = [*ROOMS][-4:]
     rooms = tuple(part for name, room in ROOMS.items() if name not in sums for part in room.parts)
     assert [path for path in lines_by_file() if not _in(path, rooms)] == ["extensions/__init__.py"]
 
