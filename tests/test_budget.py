@@ -82,15 +82,15 @@ HOT_PATH = (
 SINCE = (
     *(
         f"extensions/zoo/{name}.py"
-        for name in "flux_kontext ltx23 minimax_h3 qwen_image21 since".split()
+        for name in ["flux_kontext", "ltx23", "minimax_h3", "qwen_image21", "since"]
     ),
-    *(f"extensions/rewards/{name}.py" for name in "judge managed settings vlm_server".split()),
+    *(f"extensions/rewards/{name}.py" for name in ["judge", "managed", "settings", "vlm_server"]),
     *(
         f"reward_models/{name}.py"
-        for name in "edit_reward hpsv3 qwen_vl unified_reward video_align".split()
+        for name in ["edit_reward", "hpsv3", "qwen_vl", "unified_reward", "video_align"]
     ),
-    *(f"extensions/forward/{name}.py" for name in "files sft".split()),
-    *(f"extensions/tools/{name}.py" for name in "cli/fetch cli/list downloads".split()),
+    *(f"extensions/forward/{name}.py" for name in ["files", "sft"]),
+    *(f"extensions/tools/{name}.py" for name in ["cli/fetch", "cli/list", "downloads"]),
     "extensions/bench/reward.py",
     "extensions/distillation",
     "extensions/quantized",

@@ -159,6 +159,7 @@ def test_a_citation_of_somebody_else_is_left_alone() -> None:
     )
 
 
+@pytest.mark.heavy
 def test_citations_resolve() -> None:
     assert checks() == set(range(1, 25))
     found = [

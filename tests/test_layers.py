@@ -144,6 +144,7 @@ def allowed(room: str, module: str, only_types: bool) -> bool:
     return any(inside == name or inside.startswith(f"{name}.") for name in granted)
 
 
+@pytest.mark.heavy
 def test_imports_point_downwards() -> None:
     violations = [
         f"{path.relative_to(ROOT)}:{line}: {room} imports {module}"
@@ -168,6 +169,7 @@ def test_the_core_imports_no_extension() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.heavy
 def test_extensions_do_not_know_each_other() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: imports {module}"

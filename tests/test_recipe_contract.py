@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from digenrl import config as configuration
 from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("recipes")]
 
 TABLE, PAGE = ROOT / "docs" / "recipes.csv", ROOT / "docs" / "recipes.md"
 LEVELS = (
@@ -86,14 +88,17 @@ def same(row: dict[str, str]) -> bool:
 
 
 @cache
-def composed(experiment: str) -> Any:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("train", overrides=[f"experiment={experiment}", "hardware=node_8xh100"])
+def loaded(experiment: str) -> Any:
+    """The configuration as a run would have it on the smallest profile for everything."""
+    words = [f"experiment={experiment}", "hardware=node_8xh100", "logger=none"]
+    if experiment.endswith("_geneval"):
+        words += [f"reward.rewards.geneval.scorer.{key}=here" for key in ("path", "colours")]
+    return configuration.load(words).config
 
 
 def at(experiment: str, key: str) -> Any:
     """The experiment's value; of a mixture of rewards the weights."""
-    found = OmegaConf.select(composed(experiment), key, throw_on_missing=True)
+    found = OmegaConf.select(loaded(experiment), key, throw_on_missing=True)
     plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     return (
         {name: entry["weight"] for name, entry in plain.items()}

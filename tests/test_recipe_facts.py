@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from digenrl import config as configuration
 from digenrl.algorithms.surrogates import Cells
 from digenrl.schedule.spec import ScheduleSpec
 from scripts import recipe_facts
-from tests.test_recipe_contract import EVIDENCE, rows, same, value
+from tests.test_recipe_contract import EVIDENCE, loaded, rows, same, value
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("recipes")]
 
 FACTS: dict[str, dict[str, Any]] = json.loads(recipe_facts.FACTS.read_text(encoding="utf-8"))
 READ = {
@@ -505,15 +504,6 @@ CHECKS = (
 
 def wrong(experiment: str, config: Any) -> list[str]:
     return [text for check in CHECKS for text in check(experiment, config)]
-
-
-@cache
-def loaded(experiment: str) -> Any:
-    """The configuration as a run would have it on the smallest profile for everything."""
-    words = [f"experiment={experiment}", "hardware=node_8xh100", "logger=none"]
-    if experiment.endswith("_geneval"):
-        words += [f"reward.rewards.geneval.scorer.{key}=here" for key in ("path", "colours")]
-    return configuration.load(words).config
 
 
 RECIPES = sorted({name.split()[0] for name in FACTS})

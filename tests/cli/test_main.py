@@ -60,6 +60,7 @@ def test_what_does_not_fit_is_said(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_the_working_directory_comes_last_among_the_places_of_modules(tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text(
         "raise SystemExit('a file of the working directory was imported')"
@@ -75,6 +76,7 @@ def test_the_working_directory_comes_last_among_the_places_of_modules(tmp_path: 
     assert "experiment_name: scenes_flowgrpo" in done.stdout
 
 
+@pytest.mark.heavy
 def test_too_little_address_space_is_said(tmp_path: Path) -> None:
     command = f"ulimit -v 1500000; exec {sys.executable} -m digenrl train output_root={tmp_path}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)

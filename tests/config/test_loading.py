@@ -61,6 +61,7 @@ def test_numbers_in_scientific_notation_are_numbers(value: str) -> None:
     assert config.load([f"algorithm.optimizer.lr={value}"]).config.algorithm.optimizer.lr == 1e-4
 
 
+@pytest.mark.heavy
 def test_schedule_presets_differ_as_their_names_say() -> None:
     presets = {
         name: config.load([f"schedule={name}"]).config
@@ -237,6 +238,7 @@ def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
     )
 
 
+@pytest.mark.heavy
 def test_a_bad_configuration_is_refused_quickly_without_torch(tmp_path: Path) -> None:
     """The bar is two seconds on an idle core; processor time is what a busy machine leaves
     unchanged."""

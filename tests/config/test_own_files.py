@@ -11,6 +11,8 @@ from digenrl.config.output_dir import prepare_run_dir
 from digenrl.extension import installed
 from digenrl.extensions.sweeps.multirun import expand
 
+pytestmark = pytest.mark.heavy
+
 EXPERIMENT = (
     "# @package _global_\ndefaults:\n  - digits_flowgrpo\n  - override /reward: "
     "flat\n\nmax_rl_steps: 3\n"

@@ -17,6 +17,8 @@ from digenrl.config.targets import target_problems
 from digenrl.extension import installed
 from digenrl.extensions.help.pages import configuration_help
 
+pytestmark = pytest.mark.heavy
+
 SERVED = "reward.urls={judge_a: ['%s']}"
 
 

@@ -418,8 +418,8 @@ FAMILIES = {family: row for family, row in _ROWS.items() if family in families()
 """Family -> its row; of the families that are installed."""
 
 
-def experiments(unusual: bool = False) -> list[str]:
-    """Return the experiments of configs/ at a family's published size, or of unusual families
+def experiments(unusual: bool = False) -> dict[str, str]:
+    """Return experiment -> model of configs/ at a family's published size, or of unusual families
     alone."""
     rows = [row for row in FAMILIES.values() if row.unusual or not unusual]
     found = {}
@@ -436,4 +436,6 @@ def experiments(unusual: bool = False) -> list[str]:
             if content.get("model", {}).get("build") != "tiny"
             else None
         )
-    return [name for name, model in found.items() if any(model in row.published for row in rows)]
+    return {
+        name: model for name, model in found.items() if any(model in row.published for row in rows)
+    }

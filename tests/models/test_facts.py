@@ -92,8 +92,9 @@ ELSEWHERE = (
     "configs/",
     "CHANGELOG.md",
     "src/digenrl/extensions/planner/published.csv",
+    "tests/test_budget.py",
 )
-"""What is generated, measured, published or compared with publications, and options of
+"""What is generated, measured, counted, published or compared with publications, and options of
 configurations."""
 WORKLOADS = "tests/extensions/planner/"
 """Tests that compute with a model's sizes, as experiments do."""

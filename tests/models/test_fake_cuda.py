@@ -122,7 +122,8 @@ def block(
     )
 
 
-@CHEAPEST
+@pytest.mark.slow  # tests/device has the default run's
+@pytest.mark.parametrize("family", FAMILIES)
 def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(family: str) -> None:
     """With classifier-free guidance; first as a trainer holds the weights, then as a rank that only
     generates. With an

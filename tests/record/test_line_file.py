@@ -69,6 +69,7 @@ def in_child(act: Callable[[], None]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.heavy
 def test_a_thinned_record_keeps_first_and_newest_steps_and_all_seconds(tmp_path: Path) -> None:
     record(tmp_path, 2000, LIMIT)
     assert all(file.stat().st_size <= 1.1 * LIMIT for file in (tmp_path / "spans").iterdir())

@@ -37,6 +37,7 @@ def ocr() -> Ocr:
     return Ocr()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("width", "height", "size"), [(256, 256, 36), (160, 48, 28), (64, 256, 14), (512, 384, 60)]
 )

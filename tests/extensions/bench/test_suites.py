@@ -59,6 +59,7 @@ def holds(rules: dict, picture: Tensor, detector: Detector) -> bool:
     return verdict(rules, picture, detector, 0.3, 0.9) == ""
 
 
+@pytest.mark.heavy
 def test_the_rules_over_detections_answer_as_over_the_true_objects() -> None:
     """Of drawn scenes: what the prompt says holds, and of every near miss the same as where all
     objects are known."""

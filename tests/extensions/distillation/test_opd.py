@@ -221,6 +221,7 @@ def test_arguments_that_cannot_teach_are_refused() -> None:
             make()
 
 
+@pytest.mark.heavy
 def test_rules_name_the_teacher_and_the_prompt(tmp_path: Path) -> None:
     words = ["experiment=mixture_distill"]
     configuration.load(words)
@@ -248,6 +249,7 @@ def mixture(experiment: str, *words: str) -> DictConfig:
     return configuration.load([f"experiment={experiment}", *PLAIN, "max_rl_steps=3", *words]).config
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_specialists_become_one_student(tmp_path: Path) -> None:
     """Two runs of three RL steps, then three of distillation from their checkpoints; colocated and

@@ -138,6 +138,7 @@ def make_pipes(path: Path, _: Path) -> None:
         os.mkfifo(path / name)
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("change", [link_files, link_folders, make_pipes])
 def test_no_link_out_of_the_run_is_followed_and_no_pipe_is_waited_for(

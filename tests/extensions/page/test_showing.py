@@ -79,6 +79,7 @@ def test_best_worst_and_change_are_of_the_optimised_reward(tmp_path: Path) -> No
     assert shown.changes[-1][0] == "prompt 0"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("animated", [False, True], ids=["from text", "from images"])
 def test_a_video_is_a_video_in_the_report(tmp_path: Path, animated: bool) -> None:
     run = read_run(evaluated(tmp_path, 1, ["<b>"], (5, 3, 15, 16), animated))

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from tests.extensions.planner.test_virtual_run import clusters, specs
 from tests.schedule.replaying import replay
 
 
+@pytest.mark.heavy
 @settings(max_examples=60, deadline=None)
 @given(specs(), clusters(least_rollouts=1), st.floats(0.0, 0.5), st.integers(0, 99))
 def test_I13_a_virtual_runs_record_gives_every_decision_again(

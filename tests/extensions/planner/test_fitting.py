@@ -21,6 +21,8 @@ from digenrl.extensions.planner.reading import candidate_of, costing_of, sized
 from digenrl.settle import allocated, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
+pytestmark = pytest.mark.heavy
+
 PROFILES = (
     "cpu",
     "cpu_tiny",
@@ -66,7 +68,6 @@ def assert_fits(composed: Composed) -> None:
         assert use.gib <= 0.9 * costing.hardware.pool(pool).memory_gib
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("experiment", "profile"),
     [
@@ -146,7 +147,6 @@ def test_a_misfit_is_refused_with_the_change_that_fits(
         allocated(loaded(*words, trainers, "schedule.auto=false"))
 
 
-@pytest.mark.heavy
 def test_all_weights_are_sharded_without_being_asked() -> None:
     """The first way that fits: replicas of a small model, a copy per node, one over all
     trainers."""
@@ -309,7 +309,6 @@ def test_stored_prompts_cost_no_step_anything() -> None:
     assert bounds["auto"] < bounds["null"]
 
 
-@pytest.mark.heavy
 def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
     """For 16 drawn configurations the plan's verdict and memory are those of the run that starts."""
     drawn, refused = random.Random(30), 0

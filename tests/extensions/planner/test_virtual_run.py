@@ -281,6 +281,7 @@ def test_two_windows_that_agree_by_chance_are_no_steady_step() -> None:
     assert not found.settled or found.step_s == pytest.approx(long.step_s, rel=0.005)
 
 
+@pytest.mark.heavy
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(specs(), clusters(least_rollouts=1))
 def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Cluster) -> None:

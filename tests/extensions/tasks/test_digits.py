@@ -69,6 +69,7 @@ def test_text_features_are_frozen_and_tell_words_apart() -> None:
     )
 
 
+@pytest.mark.heavy
 def test_the_committed_base_model_is_good_but_follows_prompts_badly() -> None:
     media, rows = base_samples(50)
     statistics = DigitStatistics()(media, rows)

@@ -75,6 +75,7 @@ def test_rewards_read_points_from_pictures_and_the_base_is_the_reference_at_firs
         made.encode([Prompt("along +8")])
 
 
+@pytest.mark.heavy
 def test_both_forms_of_the_optimum_agree() -> None:
     directions = torch.eye(8, dtype=torch.float64)[:3]
     rewards = (drawn(200_000).double() @ directions.T).T

@@ -77,6 +77,7 @@ def test_the_committed_base_model_is_sharp_and_diverse_and_follows_half_of_the_p
     assert BASE_FILE.stat().st_size + JUDGE_FILE.stat().st_size < 4 * 2**20
 
 
+@pytest.mark.heavy
 def test_the_committed_edit_base_keeps_the_rest_and_leaves_the_edit_to_learn() -> None:
     edits = list(EDITS[::23])
     sources, pictures = sample_edits(ScenesEditPolicy(), edits, steps=6)

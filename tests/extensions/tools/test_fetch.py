@@ -28,6 +28,7 @@ from tests.extensions.tools.hub import COMMIT, Hub
 from tests.models.families import experiments
 from tests.training import Train, commands
 
+FIRST_OF_MODEL = {model: name for name, model in reversed(experiments().items())}
 CLUTTER = (
     "README.md",
     "model.safetensors",
@@ -82,7 +83,13 @@ def copied(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("experiment", experiments())
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param(name, marks=() if name in FIRST_OF_MODEL.values() else pytest.mark.slow)
+        for name in experiments()
+    ],
+)
 def test_a_run_opens_what_is_listed_of_its_checkpoint(experiment: str, tmp_path: Path) -> None:
     (wanted,) = (
         each

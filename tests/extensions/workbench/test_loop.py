@@ -42,6 +42,7 @@ def test_what_is_missing_is_said_and_what_is_changed_counts() -> None:
     loop.close()
 
 
+@pytest.mark.heavy
 def test_what_it_advises_it_takes() -> None:
     words = ["experiment=flux1_flowgrpo"]
     with pytest.raises(ValueError, match=r"needs .* GiB .* hardware\.build=tiny") as refused:
