@@ -131,12 +131,11 @@ def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
 
 def _refusal(target: str) -> str:
     """Return why `target` is not allowed, and what can be done."""
-    close = nearest(target, components())
-    hint = f"; nearest: {close}" if close else ""
+    hint = f"; nearest: {close}" if (close := nearest(target, components())) else ""
     if target.partition(".")[0] in _OWN:
         return f"no file of the shipped configs/ names it as a component{hint}"
     package = target.rpartition(".")[0] or target
-    trust = f"if you trust it, add allow_targets=[{package}] on the command line"
+    trust = f"if you trust it, add 'allow_targets=[{package}]' on the command line"
     return f"it is not among the classes that a run uses{hint}; {trust}"
 
 

@@ -15,25 +15,26 @@ if TYPE_CHECKING:
     from digenrl.types import Prompt
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_Scorer = tuple[str, str, Mapping[str, Any]]
 _MOST = 20
 """Most prompts that a message names; further ones are counted."""
 
 
-def _built_here(reward: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield (dotted key, name, YAML node) of every scorer of the group `reward` that is not behind
-    a service."""
+def placed(
+    reward: Mapping[str, Any], at: str = "inline thread process managed"
+) -> Iterator[_Scorer]:
+    """Yield (dotted key, name, YAML node) of every scorer of the group `reward` whose placement is
+    among the words `at`. An entry's own placement comes before the group's."""
     for group in ("rewards", "heldout"):
         for name, entry in (reward.get(group) or {}).items():
-            if (entry.get("placement") or reward.get("placement")) != "http":
+            if (entry.get("placement") or reward.get("placement", "thread")) in at.split():
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
 
 
-def measuring(
-    reward: Mapping[str, Any], callbacks: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[_Scorer]:
     """Yield (dotted key, description, YAML node) of every scorer built here, and of every statistic
     of the evaluation."""
-    for key, name, node in _built_here(reward):
+    for key, name, node in placed(reward):
         yield key, f"reward {name}", node
     evaluation = callbacks.get("evaluation") or {}
     for index, node in enumerate(evaluation.get("statistics") or ()):
@@ -83,8 +84,9 @@ def absent(value: str | None, key: str, source: str) -> str | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        files = files_read(key.rpartition(".")[2])
-        snapshot_download(value, local_files_only=True, allow_patterns=files)
+        snapshot_download(
+            value, local_files_only=True, allow_patterns=files_read(key.rpartition(".")[2])
+        )
     except LocalEntryNotFoundError:
         where = f"into {constants.HF_HUB_CACHE}; HF_HOME moves it"
         command = f"`make fetch` with the EXP, HW and ARGS of this run, or `hf download {value}`"
@@ -106,7 +108,7 @@ def unscorable(reward: Mapping[str, Any], prompts: Iterable[tuple[str, Prompt]])
     from hydra.utils import get_object
 
     asked, problems = list(prompts), list[str]()
-    for _, name, node in _built_here(reward):
+    for _, name, node in placed(reward):
         try:
             check = inspect.getattr_static(get_object(node["_target_"]), "check_prompts", None)
         except Exception as error:  # whatever its module raises while it is imported

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from digenrl.rewards.needs import placed
+
 
 def gpus_of(node: Mapping[str, Any]) -> int:
     """Return the GPUs that a scorer takes in a process of its own, from its YAML node.
@@ -16,13 +18,7 @@ def gpus_of(node: Mapping[str, Any]) -> int:
 
 def managed(reward: Mapping[str, Any]) -> dict[str, int]:
     """Return reward -> GPUs of every reward of the group `reward` that is placed managed."""
-    placed = reward.get("placement")
-    return {
-        name: gpus_of(entry.get("scorer") or {})
-        for group in ("rewards", "heldout")
-        for name, entry in (reward.get(group) or {}).items()
-        if isinstance(entry, Mapping) and (entry.get("placement") or placed) == "managed"
-    }
+    return {name: gpus_of(node) for _, name, node in placed(reward, "managed")}
 
 
 def judge_problems(get: Callable[[str], Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from digenrl.rewards.needs import measuring
+from digenrl.rewards.needs import measuring, placed
 from reward_models.published import WEIGHTS, files_read
 
 _HUB_COMMAND = re.compile(r"hf download (?P<repository>[\w.-]+/[\w.-]+)(?: (?P<file>\S+))?")
@@ -60,9 +60,10 @@ def downloads(config: Any) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
     found, elsewhere = list(_model(config.model)), list[str]()
+    served = {key for key, _, _ in placed(config.reward, "managed")}
     for key, what, node in measuring(config.reward, config.callbacks or {}):
         if (model := node.get("model")) and "url" in node:
-            if not _served_by_run(config.reward, key):
+            if key not in served:
                 elsewhere.append(f"{key}: {model}, served at {node['url']} by you")
             elif (node.get("serve") or {}).get("build", "real") == "real":
                 files = tuple(dict.fromkeys(files_read("processor") + files_read("path")))
@@ -73,7 +74,7 @@ def downloads(config: Any) -> tuple[list[Download], list[str]]:
             if value is not None and Path(value).expanduser().exists():
                 continue
             if hub is None or (hub["file"] and value is not None):
-                elsewhere.append(f"{key}.{argument}: the weights of {what}: {source}")
+                elsewhere.append(f"{key}.{argument} of {what}: {source}")
             elif hub["file"]:
                 file = (hub["file"],)
                 found.append(Download(f"{key}.{argument}", hub["repository"], file, to_set=True))
@@ -82,12 +83,6 @@ def downloads(config: Any) -> tuple[list[Download], list[str]]:
                 found.append(Download(f"{key}.{argument}", value or hub["repository"], files))
     unique = {(each.repository, each.files): each for each in reversed(found)}
     return [*reversed(unique.values())], elsewhere
-
-
-def _served_by_run(reward: Mapping[str, Any], key: str) -> bool:
-    """Return whether the run starts the server of the judge whose scorer stands at `key`."""
-    _, group, name, _ = key.split(".")
-    return bool((reward[group][name].get("placement") or reward.get("placement")) == "managed")
 
 
 def _model(node: Mapping[str, Any]) -> Iterator[Download]:
