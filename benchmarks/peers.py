@@ -34,10 +34,11 @@ from torch import Tensor
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
 from digenrl.data import load_prompts
-from digenrl.diffusion.denoise import SampleKey, replay, sample
+from digenrl.diffusion.denoise import SampleKey, replay
 from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.settle import settled
 from digenrl.types import CellBlock, Prompt, TrainBatch
+from tests.sampling import sample
 
 LOOPS = ("sd35_flowgrpo", "flux1_flowgrpo", "wan21_flowgrpo")
 DEFAULTS = {"samples": "8", "repeats": "7", "rl_steps": "8", "peer": "", "sittings": "3"}

@@ -21,8 +21,9 @@ import torch
 
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
-from digenrl.diffusion.denoise import SampleKey, replay, sample
+from digenrl.diffusion.denoise import SampleKey, replay
 from digenrl.types import CellBlock, Prompt
+from tests.sampling import sample
 
 TOLERANCE = 1e-4
 """Largest relative difference of gradients in norm (fp32)."""

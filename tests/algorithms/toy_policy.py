@@ -13,6 +13,7 @@ from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.diffusion.steps import AllButLast, StepSelection
 from digenrl.types import CellBlock, TrainBatch
+from tests.sampling import sample
 
 
 class ToyPolicy(nn.Module):
@@ -108,9 +109,7 @@ def roll(
     blocks = []
     for group in range(groups):
         key = denoise.SampleKey(seed, step, 100 + group, tuple(range(samples)))
-        made = denoise.sample(
-            policy, condition(group), key, grid, kernel, plan, storage, keep_means=True
-        )
+        made = sample(policy, condition(group), key, grid, kernel, plan, storage, keep_means=True)
         blocks.append(
             CellBlock(
                 step=step,

@@ -18,6 +18,7 @@ from digenrl.extensions.methods.sde import DanceSDE, FlowCPS, LinearSDE
 from digenrl.extensions.methods.steps import Window
 from digenrl.types import CellBlock
 from tests.algorithms.toy_policy import ToyPolicy, condition, roll
+from tests.sampling import sample
 
 KERNELS: list[Kernel] = [FlowSDE(0.7), DanceSDE(0.3), FlowCPS(0.8), LinearSDE(0.9)]
 STORAGE = [torch.float32, torch.float16, torch.bfloat16]
@@ -140,9 +141,7 @@ def test_a_suspended_trajectory_is_finished_elsewhere_bit_equal(boundary: int) -
     plan = Window(3, stop=5).plan(0, 2, 6)
     key = denoise.SampleKey(0, 2, 11, (4, 5, 6))
     here, there = ToyPolicy(), ToyPolicy()
-    expected = denoise.sample(
-        here, condition(), key, grid, kernel, plan, torch.float16, keep_means=True
-    )
+    expected = sample(here, condition(), key, grid, kernel, plan, torch.float16, keep_means=True)
     state = denoise.start(key, here.latent_shape, torch.float16)
     for k in range(6):
         owner = here if k < boundary else there
@@ -169,7 +168,7 @@ def test_shapes_and_kept_steps_of_a_window() -> None:
     the last x'."""
     plan = StepPlan((1, 2), (1, 2))
     grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
-    samples = denoise.sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.7), plan)
+    samples = sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.7), plan)
     assert samples.latents.shape == samples.next_latents.shape == (2, 2, 3, 4)
     assert samples.log_probs.shape == (2, 2)
     assert torch.equal(samples.steps, torch.tensor([1, 2]))
@@ -182,7 +181,7 @@ def test_shapes_and_kept_steps_of_a_window() -> None:
 def test_last_ode_step_is_the_predicted_clean_latent() -> None:
     """Section 1.3: x - s*v of the last step, what DanceGRPO decodes."""
     policy, grid, plan = ToyPolicy(), static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
-    samples = denoise.sample(
+    samples = sample(
         policy, condition(), denoise.SampleKey(0, 0, 5, (0, 1)), grid, FlowSDE(0.7), plan
     )
     before = samples.next_latents[:, -1]
@@ -193,7 +192,7 @@ def test_last_ode_step_is_the_predicted_clean_latent() -> None:
 def test_forward_process_plans_store_the_final_latent_alone() -> None:
     plan = NoiseLevels(size=3).plan(0, 0, 6)
     grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
-    samples = denoise.sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.0), plan)
+    samples = sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.0), plan)
     assert samples.latents.shape == (2, 3, 0)
     assert torch.equal(samples.log_probs, torch.zeros(2, 3))
     noise = denoise.start(key, (3, 4)).latents
@@ -242,7 +241,7 @@ def test_misuse_is_explained() -> None:
     policy, grid, key = ToyPolicy(), static_grid(4, 3.0), denoise.SampleKey(0, 0, 5, (0,))
     plan = AllButLast().plan(0, 0, 4)
     with pytest.raises(ValueError, match="noise level is 0"):
-        denoise.sample(policy, condition(), key, grid, FlowSDE(0.0), plan)
+        sample(policy, condition(), key, grid, FlowSDE(0.0), plan)
     state = denoise.start(key, (3, 4))
     with pytest.raises(ValueError, match="0 of the 3 trained steps"):
         denoise.finish(state, plan)

@@ -37,6 +37,7 @@ from digenrl.types import CellBlock, Prompt
 from reward_models.clip_score import ClipScore
 from tests.models.real_policies import decoder_moves, place, plainly, real
 from tests.models.tiny_policies import FAMILIES, IMAGES, ROWS
+from tests.sampling import sample
 
 pytestmark = pytest.mark.heavy
 
@@ -148,7 +149,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         assert policy.two_forwards
         assert policy.device == CUDA
         condition, key = conditioning(policy), denoise.SampleKey(0, 0, 1, (0, 1))
-        samples = denoise.sample(
+        samples = sample(
             policy, condition, key, grid, kernel, plan, torch.bfloat16, CUDA, keep_means=True
         )
         assert samples.final.device == samples.log_probs.device == CUDA

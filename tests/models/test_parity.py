@@ -26,6 +26,7 @@ from tests.models.tiny_policies import (
     randomise_lora,
     size,
 )
+from tests.sampling import sample
 
 pytestmark = pytest.mark.heavy
 
@@ -66,7 +67,7 @@ def block_of(policy, steps, storage_dtype, kernel, plan):
     condition = policy.encode([prompt(PROMPTS[0])])
     key = denoise.SampleKey(seed=0, step=0, uid=7, samples=(0, 1, 2))
     sigmas = policy.sigma_grid(steps)
-    samples = denoise.sample(policy, condition, key, sigmas, kernel, plan, storage_dtype)
+    samples = sample(policy, condition, key, sigmas, kernel, plan, storage_dtype)
     return CellBlock(
         step=0,
         group=0,

@@ -21,6 +21,7 @@ from digenrl.models.policy import Policy
 from digenrl.schedule import ScheduleSpec, group_version, groups_of_step
 from digenrl.types import CellBlock, Prompt
 from examples.grpo_in_one_file import group_advantages
+from tests import sampling
 from tests.strategy.processes import Cell, Record
 
 
@@ -100,7 +101,7 @@ class Reference:
         for first in range(0, config.data.group_size, config.sampling.task_size):
             rows = tuple(range(first, first + config.sampling.task_size))
             key = denoise.SampleKey(config.seed, step, prompt.uid, rows)
-            made = denoise.sample(self.policy, condition, key, self.grid, self.sde, plan, dtype)
+            made = sampling.sample(self.policy, condition, key, self.grid, self.sde, plan, dtype)
             scores = self.rewards.score(self.policy.decode(made.final), [prompt] * len(rows))[
                 "judge_a"
             ]

@@ -193,25 +193,6 @@ def finish(state: SampleState, plan: StepPlan) -> FinishedSamples:
     )
 
 
-def sample(
-    policy: Policy,
-    condition: dict[str, Tensor],
-    key: SampleKey,
-    sigmas: Tensor,
-    kernel: Kernel,
-    plan: StepPlan,
-    storage_dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    same_noise: bool = False,
-    keep_means: bool = False,
-) -> FinishedSamples:
-    """Run start, then advance through all T steps, then finish."""
-    state = start(key, policy.latent_shape, storage_dtype, device, same_noise)
-    for _ in range(sigmas.numel() - 1):
-        state = advance(policy, condition, state, sigmas, kernel, plan, keep_means)
-    return finish(state, plan)
-
-
 @torch.no_grad()
 def ode_sample(
     policy: Policy,

@@ -24,6 +24,7 @@ from digenrl.extensions.tasks.digits import DigitsPolicy
 from tests.algorithms.fit import ADAMW
 from tests.algorithms.test_objectives import SHAPE, normal, uniform
 from tests.algorithms.toy_policy import ToyPolicy, batch, roll
+from tests.sampling import sample
 from tests.strategy.processes import completed, run_cluster
 
 PLAIN = (
@@ -183,7 +184,7 @@ def roll_digits(policy: DigitsPolicy) -> list[Any]:
     condition = policy.encode([prompt])
     key = denoise.SampleKey(0, 0, prompt.uid, (0, 1, 2))
     plan = AllButLast().plan(0, 0, 4)
-    samples = denoise.sample(policy, condition, key, grid, FlowSDE(0.7), plan)
+    samples = sample(policy, condition, key, grid, FlowSDE(0.7), plan)
     own = {name: value for name, value in vars(samples).items() if name != "final"}
     facts = {"step": 0, "group": 0, "uid": prompt.uid, "first_sample": 0, "version": 0}
     return [CellBlock(**facts, **own, sigmas=grid, condition=condition)]

@@ -17,6 +17,7 @@ from digenrl.extensions.tasks.digits import BASE_FILE, DigitsPolicy, pack, text_
 from digenrl.models.latents import unpack
 from digenrl.types import CellBlock, Prompt
 from reward_models.digit_judge import WORDS, DigitJudge, DigitStatistics
+from tests.sampling import sample
 
 LORA = yaml.safe_load((Path(__file__).parents[3] / "configs/model/digits.yaml").read_text())["lora"]
 PROMPTS = [Prompt(f"number {word}") for word in WORDS]
@@ -90,7 +91,7 @@ def test_replay_equals_sampling_for_any_steps_per_forward(
     condition, grid = policy.encode(PROMPTS[:1]), policy.sigma_grid(STEPS)
     plan = selection.plan(0, 0, STEPS)
     key = denoise.SampleKey(0, 0, PROMPTS[0].uid, tuple(range(rows)))
-    samples = denoise.sample(policy, condition, key, grid, kernel, plan)
+    samples = sample(policy, condition, key, grid, kernel, plan)
     for first in range(0, len(plan.trained), steps_per_forward):
         part = slice(first, first + steps_per_forward)
         block = CellBlock(

@@ -35,6 +35,7 @@ from reward_models.drawn_edits import EDITS
 from reward_models.drawn_scenes import PAPER, SCENES, draw, draw_places, draw_scenes
 from reward_models.scene_edits import SAME
 from reward_models.scene_judges import JUDGE_FILE, OFF_PAPER, SceneDetector, SceneStatistics, spread
+from tests.sampling import sample
 
 LORA = yaml.safe_load((Path(__file__).parents[3] / "configs/model/scenes.yaml").read_text())["lora"]
 
@@ -111,7 +112,7 @@ def test_replay_is_bit_equal_to_sampling(family: type[ScenesPolicy]) -> None:
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     prompt, grid = load_prompts("drawn_edits.jsonl")[0], policy.sigma_grid(6)
     condition, plan = policy.encode([prompt]), AllButLast().plan(0, 0, 6)
-    samples = denoise.sample(
+    samples = sample(
         policy, condition, denoise.SampleKey(0, 0, prompt.uid, tuple(range(16))), grid, kernel, plan
     )
     for place, step in enumerate(plan.trained):
