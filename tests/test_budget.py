@@ -112,7 +112,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=539),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1600),
+    "config": Room(1500, ("config",), ceiling=1599),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=650),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3396),
@@ -121,9 +121,9 @@ ROOMS = {
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
-    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1526),
+    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1521),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1847
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1845
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(515, ("extensions/links",)),
@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13000,
+        ceiling=12983,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29675),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29651),
 }
 """Room -> its budget. The last four rows are sums."""
 
