@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12983,
+        ceiling=12989,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29651),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29657),
 }
 """Room -> its budget. The last four rows are sums."""
 

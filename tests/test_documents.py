@@ -212,3 +212,12 @@ def test_an_entry_of_the_changes_has_at_most_two_lines() -> None:
         for entry in entries
         if entry.count("\n") > 1 or max(map(len, entry.splitlines())) > 145
     ] == []
+
+
+def test_the_first_hours_pages_are_as_long_as_the_design_says() -> None:
+    """At most eight pages and 1,500 lines."""
+    said = re.findall(r"^\| `([a-z_]+/?[a-z_]+\.py)` \| (\d+) \|", DESIGN.read_text(), re.MULTILINE)
+    lines = {page: len((ROOT / "src/digenrl" / page).read_text().splitlines()) for page, _ in said}
+    assert all(abs(lines[page] - int(count)) <= 10 for page, count in said), lines
+    assert 5 <= len(said) <= 8
+    assert sum(lines.values()) <= 1500

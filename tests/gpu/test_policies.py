@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from benchmarks import _device
 from benchmarks._policy_bench import COMPILED, PROMPT, Bench, Build, Unit, build, ratio
 from benchmarks._random_builds import FAMILY, TINY
-from digenrl.algorithms.grpo import HALF_RATIO_BOUND
+from digenrl.algorithms.first_ratios import HALF_RATIO_BOUND
 from digenrl.diffusion import denoise
 from digenrl.strategy.shard import mesh_of, shard
 from digenrl.transport.weights import adopt, publish

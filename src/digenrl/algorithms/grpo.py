@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from digenrl.algorithms.advantages import Advantage, one_of
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema, ParameterCopy
-from digenrl.algorithms.meters import NOTHING
+from digenrl.algorithms.first_ratios import FirstRatios
 from digenrl.algorithms.objectives import (
     gaussian_kl,
     h_free_kl,
@@ -39,15 +39,6 @@ logger = logging.getLogger(__name__)
 
 KlKind = Literal["gaussian", "h_free", "mean_square"]
 StepWeight = Literal["none", "std", "longcat", "rectified"]
-RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
-"""Largest first |ratio - 1| by the dtype in which forwards compute, whatever dtype stores the
-weights."""
-HALF_RATIO_BOUND = 1e-3
-"""16-bit kernels round differently at another batch geometry or on another GPU; verl-omni measures
-1e-5 at 65,536 dimensions (docs rollout_correction.md:99), small latents average less."""
-MOST = 0.999
-"""The quantile of the first deviations that is shown beside the largest: it tells rounding from a
-few wrong cells."""
 JOINT, JOINT_SQUARE = "joint_ratio", "joint_ratio_square"
 MOST_LOG_RATIO = 40.0
 """A joint log-ratio beyond it counts as it, in the effective sample size: its square still fits
@@ -101,12 +92,10 @@ class GRPO(PolicyModule):
         self.kl_kind: KlKind = kl_kind
         self.step_weight: StepWeight = step_weight
         policy.detach_unconditional = detach_uncond
-        self.ratio_bound = ratio_bound
         self._check(policy)
         self._batch_start = ParameterCopy()
         self._batch_start_version: int | None = None
-        self._deviations: list[Tensor] = []
-        """|ratio - 1| of this rank's live cells, until the first optimizer step."""
+        self._first_ratios = FirstRatios(policy.dtype, ratio_bound)
 
     def _check(self, policy: Policy) -> None:
         check_kernel(self.sde, self.surrogate)
@@ -254,7 +243,7 @@ class GRPO(PolicyModule):
             self._meters.update(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
             self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
         if self.first_ratio_max_dev is None and live:
-            self._deviations.append(deviations.flatten().double())
+            self._first_ratios.keep(deviations)
 
     def collected(self) -> dict[str, Tensor]:
         """Return the metrics with `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint
@@ -272,7 +261,8 @@ class GRPO(PolicyModule):
         """Print the bound for the first ratios."""
         if self.first_ratio_max_dev is None:
             logger.info(
-                "max |ratio-1| before the first optimizer step must be at most %g", self._bound()
+                "max |ratio-1| before the first optimizer step must be at most %g",
+                self._first_ratios.bound,
             )
 
     def configure_gradient_clipping(
@@ -284,60 +274,8 @@ class GRPO(PolicyModule):
         """Clip the gradients. Before the run's first optimizer step, also check the ratios of all
         ranks."""
         if self.first_ratio_max_dev is None:
-            self._hold_ratios()
+            self.first_ratio_max_dev = self._first_ratios.largest(self)
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def _hold_ratios(self) -> None:
-        """Compare the first ratios of all ranks with the bound. This is a collective.
-
-        If no rank had a cell, no weight changes either, and the next update counts as the first.
-        """
-        none = torch.full(
-            (1,), NOTHING, dtype=torch.float64, device=self.device
-        )  # a rank without cells takes part too
-        deviations = self._everyones(torch.cat([none, *self._deviations]))
-        deviations, self._deviations = deviations[deviations != NOTHING], []
-        if not len(deviations):
-            return
-        self.first_ratio_max_dev = float(deviations.max())
-        most, bound = float(torch.quantile(deviations, MOST)), self._bound()
-        if self.first_ratio_max_dev > bound:
-            rounding = most <= bound or self.policy.dtype not in RATIO_BOUND
-            remedy = (
-                f"If it is rounding, set algorithm.ratio_bound={2 * self.first_ratio_max_dev:.1g}"
-                if rounding
-                else "Check that trainers and rollouts use equal weights, model.dtype, guidance and "  # noqa: E501
-                "model.attention_backend"
-            )
-            raise RuntimeError(
-                f"max |ratio-1| before the first optimizer step is {self.first_ratio_max_dev:.3g}, "
-                f"above {bound:g} "
-                f"({MOST:.1%} quantile {most:.3g}, computed in "
-                f"{str(self.policy.dtype).removeprefix('torch.')}): "
-                f"replay does not reproduce the rollout. {remedy}; schedule.tsp.batch=1 gives "
-                "replay the "
-                "rollout's geometry."
-            )
-        logger.info(
-            "max |ratio-1| is %.3g, its %g%% quantile %.3g",
-            self.first_ratio_max_dev,
-            100 * MOST,
-            most,
-        )
-
-    def _everyones(self, values: Tensor) -> Tensor:
-        """Return the values [n] of all trainers together; n may differ from rank to rank."""
-        sizes = torch.as_tensor(
-            self.all_gather(torch.tensor(len(values), device=values.device))
-        ).flatten()
-        padded = nn.functional.pad(values, (0, int(sizes.max()) - len(values)))
-        rows = torch.as_tensor(self.all_gather(padded)).reshape(len(sizes), -1)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)])
-
-    def _bound(self) -> float:
-        if self.ratio_bound is not None:
-            return self.ratio_bound
-        return RATIO_BOUND.get(self.policy.dtype, HALF_RATIO_BOUND)
 
 
 def check_kernel(sde: Kernel, surrogate: Surrogate) -> None:
