@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +67,12 @@ def policy(facts: Facts, grid: Grid) -> DiffusersPolicy:
     """Return the family's policy on its tiny build, for samples of so many tokens. Its network is
     there to be replaced: `policy(facts, grid).transformer = network(model)`."""
     kind, (frames, rows, columns) = adapter(facts), grid
-    video = (
+    video: dict[str, Any] = (
         {} if kind.temporal_stride is None else {"frames": (frames - 1) * kind.temporal_stride + 1}
     )
-    text = {} if kind.text_length is None else {"max_sequence_length": kind.text_length}
+    text: dict[str, Any] = (
+        {} if kind.text_length is None else {"max_sequence_length": kind.text_length}
+    )
     side = kind.spatial_stride
     return kind("", rows * side, columns * side, build="tiny", dtype="float32", **video, **text)
 

@@ -275,7 +275,7 @@ class Loop:
         config = composed(
             setting.words if of_group else (*setting.words, f"{setting.knob}={setting.value}")
         )
-        config = OmegaConf.create(OmegaConf.to_container(config) | {"seed": seed})
+        config = OmegaConf.create({**config, "seed": seed})
         self.setting, self.seed = setting, seed
         self.policy: MixturePolicy = configuration.instantiate(
             config.model, seed=seed, **BASES[setting.base]
@@ -297,7 +297,7 @@ class Loop:
         """Inside, the policy is the one that generates."""
         self.pairs = "pairs" in config.algorithm
         """Its loss compares the samples of a block, which then are those of one prompt."""
-        self.module.advantage = Together(self.module.advantage)  # type: ignore[assignment]
+        self.module.advantage = Together(self.module.advantage)
         self.module.first_ratio_max_dev = 0.0  # a run's own check, which asks all ranks
         self.grid, self.scouts = self.policy.sigma_grid(STEPS), config.sampling.scouts
         self.directions = signed_axes(self.policy.axes)

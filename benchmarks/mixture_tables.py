@@ -193,11 +193,11 @@ def frontier(
                 verdicts.append(
                     f"{said}: {told if len(gaps) >= FEWEST else f'{len(gaps)} seeds are too few'}"
                 )
-        best = max(
+        (best, _), at = max(
             (mean_and_half_width([row["score"] for row in of(runs, value=value)]), value)
             for value in names(runs, "value")
         )
-        report.row(name, f"{best[0][0]:.3f} at {best[1]:g}", *cells, "; ".join(verdicts) or "-")
+        report.row(name, f"{best:.3f} at {at:g}", *cells, "; ".join(verdicts) or "-")
     report.say(
         "`equal`: the interval of the difference holds 0; such algorithms cannot be told apart "
         "here. Intervals are not "

@@ -105,12 +105,12 @@ def digits_rows(runs: Runs, seeds: Sequence[int]) -> Iterator[tuple[str, ...]]:
             )
             facts = (before["heldout_first"], after["heldout_last"], after["diversity_ratio"])
             found.setdefault(name, []).append((*facts, after["nn_distance_last"]))
-    for name, facts in found.items():
-        first, last, diversity, distance = zip(*facts, strict=True)
+    for name, rows in found.items():
+        start, end, diversity, distance = zip(*rows, strict=True)
         yield (
             name,
-            f"{statistics.fmean(first):.3f}",
-            interval(last),
+            f"{statistics.fmean(start):.3f}",
+            interval(end),
             interval(diversity),
             interval(distance),
         )

@@ -212,8 +212,7 @@ def main(words: list[str]) -> int:
     def body(here: BenchRank) -> int:
         if here.rank == 0:
             for size in SIZES:
-                board = torch.tensor(trainer(here, groups, size), dtype=torch.float64)
-                dist.send(board, 1)
+                dist.send(torch.tensor(trainer(here, groups, size), dtype=torch.float64), 1)
             return 0
         columns = (
             "task MiB",

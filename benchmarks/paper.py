@@ -143,16 +143,17 @@ def scripts(costing: Costing, sharding: str = "fsdp") -> CandidateOutcome | None
     prompts are encoded beforehand. `hsdp` is their option "hybrid_full" (fsdp_util.py:90).
     """
     found = sharded_loop(costing, 1, sharding)
-    return found and evaluate(
-        costing, replace(found, recompute=Recompute(inputs=1.0)), costing.bound()
-    )
+    if found is None:
+        return None
+    recomputing = replace(found, recompute=Recompute(inputs=1.0))
+    return evaluate(costing, recomputing, costing.bound())
 
 
 def verl_omni(costing: Costing, batching: bool) -> CandidateOutcome | None:
     """veRL-Omni's colocated step, with requests one by one or in batches of half a group."""
     own = EngineColocated(costing.work, costing.hardware)
     found = sharded_loop(own, GROUP // 2 if batching else 1)
-    return found and evaluate(own, found, own.bound())
+    return None if found is None else evaluate(own, found, own.bound())
 
 
 def genrl(costing: Costing) -> CandidateOutcome | None:

@@ -306,7 +306,9 @@ def main(words: list[str]) -> int:
     for _ in range(int(given["sittings"])):
         for name, (_, words_) in CASES.items():
             own[name].append(own_step_s(words_, rl_steps))
-        for processes, seconds in theirs.items() if peer else ():
+        for processes, seconds in theirs.items():
+            if peer is None:
+                break
             seconds.append(peer_step_s(peer, processes, rl_steps))
     for name, (processes, _) in CASES.items():
         step_s = statistics.median(own[name])

@@ -263,21 +263,21 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
         report.row(unit.model, unit.stage, unit.engine, kept, unit.samples, unit.steps, *row)
     report.table(("        model", "trained", "         engine", "steps", "max |ratio - 1|"))
     for unit in (unit for unit in units if unit.stage == "ratio"):
-        row = results.rows[unit.key]
-        found = f"{row['deviation']:.3g}" if "deviation" in row else words(row)[:40]
+        result = results.rows[unit.key]
+        found = f"{result['deviation']:.3g}" if "deviation" in result else words(result)[:40]
         report.row(unit.model, "all" if unit.build.full else "LoRA", unit.engine, unit.steps, found)
     report.table(("        model", "  stage", "what was found"))
     for unit in (unit for unit in units if unit.stage not in ("generate", "train", "ratio")):
-        row = results.rows[unit.key]
+        result = results.rows[unit.key]
         tiles = "in tiles: " if unit.stage == "decode" and unit.build.tiling else ""
-        report.row(unit.model, unit.stage, f"{tiles}{words(row)}")
+        report.row(unit.model, unit.stage, f"{tiles}{words(result)}")
     for unit in units:
-        row = results.rows[unit.key]
-        if "failed" in row:
-            report.verdict(False, f"{unit.key}: {row['failed']}")
-        elif "images_per_s" in row and peak is not None:
+        result = results.rows[unit.key]
+        if "failed" in result:
+            report.verdict(False, f"{unit.key}: {result['failed']}")
+        elif "images_per_s" in result and peak is not None:
             report.say(
-                f"An RL step of {unit.model} ({unit.engine}): {row['images_per_s']:.3f} images per "
+                f"An RL step of {unit.model} ({unit.engine}): {result['images_per_s']:.3f} images per "
                 "GPU-second; "
                 f"published: {PUBLISHED[unit.model]['images_per_s']} "
                 f"({PUBLISHED[unit.model]['source']})."

@@ -298,7 +298,7 @@ def plot(cells: list[Cell], path: Path) -> None:
         sharey=True,
         layout="constrained",
     )
-    colours = pyplot.get_cmap("tab10").colors
+    colours = [f"C{i}" for i in range(10)]
     for axes, testbed in zip(panels[:, 0], testbeds, strict=True):
         own = [cell for cell in cells if cell.hardware == testbed]
         for i, name in enumerate(own[0].rows):
