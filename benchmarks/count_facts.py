@@ -29,9 +29,8 @@ from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
 
-ATTENTION = r"(attn[12]?|attention|audio_to_video_attn)\.(to_[qkv]|to_qkv_mlp_proj|to_out(\.0)?|add_[qkv]_proj|to_add_out)"
-LINEAR = r"(net\.(0\.proj|2)|linear_(in|out|[12])|out_projection)"
-FEED_FORWARD = rf"((ff|ff_context|ffn|img_mlp|txt_mlp)\.{LINEAR}|feed_forward\.w[123])"
+PRESETS = {"attn": "attention", "attn_ff": "attention_ff"}
+"""Of adapters: key of the facts -> value of `model.lora.targets`."""
 CASES = ((2, 32, 256), (2, 64, 256), (2, 32, 512), (4, 32, 256))
 """(rows, tokens of a side, text tokens) whose bytes give the four coefficients. Of a single row
 PyTorch need not copy everything that it copies of several."""
@@ -41,31 +40,24 @@ tokens."""
 RANK = 64
 """Of the adapters whose activations are counted."""
 HEAD = "# Counted by `python -m benchmarks.count_facts MODEL`."
-LISTS = r"(.*blocks|layers)\.\d+\."
 
 
-def targets(model: str) -> dict[str, str]:
-    """Return the layers that adapters target: those of most models, and others that the family
-    names."""
+def adapted(model: str, network: nn.Module, trained: str) -> list[str]:
+    """Return the layers that the family adapts, by the facts' key of a preset."""
     kind = _families.adapter(_families.models()[model])
-    attention, feed_forward = (
-        "|".join([usual, *(re.escape(name) for name in names if not re.fullmatch(usual, name))])
-        for usual, names in ((ATTENTION, kind.attention), (FEED_FORWARD, kind.feed_forward))
-    )
+    return kind.lora_names(network.config, PRESETS[trained])
+
+
+def lora_per_rank(model: str, network: nn.Module) -> dict[str, int]:
+    """Return preset -> LoRA parameters per unit of rank: sum of (in + out) over its layers."""
+    layers: dict[str, Any] = dict(network.named_modules())
     return {
-        "attn": f"{LISTS}({attention})",
-        "attn_ff": f"{LISTS}({attention}|{feed_forward})",
+        key: sum(
+            layers[name].in_features + layers[name].out_features
+            for name in adapted(model, network, key)
+        )
+        for key in PRESETS
     }
-
-
-def lora_per_rank(model: nn.Module, pattern: str) -> int:
-    """LoRA parameters per unit of rank: sum of (in + out) over the target layers."""
-    chosen = [
-        m
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and re.fullmatch(pattern, name)
-    ]
-    return sum(m.in_features + m.out_features for m in chosen)
 
 
 def flops(model: str, network: nn.Module, grid: _families.Grid, text: int, rows: int = 1) -> float:
@@ -103,19 +95,15 @@ def fake(model: nn.Module) -> None:
 def trainable(name: str, blocks: int, trained: str) -> nn.Module:
     """Return a build on the meta device as `models.policy.Policy` holds it: LoRA over a bf16 base,
     or fp32."""
-    model, chosen = (
-        _families.network(name, blocks),
-        targets(name).get(trained, "").replace(LISTS, ""),
-    )
+    model = _families.network(name, blocks)
     if trained == "full":
         return model.eval()
     exact = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, parameter in model.named_parameters():
-        if not any(part in name for part in exact):
+    for layer, parameter in model.named_parameters():
+        if not any(part in layer for part in exact):
             parameter.data = parameter.data.bfloat16()
-    for module in model.modules():  # an adapter counts in every block, the last one's too
-        module._forward_pre_hooks.clear()
-    inject_lora(model, LoraSpec(RANK, RANK, (chosen,)))
+    chosen = tuple(map(re.escape, adapted(name, model, trained)))
+    inject_lora(model, LoraSpec(RANK, RANK, chosen))
     return model.eval()
 
 
@@ -226,7 +214,7 @@ def model_facts(name: str) -> dict[str, Any]:
     sizes = facts.models[name]
     with torch.device("meta"):
         model = _families.network(name)
-    counted = {trained: activations(name, trained) for trained in ("full", *targets(name))}
+    counted = {trained: activations(name, trained) for trained in ("full", *PRESETS)}
     heaviest = max(
         sum(p.numel() for p in block.parameters()) for part in lists(model) for block in part
     )
@@ -234,9 +222,7 @@ def model_facts(name: str) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "largest_block_parameters": heaviest,
         "tensors": sum(1 for _ in model.parameters()),
-        "lora_parameters_per_rank": {
-            key: lora_per_rank(model, pattern) for key, pattern in targets(name).items()
-        },
+        "lora_parameters_per_rank": lora_per_rank(name, model),
         "flops": [
             {"tokens": f * h * w, "flops": flops(name, model, (f, h, w), sizes["text_tokens"])}
             for f, h, w in sizes["points"]

@@ -178,10 +178,7 @@ def count(experiment: str, width: int, depth: int) -> Facts:
     counts = {
         "parameters": sum(p.numel() for p in network.parameters()),
         "largest_block_parameters": max(sum(p.numel() for p in b.parameters()) for b in lists),
-        "lora_parameters_per_rank": {
-            key: count_facts.lora_per_rank(network, pattern)
-            for key, pattern in count_facts.targets(model).items()
-        },
+        "lora_parameters_per_rank": count_facts.lora_per_rank(model, network),
         "kept_bytes": {trained: each[0] for trained, each in found.items()},
         "beside_bytes": {trained: each[1] for trained, each in found.items()},
         "forward_bytes": found["attn_ff"][3],
