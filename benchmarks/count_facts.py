@@ -5,7 +5,8 @@ the adapters.
 meta device at real size; bytes that blocks keep of a forward for its backward pass, by what is
 trained and what blocks keep (`digenrl.recompute`), and the bytes beside them at the peak of both
 passes, on fake tensors at real width; FLOPs of one forward and of one decode with torch's flop
-counter on the meta device. Some minutes on one core, no download.
+counter on the meta device; bytes of a decode, in tiles where the model's option says so.
+Some minutes on one core, no download.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _families
 from benchmarks.live_bytes import Bytes, count_bytes
+from digenrl.config import config_directory
 from digenrl.diffusion.sde import FlowSDE
-from digenrl.facts import Facts
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import ALL, MODES, parse_recompute
@@ -231,24 +232,47 @@ def model_facts(name: str) -> dict[str, Any]:
         "beside_bytes": {trained: counted[trained][1] for trained in ("full", "attn_ff")},
         "repeated_flops": {trained: found[2] for trained, found in counted.items()},
         "forward_bytes": counted["attn_ff"][3],
-        "decode": decode_flops(facts),
+        "decode": decoder(name),
     }
 
 
-def decode_flops(facts: Facts) -> dict[str, Any]:
-    """Return the parameters of the autoencoder, and the FLOPs of one decode per 8 x 8 pixels of an
-    output frame."""
+def decoder(name: str) -> dict[str, Any]:
+    """Return the parameters of the autoencoder, the FLOPs of one decode per 8 x 8 pixels of an
+    output frame, and the bytes of one decode beside its weights."""
+    facts = _families.models()[name]
     frames, rows, columns = facts.decoded
-    stride = _families.adapter(facts).vae_stride
-    tokens = _families.adapter(facts).spatial_stride // stride
-    policy = _families.policy(facts, (frames, rows // tokens, columns // tokens))
+    tokens = _families.adapter(facts).spatial_stride // _families.adapter(facts).vae_stride
+    option = config_directory() / "model" / f"{name}.yaml"
+    tiling = yaml.safe_load(option.read_text(encoding="utf-8")).get("vae_tiling", False)
+
+    more = frames if _families.adapter(facts).temporal_stride is None else frames + 8
+    base, *others = policies = [
+        _families.policy(facts, (count, side // tokens, columns // tokens))
+        for count, side in ((frames, rows), (frames, 2 * rows), (more, rows))
+    ]
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
         vae: Any = _families.decoder(facts)
-        policy.decode_latents(vae, torch.zeros(1, *policy.latent_shape))
-    pixels = policy.height * policy.width / 64
+        base.decode_latents(vae, torch.zeros(1, *base.latent_shape))
+    with FakeTensorMode(), torch.no_grad():
+        fake(vae)
+        if tiling:
+            vae.enable_tiling()
+        usual, larger, longer = (
+            count_bytes(
+                vae, lambda each=each: each.decode_latents(vae, torch.zeros(1, *each.latent_shape))
+            )[1].peak
+            for each in policies
+        )
+    pixels, shown = base.height * base.width, base.frames
+    frame = (longer - usual) / pixels / max(1, others[1].frames - shown)
     return {
         "parameters": sum(p.numel() for p in vae.parameters()),
-        "flops_per_latent_pixel_frame": counter.get_total_flops() / pixels / policy.frames,
+        "flops_per_latent_pixel_frame": counter.get_total_flops() / (pixels / 64) / shown,
+        "bytes": {
+            "fixed": float(2 * usual - larger),
+            "pixel": (larger - usual) / pixels - frame * shown,
+            "frame": frame,
+        },
     }
 
 

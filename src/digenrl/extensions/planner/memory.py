@@ -121,15 +121,15 @@ def vae_bytes(work: Workload) -> int:
 
 
 def decode_bytes(work: Workload) -> int:
-    """Return the bytes of the VAE's weights in fp32 and of a tiled decode.
+    """Return the bytes of the VAE's weights in fp32 and of a decode, as counted for the model.
 
-    The decode needs three buffers of 256 channels x 512 x 512 x 4 frames. Small samples are decoded
-    together, as many as have the pixels of one such frame (`decode_pixels` of
-    digenrl.models.pipeline).
+    Small samples are decoded together, as many as have the pixels of one frame of 512 x 512
+    (`decode_pixels` of digenrl.models.pipeline).
     """
-    together = max(1, 512 * 512 // (work.height * work.width * work.frames))
-    tile = min(512, work.height) * min(512, work.width) * min(4, work.frames)
-    return vae_bytes(work) + 3 * 256 * 4 * together * tile
+    counts, pixels = work.sizes["decode"]["bytes"], work.height * work.width
+    together = max(1, 512 * 512 // (pixels * work.frames))
+    made = counts["fixed"] + pixels * (counts["pixel"] + counts["frame"] * work.frames)
+    return vae_bytes(work) + int(together * made)
 
 
 def scorer_bytes(work: Workload, heldout: bool) -> int:
