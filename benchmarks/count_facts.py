@@ -28,6 +28,7 @@ from digenrl.config import config_directory
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
+from digenrl.models.policy import cast_parameters
 from digenrl.recompute import ALL, MODES, parse_recompute
 
 PRESETS = {"attn": "attention", "attn_ff": "attention_ff"}
@@ -126,7 +127,13 @@ def activations(
     added = facts.models[name].get("period", 1)
     with torch.device("meta"):
         models = small, large = [trainable(name, blocks, trained) for blocks in (1, 1 + added)]
+        generating = trainable(name, 1 + added, trained)
+        if trained == "full":  # `Policy.only_generate`
+            for module in generating.modules():
+                for parameter in cast_parameters(module):
+                    parameter.data = parameter.data.bfloat16()
     with FakeTensorMode():
+        fake(generating)
         for model in models:
             fake(model)
             for parameter in model.parameters():
@@ -166,10 +173,10 @@ def activations(
             return alone, without_attention(counter)
 
         with torch.no_grad():
-            for model in models:  # rotary tables are cached at first use
+            for model in (*models, generating):  # rotary tables are cached at first use
                 for case in (*CASES[:3], *[MANY_TOKENS] * repeats):
                     cell(model, *case)
-            peak = fit([measure(large, case).peak for case in CASES])
+            peak = fit([measure(generating, case).peak for case in CASES])
         for mode in MODES:
             for model in models:
                 model.disable_gradient_checkpointing()  # type: ignore[operator]
@@ -231,7 +238,7 @@ def model_facts(name: str) -> dict[str, Any]:
         "kept_bytes": {trained: found[0] for trained, found in counted.items()},
         "beside_bytes": {trained: counted[trained][1] for trained in ("full", "attn_ff")},
         "repeated_flops": {trained: found[2] for trained, found in counted.items()},
-        "forward_bytes": counted["attn_ff"][3],
+        "forward_bytes": {trained: counted[trained][3] for trained in ("full", "attn_ff")},
         "decode": decoder(name),
     }
 

@@ -181,7 +181,7 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         "lora_parameters_per_rank": count_facts.lora_per_rank(model, network),
         "kept_bytes": {trained: each[0] for trained, each in found.items()},
         "beside_bytes": {trained: each[1] for trained, each in found.items()},
-        "forward_bytes": found["attn_ff"][3],
+        "forward_bytes": {trained: each[3] for trained, each in found.items()},
     }
     return replace(facts, models={model: sizes | counts})
 
