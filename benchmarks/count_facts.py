@@ -124,16 +124,17 @@ def activations(
     policies = {
         side: _families.policy(facts, (1, side, side)) for _, side, _ in (*CASES, MANY_TOKENS)
     }
-    added = facts.models[name].get("period", 1)
+    added = facts.models[name].get("period", 1)  # units; the last one comes alone
     with torch.device("meta"):
-        models = small, large = [trainable(name, blocks, trained) for blocks in (1, 1 + added)]
-        generating = trainable(name, 1 + added, trained)
+        models = [trainable(name, blocks, trained) for blocks in sorted({1, added, 1 + added})]
+        small, middle, large = models[0], *models[-2:]
         if trained == "full":  # `Policy.only_generate`
+            generating = trainable(name, 1 + added, trained)
             for module in generating.modules():
                 for parameter in cast_parameters(module):
                     parameter.data = parameter.data.bfloat16()
+            models.append(generating)
     with FakeTensorMode():
-        fake(generating)
         for model in models:
             fake(model)
             for parameter in model.parameters():
@@ -173,23 +174,26 @@ def activations(
             return alone, without_attention(counter)
 
         with torch.no_grad():
-            for model in (*models, generating):  # rotary tables are cached at first use
+            for model in models:  # rotary tables are cached at first use
                 for case in (*CASES[:3], *[MANY_TOKENS] * repeats):
                     cell(model, *case)
-            peak = fit([measure(generating, case).peak for case in CASES])
+            peak = fit([measure(models[-1], case).peak for case in CASES])
         for mode in MODES:
-            for model in models:
+            for model in (small, middle, large):
                 model.disable_gradient_checkpointing()  # type: ignore[operator]
                 blocks = [block for part in lists(model) for block in part]
                 checkpointing.enable(model, blocks, parse_recompute(mode))
-            kept = [(measure(large, c).kept - measure(small, c).kept) / added for c in CASES]
-            table[mode] = fit(kept)
+            held = [measure(large, case).kept for case in CASES]
+            added_bytes = [h - measure(small, c).kept for h, c in zip(held, CASES, strict=True)]
+            table[mode] = fit([each / added for each in added_bytes])
             if mode == ALL:
                 peaks = [whole(large, case).peak for case in CASES]
-                beside = fit([p - (1 + added) * k for p, k in zip(peaks, kept, strict=True)])
+                last = [h - measure(middle, c).kept for h, c in zip(held, CASES, strict=True)]
+                blocks = (a + b for a, b in zip(added_bytes, last, strict=True))
+                beside = fit([p - each for p, each in zip(peaks, blocks, strict=True)])
             if repeats:
                 (small_forward, small_whole), (large_forward, large_whole) = map(
-                    linear_flops, models
+                    linear_flops, (small, large)
                 )
                 spent[mode] = (large_whole - small_whole) / (large_forward - small_forward)
     return table, beside, {mode: round(n - spent[ALL], 6) for mode, n in spent.items()}, peak
