@@ -1,12 +1,14 @@
 """The planner's memory model held against the strict device's peak counter (tests/device), which
 counts every byte.
 
-    python -m benchmarks.device_memory [experiments=flux1_flowgrpo] [width=4] [depth=4]
+    python -m benchmarks.device_memory [experiments=flux1_flowgrpo] [width=2] [depth=6]
 
 A model's build is its tiny one, `width` times wider (16 x 2 x width numbers a token) and `depth`
 units of blocks deep. Its sizes are counted as those of published builds are
 (benchmarks/count_facts.py), and real runs of two trainers and one rollout say what ranks held.
-Prints a table; a minute or more for each row. Needs g++.
+By default every family is run: `FAMILIES` in all `CASES`, the others in a `FEW` of them. Then each
+decoder of `DECODERS` decodes at published width. Prints a table; about half a minute of a core for
+each row. Needs g++.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -54,7 +56,16 @@ from tests.strategy.processes import FULL, Job, logs, run_series
 
 MIB = 2**20
 RANK = 8
-DEFAULTS = {"experiments": "flux1_flowgrpo", "width": "4", "depth": "4"}
+FAMILIES = ("flux1_flowgrpo", "sd35_flowgrpo", "hunyuanvideo_dancegrpo", "wan21_flowgrpo",
+            "qwen_image_flowgrpo")  # fmt: skip
+OTHERS = ("flux1_kontext_flowgrpo", "flux2_klein_flowgrpo", "aura_flow_flowgrpo", "zimage_flowgrpo",
+          "qwen_image_edit_flowgrpo", "qwen_image21_flowgrpo", "hunyuan15_flowgrpo", "ltx2_flowgrpo",
+          "ltx23_flowgrpo", "wan21_i2v_flowgrpo", "wan22_a14b_flowgrpo",
+          "minimax_h3_flowgrpo")  # fmt: skip
+DECODERS = ("flux1_dev", "flux2_klein_4b", "qwen_image", "qwen_image21", "wan21_1_3b")
+"""Models whose options decode without tiles, one for each decoder."""
+DEFAULTS = {"experiments": ",".join((*FAMILIES, *OTHERS)), "decoders": ",".join(DECODERS),
+            "width": "2", "depth": "6"}  # fmt: skip
 WIDTHS = ("num_attention_heads", "n_heads", "n_kv_heads", "dim", "ffn_dim", "caption_projection_dim",
           "audio_num_attention_heads", "cross_attention_dim", "audio_cross_attention_dim",
           "added_kv_proj_dim")  # fmt: skip
@@ -62,7 +73,7 @@ WORDS = (
     "hardware=cpu_tiny", "schedule=sync", "callbacks=default", "~callbacks.evaluation",
     "callbacks.checkpoint.every=1000", "logger=none", "reward=jpeg", "max_rl_steps=2",
     "allocation.max_restarts=0", "allocation.patience_s=0", "model.dtype=bfloat16",
-    "sampling.height=256", "sampling.width=256", "data.group_size=4", "data.prompts_per_batch=1",
+    "sampling.height=256", "sampling.width=256", "data.group_size=2", "data.prompts_per_batch=1",
 )  # fmt: skip
 
 LORA = (f"++model.lora={{rank: {RANK}, alpha: {RANK}, targets: attention_ff}}",)
@@ -107,6 +118,7 @@ CASES = (
     Case("ddp", True, "true", 2, 1),
     Case("fsdp", True, "true", 2, 2),
 )
+FEW = (CASES[0], CASES[6])
 
 
 def composed(experiment: str, *words: str) -> Composed:
@@ -204,6 +216,25 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
     )
 
 
+def decoded(model: str) -> tuple[float, int]:
+    """Return the planned and the held bytes of one decode of 64 x 64 pixels at published width,
+    beside the weights."""
+    facts = _families.models()[model]
+    kind = _families.adapter(facts)
+    side = 64 // kind.spatial_stride
+    policy = _families.policy(facts, (1 if kind.temporal_stride is None else 3, side, side))
+    strict = torch.get_device_module()
+    vae = _families.decoder(facts).to(torch.accelerator.current_accelerator())
+    latents = torch.zeros(1, *policy.latent_shape, device=vae.device)
+    weights = strict.memory_allocated()
+    strict.reset_peak_memory_stats()
+    with torch.no_grad():
+        policy.decode_latents(vae, latents)
+    rate = facts.models[model]["decode"]["bytes"]
+    plan = rate["fixed"] + 64 * 64 * (rate["pixel"] + rate["frame"] * policy.frames)
+    return plan, strict.max_memory_allocated() - weights
+
+
 def watched(rank: run.Rank, world: World) -> None:
     """Write the peak of this rank when it has ended; a rollout's is that of its forwards."""
     pipeline.STAYS = 0  # no decoder waits on the device
@@ -229,7 +260,9 @@ def watched(rank: run.Rank, world: World) -> None:
 
 def measured(path: Path, experiment: str) -> Iterator[tuple[Case, dict[int, int]]]:
     """Return each case with rank -> peak bytes."""
-    cases = {str(number): case for number, case in enumerate(CASES)}
+    cases = {
+        str(number): case for number, case in enumerate(FEW if experiment in OTHERS else CASES)
+    }
     jobs = [
         Job(name, composed(experiment, *case.words).config, watched) for name, case in cases.items()
     ]
@@ -249,19 +282,30 @@ def main() -> None:
     count_facts.FakeTensorMode = nullcontext  # type: ignore[assignment, misc]
     count_facts.MANY_TOKENS = count_facts.CASES[0]
     count_facts.RANK, count_facts.MODES = RANK, ("all", "products", "inputs")
-    for experiment in given["experiments"].split(","):
+    for experiment in filter(None, given["experiments"].split(",")):
         # A backward pass starts torch's threads, and then no rank could be forked here.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as aside:
-            size = int(given["width"]), int(given["depth"])
-            facts = aside.submit(count, experiment, *size).result()
+        size = int(given["width"]), int(given["depth"])
+        facts = aside(count, experiment, *size)
         for model, sizes in facts.models.items():
             _known(facts, model, sizes)
         with tempfile.TemporaryDirectory() as folder:
             for case, peaks in measured(Path(folder), experiment):
                 for role, peak in (("trainer", max(peaks[0], peaks[1])), ("rollout", peaks[2])):
                     plan = planned(experiment, case, role == "trainer")
-                    share = f"{plan / MIB:.1f} | {peak / MIB:.1f} | {plan / peak:.2f}"
-                    print(f"| {experiment} | {role} | {case.name} | {share} |", flush=True)
+                    line(f"{experiment} | {role} | {case.name}", plan, peak)
+    for model in filter(None, given["decoders"].split(",")):
+        line(f"{model} | decoder | | | | 1 |", *aside(decoded, model))
+
+
+def aside(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what the function returns in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def line(name: str, plan: float, peak: float) -> None:
+    share = f"{plan / MIB:.1f} | {peak / MIB:.1f} | {plan / peak:.2f}"
+    print(f"| {name} | {share} |", flush=True)
 
 
 if __name__ == "__main__":
