@@ -124,16 +124,17 @@ def activations(
     policies = {
         side: _families.policy(facts, (1, side, side)) for _, side, _ in (*CASES, MANY_TOKENS)
     }
-    added = facts.models[name].get("period", 1)  # units; the last one comes alone
+    # A last block without adapters on what nobody reads keeps less: it is in both builds.
+    least = 2 if _families.adapter(facts).unread else 1
+    added = facts.models[name].get("period", 1)
     with torch.device("meta"):
-        models = [trainable(name, blocks, trained) for blocks in sorted({1, added, 1 + added})]
-        small, middle, large = models[0], *models[-2:]
+        small, large = (trainable(name, blocks, trained) for blocks in (least, least + added))
+        models = [small, large]
         if trained == "full":  # `Policy.only_generate`
-            generating = trainable(name, 1 + added, trained)
-            for module in generating.modules():
+            models.append(trainable(name, least + added, trained))
+            for module in models[-1].modules():
                 for parameter in cast_parameters(module):
                     parameter.data = parameter.data.bfloat16()
-            models.append(generating)
     with FakeTensorMode():
         for model in models:
             fake(model)
@@ -179,18 +180,15 @@ def activations(
                     cell(model, *case)
             peak = fit([measure(models[-1], case).peak for case in CASES])
         for mode in MODES:
-            for model in (small, middle, large):
+            for model in (small, large):
                 model.disable_gradient_checkpointing()  # type: ignore[operator]
                 blocks = [block for part in lists(model) for block in part]
                 checkpointing.enable(model, blocks, parse_recompute(mode))
-            held = [measure(large, case).kept for case in CASES]
-            added_bytes = [h - measure(small, c).kept for h, c in zip(held, CASES, strict=True)]
-            table[mode] = fit([each / added for each in added_bytes])
+            kept = [(measure(large, c).kept - measure(small, c).kept) / added for c in CASES]
+            table[mode] = fit(kept)
             if mode == ALL:
                 peaks = [whole(large, case).peak for case in CASES]
-                last = [h - measure(middle, c).kept for h, c in zip(held, CASES, strict=True)]
-                blocks = (a + b for a, b in zip(added_bytes, last, strict=True))
-                beside = fit([p - each for p, each in zip(peaks, blocks, strict=True)])
+                beside = fit([p - (least + added) * k for p, k in zip(peaks, kept, strict=True)])
             if repeats:
                 (small_forward, small_whole), (large_forward, large_whole) = map(
                     linear_flops, (small, large)

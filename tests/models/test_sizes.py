@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import _families
+from benchmarks.count_facts import PRESETS
 from digenrl.models.lora import lora_modules
 from tests.models.tiny_policies import FAMILIES, ROWS
 
@@ -33,13 +34,16 @@ def test_parameters_and_adapters_of_the_real_architecture(name):
         for key, module in network.named_modules()
         if isinstance(module, torch.nn.Linear)
     }
-    for preset, megabytes in (("attention", attention), ("attention_ff", attention_ff)):
+    counted = _families.models()[name].models[name]["lora_parameters_per_rank"]
+    for key, megabytes in (("attn", attention), ("attn_ff", attention_ff)):
+        preset = PRESETS[key]
         names = FAMILIES[family].lora_names(network.config, preset)
-        assert sorted(lora_modules(network, [re.escape(key) for key in names[:8]])) == sorted(
+        assert sorted(lora_modules(network, [re.escape(each) for each in names[:8]])) == sorted(
             names[:8]
         )
-        size = sum(32 * (shapes[key].in_features + shapes[key].out_features) * 2 for key in names)
-        assert size / 1e6 == pytest.approx(megabytes, rel=0.02), preset
+        size = sum(shapes[layer].in_features + shapes[layer].out_features for layer in names)
+        assert 32 * size * 2 / 1e6 == pytest.approx(megabytes, rel=0.02), preset
+        assert counted[key] == size, "python -m benchmarks.count_facts counts it"
     blocks = [block for key in FAMILIES[family].block_lists for block in getattr(network, key)]
     inside = sum(parameter.numel() for block in blocks for parameter in block.parameters())
     assert inside > 0.9 * count
