@@ -273,15 +273,19 @@ def decoder(name: str) -> dict[str, Any]:
             for each in policies
         )
     pixels, shown = base.height * base.width, base.frames
-    frame = (longer - usual) / pixels / max(1, others[1].frames - shown)
+    per_pixel = (larger - usual) / pixels
+    per_frame = (longer - usual) / max(1, others[1].frames - shown)
+    # Tiles are as large in every picture, which is put together from them.
+    both = per_pixel / shown if tiling else per_frame / pixels
+    counts = {
+        "pixel": 0.0 if tiling else per_pixel - both * shown,
+        "frame": per_frame - both * pixels if tiling else 0.0,
+        "both": both,
+    }
     return {
         "parameters": sum(p.numel() for p in vae.parameters()),
         "flops_per_latent_pixel_frame": counter.get_total_flops() / (pixels / 64) / shown,
-        "bytes": {
-            "fixed": float(2 * usual - larger),
-            "pixel": (larger - usual) / pixels - frame * shown,
-            "frame": frame,
-        },
+        "bytes": {"fixed": usual - per_pixel * pixels - counts["frame"] * shown, **counts},
     }
 
 

@@ -7,7 +7,7 @@ A model's build is its tiny one, `width` times wider (16 x 2 x width numbers a t
 units of blocks deep. Its sizes are counted as those of published builds are
 (benchmarks/count_facts.py), and real runs of two trainers and one rollout say what ranks held.
 By default every family is run: `FAMILIES` in all `CASES`, the others in a `FEW` of them. Then each
-decoder of `DECODERS` decodes at published width. Prints a table; about half a minute of a core for
+decoder that takes whole pictures decodes at published width. Prints a table; about half a minute of a core for
 each row. Needs g++.
 """
 
@@ -38,12 +38,14 @@ from digenrl.data import PromptData
 from digenrl.extensions.planner.memory import (
     FRAGMENTATION,
     RESERVED,
+    decode_bytes,
     rollout_memory,
     stored_bytes,
     trainer_memory,
+    vae_bytes,
 )
 from digenrl.extensions.planner.reading import workload
-from digenrl.extensions.planner.workload import counted
+from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.extensions.tiny import builds
 from digenrl.facts import Facts, families, of_module
 from digenrl.models import pipeline
@@ -62,10 +64,12 @@ OTHERS = ("flux1_kontext_flowgrpo", "flux2_klein_flowgrpo", "aura_flow_flowgrpo"
           "qwen_image_edit_flowgrpo", "qwen_image21_flowgrpo", "hunyuan15_flowgrpo", "ltx2_flowgrpo",
           "ltx23_flowgrpo", "wan21_i2v_flowgrpo", "wan22_a14b_flowgrpo",
           "minimax_h3_flowgrpo")  # fmt: skip
-DECODERS = ("flux1_dev", "flux2_klein_4b", "qwen_image", "qwen_image21", "wan21_1_3b")
-"""Models whose options decode without tiles, one for each decoder."""
-DEFAULTS = {"experiments": ",".join((*FAMILIES, *OTHERS)), "decoders": ",".join(DECODERS),
-            "width": "2", "depth": "6"}  # fmt: skip
+DEFAULTS = {
+    "experiments": ",".join((*FAMILIES, *OTHERS)),
+    "decoders": "all",
+    "width": "2",
+    "depth": "6",
+}
 WIDTHS = ("num_attention_heads", "n_heads", "n_kv_heads", "dim", "ffn_dim", "caption_projection_dim",
           "audio_num_attention_heads", "cross_attention_dim", "audio_cross_attention_dim",
           "added_kv_proj_dim")  # fmt: skip
@@ -216,6 +220,16 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
     )
 
 
+def decoders() -> list[str]:
+    """Return a model for each decoder whose option decodes without tiles."""
+    found: dict[str, str] = {}
+    for model, facts in _families.models().items():
+        decode = facts.models[model]["decode"]
+        if decode["bytes"]["frame"] == 0.0:
+            found.setdefault(str(decode), model)
+    return [*found.values()]
+
+
 def decoded(model: str) -> tuple[float, int]:
     """Return the planned and the held bytes of one decode of 64 x 64 pixels at published width,
     beside the weights."""
@@ -230,8 +244,8 @@ def decoded(model: str) -> tuple[float, int]:
     strict.reset_peak_memory_stats()
     with torch.no_grad():
         policy.decode_latents(vae, latents)
-    rate = facts.models[model]["decode"]["bytes"]
-    plan = rate["fixed"] + 64 * 64 * (rate["pixel"] + rate["frame"] * policy.frames)
+    work = Workload(model, 64, 64, policy.frames, 1, 1, 1, 1, 1, False, None)
+    plan = (decode_bytes(work) - vae_bytes(work)) / (512 * 512 // (64 * 64 * policy.frames))
     return plan, strict.max_memory_allocated() - weights
 
 
@@ -293,7 +307,7 @@ def main() -> None:
                 for role, peak in (("trainer", max(peaks[0], peaks[1])), ("rollout", peaks[2])):
                     plan = planned(experiment, case, role == "trainer")
                     line(f"{experiment} | {role} | {case.name}", plan, peak)
-    for model in filter(None, given["decoders"].split(",")):
+    for model in decoders() if given["decoders"] == "all" else filter(None, [given["decoders"]]):
         line(f"{model} | decoder | | | | 1 |", *aside(decoded, model))
 
 

@@ -128,7 +128,8 @@ def decode_bytes(work: Workload) -> int:
     """
     counts, pixels = work.sizes["decode"]["bytes"], work.height * work.width
     together = max(1, 512 * 512 // (pixels * work.frames))
-    made = counts["fixed"] + pixels * (counts["pixel"] + counts["frame"] * work.frames)
+    made = counts["fixed"] + counts["pixel"] * pixels
+    made += work.frames * (counts["frame"] + counts["both"] * pixels)
     return vae_bytes(work) + int(together * made)
 
 
