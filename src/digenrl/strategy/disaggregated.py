@@ -17,7 +17,7 @@ aborted):
     rollout   room in a link's outbox        TaskRunner._ship           a trainer reads: Inbox.receive
     trainer   a complete, scored fragment    Lending._wait              rollouts: TaskRunner._ship; or it lends (TAG)
     trainer   trainer 0's choice (lockstep)  Agreement.choose           trainer 0: the same call
-    trainer   the others, at an update       Steps.backward_done        the slowest trainer: its last micro-batch
+    trainer   the others, at a piece         StopVote.begin             the slowest trainer: it comes to the piece
     trainer   equal digests                  Publisher.publish          the slowest replica: its own digest
     trainer   an evaluation's pieces         Evaluations.finish         rollouts: RolloutWorker._evaluate_once
     trainer   the checkpoint in writing      Checkpoints.wait           the writing thread: files are flushed

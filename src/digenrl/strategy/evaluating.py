@@ -182,7 +182,6 @@ class Evaluations:
             there = self._control.survivors(self._world.rollout_ranks)
             if not (there if self._makers is None else set(there).intersection(self._makers)):
                 return False
-            self._control.check()
             self._stop_vote.check()
             self._receive(_POLL_S)
         return True

@@ -2,8 +2,9 @@
 
 A trainer that left alone would leave the others in a collective for ever. So the work is counted in
 pieces that need all trainers: an update (replicas), a micro-batch (sharded weights), a denoising
-step (all of them sample). Trainer 0 grants each piece, or gives the step up in its place. The
-others wait for that word on the store.
+step (all of them sample). When every trainer has come to a piece, trainer 0 grants it, or gives the
+step up in its place. Until then all wait on the store and in no collective: what one of them lacks
+may never come, when the rollout that made it has sent it to the others and died.
 
 Nothing of a dropped step stays. Before the first update only gradients were summed up. Between
 updates an adapter's state before the first one is kept (`callbacks.checkpoint`). Whole weights
@@ -49,17 +50,19 @@ class StopVote:
         """Second of the monotonic clock of the last look at the store."""
 
     def check(self) -> None:
-        """Look, between two pieces, whether the step is given up.
+        """Look, between two pieces, whether the run is aborted or the step is given up.
 
         Raises:
+            Aborted: somebody has aborted the run.
             StepGivenUp: this trainer's next piece will not be begun.
         """
+        self._control.check()
         if self._world.rank == 0:
             if self._control.get("give_up") is not None and self._droppable():
                 self._control.set("given_up", str(self._piece))
                 raise StepGivenUp
-        # A trainer behind the others still finishes the pieces that were granted: its peers are
-        # inside them.
+        # A trainer that has not yet seen the grant of a piece still finishes it: its peers are
+        # inside it.
         elif (first := self._control.get("given_up")) is not None and self._piece >= int(first):
             raise StepGivenUp
 
@@ -85,21 +88,26 @@ class StopVote:
             self.check()
 
     def begin(self, pause: Callable[[float], object] = time.sleep) -> None:
-        """Begin a piece, on every trainer. Trainer 0 grants it, the others wait for the grant.
+        """Begin a piece, on every trainer. When all have come to it, trainer 0 grants it, and the
+        others wait for the grant.
 
         Args:
             pause: called between two looks with the seconds that it may take.
 
         Raises: see `check`.
         """
-        self.check()
-        if self._world.rank == 0 and self._world.trainers > 1:
-            self._control.set("granted", str(self._piece))
-        while self._world.rank > 0 and int(self._control.get("granted") or -1) < self._piece:
-            self._control.check()
-            self.check()
+        rank, others = self._world.rank, self._world.trainers - 1
+        key, awaited = ("granted", 1) if rank else ("arrived", others)
+        self._control.add("arrived", int(rank > 0))
+        while True:
+            come = int(self._control.get(key) or 0) >= awaited * (self._piece + 1)
+            self.check()  # only now: who has come has said before whether it can go on
+            if come:
+                break
             pause(_POLL_S)
         self._piece += 1
+        if rank == 0:
+            self._control.set("granted", str(self._piece))
 
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch. Raises: see `check`."""

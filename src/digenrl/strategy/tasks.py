@@ -409,7 +409,9 @@ class Lending:
                     waited = True
                     span.enter_context(wait)
                 self._recall(board.step)
-                self._pause()
+                self._inbox.receive(_POLL_S)
+                self._runner.settle()
+                self._stop_vote.check()
 
     def _cut(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
         """Return the fragment that could be trained now. Trainers that move together need one that
@@ -454,14 +456,7 @@ class Lending:
         with self._spans.span("wait", cause="straggler", step=board.step):
             while not board.is_complete(needed):
                 self._inbox.receive(_POLL_S)
-                self._control.check()
                 self._stop_vote.check()
-
-    def _pause(self) -> None:
-        self._inbox.receive(_POLL_S)
-        self._runner.settle()
-        self._control.check()
-        self._stop_vote.check()
 
     # ---- generating
 
