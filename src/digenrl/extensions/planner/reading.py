@@ -11,7 +11,7 @@ from omegaconf import ListConfig, OmegaConf
 from digenrl.advisor import named
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch
-from digenrl.extension import extension, installed
+from digenrl.extension import installed
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import as_sent
@@ -20,6 +20,7 @@ from digenrl.extensions.planner.memory import USABLE, rollout_memory
 from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
+from digenrl.rewards.needs import placed
 from digenrl.schedule import ScheduleSpec, groups_of_step
 from digenrl.settle import evaluations, sharding, trained_steps, trainers_must_evaluate
 
@@ -77,7 +78,7 @@ def workload(composed: Composed) -> Workload:
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")
     embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
-    judged = tuple(_managed()(config.reward))
+    judged = tuple(name for _, name, _ in placed(config.reward, "managed"))
     drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(config)]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     work = Workload(
@@ -113,14 +114,6 @@ def workload(composed: Composed) -> Workload:
     able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
     asked = config.allocation.evaluation == "rollouts"
     return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
-
-
-def _managed() -> Any:
-    """Return the function that names the rewards on GPUs of their own; none are without its
-    extension."""
-    if not installed("rewards"):
-        return lambda reward: ()
-    return extension("digenrl.extensions.rewards.settings.managed", "placement", "another one")
 
 
 def _trained_samples(config: Any) -> int | None:
