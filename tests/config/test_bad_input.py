@@ -83,6 +83,14 @@ KEYS: dict[str, Case] = {
         ["steps=8"],
         ["steps = 8", "nearest: sampling.steps, allowed: whole number"],
     ),
+    "reward without a scorer": (
+        ["experiment=digits_flowgrpo", "reward.rewards.judge_a=3"],
+        ["`judge_a` has no `scorer`"],
+    ),
+    "unknown key of a reward": (
+        ["experiment=digits_flowgrpo", "+reward.rewards.judge_a.wieght=2"],
+        ["unknown key `wieght`; known: scorer, weight, placement"],
+    ),
     "removed key": (
         ["schedule.order=arrival"],
         ["schedule.order = arrival: was removed; fragments are"],

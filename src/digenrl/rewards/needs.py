@@ -16,17 +16,36 @@ if TYPE_CHECKING:
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _Scorer = tuple[str, str, Mapping[str, Any]]
+_KEYS = {"rewards": ("scorer", "weight", "placement"), "heldout": ("scorer", "placement")}
+"""Group of scorers -> keys of an entry."""
 _MOST = 20
 """Most prompts that a message names; further ones are counted."""
+
+
+def check_entry(name: str, entry: object, group: str) -> None:
+    """Raise ValueError for an entry of `group` (rewards, heldout) without a scorer, or with an
+    unknown key."""
+    if not isinstance(entry, Mapping) or "scorer" not in entry:
+        raise ValueError(
+            f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: "
+            f"reward_models.<file>.<Class>}}}}."
+        )
+    for key in entry:
+        if key not in _KEYS[group]:
+            raise ValueError(
+                f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(_KEYS[group])}."
+            )
 
 
 def placed(
     reward: Mapping[str, Any], at: str = "inline thread process managed"
 ) -> Iterator[_Scorer]:
     """Yield (dotted key, name, YAML node) of every scorer of the group `reward` whose placement is
-    among the words `at`. An entry's own placement comes before the group's."""
-    for group in ("rewards", "heldout"):
+    among the words `at`. An entry's own placement comes before the group's. Raises as
+    `check_entry`."""
+    for group in _KEYS:
         for name, entry in (reward.get(group) or {}).items():
+            check_entry(name, entry, group)
             if (entry.get("placement") or reward.get("placement", "thread")) in at.split():
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from digenrl.rewards.needs import check_entry
 from digenrl.rewards.placement import place_scorer
 from digenrl.rewards.protocol import (
     Identity,
@@ -33,8 +34,6 @@ from digenrl.rewards.protocol import (
 )
 from digenrl.types import Prompt
 
-_ENTRY_KEYS = ("scorer", "weight", "placement")
-_HELDOUT_KEYS = ("scorer", "placement")
 CAUSES_KEPT = 8
 """Distinct causes of failures kept per reward. Further causes are only counted."""
 
@@ -111,7 +110,7 @@ class RewardSuite:
         self.max_missing_share, self.min_missing_samples = max_missing_share, min_missing_samples
         self.weights: dict[str, float] = {}
         for name, entry in rewards.items():
-            _check_entry(name, entry, _ENTRY_KEYS)
+            check_entry(name, entry, "rewards")
             self.weights[name] = _checked_weight(name, entry.get("weight", 1.0))
         if not any(self.weights.values()):
             raise ValueError(
@@ -119,7 +118,7 @@ class RewardSuite:
                 "give one a weight."
             )
         for name, entry in heldout.items():
-            _check_entry(name, entry, _HELDOUT_KEYS)
+            check_entry(name, entry, "heldout")
         self._makers = {
             name: place_scorer(
                 name,
@@ -287,16 +286,3 @@ def _checked_weight(name: str, weight: object) -> float:
             "negative = minimised)."
         )
     return float(weight)
-
-
-def _check_entry(name: str, entry: object, keys: Sequence[str]) -> None:
-    if not isinstance(entry, Mapping) or "scorer" not in entry:
-        raise ValueError(
-            f"Reward `{name}` has no `scorer`: write {name}: {{scorer: {{_target_: "
-            f"reward_models.<file>.<Class>}}}}."
-        )
-    for key in entry:
-        if key not in keys:
-            raise ValueError(
-                f"Reward `{name}` has the unknown key `{key}`; known: {', '.join(keys)}."
-            )

@@ -22,8 +22,13 @@ def managed(reward: Mapping[str, Any]) -> dict[str, int]:
 
 
 def judge_problems(get: Callable[[str], Any]) -> Iterator[str]:
-    """Yield the reasons why rewards placed managed cannot have their GPUs."""
-    wanted = managed(get("reward"))
+    """Yield the reasons why rewards placed managed cannot have their GPUs, or what is wrong with a
+    reward's entry."""
+    try:
+        wanted = managed(get("reward"))
+    except ValueError as error:
+        yield str(error)
+        return
     needed, names = sum(wanted.values()), ", ".join(name for name in wanted if wanted[name])
     for name, pool in get("hardware.pools").items():
         key, judges = f"hardware.pools.{name}.judges", pool.get("judges", 0)
