@@ -121,7 +121,7 @@ ROOMS = {
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
-    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1521),
+    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1525),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1845
     ),
@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12989,
+        ceiling=12990,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29658),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29663),
 }
 """Room -> its budget. The last four rows are sums."""
 
