@@ -103,7 +103,7 @@ ROOMS = {
         1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1405
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1929),
+    "strategy": Room(1600, ("strategy",), ceiling=1931),
     "transport": Room(700, ("transport",), ceiling=738),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12990,
+        ceiling=12992,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29663),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29665),
 }
 """Room -> its budget. The last four rows are sums."""
 

@@ -23,7 +23,10 @@ from digenrl.types import StepGivenUp
 _POLL_S = 0.001
 _SELDOM_S = 0.05
 """Seconds between two looks at the store from within a task, however short its denoising steps
-are."""
+are, and in a long wait."""
+_SHARE = 0.05
+"""Part of a wait for the other trainers that may be lost between two looks: 32 trainers that look
+every millisecond would keep the store busy while one of them computes."""
 
 
 class StopVote:
@@ -99,12 +102,13 @@ class StopVote:
         rank, others = self._world.rank, self._world.trainers - 1
         key, awaited = ("granted", 1) if rank else ("arrived", others)
         self._control.add("arrived", int(rank > 0))
+        came = time.monotonic()
         while True:
             come = int(self._control.get(key) or 0) >= awaited * (self._piece + 1)
             self.check()  # only now: who has come has said before whether it can go on
             if come:
                 break
-            pause(_POLL_S)
+            pause(min(max(_POLL_S, _SHARE * (time.monotonic() - came)), _SELDOM_S))
         self._piece += 1
         if rank == 0:
             self._control.set("granted", str(self._piece))
