@@ -53,13 +53,19 @@ DELETED = frozenset(os.environ.get("DIGENRL_TESTS_WITHOUT", "").split())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out test files that need an extension which was deleted (tests/test_deleting.py); and,
-    for the second half of `make test`, files without a test that runs alone, which take ten seconds
-    to import."""
+    """Leave out test files that need an extension which was deleted (tests/test_deleting.py); and
+    files without a chosen test, because all together take ten seconds to import: for the second
+    half of `make test` those without a test that runs alone, for `make test-fast` those that are
+    marked as a whole."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    if config.option.markexpr.endswith(" and alone"):
+    chosen = config.option.markexpr
+    if chosen.endswith(" and alone"):
         return True if "mark.alone" not in collection_path.read_text(encoding="utf-8") else None
+    if chosen.endswith(" and not processes and not heavy"):
+        whole = r"^pytestmark = .*\bmark\.(?:processes|heavy)\b"
+        text = collection_path.read_text(encoding="utf-8")
+        return True if re.search(whole, text, re.MULTILINE) else None
     return True if DELETED and _extensions_needed(collection_path) & DELETED else None
 
 
