@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import denoise
+from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.diffusion.steps import AllButLast, StepPlan
@@ -249,3 +249,18 @@ def test_misuse_is_explained() -> None:
         state = denoise.advance(policy, condition(), state, grid, FlowSDE(0.7), plan)
     with pytest.raises(ValueError, match="finished its 4"):
         denoise.advance(policy, condition(), state, grid, FlowSDE(0.7), plan)
+
+
+def test_each_step_draws_the_noise_of_its_own_key() -> None:
+    key = denoise.SampleKey(seed=5, step=2, uid=7, samples=(1, 4))
+    drawn: list[Tensor] = []
+
+    class Noted(FlowSDE):
+        def transition(self, *args, **kwargs):
+            drawn.append(kwargs["noise"])
+            return super().transition(*args, **kwargs)
+
+    policy, grid, plan = ToyPolicy(), static_grid(3, 3.0), StepPlan((0, 2), (0,))
+    denoise.sample(policy, condition(), key, grid, Noted(0.7), plan, torch.float32)
+    own = [keys.noise(5, 2, 7, [1, 4], k, policy.latent_shape) for k in (0, 2)]
+    assert all(torch.equal(*pair) for pair in zip(drawn, own, strict=True))

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from digenrl.record.span_log import SpanLog
 from digenrl.record.spans import Span, perfetto
 
 SPANS = [
@@ -47,6 +48,60 @@ def test_perfetto_events_are_complete_and_in_microseconds() -> None:
 def test_bad_spans_are_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Span(*arguments)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"rank": -1}, {"rank": 2**53 + 1}, {"step": 2**53 + 1}, {"step": -2}, {"end": 1.1e10}, {"start": -1.1e10}],
+    ids=str,
+)  # fmt: skip
+def test_only_numbers_that_a_rank_can_write_are_read(field: dict[str, float]) -> None:
+    record = {"rank": 2**53, "role": "trainer", "stage": "train", "start": -1e10, "end": 1e10}
+    assert Span.from_dict(record).step == -1
+    assert Span.from_dict(record | {"step": 2**53}).seconds == 2e10
+    with pytest.raises(ValueError, match="is absurd"):
+        Span.from_dict(record | field)
+
+
+class Marks:
+    """A device whose work is done when told, 2 s after it was given."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+    def elapsed_time(self, after: Marks) -> float:
+        return 2000.0
+
+
+def test_seconds_are_summed_by_stage_and_cause_and_a_device_is_waited_for_by_nobody() -> None:
+    marks: list[Marks] = []
+    log = SpanLog(None, 0, "trainer", 0.0, mark=lambda: marks.append(Marks()) or marks[-1])
+    log.add("wait", 1.0, 1.5, cause="tail")
+    log.add("wait", 2.0, 2.25, cause="tail")
+    log.add("wait", 3.0, 3.125, cause="reward")
+    assert log.take_seconds() == {("wait", "tail"): 0.75, ("wait", "reward"): 0.125}
+    assert log.take_seconds() == {}
+    took: list[float] = []
+    began = log.now()
+    for _ in range(2):
+        with log.span("train", took=took.append, step=0):
+            pass
+    log.add("wait", began, began + 1.0, cause="tail")  # the device works: nobody waits
+    assert log.take_seconds() == {("wait", "tail"): 0.0}
+    for mark in marks:
+        mark.done = True
+    log.read()
+    assert took == pytest.approx([2.0, 2.0], abs=1e-3)
+    assert log.take_seconds() == {("train", ""): pytest.approx(4.0, abs=1e-3)}
+    # the second work began when the first was done, and what follows begins after both
+    log.add("wait", began, began + 5.0, cause="tail")
+    assert log.take_seconds()["wait", "tail"] == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_record_without_fields_is_named() -> None:

@@ -21,6 +21,10 @@ class Gated:
 
     def __init__(self):
         self.gate, self.entered, self.calls = threading.Event(), threading.Event(), []
+        self.closed = False
+
+    def close(self):
+        self.closed = True
 
     def __call__(self, media, prompts):
         self.entered.set()
@@ -168,6 +172,7 @@ def test_closing_cancels_what_waits_and_refuses_more(gated):
         waiting.result(5)
     with pytest.raises(RuntimeError, match="closed"):
         scorer.submit(*task(2))
+    assert gated.closed
     scorer.close()
 
 

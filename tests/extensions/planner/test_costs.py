@@ -12,7 +12,7 @@ from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
-from digenrl.extensions.planner.gpus import reaches
+from digenrl.extensions.planner.gpus import GPUS, reaches
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.extensions.planner.workload import Workload
@@ -38,6 +38,41 @@ def test_published_speeds_are_met() -> None:
         assert sum(0.65 <= ratio <= 1.35 for ratio in ratios) >= len(ratios) - 2
         gains = [ratio for row, ratio in zip(own, ratios, strict=True) if row["unit"] == "gain"]
         assert sum(0.85 <= ratio <= 1.15 for ratio in gains) >= len(gains) - 1
+
+
+def test_gpus_that_differ_by_their_links_compute_alike() -> None:
+    """Export variants, and Grace's Hopper of the same chip."""
+    for one, other in (("A100", "A800"), ("H100", "H800")):
+        assert GPUS[one] == GPUS[other]
+    assert {GPUS[name].kind for name in ("H100", "H100-PCIe", "H200", "GH200")} == {"hopper"}
+    assert GPUS["RTX-4090D"].hbm_tb_s == GPUS["RTX-4090"].hbm_tb_s
+
+
+def test_a_search_keeps_of_a_simulation_its_seconds_alone() -> None:
+    costing = Costing(WORK, Hardware((POOL,)))
+    found = costing.candidate(4, 4)
+    quick = evaluate(costing, found, costing.bound(), steps=2)
+    exact = evaluate(costing, found, costing.bound(), exact=True, steps=2)
+    assert not (quick.result.made or quick.result.trained or quick.result.spans)
+    assert exact.result.made
+    assert exact.result.trained
+    assert not exact.result.spans, "nobody asked for them"
+    assert evaluate(costing, found, costing.bound(), exact=True, trace=True, steps=1).result.spans
+    assert quick.step_s == pytest.approx(exact.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("updates", "rank"), [(1, 64), (2, 64), (4, 64), (2, None)])
+def test_who_lends_between_updates_holds_the_published_adapter_too(
+    updates: int, rank: int | None
+) -> None:
+    work = replace(WORK, updates=updates, lora_rank=rank)
+    costing = Costing(work, Hardware((POOL,)))
+    held = costing.candidate(4, 4, recompute=Recompute())
+    alone, lending = (
+        costing.memory(held.but(tag=tag))["p", "trainer"].copies for tag in (False, True)
+    )
+    more = 4 * work.trained_parameters if updates > 1 and rank else 0
+    assert lending - alone == pytest.approx(more)
 
 
 def test_steps_in_one_forward_share_what_sharding_exposes() -> None:

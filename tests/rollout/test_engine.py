@@ -1,0 +1,190 @@
+"""What the engine makes of a task, what it says of one beforehand, and what an evaluation draws."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from digenrl.diffusion import keys
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.steps import AllButLast
+from digenrl.extensions.forward.steps import NoiseLevels
+from digenrl.extensions.tasks.digits import DigitsPolicy
+from digenrl.rewards.protocol import RewardError
+from digenrl.rewards.suite import RewardSuite
+from digenrl.rollout.engine import RolloutEngine, SamplingSpec, fixed_batches
+from digenrl.rollout.evaluation import FixedSamples, joined, pictures_of, tensors_of
+from digenrl.schedule import Task
+from digenrl.types import Prompt, Trajectory
+
+SEED, TASK = 5, Task(step=2, index=1, group=0, first_sample=2, samples=2, version=1)
+SEVEN, ONE = Prompt("number seven", target="7"), Prompt("number one", target="1")
+
+
+def brightness(media: Tensor, prompts: Any) -> Tensor:
+    return media.flatten(1).mean(1)
+
+
+def engine_of(selection: Any = None, **options: Any) -> RolloutEngine:
+    kept = {name: options.pop(name) for name in ("keep_means", "keep_final") if name in options}
+    rewards = RewardSuite(
+        {"bright": {"scorer": options.pop("scorer", brightness), "weight": 2.0}},
+        heldout={"dark": {"scorer": lambda media, prompts: -brightness(media, prompts)}},
+        placement="inline",
+    )
+    sampling = SamplingSpec(**{"steps": 3} | options)
+    return RolloutEngine(
+        DigitsPolicy(), rewards, FlowSDE(0.9), selection or AllButLast(), sampling, SEED, **kept
+    )
+
+
+def made(engine: RolloutEngine) -> Trajectory:
+    generation = engine.begin(TASK, SEVEN)
+    left = []
+    while steps := engine.steps_left(generation):
+        left.append(steps)
+        generation = engine.advance(generation)
+    assert left == [3, 2, 1]
+    return engine.score(generation, engine.decode(generation)).result(5)
+
+
+@pytest.mark.parametrize(
+    ("selection", "kept"),
+    [
+        (AllButLast(), {}),
+        (AllButLast(), {"keep_means": True}),
+        (AllButLast(), {"keep_final": True, "storage_dtype": torch.float16}),
+        (NoiseLevels(), {}),
+    ],
+    ids=["transitions", "means", "clean latents", "forward process"],
+)
+def test_the_outline_of_a_task_is_its_trajectory_without_values(
+    selection: Any, kept: dict[str, Any]
+) -> None:
+    engine = engine_of(selection, **kept)
+    outline, found = engine.outline(TASK, SEVEN), made(engine)
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: shape(item) for name, item in value.items()}
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+    shapes = [
+        {f.name: shape(getattr(each, f.name)) for f in fields(found)} for each in (outline, found)
+    ]
+    shapes[1]["rewards"].pop("dark", None)
+    assert shapes[0] == shapes[1]
+    assert (found.final is not None) == (
+        kept.get("keep_final", False) or not isinstance(selection, AllButLast)
+    )
+    assert (found.means is not None) == kept.get("keep_means", False)
+    assert (found.step, found.index, found.uid, found.first_sample, found.version) == (
+        2,
+        1,
+        SEVEN.uid,
+        2,
+        1,
+    )
+
+
+def test_a_sample_begins_with_the_noise_of_its_key() -> None:
+    shape = DigitsPolicy().latent_shape
+    own = keys.noise(SEED, 2, SEVEN.uid, [2, 3], keys.INITIAL, shape)
+    assert torch.equal(engine_of().begin(TASK, SEVEN).state.latents, own)
+    of_group = keys.noise(SEED, 2, SEVEN.uid, [0, 0], keys.INITIAL, shape)
+    assert torch.equal(engine_of(same_noise=True).begin(TASK, SEVEN).state.latents, of_group)
+
+
+def test_a_prompt_is_encoded_once_for_all_steps_of_its_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, asked = engine_of(), list[Prompt]()
+    encode = engine.policy.encode
+    monkeypatch.setattr(
+        engine.policy, "encode", lambda prompts: asked.extend(prompts) or encode(prompts)
+    )
+    made(engine)
+    made(engine)
+    assert asked == [SEVEN]
+    engine.advance(engine.begin(TASK, ONE))
+    assert asked == [SEVEN, ONE]
+
+
+def test_an_error_of_a_scorer_is_the_trajectorys() -> None:
+    def fails(media: Tensor, prompts: Any) -> Tensor:
+        raise ValueError("no score")
+
+    engine = engine_of(scorer=fails)
+    with pytest.raises(RewardError, match="no score"):
+        made(engine)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(None, [2, 2]), (3, [3, 1]), (4, [4])])
+def test_an_evaluation_draws_rows_prompt_by_prompt_with_noise_of_their_own(
+    batch: int | None, rows: list[int]
+) -> None:
+    policy = DigitsPolicy()
+    sampling = SamplingSpec(steps=3, eval_batch=batch)
+    found = [draw(4) for _, draw in fixed_batches(policy, sampling, [SEVEN, ONE], 2, 9, "here")]
+    assert [len(each) for each in found] == rows
+    shape = policy.latent_shape
+    alone = [keys.noise(9, 0, p.uid, [i], 4, shape, "here") for p in (SEVEN, ONE) for i in range(2)]
+    assert torch.equal(torch.cat(found), torch.cat(alone))
+
+
+def test_evaluations_take_their_own_steps_and_every_reward() -> None:
+    for options, asked, steps in (
+        ({}, None, 3),
+        ({"eval_steps": 2}, None, 2),
+        ({"eval_steps": 2}, 4, 4),
+    ):
+        count: list[None] = []
+        pictures = engine_of(**options).evaluate(
+            [SEVEN, ONE], 2, 9, asked, lambda count=count: count.append(None)
+        )
+        assert len(count) == 2 * steps, "two batches of a prompt's samples"
+        assert pictures.prompts == (SEVEN, SEVEN, ONE, ONE)
+        assert torch.equal(pictures.rewards["bright"], -pictures.rewards["dark"])
+        assert pictures.media.shape[0] == len(pictures.kl) == 4
+        assert pictures.kl.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "batch", "sizes"),
+    [
+        (3, None, [1, 1, 1]),
+        (3, 5, [1, 1, 1]),
+        (4, 5, [2, 2]),
+        (4, 8, [4]),
+        (3, 7, [3]),
+        (2, 1, [1, 1]),
+    ],
+)
+def test_pieces_are_equal_and_as_large_as_a_batch_allows(
+    prompts: int, batch: int | None, sizes: list[int]
+) -> None:
+    many = tuple(Prompt(f"number {n}") for n in range(prompts))
+    pieces = FixedSamples(many, 2, 9, None, 0, batch).pieces
+    assert [len(piece) for piece in pieces] == sizes
+    assert sum(pieces, ()) == many
+
+
+def test_a_piece_that_was_sent_is_the_piece_that_was_made() -> None:
+    engine, drawn = engine_of(), FixedSamples((SEVEN, ONE), 2, 9, 2, 0, None)
+    first, second = (drawn.draw(engine, [number]) for number in (0, 1))
+    both = drawn.draw(engine, [0, 1])
+    sent = joined(
+        [pictures_of(tensors_of(part), drawn.pieces[n]) for n, part in enumerate((first, second))]
+    )
+    assert both.media.dtype == torch.uint8
+    assert both.media.max() > 1
+    for other in (sent, joined([first, second])):
+        assert other.prompts == both.prompts == (SEVEN, SEVEN, ONE, ONE)
+        assert torch.equal(other.media, both.media)
+        assert other.rewards.keys() == {"bright", "dark"}
+        assert all(torch.equal(other.rewards[name], both.rewards[name]) for name in other.rewards)
+        assert torch.equal(other.kl.isnan(), both.kl.isnan())
