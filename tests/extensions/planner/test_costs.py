@@ -61,6 +61,33 @@ def test_a_search_keeps_of_a_simulation_its_seconds_alone() -> None:
     assert quick.step_s == pytest.approx(exact.step_s, rel=0.05)
 
 
+def test_the_figures_of_an_outcome_fit_each_other() -> None:
+    costing = Costing(WORK, Hardware((POOL,)))
+    found = evaluate(costing, costing.candidate(4, 4), costing.bound(), exact=True)
+    causes = {row["cause"]: row["seconds"] for row in found.limits}
+    assert sum(causes.values()) == pytest.approx(found.step_s - found.bound_s)
+    assert all(
+        seconds > 0 for cause, seconds in causes.items() if cause not in ("waiting", "placement")
+    )
+    assert {"batch sizes, launches", "optimizer, switches"} <= causes.keys()
+    assert [abs(row["seconds"]) for row in found.limits] == sorted(
+        map(abs, causes.values()), reverse=True
+    )
+    assert found.robust_s == pytest.approx((found.jitter_s + found.slow_rank_s) / 2)
+    whole, halves = (found.step_s * (1 + 0.15 * part) for part in (1.0, 0.0))
+    assert halves < found.slow_rank_s < whole
+    assert found.jitter_s > found.step_s
+    assert found.slower_generation_s(1.0) == pytest.approx(found.step_s)
+    assert found.step_s < found.slower_generation_s(2.0) < 2 * found.step_s
+    waiting = sum(s for (_, stage, _), s in found.result.seconds.items() if stage == "wait")
+    gpu_s = 8 * found.result.steps * found.step_s
+    assert sum(found.bubble.values()) == pytest.approx(waiting / gpu_s)
+    assert found.efficiency == pytest.approx(found.bound_s / found.step_s)
+    colocated = evaluate(costing, costing.candidate(8, 0), costing.bound())
+    slow = colocated.simulated(None, "trainer") * colocated.step_s / colocated.simulated()
+    assert colocated.slow_rank_s == pytest.approx(slow)
+
+
 @pytest.mark.parametrize(("updates", "rank"), [(1, 64), (2, 64), (4, 64), (2, None)])
 def test_who_lends_between_updates_holds_the_published_adapter_too(
     updates: int, rank: int | None
