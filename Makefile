@@ -187,7 +187,7 @@ storm: $(STAMP)  ## Random signals, pauses, deaths and exits at random moments o
 fuzz: $(STAMP)  ## Damaged and hostile inputs: taken or refused, never a crash, a hang or a file outside. ARGS="n=10000 seed=1"
 	@$(PY) -m tests.fuzz $(ARGS)
 
-mutants: $(STAMP)  ## Seeded mistakes in the source: does a test notice? Hours on two cores. ARGS="n=150 seed=1 rooms=schedule,strategy"
+mutants: $(STAMP)  ## Seeded mistakes in the source: does a test notice? About 20 s each. ARGS="n=150 seed=1 rooms=schedule,strategy"
 	@$(PY) -m tests.mutants $(ARGS)
 
 coverage: $(STAMP)  ## The default tests with the lines that no test reached

@@ -2,20 +2,26 @@
 
     make mutants ARGS="n=150 seed=1 rooms=schedule,strategy"     (python -m tests.mutants n=150 seed=1)
 
-First the default tests that start no process run once under coverage, which tells which test reaches
-which line. Then `n` places are drawn, equally many in each room. Each gets one small mistake in a copy
-of the tree: a comparison, an operator, a constant, a negated condition, a removed statement, exchanged
-arguments or an early return. The tests that reach the line run against it, those of the same room
-first. Coverage does not see the ranks of a run, so what is left then meets all tests of its room and
-runs of all kinds. What was judged is kept in outputs/mutants, so the same command goes on where it was
-stopped. Limits count the seconds in which the tests had a processor or waited for something else, so
-it may run at the lowest priority:
+1. The survey: the tests of `make test-fast` run once under coverage, which tells which test reaches
+   which line. Later only test files that have changed run again; lines of the source that have moved
+   are found again by their text.
+2. `n` places are drawn, equally many in each room. Each gets one small mistake in a copy of the tree:
+   another comparison, operator, constant, condition or order of arguments, or a statement less.
+3. The near round: the tests that reach the line, those of the same room first. A test that notices
+   must pass without the mistake.
+4. The far round, for what is left: the other tests of its room, which start processes, and runs of all
+   kinds. Coverage does not see the ranks of a run. A test that notices must do so twice.
+
+What was judged is kept in outputs/mutants, so the same command goes on where it was stopped. A mutant
+that survived meets tests again when a test that reaches its line has changed. Limits count the seconds
+in which the tests had a processor or waited for something else, so it may run at the lowest priority:
 
     chrt -i 0 nice -n 19 python -m tests.mutants n=150 seed=1
 
 The last line of standard output is the path of a table with the difference of each mutant that no
 test noticed. Whether such a mutant is a hole, or means the same as the original, is for a reader to
-judge.
+judge. `verdicts=FILE` names a file with lines `KEY same|cosmetic|hole WHY`, and the table counts by them.
+`far=false` leaves the far round out. `jobs=` says how many mutants at a time.
 """
 
 from __future__ import annotations
@@ -29,12 +35,13 @@ import json
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,17 +61,25 @@ ROOMS = (
     "extensions/planner"
 )
 CHOSEN = "not slow and not cluster and not alone"
+FAST = f"{CHOSEN} and not processes and not heavy"
+FAR = f"{CHOSEN} and (processes or heavy)"
 BUDGET_S, LIMIT_S, JOBS = 40.0, (60.0, 600.0), 2
-"""Seconds of tests for a mutant by their own durations, seconds after which it has timed out in the
-near and in the far round, and mutants at a time."""
+"""Seconds of a bite of tests by their own durations. Seconds after which a mutant has timed out in the
+near and in the far round. Mutants at a time."""
+VERDICTS = ("same", "cosmetic", "hole")
+"""What a reader may judge of a survivor. Only a hole counts against the tests."""
+TEST_S = 100
+"""Seconds of one test of the far round: a mutant may let ranks wait for each other."""
 UNSTABLE = 3
 """Tests of a mutant that may fail without it too, before it is left as it is."""
 ANYWHERE = (
-    "tests/test_train_cli.py",
     "tests/strategy/test_invariants.py",
     "tests/strategy/test_witnesses.py",
+    "tests/test_train_cli.py",
 )
 """Runs of all kinds, beside all tests of a room."""
+BESIDE = {"rollout": ("tests/strategy/test_evaluating.py", "tests/extensions/records/")}
+"""Tests of a room in other folders than its own, for the far round."""
 KILLED, SURVIVED, TIMED_OUT = "killed", "survived", "timed out"
 
 
@@ -227,65 +242,102 @@ class Durations:
             self.failed.add(report.nodeid)
 
 
-def survey(words: list[str]) -> Path:
-    """Run the default tests under coverage, unless that was done for these sources; return the
-    folder with the data."""
-    digest = hashlib.sha1()
-    for folder in (SOURCE, ROOT / "tests"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    folder = OUTPUT / f"survey-{digest.hexdigest()[:12]}"
-    if (folder / "seconds.json").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    print("which test reaches which line: the default tests run once", file=sys.stderr)
-    code = (
-        f"import sys; from tests.mutants import cover; sys.exit(cover({str(folder)!r}, {words!r}))"
-    )
-    environment = os.environ | {"COVERAGE_FILE": str(folder / "coverage")}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=sys.stderr)
-    return folder
+def survey() -> list[Path]:
+    """Run the fast tests of files that are new or changed under coverage; return the folders with
+    what was seen, oldest first."""
+    files = {
+        str(path.relative_to(ROOT)): hashlib.sha1(path.read_bytes()).hexdigest()
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    }
+    folders = [path.parent for path in sorted(OUTPUT.glob("survey-*/files.json"))]
+    known: dict[str, str] = {}
+    for folder in folders:
+        known |= json.loads((folder / "files.json").read_text())
+    changed = {name: digest for name, digest in files.items() if known.get(name) != digest}
+    if changed:
+        print(f"survey: which line do the tests of {len(changed)} files reach?", file=sys.stderr)
+        folder = OUTPUT / f"survey-{len(folders):03d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(SOURCE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+        environment = os.environ | {"COVERAGE_FILE": str(folder / "coverage")}
+        code = f"from tests.mutants import cover; cover({str(folder)!r}, {sorted(changed)!r})"
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=sys.stderr)
+        (folder / "files.json").write_text(json.dumps(changed))
+        folders.append(folder)
+    return folders
 
 
-def cover(folder: str, words: list[str]) -> int:
-    """Run the default tests that start no process under coverage, with a context for each test."""
+def cover(folder: str, files: list[str]) -> None:
+    """Run the fast tests of `files` under coverage, with a context for each test."""
     durations = Durations()
-    options = [
-        "-q", "-n", str(JOBS), "-m", f"{CHOSEN} and not processes", "--timeout=1800",
-        "--cov=src/digenrl", "--cov-context=test", "--cov-report=",
-    ]  # fmt: skip
-    code = int(pytest.main([*options, *words], plugins=[durations]))
+    options = ["-q", "-p", "no:cacheprovider", "-m", FAST, "--timeout=1800", "--tb=no"]
+    options += ["--cov=src/digenrl", "--cov-context=test", "--cov-report="]
+    pytest.main([*options, *files], plugins=[durations])
     known = {test: s for test, s in durations.seconds.items() if test not in durations.failed}
     (Path(folder) / "seconds.json").write_text(json.dumps(known))
-    return code
 
 
 class Tests:
-    """Which tests to run for a mutant."""
+    """Knows which tests to run for a mutant.
 
-    def __init__(self, folder: Path) -> None:
-        self._data = coverage.CoverageData(str(folder / "coverage"))
-        self._data.read()
-        self._seconds: dict[str, float] = json.loads((folder / "seconds.json").read_text())
+    Args:
+        folders: of `survey`. Of a test file, the newest one counts.
+    """
 
-    def _tests(self, contexts: Iterable[str]) -> set[str]:
-        return {context.rpartition("|")[0] for context in contexts} & self._seconds.keys()
+    def __init__(self, folders: list[Path]) -> None:
+        self._surveys: list[tuple[Path, coverage.CoverageData]] = []
+        self._seconds: dict[str, float] = {}
+        newest: dict[str, int] = {}
+        for number, folder in enumerate(folders):
+            data = coverage.CoverageData(str(folder / "coverage"))
+            data.read()
+            self._surveys.append((folder, data))
+            newest |= dict.fromkeys(json.loads((folder / "files.json").read_text()), number)
+        for number, folder in enumerate(folders):
+            for test, seconds in json.loads((folder / "seconds.json").read_text()).items():
+                name = test.split("::")[0]
+                if newest.get(name) == number and (ROOT / name).exists():
+                    self._seconds[test] = seconds
+        self._newest = newest
 
-    def of(self, mutant: Mutant) -> list[str]:
-        """Return the tests that reach the line, those of the mutant's room first, then by seconds;
-        of a line that importing reaches, the tests that reach its file."""
-        by_line = self._data.contexts_by_lineno(str(SOURCE / mutant.file))
-        lines = range(mutant.line, mutant.end + 1)
-        known = self._tests(context for n in lines for context in by_line.get(n, ()))
-        known = known or self._tests(context for n in by_line for context in by_line[n])
-        home = f"tests/{mutant.room}/"
-        chosen, room_s = list[str](), BUDGET_S
-        for test in sorted(known, key=lambda t: (not t.startswith(home), self._seconds[t])):
-            room_s -= self._seconds[test]
-            if chosen and room_s < 0:
-                break
-            chosen.append(test)
+    def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
+        """Return the tests that reach the line, quick ones first: those of the mutant's room, and
+        the others. Of a line that importing reaches, the tests that reach its file."""
+        now = (SOURCE / mutant.file).read_text().splitlines()
+        line, file = set[str](), set[str]()
+        for number, (folder, data) in enumerate(self._surveys):
+            then = folder / "source" / mutant.file
+            by_line = data.contexts_by_lineno(str(SOURCE / mutant.file))
+            moved = _moved(then.read_text().splitlines() if then.exists() else [], now)
+            for n, contexts in by_line.items():
+                tests = {context.rpartition("|")[0] for context in contexts}
+                tests = {t for t in tests if self._newest.get(t.split("::")[0]) == number}
+                file |= tests
+                if mutant.line <= moved.get(n, 0) <= mutant.end:
+                    line |= tests
+        known = (line & self._seconds.keys()) or (file & self._seconds.keys())
+        home, chosen = f"tests/{mutant.room}/", (list[str](), list[str]())
+        for bite, at_home in zip(chosen, (True, False), strict=True):
+            left_s = BUDGET_S
+            for test in sorted(known, key=lambda t: (self._seconds[t], t)):
+                if test.startswith(home) == at_home and (not bite or self._seconds[test] < left_s):
+                    left_s -= self._seconds[test]
+                    bite.append(test)
         return chosen
+
+    @staticmethod
+    def digest(tests: Sequence[str]) -> str:
+        """Return a name of the text of the files that hold `tests`."""
+        files = sorted({test.split("::")[0] for test in tests})
+        return hashlib.sha1(b"".join((ROOT / name).read_bytes() for name in files)).hexdigest()
+
+
+def _moved(then: list[str], now: list[str]) -> dict[int, int]:
+    """Return number of a line then -> its number now, of lines whose text is still there."""
+    if then == now:
+        return {n: n for n in range(1, len(now) + 1)}
+    blocks = difflib.SequenceMatcher(None, then, now, autojunk=False).get_matching_blocks()
+    return {at.a + i + 1: at.b + i + 1 for at in blocks for i in range(at.size)}
 
 
 PRELOADED = (
@@ -319,6 +371,8 @@ class Tree:
         subprocess.run(["rm", "-rf", root], check=True)
         root.mkdir(parents=True)
         self.root = copy_without((), root)
+        self._sound = set[str]()
+        """Tests that pass without a mistake."""
         self._environment = os.environ | {
             "PYTHONPATH": f"{root / 'src'}:{root}",
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -331,33 +385,55 @@ class Tree:
             cwd=root, env=self._environment, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
-    def judged(self, mutant: Mutant, tests: list[str], far: bool) -> dict[str, Any]:
-        """Run tests against a mutant, and return what came of it. In the far round, where tests
-        start processes, one that fails must pass without the mistake."""
+    def judged(self, mutant: Mutant, bites: Sequence[list[str]], far: bool) -> dict[str, Any]:
+        """Run tests against a mutant, one bite after the other until one notices, and return what
+        came of it. A test that fails must pass without the mistake, and in the far round fail
+        twice with it."""
         path = self.root / "src" / "digenrl" / mutant.file
         original, began = path.read_bytes(), time.monotonic()
         result, by, unstable = SURVIVED, "", list[str]()
         try:
-            while tests and len(unstable) < UNSTABLE:
-                path.write_bytes(mutant.applied(original))
-                result, by = self.run(tests, unstable, far)
-                if not (far and result == KILLED and "::" in by):
-                    break
-                path.write_bytes(original)
-                if self.run([by], [], far)[0] == SURVIVED:
-                    break
-                unstable.append(by)
-                result = SURVIVED
+            for tests in bites:
+                while tests and result == SURVIVED and len(unstable) < UNSTABLE:
+                    path.write_bytes(mutant.applied(original))
+                    result, by = self.run(tests, unstable, far)
+                    path.write_bytes(original)
+                    # What cannot be collected has no name: then all must be collectable.
+                    again = [by] if "::" in by else ["--collect-only", *tests]
+                    if result != KILLED or (by in self._sound and not far):
+                        break
+                    sound = self.run(again, [], far)[0] == SURVIVED
+                    if sound and far:  # a run may also fail by chance: this one must fail again
+                        path.write_bytes(mutant.applied(original))
+                        sound = self.run(again, [], far)[0] != SURVIVED or again != [by]
+                        path.write_bytes(original)
+                    if sound:
+                        self._sound.add(by)
+                        break
+                    if again != [by]:
+                        raise RuntimeError(f"{mutant.file}:{mutant.line}: {by} without the mistake")
+                    unstable.append(by)
+                    result, by = SURVIVED, ""
         finally:
             path.write_bytes(original)
         seconds = round(time.monotonic() - began, 1)
-        return {"result": result, "by": by, "far": far, "seconds": seconds}
+        return {"result": result, "by": by, "far": far, "seconds": seconds, "unstable": unstable}
 
     def run(self, tests: list[str], without: list[str], far: bool) -> tuple[str, str]:
         """Run tests; return what came of it, and the test that failed. Tests that start processes
         get a pytest of their own."""
         left_out = [word for test in without for word in ("--deselect", test)]
-        words = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", CHOSEN, "--timeout=3600"]
+        marks, most_s = (FAR, TEST_S) if far else (CHOSEN, 3600)
+        words = [
+            "-x",
+            "-q",
+            "--tb=no",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marks,
+            f"--timeout={most_s}",
+        ]
         words, output = [*words, *left_out, *tests], self.root.with_suffix(".txt")
         if far:
             with output.open("w") as file:
@@ -377,7 +453,10 @@ class Tree:
             code = int(told.readline())
         if not in_time:
             return TIMED_OUT, ""
-        lines = output.read_text(errors="replace").splitlines()
+        text = output.read_text(errors="replace")
+        if far and code == 1 and "Timeout" in text:
+            return TIMED_OUT, ""
+        lines = text.splitlines()
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         by = failed[0].split(" - ")[0].split(maxsplit=1)[1].strip() if failed else f"exit {code}"
         return (SURVIVED, "") if code in (0, 5) else (KILLED, by)
@@ -416,75 +495,115 @@ def difference(mutant: Mutant) -> str:
     return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 
-def table(rows: list[dict[str, Any]], words: str) -> str:
-    """Return the results as Markdown."""
-    rooms = sorted({row["room"] for row in rows})
-    counts = {room: Counter(row["result"] for row in rows if row["room"] == room) for room in rooms}
-    counts["all"] = Counter(row["result"] for row in rows)
-    columns = (KILLED, TIMED_OUT, SURVIVED)
-    lines = [
-        "# Mutants",
-        "",
-        f'`make mutants ARGS="{words}"`, {time.strftime("%Y-%m-%d")}. {len(rows)} judged. One that timed out was noticed.',
-        "",
-        f"| room | {' | '.join(columns)} | noticed |",
-        f"|---|{'---|' * (len(columns) + 1)}",
-    ]
-    for room, found in counts.items():
-        share = (found[KILLED] + found[TIMED_OUT]) / max(1, found.total())
-        lines.append(f"| {room} | {' | '.join(str(found[c]) for c in columns)} | {share:.0%} |")
+def table(rows: list[dict[str, Any]], words: str, verdicts: dict[str, tuple[str, str]]) -> str:
+    """Return the results as Markdown.
+
+    Args:
+        verdicts: key of a survivor -> what a reader has judged, and why.
+    """
+    rooms: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
-        if row["result"] == SURVIVED:
-            head = f"{row['file']}:{row['line']}: {row['kind']}"
-            lines += ["", f"## {head}", "", "```diff", row["difference"], "```", "", "Judgement: "]
+        verdict, _ = verdicts.get(row["key"], ("open", ""))
+        missed = row["first"] == SURVIVED
+        for room in (row["room"], "all"):
+            rooms[room]["drawn"] += 1
+            rooms[room][verdict] += missed
+            rooms[room]["untouched"] += not missed
+            rooms[room]["timed"] += row["first"] == TIMED_OUT
+            rooms[room]["now"] += missed and row["result"] != SURVIVED
+    lines = [
+        f'`make mutants ARGS="{words}"`, {time.strftime("%Y-%m-%d")}. What is the same in effect, or cosmetic, is not judged.',
+        "A mutant that timed out was noticed. The last column counts the tests written since.",
+        "",
+        "| room | drawn | the same | cosmetic | noticed (timed out) | missed, or open | noticed by untouched tests | now |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for room, n in sorted(rooms.items(), key=lambda item: (item[0] == "all", item[0])):
+        judged = n["drawn"] - n["same"] - n["cosmetic"]
+        before, after = (
+            count / max(1, judged) for count in (n["untouched"], n["untouched"] + n["now"])
+        )
+        cells = [
+            n["drawn"],
+            n["same"],
+            n["cosmetic"],
+            f"{n['untouched']} ({n['timed']})",
+            judged - n["untouched"],
+        ]
+        lines.append(f"| {room} | {' | '.join(map(str, cells))} | {before:.0%} | {after:.0%} |")
+    for row in rows:
+        if row["first"] == SURVIVED:
+            verdict, why = verdicts.get(row["key"], ("open", f"key {row['key']}"))
+            now = f"; now noticed by `{row['by']}`" if row["result"] != SURVIVED else ""
+            lines += ["", f"{row['file']}:{row['line']}, {row['kind']}: **{verdict}**{now}. {why}"]
+            lines += ["", "```diff", row["difference"], "```"]
     return "\n".join(lines) + "\n"
+
+
+def judgements(name: str) -> dict[str, tuple[str, str]]:
+    """Return key -> (verdict, why) from a file of lines `KEY VERDICT WHY`; nothing without a name."""
+    lines = Path(name).read_text().splitlines() if name else []
+    parts = [line.split(maxsplit=2) for line in lines if line.strip()]
+    if wrong := [part for part in parts if len(part) != 3 or part[1] not in VERDICTS]:
+        raise SystemExit(f"{name}: {wrong[0]} is no line KEY {'|'.join(VERDICTS)} WHY")
+    return {key: (verdict, why) for key, verdict, why in parts}
 
 
 def main(words: list[str]) -> int:
     """Judge the mutants, and print the path of the table."""
     given = dict(word.split("=", 1) for word in words)
+    said = " ".join(word for word in words if word.startswith(("n=", "seed=", "rooms=", "far=")))
     n, seed = int(given.pop("n", 150)), int(given.pop("seed", 1))
-    jobs = int(given.pop("jobs", JOBS))
-    rooms = given.pop("rooms", ROOMS).split(",")
-    tests_words = given.pop("tests", "").split()
+    jobs, far_too = int(given.pop("jobs", JOBS)), given.pop("far", "true") == "true"
+    rooms, verdicts = given.pop("rooms", ROOMS).split(","), judgements(given.pop("verdicts", ""))
     if given or any(not (SOURCE / room).is_dir() for room in rooms):
-        print(f"unknown: {given or rooms}; use n=, seed=, jobs=, rooms=, tests=", file=sys.stderr)
+        print(
+            f"unknown: {given or rooms}; use n=, seed=, rooms=, far=, jobs=, verdicts=",
+            file=sys.stderr,
+        )
         return 2
-    tests, mutants = Tests(survey(tests_words)), drawn(n, seed, rooms)
-    record = OUTPUT / "judged.jsonl"
-    known = {}
+    tests, mutants = Tests(survey()), drawn(n, seed, rooms)
+    record, path = OUTPUT / "judged.jsonl", OUTPUT / f"mutants-{seed}.md"
+    known: dict[str, dict[str, Any]] = {}
     if record.exists():
         known = {row["key"]: row for row in map(json.loads, record.read_text().splitlines())}
     trees: Queue[Tree] = Queue()
-    for number in range(jobs):
-        trees.put(Tree(OUTPUT / f"tree-{number}"))
-
-    path = OUTPUT / f"mutants-{seed}.md"
 
     def report() -> None:
         rows = [known[mutant.key] for mutant in mutants if mutant.key in known]
-        path.write_text(table(rows, " ".join(words)))
+        path.write_text(table(rows, said, verdicts))
 
     def work(mutant: Mutant, far: bool) -> None:
-        row = known.get(mutant.key)
-        if row is not None and (row["far"] >= far or row["result"] != SURVIVED):
+        near = tests.of(mutant)
+        met = tests.digest([*near[0], *near[1]])
+        row = known.get(mutant.key, {"met": "", "far": False, "result": SURVIVED})
+        if row["result"] != SURVIVED or (row["met"] == met and row["far"] >= far):
             return
-        home = f"tests/{mutant.room}/"
-        whole = [name for name in (home, *ANYWHERE) if (ROOT / name).exists()]
+        if far and mutant.key in verdicts:  # a reader has seen already what it is
+            return
+        home = [f"tests/{mutant.room}/", *BESIDE.get(mutant.room, ())]
         tree = trees.get()
         try:
-            found = tree.judged(mutant, whole if far else tests.of(mutant), far)
+            away = [name for name in ANYWHERE if not name.startswith(home[0])]
+            whole = [name for name in home if (ROOT / name).exists()], away
+            found = tree.judged(mutant, whole if far else near, far)
         finally:
             trees.put(tree)
-        row = asdict(mutant) | {"key": mutant.key, "difference": difference(mutant)} | found
-        known[mutant.key] = row
+        # While no test that it met has changed, the near and the far round are one first look.
+        found |= {"key": mutant.key, "difference": difference(mutant), "met": met}
+        found["untouched"] = row.get("untouched", met)
+        found["first"] = found["result"] if met == found["untouched"] else row["first"]
+        known[mutant.key] = asdict(mutant) | found
         with record.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{row['result']:<12}{row['seconds']:>6} s  {row['file']}:{row['line']}  {row['kind']}  {row['by']}",
+            file.write(json.dumps(known[mutant.key]) + "\n")
+        print(f"{found['result']:<12}{found['seconds']:>6} s  {mutant.file}:{mutant.line}  {mutant.kind}  {found['by']}",
               file=sys.stderr, flush=True)  # fmt: skip
         report()
 
-    for far in (False, True):
+    report()
+    for number in range(jobs):
+        trees.put(Tree(OUTPUT / f"tree-{number}"))
+    for far in (False, True)[: 1 + far_too]:
         with ThreadPoolExecutor(jobs) as pool:
             list(pool.map(work, mutants, [far] * len(mutants)))
     report()
