@@ -242,7 +242,7 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
         make = extension(
             "digenrl.extensions.forward.files.FileEngine",
             "data.samples = files",
-            "use data.samples=generated",
+            "use generated",
         )
     elif scouts.candidates > 1:
         scouting = extension(
@@ -251,6 +251,12 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
             "use sampling.scouts.candidates=1",
         )
         make = partial(scouting, candidates=scouts.candidates, scout_steps=scouts.steps)
+    elif config.sampling.lossy != "none":
+        make = extension(
+            "digenrl.extensions.lossy.engine.ForecastingEngine",
+            "sampling.lossy",
+            "set it to none",
+        )
     return make(
         module.policy,
         rewards,

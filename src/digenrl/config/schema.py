@@ -400,6 +400,9 @@ class SamplingKeys(Closed):
     smallest that keeps every GPU of the profile busy under any schedule."""
     same_noise: bool
     """Give all samples of a group the same initial noise."""
+    lossy: Literal["none", "taylorseer"]
+    """Cheaper training samples, for methods on the forward process (nft, dpo). taylorseer: after
+    three steps every second velocity is forecast from the last two. Evaluations compute all."""
     scouts: ScoutsKeys
     eval: EvaluatedKeys
 
