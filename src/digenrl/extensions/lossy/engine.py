@@ -1,14 +1,14 @@
 """Rollout engine that forecasts every second velocity of the ODE (`sampling.lossy=taylorseer`).
 
-TaylorSeer (arXiv:2503.06923) forecasts a network's features along their Taylor series. Here the
-network's output is forecast to first order, as diffusers does in `use_lite_mode`: with v_a and v_b
-the last computed velocities, at the noise levels a > b,
+TaylorSeer (arXiv:2503.06923) forecasts a network's features along their Taylor series. This engine
+forecasts the network's output to first order, as diffusers does in `use_lite_mode`. With v_a and
+v_b the last computed velocities, at the noise levels a > b:
 
     v(s) = v_b + (s - b) / (b - a) * (v_b - v_a)
 
-No module is hooked, so it serves every family, compiled or quantized. Steps are chosen by their
-number alone: a sample does not depend on the others of its batch. A task that another rank goes on
-with is computed there until two velocities are known.
+No module is hooked, so the engine serves every family, compiled or quantized. Steps are chosen by
+their number alone: a sample does not depend on the others of its batch. A task that another rank
+goes on with is computed there until two velocities are known.
 """
 
 from __future__ import annotations
