@@ -1,7 +1,7 @@
 """The planner's memory model held against the strict device's peak counter (tests/device), which
 counts every byte.
 
-    python -m benchmarks.device_memory [experiments=flux1_flowgrpo] [width=2] [depth=6]
+    python -m benchmarks.device_memory [experiments=flux1_flowgrpo] [width=2] [depth=4]
 
 A model's build is its tiny one, `width` times wider (16 x 2 x width numbers a token) and `depth`
 units of blocks deep. Its sizes are counted as those of published builds are
@@ -68,7 +68,7 @@ DEFAULTS = {
     "experiments": ",".join((*FAMILIES, *OTHERS)),
     "decoders": "all",
     "width": "2",
-    "depth": "6",
+    "depth": "4",
 }
 WIDTHS = ("num_attention_heads", "n_heads", "n_kv_heads", "dim", "ffn_dim", "caption_projection_dim",
           "audio_num_attention_heads", "cross_attention_dim", "audio_cross_attention_dim",
