@@ -199,7 +199,7 @@ def measure(seat: tuple[str, str, bool]) -> Cell:
             if o is not None and o.candidate.spec.async_steps == asynchronous
         ]
         rows[f"best {kind}"] = least([plan.best(kind.replace("-", "_")), *found])
-    return Cell(hardware, experiment, bound.seconds, rows)
+    return Cell(hardware, experiment, bound, rows)
 
 
 def limits(outcome: CandidateOutcome, count: int = 2) -> str:

@@ -144,7 +144,7 @@ def main(words: list[str]) -> int:
         work, hardware = workload(composed), parse_hardware(composed.config.hardware)
         costings = [Costing(each, hardware) for each in (before(work), work)]
         bounds, steps = (
-            [each.bound().seconds for each in costings],
+            [each.bound() for each in costings],
             [planned(each) for each in costings],
         )
         cells = []

@@ -18,7 +18,6 @@ the attempt that made it, and trainers refuse results of any other attempt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
 
 from digenrl.cluster.control import Control
 from digenrl.schedule.claims import Owner
@@ -98,5 +97,4 @@ def _owner_key(version: int, position: int) -> str:
 
 
 def _text(values: Owner | Work) -> str:
-    fields = values if isinstance(values, Work) else astuple(values)
-    return ":".join(repr(value) for value in fields)
+    return ":".join(repr(value) for value in values)

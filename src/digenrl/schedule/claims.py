@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -57,8 +57,7 @@ class Claim(NamedTuple):
     keeps its id."""
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(NamedTuple):
     """The owner of a task, as the store keeps it."""
 
     rank: int
@@ -67,7 +66,7 @@ class Owner:
     giver: int
     """Rank that gave the suspended task away, until the receiver confirms; else NOBODY."""
     step: int
-    index: int
+    number: int
     group: int
 
     @classmethod
@@ -183,12 +182,13 @@ class Claims:
                 version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])
             ):
                 return Claim(position, self._rank, owner.attempt)
-        behind = queue_name(version, part, len(tasks)), part
-        head = head_name(version), range(self.head(version))
-        for name, positions in (head, behind) if ahead else (behind, head):
+        parts = [(queue_name(version, part, len(tasks)), part)]
+        if head := self.head(version):
+            parts.insert(0 if ahead else 1, (head_name(version), range(head)))
+        for name, positions in parts:
             # Read before the add: ranks that poll an empty queue must not raise its counter without
             # bound.
-            while positions and self._store.count(name) < len(positions):
+            while self._store.count(name) < len(positions):
                 number = self._store.count(name, 1) - 1
                 if number >= len(positions):
                     break
@@ -226,7 +226,7 @@ class Claims:
         owner = self._store.owner(version, claim.position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, claim.attempt):
             return False
-        given = replace(owner, rank=receiver, giver=self._rank)
+        given = owner._replace(rank=receiver, giver=self._rank)
         if not self._store.change(version, claim.position, owner, given):
             return False
         # The receiver may die meanwhile. It is marked as lost before its tasks are gathered. So
@@ -240,7 +240,7 @@ class Claims:
         owner = self._store.owner(version, position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, attempt):
             return None
-        if not self._store.change(version, position, owner, replace(owner, giver=NOBODY)):
+        if not self._store.change(version, position, owner, owner._replace(giver=NOBODY)):
             return None
         return Claim(position, self._rank, attempt)
 
@@ -250,7 +250,7 @@ class Claims:
         owner = self._store.owner(version, claim.position)
         if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
             self._store.change(
-                version, claim.position, owner, replace(owner, rank=NOBODY, giver=NOBODY)
+                version, claim.position, owner, owner._replace(rank=NOBODY, giver=NOBODY)
             )
 
     # ---- trainers
@@ -330,7 +330,7 @@ class Claims:
         # A task given to this rank that it never confirmed: the giver has stopped, so no rank runs
         # it.
         if owner is not None and owner.rank == rank and owner.giver != NOBODY:
-            free = replace(owner, rank=NOBODY, giver=NOBODY)
+            free = owner._replace(rank=NOBODY, giver=NOBODY)
             owner = free if self._store.change(version, position, owner, free) else None
         if owner is None or owner.rank != NOBODY or position in self._store.returned(version):
             return None
@@ -358,7 +358,7 @@ class Claims:
                     f"{name} lost {lost} owners, the last being rank {rank}, which {cause}: "
                     "the task itself is the likely cause. Look at its prompt and its reward."
                 )
-            freed = replace(owner, rank=NOBODY, attempt=lost, giver=NOBODY)
+            freed = owner._replace(rank=NOBODY, attempt=lost, giver=NOBODY)
             if self._store.change(version, position, owner, freed):
                 return name
 
@@ -420,5 +420,5 @@ def _received(version: int, position: int) -> str:
 
 def _name(queue: int, owner: Owner) -> str:
     if queue < 0:
-        return f"piece {owner.index} of the evaluation of version {owner.step}"
-    return f"task {owner.index} of step {owner.step} (group {owner.group})"
+        return f"piece {owner.number} of the evaluation of version {owner.step}"
+    return f"task {owner.number} of step {owner.step} (group {owner.group})"

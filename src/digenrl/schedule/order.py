@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 
 from digenrl.schedule.spec import ScheduleSpec, Task
 
@@ -96,7 +95,7 @@ def later_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], .
 
 
 def next_fragment(
-    spec: ScheduleSpec, pending: Sequence[tuple[int, ...]], completed: AbstractSet[int]
+    spec: ScheduleSpec, pending: Sequence[tuple[int, ...]], completed: set[int]
 ) -> tuple[int, ...] | None:
     """Return the first fragment of `pending` if all its groups are `completed`, else None.
 
@@ -104,4 +103,4 @@ def next_fragment(
     is complete, even with several updates per batch.
     """
     needed = spec.groups_of(pending[0]) if spec.gap else range(spec.prompts)
-    return pending[0] if all(group in completed for group in needed) else None
+    return pending[0] if completed.issuperset(needed) else None

@@ -172,7 +172,7 @@ def test_what_is_settled_is_not_planned(words: list[str]) -> None:
 def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     plan = make_plan(costing)
     text = json.loads(json.dumps(as_json(plan, None, "", True, Booking(10))))
-    bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"]).seconds
+    bound = solve_bound(text["pools"], text["work"], text["seconds_per_unit"])
     assert bound == pytest.approx(text["bound_step_s"])
     steps = [
         row["robust_step_s"]
@@ -519,7 +519,7 @@ def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) ->
         assert winner.settled
         assert winner.efficiency <= 1.0 + 1e-9
         assert (
-            evaluate(costing, winner.candidate, plan.bound, exact=True, trace=trace).step_s
+            evaluate(costing, winner.candidate, plan.bound_s, exact=True, trace=trace).step_s
             == winner.step_s
         )
         assert booked(plan, True, Booking(10)) + table(plan, True, Booking(10), 5)

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from digenrl.extensions.planner.floor import floor_seconds
 from digenrl.extensions.planner.records import Simulated, settled_from
-from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
+from digenrl.extensions.planner.virtual_cluster import (
+    Cluster,
+    Disturbance,
+    VirtualRank,
+    coarsen,
+    micro_batches,
+)
 from digenrl.extensions.planner.virtual_run import simulate, steady
 from digenrl.schedule import ScheduleSpec, fragments, group_version, place
 
@@ -290,6 +296,26 @@ def test_a_settled_step_is_that_of_a_longer_run(spec: ScheduleSpec, cluster: Clu
     found = steady(spec, cluster)
     if found.settled:
         assert steady(spec, cluster, steps=40).step_s == pytest.approx(found.step_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("context", "size", "updates", "split"),
+    [(1, 1, 2, "groups"), (2, 2, 1, "groups"), (1, 1, 2, "samples")],
+)
+def test_micro_batches_are_those_of_the_runtimes_placement(context, size, updates, split) -> None:
+    """One placement serves all fragments of a length; it must be that of each of them."""
+    spec = ScheduleSpec(
+        prompts=10, group_size=4, task_size=size, denoise_steps=4, trained_steps=3,
+        updates_per_batch=updates, updates_split=split, gap=3, tsp_batch=2, tsp_shard=True,
+        context=context, tag=True,
+    )  # fmt: skip
+    ranks = tuple(VirtualRank(n, "trainer", "a", 1.0, cell_seconds=n + 1.0) for n in range(6))
+    for fragment in fragments(spec, updates - 1):
+        expected = tuple(
+            tuple((n + 1.0) * sum(len(block.steps) for block in micro) for micro in own)
+            for n, own in enumerate(place(spec, 6, fragment))
+        )
+        assert micro_batches(spec, Cluster(ranks), fragment) == expected
 
 
 def test_coarse_run_of_equal_ranks_takes_as_long_as_the_whole_run() -> None:

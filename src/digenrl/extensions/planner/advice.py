@@ -105,8 +105,8 @@ class PlannerAdvisor:
                 f"{'; '.join(costing.misfits(candidate))}: {remedy(costing, candidate)}"
             )
         candidate = next(iter(fitting), candidate)
-        names = [name for name, role in costing.placed(candidate) if role == "trainer"]
-        kept = [costing.recompute(candidate, costing.hardware.pool(name)).config for name in names]
+        pools = costing.trainers(candidate)
+        kept = [costing.recompute(candidate, pool).config for pool, n in pools for _ in range(n)]
         return Holding(
             candidate.sharding,
             candidate.spec.tsp_batch,

@@ -8,7 +8,6 @@ n_j w_j <= 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 STAGES = ("encode", "generate", "decode", "score", "train")
 """Stages of one RL step. Their units are prompts, samples, samples, samples and cells."""
@@ -16,20 +15,12 @@ _TOLERANCES = {"primal_feasibility_tolerance": 1e-10, "dual_feasibility_toleranc
 """Smallest tolerances that HiGHS accepts."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Optimum of the linear programme."""
-
-    seconds: float
-    """Seconds of the optimal step (T)."""
-
-
 def solve_bound(
     pools: Mapping[str, int],
     work: Mapping[str, float],
     seconds_per_unit: Mapping[str, Mapping[str, float | None]],
-) -> Bound:
-    """Solve the linear programme and return the optimum.
+) -> float:
+    """Solve the linear programme and return the seconds of the optimal step (T).
 
     Args:
         pools: name -> number of GPUs.
@@ -59,7 +50,7 @@ def solve_bound(
     }
     paid = [stage for stage in able if smallest[stage] > 0]
     if not paid:
-        return Bound(0.0)
+        return 0.0
     rows = [[0.0] * len(paid) + [1.0] * len(names)]
     for i, stage in enumerate(paid):
         for name, t in able[stage].items():
@@ -72,4 +63,4 @@ def solve_bound(
     shares = found.x[len(paid) :] / found.x[len(paid) :].sum()
     weights = {name: float(share) / pools[name] for name, share in zip(names, shares, strict=True)}
     least = {stage: min(t * weights[n] for n, t in times.items()) for stage, times in able.items()}
-    return Bound(sum(work[stage] * value for stage, value in least.items()))
+    return sum(work[stage] * value for stage, value in least.items())

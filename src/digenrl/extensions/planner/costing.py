@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
-from digenrl.extensions.planner.bound import Bound, solve_bound
+from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costs import STAGES, SWITCH_SECONDS, Costs
 from digenrl.extensions.planner.floor import floor_seconds
@@ -93,6 +93,11 @@ class Costing:
         """Return (pool, role) -> number of ranks, in the order of the ranks."""
         return self._kinds(candidate.trainers, candidate.rollouts, candidate.first)
 
+    def trainers(self, candidate: Candidate) -> list[tuple[Pool, int]]:
+        """Return (pool, number of its trainers), in the order of the ranks."""
+        kinds = self.kinds(candidate).items()
+        return [(self.hardware.pool(name), n) for (name, role), n in kinds if role == "trainer"]
+
     def shards(self, candidate: Candidate) -> int:
         """Return the number of ranks that share one copy of the weights."""
         if candidate.sharding == "ddp":
@@ -122,10 +127,8 @@ class Costing:
 
     def keeps_everything(self, candidate: Candidate) -> bool:
         """Return whether no trainer computes activations again."""
-        return all(
-            self.recompute(candidate, pool) == Recompute()
-            for pool in self._trainer_pools(candidate)
-        )
+        pools = self.trainers(candidate)
+        return all(self.recompute(candidate, pool) == Recompute() for pool, _ in pools)
 
     @_once
     def _fastest(self, pool: Pool, *batches: Any) -> Recompute:
@@ -165,12 +168,7 @@ class Costing:
         trainer gets several."""
         if not candidate.shares or candidate.sharding == "fsdp":
             return 1
-        trainers = {
-            name: count
-            for (name, role), count in self.kinds(candidate).items()
-            if role == "trainer"
-        }
-        total = sum(count * self.hardware.pool(name).tflops for name, count in trainers.items())
+        total = sum(count * own.tflops for own, count in self.trainers(candidate))
         return math.ceil(pool.tflops * candidate.trainers / total - 1e-9)
 
     def _batches(self, candidate: Candidate, pool: Pool) -> tuple[Any, ...]:
@@ -253,9 +251,7 @@ class Costing:
         These are off-loaded activations, and published versions on the node of trainer 0.
         """
         spec, table = candidate.spec, {}
-        names = [name for name, role in self.placed(candidate) if role == "trainer"]
-        for name in dict.fromkeys(names):
-            pool = self.hardware.pool(name)
+        for pool, count in self.trainers(candidate):
             rows = (
                 spec.task_size
                 * spec.tsp_batch
@@ -263,31 +259,26 @@ class Costing:
                 * self.work.passes
             )
             each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
-            table[name] = min(pool.per_node, names.count(name)) * each / GIB
+            table[pool.name] = min(pool.per_node, count) * each / GIB
         told = any(line.told for line in self.hardware.lines.values())
-        table[names[0]] += published_bytes(self.work, spec.async_steps, told) / GIB
+        table[next(iter(table))] += published_bytes(self.work, spec.async_steps, told) / GIB
         return table
 
     def cell_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on the slowest trainer, with its wait
         for sharded weights."""
-        return max(self._paid_seconds(pool, candidate) for pool in self._trainer_pools(candidate))
+        return max(self._paid_seconds(pool, candidate) for pool, _ in self.trainers(candidate))
 
     def least_cell_seconds(self, candidate: Candidate) -> float:
         """Return a lower bound of `cell_seconds` for all choices of recomputation and of steps per
         forward."""
         spec, steps, shards = candidate.spec, self.work.trained_steps, self.shards(candidate)
         least = []
-        for pool in self._trainer_pools(candidate):
+        for pool, _ in self.trainers(candidate):
             gathering = self.costs.sharding_seconds(self._gathering(pool, candidate), shards)
             plain = self._cell_seconds(pool, spec.task_size, steps, Recompute(), spec.context)
             least.append(plain + self.costs.exposed_seconds(pool, gathering, plain * steps) / steps)
         return max(least)
-
-    def _trainer_pools(self, candidate: Candidate) -> list[Pool]:
-        return [
-            self.hardware.pool(name) for name, role in self.kinds(candidate) if role == "trainer"
-        ]
 
     def _paid_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return `pool_cell_seconds` plus a cell's part of `exposed_seconds`."""
@@ -303,11 +294,11 @@ class Costing:
         # fast ones wait.
         if not candidate.shares or candidate.sharding == "fsdp":
             return candidate.spec
-        speeds = {
-            pool.name: 1.0 / self._paid_seconds(pool, candidate)
-            for pool in self._trainer_pools(candidate)
-        }
-        shares = tuple(speeds[pool] for pool, role in self.placed(candidate) if role == "trainer")
+        shares = tuple(
+            1.0 / self._paid_seconds(pool, candidate)
+            for pool, count in self.trainers(candidate)
+            for _ in range(count)
+        )
         return replace(candidate.spec, shares=shares)
 
     def pool_cell_seconds(self, pool: Pool, candidate: Candidate) -> float:
@@ -318,7 +309,9 @@ class Costing:
     def _gathering(self, pool: Pool, candidate: Candidate) -> list[Pool]:
         """Return the pools whose trainers share weights with one of `pool`. An hsdp group stays
         within a node."""
-        return [pool] if candidate.sharding == "hsdp" else self._trainer_pools(candidate)
+        if candidate.sharding == "hsdp":
+            return [pool]
+        return [own for own, _ in self.trainers(candidate)]
 
     def exposed_seconds(self, pool: Pool, candidate: Candidate) -> float:
         """Return the seconds of gathering weights that computing one block does not hide, on a
@@ -342,7 +335,7 @@ class Costing:
         kinds, placed = self.kinds(candidate), self.placed(candidate)
         pools = {name: self.hardware.pool(name) for name, _ in kinds}
         home, others = placed[0][0], self.other_nodes(placed)
-        trainer_pools = self._trainer_pools(candidate)
+        trainer_pools = [pool for pool, _ in self.trainers(candidate)]
         shards = self.shards(candidate)
         together = math.lcm(shards, candidate.spec.context)
         likes = {}
@@ -462,8 +455,8 @@ class Costing:
             )
         return table
 
-    def bound(self) -> Bound:
-        """Return the shortest RL step that any schedule can reach on this profile."""
+    def bound(self) -> float:
+        """Return the shortest RL step, in seconds, that any schedule can reach on this profile."""
         pools = {pool.name: pool.count for pool in self.hardware.pools}
         return solve_bound(pools, self.work_units(), self.seconds_per_unit())
 
@@ -477,7 +470,7 @@ class Costing:
             for stage, seconds in self.seconds_per_unit().items():
                 able = role == "trainer" if stage == "train" else makes
                 table[stage][f"{pool} {role}"] = seconds[pool] if able else None
-        return solve_bound(seats, self.work_units(), table).seconds
+        return solve_bound(seats, self.work_units(), table)
 
     def evaluation_seconds(self, drawn: Drawn, candidate: Candidate) -> float:
         """Return the seconds of one evaluation: generating, decoding and scoring what is `drawn`.

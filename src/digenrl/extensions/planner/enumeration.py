@@ -166,7 +166,7 @@ def promising(costing: Costing, candidates: Iterable[Candidate]) -> list[Candida
     fitting = [
         candidate for candidate in dict.fromkeys(candidates) if not costing.misfits(candidate)
     ]
-    unit = 0.01 * costing.bound().seconds
+    unit = 0.01 * costing.bound()
     ranked = sorted(
         fitting, key=lambda candidate: (round(costing.floor(candidate) / unit), candidate.trainers)
     )

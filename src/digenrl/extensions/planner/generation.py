@@ -17,7 +17,7 @@ from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Worker:
     """State of one rank that generates samples."""
 
@@ -38,6 +38,8 @@ class Worker:
     idle_since: float | None = None
     idle_cause: str = "startup"
     dead: bool = False
+    generates: bool = False
+    """Whether it claims tasks by trade, and not as a loan."""
     encoded: set[tuple[int, int]] = field(default_factory=set)
 
     @property
@@ -84,18 +86,17 @@ class VirtualGeneration:
         """Answers of `left`, one less for each claim since."""
         self.made: list[tuple[int, int, int, int]] = []
         """(step, task, rank, version) of every finished task."""
+        for worker in self.generators:
+            worker.generates = True
+            self.announce(worker)
         for worker in members:
             rank = worker.rank
-            alone = (
-                0.0 if worker in self.generators else rank.encode_seconds
-            )  # a loan encodes its prompt again
+            alone = 0.0 if worker.generates else rank.encode_seconds  # a loan encodes it again
             policy.expected("generate", rank.rank, worker.seconds + alone)
-            if worker in self.generators:
-                self._announce(worker)
 
     # ---- what the policy sees
 
-    def _announce(self, worker: Worker) -> None:
+    def announce(self, worker: Worker) -> None:
         """Tell the policy what `worker` is doing now."""
         task, work = worker.task, Work(worker.held, worker.seconds)
         if task is not None:
@@ -136,7 +137,7 @@ class VirtualGeneration:
             if not left:
                 continue
             head = worker.claims.head_left(version) if self.spec.tag else 0
-            if worker in self.generators and not self.policy.takes(rank, version, left, now, head):
+            if worker.generates and not self.policy.takes(rank, version, left, now, head):
                 cause = "tail"
                 continue
             tasks = self._plan(version)
@@ -168,18 +169,20 @@ class VirtualGeneration:
         generated = self.spec.denoise_steps * (rank.step_seconds * factor)
         worker.free_at = begin + generated + worker.finish_time
         worker.token += 1
-        self._announce(worker)
+        self.announce(worker)
         self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
     def finish(self, worker: Worker, now: float) -> Task:
-        """End and return the task of `worker`, marked as received."""
+        """End and return the task of `worker`, marked as received. The caller says what comes next:
+        `offer`, `idle` or `announce`."""
         assert worker.claim is not None
         assert worker.task is not None
         task = worker.task
         self.record(worker, now)
         worker.claims.received(task.version, worker.claim.position)
         self.made.append((task.step, task.index, worker.rank.rank, task.version))
-        self._release(worker)
+        worker.claim = worker.task = None
+        worker.token += 1
         return task
 
     # ---- deaths
@@ -191,7 +194,8 @@ class VirtualGeneration:
             self.record(worker, now)
         worker.dead = True
         worker.token += 1
-        self._ends_idle(worker)
+        worker.idle_since = None
+        self.idle_workers.pop(worker.rank.rank, None)
 
     def notice(self, worker: Worker) -> None:
         """Return the tasks of a dead worker to the queue, and tell the policy that the rank is
@@ -221,32 +225,26 @@ class VirtualGeneration:
             self._span(worker.rank.rank, "decode", generated, middle, task.step, args)
             self._span(worker.rank.rank, "score", middle, now, task.step, args)
 
-    def _release(self, worker: Worker) -> None:
-        worker.claim = worker.task = None
-        worker.token += 1
-        self._announce(worker)
-
     def idle(self, worker: Worker, now: float, cause: str) -> None:
         """Note that `worker` has nothing to do, and why. A new cause ends the span of the old
         one."""
         if worker.idle_since is None:
             worker.idle_since, worker.idle_cause = now, cause
             self.idle_workers[worker.rank.rank] = worker
+            self.announce(worker)
         elif worker.idle_cause != cause:
             self._waited(worker, now)
             worker.idle_since, worker.idle_cause = now, cause
 
     def end_idle(self, worker: Worker, now: float) -> None:
         """End the wait of `worker`, if it waits, with a span."""
-        self._waited(worker, now)
-        self._ends_idle(worker)
+        if worker.idle_since is not None:
+            self._waited(worker, now)
+            worker.idle_since = None
+            del self.idle_workers[worker.rank.rank]
 
     def _waited(self, worker: Worker, now: float) -> None:
         if worker.idle_since is not None and now > worker.idle_since:
             self._span(
                 worker.rank.rank, "wait", worker.idle_since, now, -1, {"cause": worker.idle_cause}
             )
-
-    def _ends_idle(self, worker: Worker) -> None:
-        worker.idle_since = None
-        self.idle_workers.pop(worker.rank.rank, None)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from digenrl.extensions.planner.bound import Bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.records import MOST_STEPS, Simulated
@@ -36,7 +35,7 @@ class CandidateOutcome:
     costing: Costing
     candidate: Candidate
     result: Simulated
-    bound: Bound
+    bound_s: float
     quick_s: float | None = None
     """Seconds per step of the quick simulation, or None if there was none."""
     coarse: bool = False
@@ -57,21 +56,13 @@ class CandidateOutcome:
         return max(self.step_s, self.costing.floor(self.candidate))
 
     @property
-    def bound_s(self) -> float:
-        return self.bound.seconds
-
-    @property
     def efficiency(self) -> float:
         return self.bound_s / self.step_s
 
     @property
-    def _steps(self) -> int:
-        return self.result.steps
-
-    @property
     def bubble(self) -> dict[str, float]:
         """Share of all GPU time spent waiting, by cause."""
-        total = self.step_s * self.costing.hardware.gpus * self._steps
+        total = self.step_s * self.costing.hardware.gpus * self.result.steps
         table: dict[str, float] = {}
         for (_, stage, cause), seconds in self.result.seconds.items():
             if stage == "wait":
@@ -103,7 +94,9 @@ class CandidateOutcome:
             + cluster.snapshot_seconds
             + cluster.publish_seconds
         )
-        return max(0.0, once - max(0.0, sum(waits) / self._steps / candidate.rollouts - after))
+        return max(
+            0.0, once - max(0.0, sum(waits) / self.result.steps / candidate.rollouts - after)
+        )
 
     @property
     def settled(self) -> bool:
@@ -265,7 +258,7 @@ class CandidateOutcome:
 def evaluate(
     costing: Costing,
     candidate: Candidate,
-    bound: Bound,
+    bound_s: float,
     exact: bool = False,
     trace: bool = False,
     steps: int | None = None,
@@ -286,10 +279,10 @@ def evaluate(
     most = MOST_STEPS if exact else QUICK_STEPS
     result = steady(spec, cluster, steps, most, trace=trace, cutoff_s=cutoff_s)
     if exact:
-        return CandidateOutcome(costing, candidate, result, bound)
+        return CandidateOutcome(costing, candidate, result, bound_s)
     result = replace(
         result, made=(), trained=()
     )  # a search keeps many of these, and needs only their seconds
     return CandidateOutcome(
-        costing, candidate, result, bound, result.step_s, cluster.whole is not None
+        costing, candidate, result, bound_s, result.step_s, cluster.whole is not None
     )

@@ -89,8 +89,8 @@ def memory_by_role(outcome: CandidateOutcome) -> dict[str, float]:
 def recomputed(outcome: CandidateOutcome) -> dict[str, Recompute]:
     """Return pool of trainers -> what their blocks keep for the backward pass."""
     costing, candidate = outcome.costing, outcome.candidate
-    names = dict.fromkeys(name for name, role in costing.placed(candidate) if role == "trainer")
-    return {name: costing.recompute(candidate, costing.hardware.pool(name)) for name in names}
+    pools = costing.trainers(candidate)
+    return {pool.name: costing.recompute(candidate, pool) for pool, _ in pools}
 
 
 def repeats(outcome: CandidateOutcome) -> str:

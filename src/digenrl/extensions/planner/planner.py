@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from digenrl.extensions.planner.bound import Bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import (
@@ -39,7 +38,7 @@ WORTHWHILE = 0.999
 RIVAL = 1.05
 """Factor on the best step time up to which candidates with other sharding stay in the search,
 because they may bear disturbances better."""
-CUTOFF = 1.25
+CUTOFF = 1.125
 """Factor on the best step times. A candidate whose second step takes longer is not simulated to its
 end."""
 FINALISTS = 2
@@ -60,13 +59,9 @@ class Plan:
     """Result of a search: the outcomes, best first, and the bound."""
 
     costing: Costing
-    bound: Bound
+    bound_s: float
     outcomes: tuple[CandidateOutcome, ...]
     simulated: int
-
-    @property
-    def bound_s(self) -> float:
-        return self.bound.seconds
 
     def best(self, kind: str) -> CandidateOutcome | None:
         """Return the best outcome of a kind (colocated | on_policy | async), or None."""
@@ -114,7 +109,7 @@ def _collecting_nothing() -> Iterator[None]:
 def _make_plan(
     costing: Costing, steps: int | None, fixed: Mapping[str, Any], asynchronous: bool
 ) -> Plan:
-    bound = costing.bound()
+    bound_s = costing.bound()
     seen: dict[Candidate, CandidateOutcome] = {}
     finalists: dict[Candidate, CandidateOutcome] = {}
 
@@ -150,7 +145,7 @@ def _make_plan(
                 if costing.floor(candidate) >= min(limits):
                     continue
                 cutoff_s = CUTOFF * best[-1] if len(best) == FINALISTS else math.inf
-                seen[candidate] = evaluate(costing, candidate, bound, cutoff_s=cutoff_s)
+                seen[candidate] = evaluate(costing, candidate, bound_s, cutoff_s=cutoff_s)
             found[candidate] = seen[candidate]
         return sorted(found.values(), key=lambda outcome: outcome.expected_s)
 
@@ -187,14 +182,14 @@ def _make_plan(
                 continue
             exact = outcome
             if outcome.coarse or steps is not None or not outcome.settled:
-                exact = evaluate(costing, outcome.candidate, bound, exact=True, steps=steps)
+                exact = evaluate(costing, outcome.candidate, bound_s, exact=True, steps=steps)
             replayed.append(replace(exact, quick_s=outcome.step_s))
         finalists |= {outcome.candidate: outcome for outcome in replayed}
         if best and not best[0].candidate.spec.async_steps:
             on_policy = min(on_policy, best[0].expected_s)
     if not seen:
         raise PlanError(_why_nothing(costing))
-    return Plan(costing, bound, tuple(_ranked(finalists.values())), len(seen))
+    return Plan(costing, bound_s, tuple(_ranked(finalists.values())), len(seen))
 
 
 def _ranked(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:
@@ -288,7 +283,7 @@ def sync_run(costing: Costing, gpus: int) -> CandidateOutcome | None:
 
 
 def fastest(
-    costing: Costing, candidates: Iterable[Candidate], bound: Bound
+    costing: Costing, candidates: Iterable[Candidate], bound_s: float
 ) -> CandidateOutcome | None:
     """Return the fastest of `candidates`. A candidate whose floor exceeds the best so far is not
     simulated."""
@@ -297,7 +292,7 @@ def fastest(
     for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
         if best is not None and floor >= best.step_s:
             break
-        outcome = evaluate(costing, candidate, bound)
+        outcome = evaluate(costing, candidate, bound_s)
         best = outcome if best is None or outcome.step_s < best.step_s else best
     return best
 

@@ -184,8 +184,6 @@ def micro_batches(
     # A task of one sample is trained or not (see `_useless`). Of a larger task, some rows are
     # skipped.
     trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful
-    if spec.tag or spec.async_steps:  # neither changes the placement, so that the cache serves all
-        spec = replace(spec, tag=False, async_steps=0)
     table, loads = [], _loads(spec, len(trainers), cluster.useful, fragment)
     for rank, own in zip(trainers, loads, strict=True):
         cell, exposed = rank.cell_seconds * rows_kept, rank.exposed_seconds
@@ -193,11 +191,28 @@ def micro_batches(
     return tuple(table)
 
 
+Loads = tuple[tuple[tuple[int, int], ...], ...]
+"""loads[trainer][micro-batch] = (cells, blocks)."""
+
+
+def _loads(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]) -> Loads:
+    """Return the loads of `fragment`.
+
+    Equal trainers share all fragments of a length in the same way, each beginning `turn` trainers
+    later (`place`), so the first of them is placed for all.
+    """
+    # Without what does not change the placement, so that the cache serves many candidates.
+    spec = replace(spec, tag=False, async_steps=0, stale_fraction=0.0)
+    if spec.shares or spec.measured_shares or (spec.task_size == 1 and useful < 1.0):
+        return _placed(spec, trainers, useful, fragment)
+    loads = _placed(spec, trainers, useful, tuple(range(len(fragment))))
+    turn = fragment[0] // spec.fragment_groups * spec.context % trainers
+    return loads[-turn:] + loads[:-turn]
+
+
 @functools.lru_cache(maxsize=4096)
-def _loads(
-    spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return (cells, blocks) of each micro-batch of `fragment` on each trainer."""
+def _placed(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]) -> Loads:
+    """Return the loads of `fragment` from its placement."""
     placement = place(spec, trainers, fragment)
     if spec.task_size == 1:
         placement = without(placement, _useless(spec, useful, fragment))

@@ -133,7 +133,7 @@ class _VirtualRun:
         record: Record | None,
     ) -> None:
         self.spec, self.cluster, self.disturbance, self.trace = spec, cluster, disturbance, trace
-        self._random = disturbance.generator()
+        self._factor = functools.partial(disturbance.factor, generator=disturbance.generator())
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence, self.now = 0, 0.0
         self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any] | None, str]] = []
@@ -171,10 +171,12 @@ class _VirtualRun:
         self.cells = functools.cache(
             functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep)
         )
+        self.pending = functools.cache(self._pending)
+        self.later = functools.cache(functools.partial(later_fragments, spec))
         for rank in ids:
             self.policy.expected("switch", rank, cluster.switch_seconds)
-            concerned = [groups for groups in fragments(spec, 0) if self._concerns(rank, groups)]
-            for groups in concerned[:1]:
+            groups = self.pending(rank, 0)[0]
+            if self._concerns(rank, groups):
                 seconds = sum(self.together(self.unit_of[rank], groups))
                 self.policy.expected("train", rank, self._per_cell(rank, groups, seconds))
         self.version = 0
@@ -184,7 +186,8 @@ class _VirtualRun:
         self._lines = dict.fromkeys([rank.pool for rank in cluster.ranks], 0.0)
         """Pool -> virtual second at which the line from this pool will have sent everything."""
         self.updates_done, self.arrived = 0, 0
-        self.done_tasks: dict[tuple[int, int], int] = {}
+        self._arriving: dict[tuple[int, int], tuple[int, float]] = {}
+        """(step, group) -> its finished tasks, and when the last of them was sent."""
         self.completed: defaultdict[int, set[int]] = defaultdict(set)
         self.step_ends: list[float] = []
         self.trained: list[tuple[int, int, tuple[int, ...]]] = []
@@ -193,24 +196,13 @@ class _VirtualRun:
         self.changed = 0
         """First RL step since lending last switched itself off; 0 when it never did."""
         self._bubbles: list[Unit] = []
-        self._handlers: dict[str, Callable[[Any], None]] = {
-            "finish": self._on_finish,
-            "deliver": self._on_deliver,
-            "fail": self._on_fail,
-            "notice": self._on_notice,
-            "visible": self._on_visible,
-            "bubble": self._on_bubble,
-            "trained": self._on_trained,
-            "update": self._on_update,
-        }
+        kinds = "finish complete fail notice visible bubble trained update"
+        self._handlers = {kind: getattr(self, f"_on_{kind}") for kind in kinds.split()}
         self._done_at: dict[int, float] = {}
         """Rank -> virtual second at which it finished, while other ranks of its unit still
         generate."""
 
     # ---- plumbing
-
-    def _factor(self, rank: int) -> float:
-        return self.disturbance.factor(rank, self._random)
 
     def _post(self, time: float, kind: str, payload: Any) -> None:
         self._sequence += 1
@@ -315,14 +307,18 @@ class _VirtualRun:
             for worker in self.gen.idle_workers.values()
             if cause in (None, worker.idle_cause)
         ]
+        # A task that the fastest idle rank declines is declined by slower ranks too.
         for worker in sorted(idle, key=lambda w: (w.rank.step_seconds, w.rank.rank)):
             if worker.rank.role == "rollout" and worker.idle_since is not None:
                 self._next_task(worker)
                 if cause is not None and worker.idle_since is not None:
-                    # a task that the fastest idle rank declines is declined by slower ranks too
                     break
         if self.gen.colocated:
-            self._advance_idle(self.units)
+            units = [unit for unit in self.units if unit.state == "idle"]
+            for unit in sorted(units, key=lambda u: self.gen.workers[u.ranks[0]].rank.step_seconds):
+                self._advance(unit)
+                if cause is not None and unit.state == "idle":
+                    break
 
     def _on_finish(self, payload: tuple[int, int]) -> None:
         worker = self.gen.workers[payload[0]]
@@ -336,7 +332,12 @@ class _VirtualRun:
         sent = max(self.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
         if worker.rank.send_seconds:
             self._lines[worker.rank.pool] = sent
-        self._post(sent + self.cluster.deliver_seconds, "deliver", (task.step, task.group))
+        group = task.step, task.group
+        made, last = self._arriving.pop(group, (0, 0.0))
+        if made + 1 < self.spec.tasks_per_group:
+            self._arriving[group] = made + 1, max(last, sent)
+        else:
+            self._post(max(last, sent) + self.cluster.deliver_seconds, "complete", group)
         self._free(worker)
         self._wake("tail")
 
@@ -345,6 +346,7 @@ class _VirtualRun:
         if unit is None:
             self._next_task(worker)
             return
+        self.gen.announce(worker)
         self._done_at[worker.rank.rank] = self.now
         if not any(self.gen.workers[rank].busy for rank in unit.ranks):
             for rank in (
@@ -361,13 +363,11 @@ class _VirtualRun:
             unit.state, unit.since = "idle", self.now
             self._advance(unit)
 
-    def _on_deliver(self, payload: tuple[int, int]) -> None:
-        self.done_tasks[payload] = self.done_tasks.get(payload, 0) + 1
-        if self.done_tasks[payload] == self.spec.tasks_per_group:
-            step, group = payload
-            self.completed[step].add(group)
-            if step == self.version:
-                self._advance_idle(self.units)
+    def _on_complete(self, payload: tuple[int, int]) -> None:
+        step, group = payload
+        self.completed[step].add(group)
+        if step == self.version:
+            self._advance_idle(self.units)
 
     def _on_fail(self, rank: int) -> None:
         worker = self.gen.workers[rank]
@@ -393,17 +393,10 @@ class _VirtualRun:
     # ---- training
 
     def _begin_update(self) -> None:
-        parts = fragments(self.spec, self.updates_done)
         self.arrived, self.led = 0, []
         for unit in self.units:
-            unit.followed = 0
-            # As in the runtime, a trainer begins with the fragments that have cells for it.
-            own = [groups for groups in parts if self._concerns(unit.ranks[0], groups)]
-            unit.pending, unit.state, unit.since = (
-                own + [g for g in parts if g not in own],
-                "idle",
-                self.now,
-            )
+            unit.followed, unit.state, unit.since = 0, "idle", self.now
+            unit.pending = list(self.pending(unit.ranks[0], self.updates_done))
             if self.updates_done == 0:
                 self.policy.step_begun(unit.ranks[0])
         self._advance_idle(self.units)
@@ -416,14 +409,14 @@ class _VirtualRun:
     def _left(self, unit: Unit, version: int) -> int:
         """Return how many unclaimed tasks of the version are left for `unit` and for the units that
         repeat its moves."""
-        everyone = self.cluster.static_claims and self.cluster.lockstep
-        ranks = [rank for each in self.units for rank in each.ranks] if everyone else unit.ranks[:1]
+        if not (self.cluster.static_claims and self.cluster.lockstep):
+            return self.gen.left(version, self.gen.workers[unit.ranks[0]])
+        ranks = [rank for each in self.units for rank in each.ranks]
         return sum(self.gen.left(version, self.gen.workers[rank]) for rank in ranks)
 
-    def _move(self, unit: Unit, granted: int | None = None) -> str:
-        done, ready = len(self.completed[self.version]), self._ready(unit)
-        # Counting the tasks that are left is slow, and in all other cases the move does not depend
-        # on their number.
+    def _move(self, unit: Unit, ready: tuple[int, ...] | None, granted: int | None = None) -> str:
+        done = len(self.completed[self.version])
+        # In all other cases the move does not depend on the number of tasks that are left.
         asks = self.gen.colocated or (self.spec.tag and ready is None)
         left = self._left(unit, self.version) if asks else 0
         return self.policy.next_move(
@@ -449,7 +442,8 @@ class _VirtualRun:
             if unit.followed < len(self.led):
                 self._follow(unit, self.led[unit.followed])
             return
-        move = self._move(unit)
+        ready = self._ready(unit)
+        move = self._move(unit, ready)
         if move == ASK and self.gen.colocated:
             self._generate(unit)  # each rank of the unit asks when it is offered a task
         elif move == ASK:
@@ -458,7 +452,7 @@ class _VirtualRun:
             if unit not in self._bubbles:
                 self._bubbles.append(unit)
         else:
-            self._do(unit, move)
+            self._do(unit, move, ready)
 
     def _lefts(self, unit: Unit) -> tuple[int, int]:
         """Return the unclaimed tasks of the version before, and of the present one."""
@@ -469,7 +463,7 @@ class _VirtualRun:
         """Decide how many tasks of the present version's queue trainers claim before anybody."""
         if self.spec.tag:
             first = self.units[0]
-            seen = self.version, later_fragments(self.spec, -1), self._lefts(first), self.now
+            seen = self.version, self.later(-1), self._lefts(first), self.now
             self.gen.open(self.version, self.policy.opens(first.ranks[0], *seen))
 
     def _on_bubble(self, _: None) -> None:
@@ -478,17 +472,18 @@ class _VirtualRun:
         for unit in units:
             if unit.state != "idle":
                 continue
-            move = self._move(unit)
+            ready = self._ready(unit)
+            move = self._move(unit, ready)
             if move == ASK:
-                pending = (*unit.pending, *later_fragments(self.spec, self.updates_done))
+                pending = (*unit.pending, *self.later(self.updates_done))
                 head = self.gen.workers[unit.ranks[0]].claims.head_left(self.version)
                 seen = unit.ranks[0], self.version, pending, self._lefts(unit), self.now
-                move = self._move(unit, self.policy.lend(*seen, head))
-            self._do(unit, move)
+                move = self._move(unit, ready, self.policy.lend(*seen, head))
+            self._do(unit, move, ready)
 
-    def _do(self, unit: Unit, move: str) -> None:
+    def _do(self, unit: Unit, move: str, ready: tuple[int, ...] | None) -> None:
         if move == TRAIN:
-            self._train(unit, self._ready(unit))
+            self._train(unit, ready)
         elif move == LEND:
             self._generate(unit)
         else:
@@ -585,6 +580,11 @@ class _VirtualRun:
             fragment = None if waits or self.disturbance.jitter else self._ready(unit)
         self._post(end, "trained", unit)
         self._leads(unit, move)
+
+    def _pending(self, rank: int, update: int) -> list[tuple[int, ...]]:
+        """Return the fragments of an update. As in the runtime, a trainer begins with those that
+        have cells for it."""
+        return sorted(fragments(self.spec, update), key=lambda part: not self._concerns(rank, part))
 
     def _concerns(self, rank: int, fragment: tuple[int, ...]) -> bool:
         return self.cells(fragment)[rank] > 0

@@ -221,7 +221,7 @@ def write(made: Made, plot: bool, run_dir: Path) -> Path:
     """Write plan.json, trace.json and, if `plot`, a Gantt chart of the winner; return the path of
     plan.json."""
     traced = evaluate(
-        made.plan.costing, made.winner.candidate, made.plan.bound, exact=True, trace=True
+        made.plan.costing, made.winner.candidate, made.plan.bound_s, exact=True, trace=True
     )
     write_trace(run_dir / TRACE, perfetto(traced.result.spans))
     if plot:
