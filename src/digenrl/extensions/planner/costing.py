@@ -256,7 +256,7 @@ class Costing:
                 spec.task_size
                 * spec.tsp_batch
                 * self.blocks_at_once(candidate, pool)
-                * self.work.passes
+                * self.work.trained_passes
             )
             each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
             table[pool.name] = min(pool.per_node, count) * each / GIB

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from digenrl.extensions.planner.gpus import ENGINES, Engine, kind_of, reaches
+from digenrl.extensions.planner.gpus import ENGINES, kind_of, reaches
 from digenrl.extensions.planner.memory import (
     offloaded_bytes,
     text_encoder_bytes,
@@ -73,10 +73,6 @@ class Costs:
     work: Workload
     hardware: Hardware
 
-    @property
-    def _engine(self) -> Engine:
-        return ENGINES[self.work.engine]
-
     def _measured(self, stage: str, pool: Pool) -> float | None:
         return self.hardware.seconds.get(stage, {}).get(pool.name)
 
@@ -91,7 +87,7 @@ class Costs:
         """Return the seconds that the processor needs to launch the kernels of `forwards` forwards
         (of any batch size)."""
         given = reaches(pool).launch_seconds
-        launch = self._engine.launch_seconds if given is None else given
+        launch = ENGINES[self.work.engine].launch_seconds if given is None else given
         return forwards * launch * float(self.work.sizes["attention_blocks"])
 
     def _compute(self, pool: Pool, flops: float, attention: float) -> float:
@@ -104,7 +100,9 @@ class Costs:
         """Return the seconds of the element-wise reads and writes in `forwards` forwards of one
         sample."""
         bytes_moved = (
-            self._engine.passes * self.work.block_bytes * float(self.work.sizes["attention_blocks"])
+            ENGINES[self.work.engine].passes
+            * self.work.block_bytes
+            * float(self.work.sizes["attention_blocks"])
         )
         return forwards * bytes_moved / (pool.hbm_tb_s * 1e12)
 
@@ -192,6 +190,7 @@ class Costs:
         """
         measured = self._measured("train", pool)
         work, rows = self.work, task_size * self.work.passes
+        trained = task_size * work.trained_passes
         selected = recompute.products + recompute.attention
         # Attention exchanges tokens in the forward, in the backward, in the reference's forward and
         # where repeated.
@@ -199,24 +198,27 @@ class Costs:
         exchanged = self._exchange_seconds(pool, task_size, exchange, context)
         if measured is not None:
             return measured * task_size / context + exchanged
-        forwards = 1 + int(work.reference)
+        forwards, attention = 1 + int(work.reference), work.attention_flops()
         shares = [
             (mode, share) for mode, share in recompute.shares.items() if share and mode != OFFLOAD
         ]
         repeated = sum(share * work.repeated_flops(mode) for mode, share in shares)
         moved = sum(share * work.repeated_bytes(mode) for mode, share in shares)
-        again = recompute.inputs * work.attention_flops()
-        flops = forwards * work.forward_flops() + work.backward_flops() + repeated
-        seconds = rows * self._compute(pool, flops, (forwards + 2) * work.attention_flops() + again)
-        seconds = (seconds + self._traffic(pool, (forwards + 2) * rows)) / reaches(pool).train
-        seconds = (seconds + rows * moved / (pool.hbm_tb_s * 1e12)) / context + exchanged
+        seconds = forwards * rows * self._compute(pool, work.forward_flops(), attention)
+        seconds += trained * self._compute(
+            pool, work.backward_flops() + repeated, (2 + recompute.inputs) * attention
+        )
+        seconds += self._traffic(pool, forwards * rows + 2 * trained)
+        seconds = seconds / reaches(pool).train + trained * moved / (pool.hbm_tb_s * 1e12)
+        seconds = seconds / context + exchanged
         # Launches and selection take the processor as long for K steps in one forward as for one,
         # so a step pays 1/K.
-        launches = self._floor(pool, (forwards + 1 + recompute.inputs) * work.launches)
+        back = work.launches - work.detached
+        launches = self._floor(pool, forwards * work.launches + (1 + recompute.inputs) * back)
         seconds += (forwards + 1 + recompute.inputs) * self._unpacking(pool) / tsp_batch
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = (
-            2 * offloaded_bytes(work, rows, recompute, context) / (reaches(pool).host_gb_s * 1e9)
+            2 * offloaded_bytes(work, trained, recompute, context) / (reaches(pool).host_gb_s * 1e9)
         )
         return max(seconds, launches / tsp_batch, selecting / tsp_batch, copying)
 

@@ -221,7 +221,7 @@ def trainer_memory(
     full = work.lora_rank is None
     share = -(-trained // shards)
     block = int(work.sizes["largest_block_parameters"])
-    rows = task_size * tsp_batch * work.passes
+    rows = task_size * tsp_batch * work.trained_passes
     kept = saved_bytes(work, rows, recompute, context)
     makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
     stays = encoders and makes > 0

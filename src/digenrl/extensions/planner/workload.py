@@ -105,6 +105,9 @@ class Workload:
     passes_apart: bool = False
     """Whether the forwards of classifier-free guidance run one after the other (published rows) or
     as one batch."""
+    detached: bool = False
+    """Whether guidance trains its conditional forward alone (`algorithm.detach_uncond`). The two
+    forwards then run one after the other."""
     base_bytes: float = 2.0
     """Bytes of one frozen weight (`model.quantize`)."""
     storage_bytes: int = 2
@@ -183,7 +186,12 @@ class Workload:
     @property
     def launches(self) -> int:
         """Forwards launched per velocity; guidance in one batch is a single launch."""
-        return self.passes if self.passes_apart else 1
+        return self.passes if self.passes_apart or self.detached else 1
+
+    @property
+    def trained_passes(self) -> int:
+        """Forwards per velocity that take a backward pass."""
+        return self.passes - self.detached
 
     @property
     def block_bytes(self) -> float:
