@@ -162,9 +162,7 @@ def planned(composed: Composed) -> Made:
     asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
     costing = costing_of(composed)
     idle = idle_gpus(costing, settings.allocation)
-    plan = make_plan(costing, settings.plan.simulated_steps)
-    if not chosen(plan, asynchronous):
-        raise PlanError("no on-policy candidate fits; try plan.async=true")
+    plan = make_plan(costing, settings.plan.simulated_steps, asynchronous=asynchronous)
     free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
     found = chosen(plan, bool(settings.schedule.async_steps)) if free else []
     asked, refused = found[0] if found else None, ""
