@@ -93,11 +93,10 @@ SINCE = (
     *(f"extensions/tools/{name}.py" for name in ["cli/fetch", "cli/list", "downloads"]),
     "extensions/bench/reward.py",
     "extensions/distillation",
-    "extensions/lossy",
     "extensions/quantized",
 )
 """What was asked for after the budgets were set, which comes on top of them."""
-SINCE_LINES = 1657
+SINCE_LINES = 1600
 
 ROOMS = {
     "types, run, data, devices ...": Room(
@@ -116,7 +115,7 @@ ROOMS = {
     "config": Room(1500, ("config",), ceiling=1600),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=650),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3397),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3395),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
@@ -159,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12993,
+        ceiling=12990,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29723),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29718),
 }
 """Room -> its budget. The last four rows are sums."""
 

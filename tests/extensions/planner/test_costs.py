@@ -53,7 +53,7 @@ def test_a_search_keeps_of_a_simulation_its_seconds_alone() -> None:
     found = costing.candidate(4, 4)
     quick = evaluate(costing, found, costing.bound(), steps=2)
     exact = evaluate(costing, found, costing.bound(), exact=True, steps=2)
-    assert not (quick.result.made or quick.result.trained or quick.result.spans)
+    assert not any((quick.result.made, quick.result.trained, quick.result.spans))
     assert exact.result.made
     assert exact.result.trained
     assert not exact.result.spans, "nobody asked for them"
