@@ -181,7 +181,7 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
 
     large = ("sampling.height=1024", "sampling.width=1024")
     small = size()
-    assert size(*large) == 1 < small
+    assert size(*large) <= 2 < small
     assert {size(f"schedule={schedule}") for schedule in ("sync", "colocated", "full")} == {small}
     assert size(*large, hardware="cpu_tiny") == 6, "nobody has counted a tiny build"
     given = ("schedule=sync", "allocation.trainers=1", "allocation.rollouts=1")  # no plan is made
