@@ -373,7 +373,7 @@ def ratio(name: str, *more: str) -> Ratio:
     )
     return Ratio(
         name,
-        generating / least_made,
+        generating / least_made if least_made else 1.0,  # samples from files
         training / least_trained,
         (generating + training) / (least_made + least_trained),
         one.executed / one.forward,
