@@ -457,7 +457,8 @@ class Tree:
         if far and code == 1 and "Timeout" in text:
             return TIMED_OUT, ""
         lines = text.splitlines()
-        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        # Of a file that cannot be imported pytest also says that it finds no collectors.
+        failed = [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
         by = failed[0].split(" - ")[0].split(maxsplit=1)[1].strip() if failed else f"exit {code}"
         return (SURVIVED, "") if code in (0, 5) else (KILLED, by)
 
