@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,11 @@ def test_guard_is_chosen_by_index_not_by_value() -> None:
     assert torch.equal(guard, torch.tensor([0.7, 0.7, 0.3]))
 
 
-@pytest.mark.parametrize("values", [[1.0, 0.5, 0.5, 0.0], [1.0, 0.5, 0.1], [1.2, 0.5, 0.0], [0.0]])
-def test_a_bad_grid_is_refused(values: list[float]) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [[1.0, 0.5, 0.5, 0.0], [1.0, 0.5, 0.1], [1.2, 0.5, 0.0], [0.0], [[1.0, 0.0]]],
+)
+def test_a_bad_grid_is_refused(values: list[Any]) -> None:
+    assert sigmas.static_grid(1).tolist() == [1.0, 0.0], "one step is a grid"
     with pytest.raises(ValueError, match="sigma grid"):
         sigmas.check_grid(torch.tensor(values))

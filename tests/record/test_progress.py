@@ -46,3 +46,43 @@ def test_without_a_device_nothing_is_measured() -> None:
     with progress.stage("train"):
         progress.tick()
     assert progress.peaks == {}
+
+
+def test_a_thread_is_in_its_innermost_stage_and_each_sign_counts_up() -> None:
+    progress, seen = Progress(), list[tuple[str, bool]]()
+
+    def note() -> int:
+        (stretch,) = progress.now()
+        seen.append((stretch.stage, stretch.known))
+        return stretch.number
+
+    numbers = [note()]
+    with progress.stage("train"):
+        with progress.stage("wait tail"):
+            with progress.stage("send"):
+                numbers.append(note())
+            numbers.append(note())
+            progress.tick()
+            numbers.append(note())
+        numbers.append(note())
+    numbers.append(note())
+    stages = ["", "send", "wait tail", "wait tail", "train", ""]
+    assert [stage for stage, _ in seen] == stages
+    # known: a stretch of the stage has ended before, as that of an outer one does when an inner begins
+    assert [known for _, known in seen] == [False, False, True, True, True, False]
+    assert numbers == sorted(set(numbers))
+    assert [stretch.waits for stretch in progress.now()] == [False]
+
+
+def test_of_two_stages_of_one_name_the_inner_one_ends_first() -> None:
+    progress = Progress()
+    first, second = progress.stage("send"), progress.stage("train")
+    first.__enter__()
+    second.__enter__()
+    with progress.stage("send"):
+        pass
+    assert progress.now()[0].stage == "train"
+    first.__exit__(None, None, None)  # it overlaps the other
+    assert progress.now()[0].stage == "train"
+    second.__exit__(None, None, None)
+    assert progress.now()[0].stage == ""

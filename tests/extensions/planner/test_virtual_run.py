@@ -253,8 +253,21 @@ def test_a_trainer_death_is_refused() -> None:
         ([2.0 * 1.01**n for n in range(20)], None),
         ([1.0] * 6, None),
         ([1.0], None),
+        ([2.0, 2.0], 0),
+        ([2.0, 3.0], None),
     ],
-    ids=["equal", "of-two", "of-three", "a-change", "creeping", "growing", "consuming", "one"],
+    ids=[
+        "equal",
+        "of-two",
+        "of-three",
+        "a-change",
+        "creeping",
+        "growing",
+        "consuming",
+        "one",
+        "two",
+        "unlike",
+    ],
 )
 def test_a_window_of_steps_is_steady(steps: list[float], first: int | None) -> None:
     """`first`: the step whose end begins the window. A step that differs from the one before by
