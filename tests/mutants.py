@@ -30,6 +30,7 @@ import ast
 import contextlib
 import copy
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -302,7 +303,7 @@ class Tests:
 
     def of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Return the tests that reach the line, quick ones first: those of the mutant's room, and
-        the others. Of a line that importing reaches, the tests that reach its file."""
+        the others. Of a line that importing reaches, the tests that reach or import its file."""
         now = (SOURCE / mutant.file).read_text().splitlines()
         line, file = set[str](), set[str]()
         for number, (folder, data) in enumerate(self._surveys):
@@ -315,7 +316,11 @@ class Tests:
                 file |= tests
                 if mutant.line <= moved.get(n, 0) <= mutant.end:
                     line |= tests
-        known = (line & self._seconds.keys()) or (file & self._seconds.keys())
+        if not line & self._seconds.keys():
+            module = f"digenrl.{mutant.file.removesuffix('.py').replace('/', '.')}"
+            naming = {name for name in self._newest if module in _text(name)}
+            line = file | {test for test in self._seconds if test.split("::")[0] in naming}
+        known = line & self._seconds.keys()
         home, chosen = f"tests/{mutant.room}/", (list[str](), list[str]())
         for bite, at_home in zip(chosen, (True, False), strict=True):
             left_s = BUDGET_S
@@ -330,6 +335,12 @@ class Tests:
         """Return a name of the text of the files that hold `tests`."""
         files = sorted({test.split("::")[0] for test in tests})
         return hashlib.sha1(b"".join((ROOT / name).read_bytes() for name in files)).hexdigest()
+
+
+@functools.cache
+def _text(name: str) -> str:
+    """Return the text of a test file, or nothing if it is gone."""
+    return (ROOT / name).read_text() if (ROOT / name).exists() else ""
 
 
 def _moved(then: list[str], now: list[str]) -> dict[int, int]:
