@@ -669,7 +669,7 @@ Fig. 16 (a staleness of half a mini-batch costs no reward) is not simulated. On 
 ## Against our own colocated run
 
 The strong comparison: speed over the best colocated run that our planner finds (best sharding, task size and K; PyTorch's generation).
-Above 1 is faster than it. Below 1 a disaggregated run does not pay, whatever it gains over the scripts.
+Above 1 is faster than it. Below 1 a disaggregated run does not pay, whatever it gains over the scripts. A dash: it does not fit.
 
 {strong}
 
