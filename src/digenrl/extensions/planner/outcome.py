@@ -26,6 +26,8 @@ JITTER_STEPS = 7
 """RL steps of a simulation with jitter."""
 SLOW_RANK = 1.15
 """Factor on the durations of one rank."""
+SLOWER_GENERATION = 1.2
+"""Factor on the assumed denoising time in the plan's sensitivity check."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +161,13 @@ class CandidateOutcome:
         """Seconds per step of an imperfect cluster: the mean of `jitter_s` and `slow_rank_s`."""
         return (self.jitter_s + self.slow_rank_s) / 2
 
-    def slower_generation_s(self, factor: float) -> float:
-        """Return the seconds per step if denoising takes `factor` times as long as assumed."""
+    @cached_property
+    def slower_generation_s(self) -> float:
+        """Seconds per step if denoising takes `SLOWER_GENERATION` times as long as assumed."""
         cluster = self.costing.cluster(self.candidate)
         ranks = tuple(
-            replace(rank, step_seconds=factor * rank.step_seconds) for rank in cluster.ranks
+            replace(rank, step_seconds=SLOWER_GENERATION * rank.step_seconds)
+            for rank in cluster.ranks
         )
         return self._scaled(self.simulated(replace(cluster, ranks=ranks)))
 

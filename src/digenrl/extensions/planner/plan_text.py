@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.outcome import CandidateOutcome
+from digenrl.extensions.planner.outcome import SLOWER_GENERATION, CandidateOutcome
 from digenrl.extensions.planner.planner import Plan
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import AUTO, Recompute
 
-SLOWER = 1.2
-"""Factor on the assumed denoising time in the plan's sensitivity check."""
 NEAR_DUPLICATE = 0.01
 """Relative difference of step times below which two candidates of one schedule are shown as one."""
 
@@ -186,10 +184,10 @@ def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
     """Return the winner's step if denoising took 20% longer than assumed, and the best candidate
     then."""
     ranked = chosen(plan, asynchronous)
-    seconds = {outcome.candidate: outcome.slower_generation_s(SLOWER) for outcome in ranked}
+    seconds = {outcome.candidate: outcome.slower_generation_s for outcome in ranked}
     best = min(ranked, key=lambda outcome: seconds[outcome.candidate])
     return {
-        "factor": SLOWER,
+        "factor": SLOWER_GENERATION,
         "step_s": seconds[ranked[0].candidate],
         "best": _seat(best),
         "best_step_s": seconds[best.candidate],
