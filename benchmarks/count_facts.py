@@ -86,7 +86,10 @@ def without_attention(counter: FlopCounterMode) -> int:
 def fake(model: nn.Module) -> None:
     """Replace the meta tensors of `model` by fake ones on the CPU (inside a FakeTensorMode)."""
     for module in model.modules():
-        for store in (module._parameters, module._buffers, module.__dict__):
+        stores: tuple[dict[str, Any], ...] = (
+            module._parameters, module._buffers, module.__dict__
+        )  # fmt: skip
+        for store in stores:
             for name, tensor in list(store.items()):
                 if isinstance(tensor, Tensor):
                     made = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -245,6 +248,12 @@ def model_facts(name: str) -> dict[str, Any]:
     }
 
 
+def _decode_peak(vae: Any, policy: Any) -> int:
+    return count_bytes(
+        vae, lambda: policy.decode_latents(vae, torch.zeros(1, *policy.latent_shape))
+    )[1].peak
+
+
 def decoder(name: str) -> dict[str, Any]:
     """Return the parameters of the autoencoder, the FLOPs of one decode per 8 x 8 pixels of an
     output frame, and the bytes of one decode beside its weights."""
@@ -266,12 +275,7 @@ def decoder(name: str) -> dict[str, Any]:
         fake(vae)
         if tiling:
             vae.enable_tiling()
-        usual, larger, longer = (
-            count_bytes(
-                vae, lambda each=each: each.decode_latents(vae, torch.zeros(1, *each.latent_shape))
-            )[1].peak
-            for each in policies
-        )
+        usual, larger, longer = (_decode_peak(vae, each) for each in policies)
     pixels, shown = base.height * base.width, base.frames
     per_pixel = (larger - usual) / pixels
     per_frame = (longer - usual) / max(1, others[1].frames - shown)

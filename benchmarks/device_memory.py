@@ -187,7 +187,7 @@ def count(experiment: str, width: int, depth: int) -> Facts:
     count_facts.CASES = (
         (2, side, text), (2, 2 * side, text), (2, side, 2 * text), (4, side, text)
     )  # fmt: skip
-    found = {
+    counted = {
         trained: count_facts.activations(model, trained, repeats=False)
         for trained in ("full", "attn_ff")
     }
@@ -195,9 +195,9 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         "parameters": sum(p.numel() for p in network.parameters()),
         "largest_block_parameters": max(sum(p.numel() for p in b.parameters()) for b in lists),
         "lora_parameters_per_rank": count_facts.lora_per_rank(model, network),
-        "kept_bytes": {trained: each[0] for trained, each in found.items()},
-        "beside_bytes": {trained: each[1] for trained, each in found.items()},
-        "forward_bytes": {trained: each[3] for trained, each in found.items()},
+        "kept_bytes": {trained: each[0] for trained, each in counted.items()},
+        "beside_bytes": {trained: each[1] for trained, each in counted.items()},
+        "forward_bytes": {trained: each[3] for trained, each in counted.items()},
     }
     return replace(facts, models={model: sizes | counts})
 
@@ -239,7 +239,7 @@ def decoded(model: str) -> tuple[float, int]:
     policy = _families.policy(facts, (1 if kind.temporal_stride is None else 3, side, side))
     strict = torch.get_device_module()
     vae = _families.decoder(facts).to(torch.accelerator.current_accelerator())
-    latents = torch.zeros(1, *policy.latent_shape, device=vae.device)
+    latents = torch.zeros(1, *policy.latent_shape, device=torch.accelerator.current_accelerator())
     weights = strict.memory_allocated()
     strict.reset_peak_memory_stats()
     with torch.no_grad():
@@ -255,7 +255,9 @@ def watched(rank: run.Rank, world: World) -> None:
     vars(rank.strategy.session.progress)["gauge"] = None  # nobody else resets the counter
     strict = torch.get_device_module()
     strict.reset_peak_memory_stats()
-    fit, advance, peaks = run.Rank.fit, RolloutEngine.advance, [0]
+    fit: Any = run.Rank.fit
+    advance: Any = RolloutEngine.advance
+    peaks = [0]
 
     def forwards(engine: RolloutEngine, *args: Any) -> Any:
         strict.reset_peak_memory_stats()
@@ -269,7 +271,7 @@ def watched(rank: run.Rank, world: World) -> None:
         (self.strategy.session.run_dir / f"peak-{world.rank}").write_text(str(peak))
         run.Rank.fit, RolloutEngine.advance = fit, advance  # type: ignore[method-assign]
 
-    run.Rank.fit, RolloutEngine.advance = to_the_end, forwards  # type: ignore[method-assign]
+    run.Rank.fit, RolloutEngine.advance = to_the_end, forwards  # type: ignore[method-assign, assignment]
 
 
 def measured(path: Path, experiment: str) -> Iterator[tuple[Case, dict[int, int]]]:
@@ -295,7 +297,8 @@ def main() -> None:
     # Real tensors are faster than fake ones at this size, and nobody asks for FLOPs.
     count_facts.FakeTensorMode = nullcontext  # type: ignore[assignment, misc]
     count_facts.MANY_TOKENS = count_facts.CASES[0]
-    count_facts.RANK, count_facts.MODES = RANK, ("all", "products", "inputs")
+    count_facts.RANK = RANK
+    count_facts.MODES = ("all", "products", "inputs")  # type: ignore[assignment]
     for experiment in filter(None, given["experiments"].split(",")):
         # A backward pass starts torch's threads, and then no rank could be forked here.
         size = int(given["width"]), int(given["depth"])

@@ -284,7 +284,7 @@ def randomise(policy: Policy) -> None:
     """Give adapters values: at first they are zero and pass no gradient on."""
     for layer in policy.modules():
         if isinstance(layer, AdaptedLinear):
-            layer.lora_B["default"].weight.normal_(std=0.02)
+            torch.nn.init.normal_(layer.lora_B["default"].get_parameter("weight"), std=0.02)
 
 
 @dataclass(frozen=True)

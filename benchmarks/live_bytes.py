@@ -10,11 +10,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
 
 
 class _Allocations(TorchDispatchMode):
@@ -58,7 +60,7 @@ class Bytes:
     """At most, meanwhile."""
 
 
-def count_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Bytes]:
+def count_bytes(model: nn.Module, forward: Callable[[], T]) -> tuple[T, Bytes]:
     """`forward`'s output, and the bytes of the storages made in it."""
     with _Allocations(model) as allocations:
         output = forward()
