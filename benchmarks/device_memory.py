@@ -78,6 +78,7 @@ WORDS = (
     "callbacks.checkpoint.every=1000", "logger=none", "reward=jpeg", "max_rl_steps=2",
     "allocation.max_restarts=0", "allocation.patience_s=0", "model.dtype=bfloat16",
     "sampling.height=256", "sampling.width=256", "data.group_size=2", "data.prompts_per_batch=1",
+    "algorithm.updates_per_batch=1",
 )  # fmt: skip
 
 LORA = (f"++model.lora={{rank: {RANK}, alpha: {RANK}, targets: attention_ff}}",)
