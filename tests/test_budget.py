@@ -115,7 +115,7 @@ ROOMS = {
     "config": Room(1500, ("config",), ceiling=1600),
     "cli": Room(500, ("cli",), ceiling=503),
     "report": Room(600, ("report",), ceiling=650),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3396),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3395),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
@@ -161,7 +161,7 @@ ROOMS = {
         ceiling=12990,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29719),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29718),
 }
 """Room -> its budget. The last four rows are sums."""
 
