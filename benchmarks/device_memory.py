@@ -13,6 +13,7 @@ each row. Needs g++.
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import os
@@ -255,6 +256,7 @@ def watched(rank: run.Rank, world: World) -> None:
     pipeline.STAYS = 0  # no decoder waits on the device
     vars(rank.strategy.session.progress)["gauge"] = None  # nobody else resets the counter
     strict = torch.get_device_module()
+    gc.collect()  # the policy of the case before, in the same process
     strict.reset_peak_memory_stats()
     fit: Any = run.Rank.fit
     advance: Any = RolloutEngine.advance
