@@ -261,6 +261,6 @@ def test_each_step_draws_the_noise_of_its_own_key() -> None:
             return super().transition(*args, **kwargs)
 
     policy, grid, plan = ToyPolicy(), static_grid(3, 3.0), StepPlan((0, 2), (0,))
-    denoise.sample(policy, condition(), key, grid, Noted(0.7), plan, torch.float32)
+    sample(policy, condition(), key, grid, Noted(0.7), plan, torch.float32)
     own = [keys.noise(5, 2, 7, [1, 4], k, policy.latent_shape) for k in (0, 2)]
     assert all(torch.equal(*pair) for pair in zip(drawn, own, strict=True))
