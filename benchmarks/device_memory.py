@@ -302,7 +302,6 @@ def main() -> None:
     count_facts.RANK = RANK
     count_facts.MODES = ("all", "products", "inputs")  # type: ignore[assignment]
     for experiment in filter(None, given["experiments"].split(",")):
-        # A backward pass starts torch's threads, and then no rank could be forked here.
         size = int(given["width"]), int(given["depth"])
         facts = aside(count, experiment, *size)
         for model, sizes in facts.models.items():
@@ -317,7 +316,8 @@ def main() -> None:
 
 
 def aside(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what the function returns in a process of its own."""
+    """Return what the function returns in a process of its own. A backward pass starts torch's
+    threads, and then no rank could be forked here."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(function, *args).result()
 

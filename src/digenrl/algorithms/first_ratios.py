@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from digenrl.algorithms.meters import NOTHING
+
 logger = logging.getLogger(__name__)
 
 RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
@@ -19,8 +21,6 @@ HALF_RATIO_BOUND = 1e-3
 MOST = 0.999
 """The quantile of the first deviations that is shown beside the largest: it tells rounding from a
 few wrong cells."""
-_NOTHING = -1.0
-"""What a rank without cells contributes."""
 
 
 class FirstRatios:
@@ -43,9 +43,10 @@ class FirstRatios:
         Raises:
             RuntimeError: it is above the bound.
         """
-        none = torch.full((1,), _NOTHING, dtype=torch.float64, device=module.device)
+        # A rank without cells takes part too.
+        none = torch.full((1,), NOTHING, dtype=torch.float64, device=module.device)
         deviations = _everyones(module, torch.cat([none, *self._deviations]))
-        deviations, self._deviations = deviations[deviations != _NOTHING], []
+        deviations, self._deviations = deviations[deviations != NOTHING], []
         if not len(deviations):
             return None
         found, most = float(deviations.max()), float(torch.quantile(deviations, MOST))
