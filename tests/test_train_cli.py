@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from digenrl.cluster.launcher import EXIT_STOPPED
+from tests.conftest import ROOT
 from tests.training import SMALL, assert_failed, commands, fault
 
 pytestmark = pytest.mark.processes
@@ -22,8 +23,12 @@ def running(tmp_path: Path) -> Iterator[Any]:
     yield from commands(tmp_path)
 
 
-def test_a_run_leaves_its_files_and_ends_with_its_directory(running: Any) -> None:
-    train = running(*SMALL, "logger=csv", "schedule=full", "schedule.tsp.batch=1")
+def test_a_run_leaves_its_files_and_ends_with_its_directory(running: Any, tmp_path: Path) -> None:
+    # As installed beside a GPU, where importing it initialises the driver, which no fork may do.
+    (tmp_path / "site" / "bitsandbytes").mkdir(parents=True)
+    (tmp_path / "site/bitsandbytes/__init__.py").write_text("raise SystemExit('imported')")
+    beside = ("env", f"PYTHONPATH={tmp_path / 'site'}:{ROOT / 'src'}:{ROOT}")
+    train = running(*SMALL, "logger=csv", "schedule=full", "schedule.tsp.batch=1", wrapper=beside)
     assert train.finish() == 0, train.stderr
     assert train.stdout == f"{train.run_dir}\n"
     assert "step 2/2" in train.stderr  # progress is not for a script that reads the directory

@@ -111,10 +111,10 @@ def found() -> tuple[Device, ...]:
     if isinstance(answer, str):
         raise ValueError(
             f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees GPUs that forked ranks "
-            f"cannot use: {answer} Where NVML does not answer or the GPU is a MIG slice, start the "
-            "ranks as processes of their own (scripts/torchrun.sh); where the driver is older than "
-            "this CUDA, install the torch that fits it; or set CUDA_VISIBLE_DEVICES= to run on "
-            "processors."
+            f"cannot use: {answer} Where NVML does not answer, the GPU is a MIG slice or an import "
+            "has used it already, start the ranks as processes of their own (scripts/torchrun.sh); "
+            "where the driver is older than this CUDA, install the torch that fits it; or set "
+            "CUDA_VISIBLE_DEVICES= to run on processors."
         )
     return tuple(Device(*facts) for facts in answer)
 
@@ -122,7 +122,8 @@ def found() -> tuple[Device, ...]:
 def seen() -> tuple[Device, ...]:
     """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank
     that uses GPUs."""
-    facts = map(torch.get_device_module().get_device_properties, range(accelerator.count()))
+    numbers = range(accelerator.count())  # without any, torch's module may be that of processors
+    facts = (torch.get_device_module().get_device_properties(number) for number in numbers)
     return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
 
 

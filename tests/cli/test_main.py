@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -83,3 +84,11 @@ def test_too_little_address_space_is_said(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "(ulimit -v)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_before_a_command_has_begun_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("digenrl.cli.main.commands", lambda: signal.raise_signal(signal.SIGINT))
+    assert exit_code(["train"]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "digenrl: stopped by SIGINT\n"

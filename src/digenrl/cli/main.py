@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import resource
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,14 @@ def main(words: Sequence[str] | None = None) -> int:
     Args:
         words: the command line; None: this process's own.
     """
+    try:
+        return _run(words)
+    except KeyboardInterrupt:  # before the command takes signals, or it takes none
+        print("digenrl: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(words: Sequence[str] | None) -> int:
     name, *rest = [*(sys.argv[1:] if words is None else words)] or ["--help"]
     known = commands()
     if name in ("-h", "--help"):

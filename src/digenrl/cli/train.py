@@ -52,6 +52,8 @@ def train(words: list[str], signals: StopSignals) -> int:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # peft imports it wherever it is installed, and its import initialises the driver.
+    sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
     # torch and Lightning load here, once, before the ranks are forked.
     from digenrl.cli import ending, job, start
 

@@ -15,8 +15,9 @@ Layers outside of the blocks (embeddings, the last projection) keep 16 bits.
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class _Product(torch.autograd.Function):
 
 def require_library(kind: str) -> None:
     """Raise ValueError if the library that makes `kind` is not installed."""
-    if kind == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+    if kind == "nf4" and PathFinder.find_spec("bitsandbytes") is None:
         raise ValueError(
             "model.quantize = nf4: needs bitsandbytes, which is not installed; run "
             "`pip install 'digenrl[quantized]'`, or set model.quantize=int8."
@@ -80,11 +81,12 @@ def require_library(kind: str) -> None:
 
 def quantize(blocks: Iterable[nn.Module], kind: str) -> None:
     """Replace every linear layer of `blocks` by one with frozen weights in `kind` (nf4, int8)."""
+    if sys.modules.get("bitsandbytes", quantize) is None:  # hidden from the launcher (cli/train.py)
+        del sys.modules["bitsandbytes"]
     for block in blocks:
         for name, module in list(block.named_modules()):
             if type(module) is nn.Linear:
-                owner, _, attribute = name.rpartition(".")
-                setattr(block.get_submodule(owner), attribute, QuantizedLinear(module, kind))
+                block.set_submodule(name, QuantizedLinear(module, kind))
 
 
 def _to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,6 +99,5 @@ def _to_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return weights from -127 to 127, and the scale of each row."""
-    wide = weight.float()
-    scale = (wide.abs().amax(1, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide / scale).round().to(torch.int8), scale
+    scale = (weight.abs().amax(1, True).float() / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scale).round().to(torch.int8), scale

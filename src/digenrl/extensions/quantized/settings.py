@@ -8,8 +8,7 @@ from typing import Any
 
 def quantize_problems(get: Callable[[str], Any]) -> Iterator[str]:
     """Yield the reasons why a configuration cannot have a quantized base."""
-    kind = get("model.quantize")
-    if kind is None:
+    if (kind := get("model.quantize")) is None:
         return
     if get("model.lora") is None:
         yield (
