@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partialmethod
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -329,7 +330,7 @@ def publication(bench: Bench, unit: Unit) -> Row:
                 "free"
             )
         }
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(multicast=lambda routes, message: None)
 
     def copied() -> Any:
         return publish(1, parameters, nobody, {}, lambda digest: None)

@@ -78,8 +78,10 @@ def encoder(family: str, name: str, size: str, path: str) -> nn.Module:
     if size == REAL:
         config = merged(config, published(family, name))
     with init_empty_weights(include_buffers=False):
-        made: nn.Module = cls(cls.config_class(**config))
-    return made.eval().requires_grad_(False)
+        made: Any = cls(cls.config_class(**config))
+    made.tie_weights()  # parameters that are made empty are never the same ones
+    frozen: nn.Module = made.eval().requires_grad_(False)
+    return frozen
 
 
 def published(family: str, name: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,17 @@ from benchmarks._policy_bench import (
     Unit,
     attempt,
     build,
+    composed,
     conditioning,
 )
 from benchmarks._random_builds import FAMILY, REAL, TINY
 from benchmarks._shared import RESULTS, Report, options
+from digenrl.extensions.planner.costs import Costs
+from digenrl.extensions.planner.gpus import known
+from digenrl.extensions.planner.reading import workload
 from digenrl.facts import families
+from digenrl.hardware import parse_hardware
+from digenrl.recompute import parse_recompute
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = {
@@ -66,8 +73,8 @@ PUBLISHED = {
     if "images_per_s" in families()[family].measured
 }
 """Model -> published images per GPU-second of an RL step, and their source."""
-COLUMNS = ("        model", "   stage", "         engine", "       keeps", "samples", "steps", " seconds", "TFLOP/s",
-           "share", "  GiB", "model GiB")  # fmt: skip
+COLUMNS = ("        model", "   stage", "         engine", "       keeps", "samples", "steps", " seconds", "planned",
+           "TFLOP/s", "share", "  GiB", "planned GiB")  # fmt: skip
 
 
 def plan(model: str, given: Mapping[str, str]) -> Iterator[tuple[Build, list[Unit]]]:
@@ -216,21 +223,32 @@ def words(row: Row) -> str:
     )
 
 
-def figures(row: Row, peak: float | None) -> list[str]:
-    """Seconds, TFLOP/s, share of the matrix product, GiB, the planner's GiB; without `peak` (tiny)
-    no speeds."""
+def planned_seconds(unit: Unit, gpu: str) -> float:
+    """What the planner computes for a denoising step or a micro-batch on a GPU of its table."""
+    sheet, settings = known(gpu), composed(unit.model, REAL, *unit.build.words)
+    if sheet is None:
+        return nan
+    profile = parse_hardware(settings.config.hardware)
+    pool = replace(profile.pools[0], gpu=gpu, tflops=sheet.tflops, hbm_tb_s=sheet.hbm_tb_s)
+    costs = Costs(workload(settings), replace(profile, pools=(pool,)))
+    if unit.stage == "generate":
+        return costs.step_seconds(pool, unit.samples)
+    kept = parse_recompute(settings.config.model.gradient_checkpointing)
+    return unit.steps * costs.cell_seconds(pool, unit.samples, unit.steps, kept)
+
+
+def figures(row: Row, peak: float | None, planned: float) -> list[str]:
+    """Seconds, the planner's, TFLOP/s, share of the matrix product, GiB, the planner's GiB; without
+    `peak` (tiny) no speeds."""
     if "seconds" not in row:
         return [
             next(key for key in ("full", "failed", "skipped") if key in row),
-            "-",
-            "-",
-            "-",
-            "-",
+            *"-----",
         ]
-    speeds = ["-", "-"]
+    speeds = ["-", "-", "-"]
     if peak is not None:
         speed = row["flops"] / row["seconds"] / 1e12
-        speeds = [f"{speed:.0f}", f"{speed / peak:.2f}"]
+        speeds = [f"{planned:.4f}", f"{speed:.0f}", f"{speed / peak:.2f}"]
     found = [row["gib"], row["model_gib"] if peak is not None else None]
     return [
         f"{row['seconds']:.4f}",
@@ -251,15 +269,15 @@ def tables(results: Results, units: Sequence[Unit]) -> Report:
         f"{machine['torch']}.\n"
         "Random weights; LoRA r64 on attention and feed-forward, or all weights (full). FLOPs are "
         "the model's, "
-        "repetition not counted; shares are of the matrix product; GiB are the allocator's peak "
-        "and the planner's."
+        "repetition not counted; shares are of the matrix product; GiB are the allocator's peak. "
+        "Planned are the planner's, computed without these rows."
     )
     if peak is None:
         notes += "\nTINY builds: this shows that everything runs, and nothing about speed."
     report = Report("The families at real size", notes, COLUMNS)
     for unit in (unit for unit in units if unit.stage in ("generate", "train")):
         kept = "-" if unit.stage == "generate" else unit.build.kept + " full" * unit.build.full
-        row = figures(results.rows[unit.key], peak)
+        row = figures(results.rows[unit.key], peak, planned_seconds(unit, machine["gpu"]))
         report.row(unit.model, unit.stage, unit.engine, kept, unit.samples, unit.steps, *row)
     report.table(("        model", "trained", "         engine", "steps", "max |ratio - 1|"))
     for unit in (unit for unit in units if unit.stage == "ratio"):
@@ -355,9 +373,9 @@ def main(arguments: list[str]) -> int:
     given = options(arguments, DEFAULTS, QUICK)
     device = _device.find()
     size = given["size"] if given["size"] != "auto" else REAL if device.type == "cuda" else TINY
-    for key, known in (("models", tuple(FAMILY)), ("engines", ENGINES)):
-        if unknown := sorted(set(given[key].split(",")) - set(known)):
-            raise SystemExit(f"{key}={','.join(unknown)}: unknown; known: {', '.join(known)}.")
+    for key, names in (("models", tuple(FAMILY)), ("engines", ENGINES)):
+        if unknown := sorted(set(given[key].split(",")) - set(names)):
+            raise SystemExit(f"{key}={','.join(unknown)}: unknown; known: {', '.join(names)}.")
     if size not in (REAL, TINY) or (size == REAL and device.type != "cuda"):
         raise SystemExit(
             f"size={size}: real needs a GPU and torch {torch.__version__} sees none; tiny runs "
@@ -373,7 +391,8 @@ def main(arguments: list[str]) -> int:
     results = Results(path, machine_facts(device, size), kept_rows(path, given))
     with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS, automatic_dynamic_shapes=False):
         left = measure(results, given, size, device)
-    units = [unit for model in FAMILY for _, planned in plan(model, given | {"engines": DEFAULTS["engines"]})
+    every = {key: DEFAULTS[key] for key in ("engines", "samples", "images")}
+    units = [unit for model in FAMILY for _, planned in plan(model, given | every)
              for unit in planned if unit.key in results.rows]  # fmt: skip
     report = tables(results, units)
     profile = profiles / f"{name}.yaml"

@@ -4,6 +4,7 @@ gloo."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -79,22 +80,28 @@ def test_sharded_trainers_train_save_and_resume(tmp_path: Path) -> None:
 
 
 def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
-    """The launcher counts through NVML: it makes no context, so that its forked ranks can make
-    theirs."""
+    """The launcher has its GPUs counted by a child: it makes no context and asks no driver, so that
+    its forked ranks can."""
     code = (
         "import os, torch\n"
         "import digenrl.cli.start, digenrl.run\n"
-        "assert torch.accelerator.device_count() > 0\n"
-        "assert not torch.get_device_module().is_initialized(), 'imports or counting made a context'\n"
+        "from digenrl import accelerator, devices\n"
+        "assert devices.found()\n"
+        "kind = accelerator.kind()\n"
+        "assert not getattr(torch, kind).is_initialized(), 'imports or counting made a context'\n"
         "child = os.fork()\n"
         "if child == 0:\n"
-        "    kind = torch.accelerator.current_accelerator()\n"
         "    os._exit(0 if float(torch.ones(2, device=kind).sum()) == 2.0 else 1)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, 'the forked rank has no "
         "GPU'\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=200
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=200,
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # as the command does
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
