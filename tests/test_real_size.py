@@ -21,11 +21,12 @@ from benchmarks._policy_bench import ENGINES, PROMPT, Build, Unit, composed
 from benchmarks._random_builds import FAMILY, REAL, random_weights
 from digenrl import config as configuration
 from digenrl.diffusion import denoise
-from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.measured import same_gpu, with_measured
 from digenrl.extensions.planner.reading import costing_of
 from digenrl.hardware import parse_hardware
 from digenrl.models.policy import NEGATIVE
+from digenrl.recompute import Recompute
 from tests.models.families import FAMILIES as ROWS
 from tests.models.real_policies import plainly
 
@@ -134,8 +135,9 @@ def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
     }
     how, full = Build(), Build(full=True)
     rows = {
+        Unit("flux1_dev", how, "generate", samples=1): 0.7,
         Unit("flux1_dev", how, "generate", samples=4): 0.4,
-        Unit("flux1_dev", how, "generate", "compiled", samples=4): 0.2,
+        Unit("flux1_dev", how, "generate", "compiled", samples=8): 0.2,
         Unit("flux1_dev", how, "train", samples=2, steps=2): 1.2,
         Unit("flux1_dev", full, "train"): 0.1,
         Unit("flux1_dev", Build(tiling=False), "decode"): 0.05,
@@ -145,19 +147,25 @@ def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
     results = real_size.Results(tmp_path / "rows.json", machine, table)
     (tmp_path / "h200.yaml").write_text(real_size.planner_rows(results, list(rows)))
     hardware = parse_hardware(configuration.load(words).config.hardware)
-    seconds = with_measured(hardware, work, tmp_path).seconds
-    assert {stage: table["h200"] for stage, table in seconds.items()} == pytest.approx(
-        {"generate": work.steps * 0.1, "train": 0.3, "decode": 0.05}
-    ), "eager rows of LoRA, per sample and per cell"
+    found, plain = with_measured(hardware, work, tmp_path), Costs(work, hardware)
+    assert found.seconds == {"decode": {"h200": pytest.approx(0.05)}}
+    (pool,), costs = found.pools, Costs(work, found)
+    # eager rows of LoRA; the largest decides
+    assert costs.step_seconds(pool, 8) == pytest.approx(0.8)
+    assert costs.cell_seconds(pool, 2, 2, Recompute(inputs=1.0)) == pytest.approx(0.6)
+    kept = costs.cell_seconds(pool, 2, 5, Recompute())
+    assert kept < 0.6, "another recomputation has other seconds"
+    computed = [plain.cell_seconds(plain.hardware.pools[0], 2, k, r)
+                for k, r in ((5, Recompute()), (2, Recompute(inputs=1.0)))]  # fmt: skip
+    assert kept == pytest.approx(0.6 * computed[0] / computed[1])
+    assert costs.source("train", pool) == costs.source("decode", pool) == "measured"
+    assert costs.source("encode", pool) == "assumed"
     given = replace(hardware, seconds={"train": {"h200": 9.0}})
-    assert with_measured(given, work, tmp_path).seconds["train"] == {"h200": 9.0}, (
-        "the profile's own go first"
-    )
-    assert not with_measured(hardware, replace(work, height=1024), tmp_path).seconds, (
+    costs = Costs(work, with_measured(given, work, tmp_path))
+    assert costs.cell_seconds(pool, 2, 2, Recompute()) == 18.0, "the profile's own go first"
+    assert with_measured(hardware, replace(work, height=1024), tmp_path) == hardware, (
         "other sizes stay computed"
     )
-    costing = Costing(work, with_measured(hardware, work, tmp_path))
-    assert costing.seconds_per_unit()["generate"]["h200"] == pytest.approx(work.steps * 0.1)
 
 
 @pytest.mark.parametrize(

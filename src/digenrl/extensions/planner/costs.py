@@ -16,7 +16,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from digenrl.extensions.planner.gpus import ENGINES, kind_of, reaches
+from digenrl.extensions.planner.gpus import (
+    BACKWARD_LAUNCHES,
+    ENGINES,
+    SCALED,
+    kind_of,
+    reaches,
+)
 from digenrl.extensions.planner.memory import (
     offloaded_bytes,
     text_encoder_bytes,
@@ -78,7 +84,7 @@ class Costs:
 
     def source(self, stage: str, pool: Pool) -> str:
         """Return the source of a stage's figures on `pool`: measured | published | assumed."""
-        if self._measured(stage, pool) is not None:
+        if self._measured(stage, pool) is not None or SCALED.get(stage) in dict(pool.efficiency):
             return MEASURED
         published = stage == "generate" and not pool.efficiency and kind_of(pool.gpu).published
         return PUBLISHED if published else ASSUMED
@@ -86,8 +92,9 @@ class Costs:
     def _floor(self, pool: Pool, forwards: float) -> float:
         """Return the seconds that the processor needs to launch the kernels of `forwards` forwards
         (of any batch size)."""
-        given = reaches(pool).launch_seconds
-        launch = ENGINES[self.work.engine].launch_seconds if given is None else given
+        given, engine = reaches(pool).launch_seconds, ENGINES[self.work.engine]
+        own = engine.launch_seconds if self.work.lora_rank is None else engine.adapted_seconds
+        launch = own if given is None else given
         return forwards * launch * float(self.work.sizes["attention_blocks"])
 
     def _compute(self, pool: Pool, flops: float, attention: float) -> float:
@@ -122,6 +129,7 @@ class Costs:
         weights = work.base_bytes * work.sizes["parameters"] / (pool.hbm_tb_s * 1e12)
         seconds = self._compute(pool, rows * work.forward_flops(), rows * work.attention_flops())
         seconds += self._traffic(pool, rows) + self._unpacking(pool)
+        seconds *= reaches(pool).generated
         return max(seconds, weights, self._floor(pool, work.launches))
 
     def encode_seconds(self, pool: Pool, cached: bool = True) -> float:
@@ -210,11 +218,12 @@ class Costs:
         )
         seconds += self._traffic(pool, forwards * rows + 2 * trained)
         seconds = seconds / reaches(pool).train + trained * moved / (pool.hbm_tb_s * 1e12)
-        seconds = seconds / context + exchanged
+        seconds = seconds * reaches(pool).trained / context + exchanged
         # Launches and selection take the processor as long for K steps in one forward as for one,
         # so a step pays 1/K.
         back = work.launches - work.detached
-        launches = self._floor(pool, forwards * work.launches + (1 + recompute.inputs) * back)
+        backward = (BACKWARD_LAUNCHES + recompute.inputs) * back
+        launches = self._floor(pool, forwards * work.launches + backward)
         seconds += (forwards + 1 + recompute.inputs) * self._unpacking(pool) / tsp_batch
         selecting = selected * SELECTION_SECONDS * work.sizes["attention_blocks"]
         copying = (

@@ -29,8 +29,9 @@ class Efficiency:
     """Share of the peak reached by attention kernels written for the GPU."""
     train: float = 0.9
     """Speed of forward and backward, as a part of the forward's."""
-    decode: float = 0.5
-    """Share of the memory bandwidth reached by the VAE."""
+    decode: float = 0.32
+    """Share of the memory bandwidth reached by the VAE, as SD3.5 and FLUX.1 reached it at 512 px on
+    an H200 (benchmarks/results/real_run-h200-2026-11-26.md)."""
     score: float = 0.5
     """Speed of the scorers, as a part of a forward's products."""
     encode: float = 0.8
@@ -44,6 +45,11 @@ class Efficiency:
     """Least seconds of a block's forward; None = those of the engine."""
     host_gb_s: float = 20.0
     """GB/s of copies from CPU to GPU."""
+    generated: float = 1.0
+    """Measured over computed seconds of a denoising step that launches do not bound
+    (`measured.py`)."""
+    trained: float = 1.0
+    """The same of a trained cell."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +58,29 @@ class Engine:
 
     launch_seconds: float
     """Least seconds of one block's forward, in which the processor launches its kernels."""
+    adapted_seconds: float
+    """The same with an adapter on the block's layers."""
     passes: float
     """Reads and writes of [tokens, hidden] in 16 bit per block, beside those of the products and
     attention."""
 
 
 ENGINES = {
-    "eager": Engine(1.2e-3, 80.0),
-    "compiled": Engine(1.2e-3, 30.0),
-    "engine": Engine(1.2e-3, 30.0),
+    "eager": Engine(1.2e-3, 1.7e-3, 80.0),
+    "compiled": Engine(1.2e-3, 1.2e-3, 30.0),
+    "engine": Engine(1.2e-3, 1.2e-3, 30.0),
 }
 """Published rows give the launch floor of 512 px forwards (1.0 to 1.4 ms, eager and compiled alike)
-and the traffic of eager and compiled ones. `engine`: an inference engine."""
+and the traffic of eager and compiled ones. With LoRA on attention and feed-forward FLUX.1 took 1.71
+ms eager and .98 ms compiled on an H200 (benchmarks/results/real_size-h200-2026-11-26.md). `engine`:
+an inference engine."""
+
+SCALED = {"generate": "generated", "train": "trained"}
+"""Stage -> its figure of `Efficiency` where the GPU was measured."""
+
+BACKWARD_LAUNCHES = 2.6
+"""Launches of a backward pass over those of a forward: the same measurement, where a micro-batch of
+one row that recomputes its blocks took 4.7 (eager) and 5.1 (compiled) times a forward's seconds."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
-"""Read the seconds that `make gpu` has measured on GPUs (configs/hardware/measured/NAME.yaml) into
-a hardware profile.
+"""Hold a hardware profile against what `make gpu` has measured on its GPUs
+(configs/hardware/measured/NAME.yaml).
 
 A file has rows of {seconds, samples, engine, tokens, passes, ...} by model (an option of
 configs/model) and stage. Rows fit a workload if their model, tokens, guidance and training are the
-same. Of these rows the fastest per unit counts. Stages without such a row stay computed. The
-`hardware.seconds` of a profile override all measured rows.
+same. Encoding and decoding take the seconds of their fastest row. A denoising step and a trained
+cell stay computed, because they depend on batch, K and recomputation. They are scaled by what the
+largest row took over what is computed for it. The `hardware.seconds` of a profile override all
+this.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,20 +20,36 @@ from typing import Any
 
 import yaml
 
+from digenrl.extensions.planner.costs import Costs
+from digenrl.extensions.planner.gpus import SCALED
 from digenrl.extensions.planner.workload import Workload
-from digenrl.hardware import Hardware
+from digenrl.hardware import Hardware, Pool
+from digenrl.recompute import Recompute
 
 
 def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
-    """Return `hardware` with the measured seconds per unit of this workload on its pools' GPUs,
-    read from `folder`."""
+    """Return `hardware` with what was measured of this workload on its pools' GPUs, read from
+    `folder`."""
     seconds = {stage: dict(table) for stage, table in hardware.seconds.items()}
+    pools = []
     for pool in hardware.pools:
-        for path in sorted(folder.glob("*.yaml")):
-            if same_gpu(pool.gpu, path.stem):
-                for stage, value in units(_read(path)["models"].get(work.model, {}), work).items():
-                    seconds.setdefault(stage, {}).setdefault(pool.name, value)
-    return replace(hardware, seconds=seconds)
+        found = {
+            stage: rows
+            for path in sorted(folder.glob("*.yaml"))
+            if same_gpu(pool.gpu, path.stem)
+            for stage, rows in _fitting(_read(path)["models"].get(work.model, {}), work)
+        }
+        costs = Costs(work, replace(hardware, seconds={}))
+        scales = tuple(
+            (figure, _scale(costs, pool, stage, found[stage]))
+            for stage, figure in SCALED.items()
+            if stage in found
+        )
+        pools.append(replace(pool, efficiency=pool.efficiency + scales))
+        for stage in found.keys() - SCALED.keys():
+            fastest = min(row["seconds"] / row["samples"] for row in found[stage])
+            seconds.setdefault(stage, {}).setdefault(pool.name, fastest)
+    return replace(hardware, pools=tuple(pools), seconds=seconds)
 
 
 def same_gpu(profile: str, measured: str) -> bool:
@@ -45,11 +63,10 @@ def same_gpu(profile: str, measured: str) -> bool:
     return chip in theirs and ("pcie" in ours) == ("pcie" in theirs)
 
 
-def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[str, float]:
-    """Return stage -> seconds per unit of the fastest rows that fit `work`.
-
-    Units are a prompt (encode), a sample (generate, decode) and a cell (train).
-    """
+def _fitting(
+    stages: Mapping[str, list[dict[str, Any]]], work: Workload
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield (stage, its rows that fit `work`) for the stages that have any."""
     wanted = {
         "engine": work.engine,
         "tokens": work.tokens,
@@ -57,17 +74,24 @@ def units(stages: Mapping[str, list[dict[str, Any]]], work: Workload) -> dict[st
         "trained": "all" if work.lora_rank is None else "lora",
         "reference": work.reference,
     }
-    found: dict[str, float] = {}
     for stage, rows in stages.items():
-        fitting = [
+        if fitting := [
             row
             for row in rows
             if all(row.get(key, value) == value for key, value in wanted.items())
-        ]
-        per_unit = [row["seconds"] / row["samples"] / row.get("steps", 1) for row in fitting]
-        if per_unit:
-            found[stage] = min(per_unit) * (work.steps if stage == "generate" else 1)
-    return found
+        ]:
+            yield stage, fitting
+
+
+def _scale(costs: Costs, pool: Pool, stage: str, rows: list[dict[str, Any]]) -> float:
+    """Return measured over computed seconds of the row with the most samples and steps. In small
+    ones the processor's launches decide, which differ from machine to machine."""
+    row = max(rows, key=lambda row: row["samples"] * row.get("steps", 1))
+    if stage == "generate":
+        return float(row["seconds"] / costs.step_seconds(pool, row["samples"]))
+    kept = Recompute() if row["keeps"] == "all" else Recompute(**{row["keeps"]: 1.0})
+    cell = costs.cell_seconds(pool, row["samples"], row["steps"], kept)
+    return float(row["seconds"] / row["steps"] / cell)
 
 
 @lru_cache
