@@ -16,9 +16,9 @@ import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import _families, real_size
-from benchmarks._policy_bench import ENGINES, PROMPT, Build, Unit, composed
-from benchmarks._random_builds import FAMILY, REAL, random_weights
+from benchmarks import _device, _families, real_run, real_size
+from benchmarks._policy_bench import ENGINES, PROMPT, Build, Unit, attempt, build, composed
+from benchmarks._random_builds import FAMILY, REAL, TINY, random_weights
 from digenrl import config as configuration
 from digenrl.diffusion import denoise
 from digenrl.extensions.planner.costs import Costs
@@ -69,6 +69,38 @@ def test_a_family_is_measured_in_slices_and_written_for_people_and_for_the_plann
     assert all(entry["seconds"] > 0 for entries in stages.values() for entry in entries)
     with mock.patch.object(real_size, "build", side_effect=AssertionError("measured twice")):
         assert measured(tmp_path, *words) == (0, rows)
+
+
+def test_a_version_is_published_to_nobody() -> None:
+    how, device = Build(), torch.device("cpu")
+    unit = Unit("sd35_medium", how, "publish")
+    row = attempt(build(unit.model, TINY, device, how), unit)
+    assert row.get("failed") is None
+    assert min(row["bytes"], row["seconds"], row["adopt_seconds"]) > 0
+
+
+@pytest.mark.slow
+def test_a_run_is_set_beside_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert real_run.main(["quick=true", "size=tiny", f"folder={tmp_path}"]) == 0
+    assert "met: sd35_medium: first |ratio - 1| is 0." in capsys.readouterr().out
+
+
+def test_a_run_on_a_gpu_takes_the_profile_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, word in (
+        ("h100_80gb_hbm3", "hardware=node_8xh100"),
+        ("h200", "hardware=single_gpu"),
+        ("unknown", "hardware=single_gpu"),
+    ):
+        monkeypatch.setattr(_device, "short_name", lambda device, name=name: name)
+        monkeypatch.setattr(_device, "capacity_gib", lambda device: 79.2)
+        found = real_run.hardware(torch.device("cpu"))
+        assert found[0] == word
+        hardware = configuration.load(
+            ["experiment=sd35_flowgrpo", *found, "allocation.trainers=1", "allocation.rollouts=0"]
+        ).config.hardware
+        (pool,) = parse_hardware(hardware).pools
+        assert pool.count == pool.per_node == 1
+        assert (pool.memory_gib == 79) is (name != "h200")
 
 
 def _given(engines: str) -> dict[str, str]:
