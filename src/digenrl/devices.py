@@ -122,8 +122,8 @@ def found() -> tuple[Device, ...]:
 def seen() -> tuple[Device, ...]:
     """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank
     that uses GPUs."""
-    numbers = range(accelerator.count())  # without any, torch's module may be that of processors
-    facts = (torch.get_device_module().get_device_properties(number) for number in numbers)
+    # Without any, torch's module may be that of processors, which knows no devices.
+    facts = (torch.get_device_module().get_device_properties(n) for n in range(accelerator.count()))
     return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
 
 

@@ -84,9 +84,21 @@ KEYS: dict[str, Case] = {
         ["steps = 8", "nearest: sampling.steps, allowed: whole number"],
     ),
     "reward without a scorer": (
-        ["experiment=digits_flowgrpo", "reward.rewards.judge_a=3"],
-        ["`judge_a` has no `scorer`"],
+        ["experiment=digits_flowgrpo", "+reward.rewards.judge_z={weight: 1.0}"],
+        ["`judge_z` has no `scorer`"],
     ),
+    "rewards that are no group": (
+        ["reward.rewards=5"],
+        ["reward.rewards = 5: is a whole number; allowed: a group of keys"],
+    ),
+    "a callback that is no group": (
+        ["callbacks.recorder=null"],
+        ["callbacks.recorder = null: is null; allowed: a group of keys."],
+    ),
+    "no callbacks": (["~callbacks"], ["callbacks: missing"]),
+    "no SDE": (["~algorithm.sde"], ["algorithm.sde: missing"]),
+    "no choice of steps": (["~algorithm.train_steps"], ["algorithm.train_steps: missing"]),
+    "no advantages": (["~algorithm.advantage"], ["algorithm.advantage: missing"]),
     "unknown key of a reward": (
         ["experiment=digits_flowgrpo", "+reward.rewards.judge_a.wieght=2"],
         ["unknown key `wieght`; known: scorer, weight, placement"],
@@ -490,11 +502,11 @@ PROFILES: dict[str, Case] = {
     ),
     "no pools": (
         ["~hardware.pools.local"],
-        ["hardware.pools = {}", "must hold groups of keys by name"],
+        ["hardware.pools = {}", "must hold groups by name"],
     ),
     "pools in words": (
         ["hardware.pools=none"],
-        ["hardware.pools = none", "must hold groups of keys by name"],
+        ["hardware.pools = none", "must hold groups by name"],
     ),
     "missing figure": (
         ["~hardware.pools.local.tflops"],

@@ -452,8 +452,10 @@ class AlgorithmKeys(Open):
     max_grad_norm: Positive | None = ABSENT
     """Norm to which gradients are clipped. null: no clipping."""
     optimizer: OptimizerKeys = Field(ABSENT)
-    sde: SdeKeys = Field(ABSENT)
-    advantage: AdvantageKeys = Field(ABSENT)
+    sde: SdeKeys
+    advantage: AdvantageKeys
+    train_steps: dict[str, Any]
+    """Class that chooses the denoising steps to train."""
 
 
 class RewardKeys(Open):
@@ -472,6 +474,8 @@ class RewardKeys(Open):
     """Number of tasks that may wait for scores before generation waits as well."""
     start_s: Positive = ABSENT
     """Seconds in which a scorer with placement process or managed must be built."""
+    rewards: dict[str, dict[str, Any]] = ABSENT
+    """Rewards by name."""
     call_s: Positive = ABSENT
     """Seconds that scoring a batch may take with placement process, managed or http."""
 
@@ -635,7 +639,7 @@ class TrainKeys(Closed):
     """Arguments of Lightning's Trainer."""
     logger: dict[str, Any] | None = ABSENT
     """Lightning loggers by name. null: none."""
-    callbacks: dict[str, Any] | None = ABSENT
+    callbacks: dict[str, dict[str, Any]] | None
     """Lightning callbacks by name."""
 
 

@@ -177,25 +177,21 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
     if error["type"] == "extra_forbidden":
         return unknown(key, error["input"])
     if isinstance(said, Mapping):
-        must = "must hold " + (
-            "groups of keys by name" if ANY_NAME in said else f"the keys {', '.join(sorted(said))}"
-        )
-        return (
-            f"{key}: missing; it {must}."
-            if error["type"] == "missing"
-            else f"{key or 'the configuration'} = {shown(error['input'])}: {must}."
-        )
+        held = "groups by name" if ANY_NAME in said else f"the keys {', '.join(sorted(said))}"
+        if error["type"] == "missing":
+            return f"{key}: missing; it must hold {held}."
+        return f"{key or 'the configuration'} = {shown(error['input'])}: must hold {held}."
     assert said is not None
     if error["type"] == "missing":
         meaning = f" ({said.meaning.rstrip('.')})" if said.meaning else ""
         return f"{key}: missing; allowed: {said.allowed}{meaning}."
-    wrong = _complaint(error)
-    if located.in_item:
-        wrong = f"holds {error['input']!r}, which {wrong}"
+    wrong = f"holds {error['input']!r}, which " * located.in_item + _complaint(error)
     value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
+    if (allowed := said.allowed).startswith("a group of keys") and isinstance(value, Mapping):
+        key, value, allowed = ".".join(error["loc"]), error["input"], "a group of keys"
     if (why := reason(key, value)) is not None:
         return f"{key} = {shown(value)}: was removed; {why}."
-    return f"{key} = {shown(value)}: {wrong}; allowed: {said.allowed}."
+    return f"{key} = {shown(value)}: {wrong}; allowed: {allowed}."
 
 
 def _distance(located: _Located) -> int:
@@ -226,8 +222,6 @@ def _complaint(error: Mapping[str, Any]) -> str:
         return "is not finite"
     if isinstance(value, float) and kind in ("int_type", "int_from_float"):
         return "is not a whole number"
-    return (
-        "is none of the choices"
-        if kind == "literal_error" and isinstance(value, str)
-        else f"is {_kind_of(value)}"
-    )
+    if kind == "literal_error" and isinstance(value, str):
+        return "is none of the choices"
+    return f"is {_kind_of(value)}"
