@@ -4,7 +4,7 @@ the adapters.
 `python -m benchmarks.count_facts [model ...]` (default: all): parameters and LoRA parameters on the
 meta device at real size; bytes that blocks keep of a forward for its backward pass, by what is
 trained and what blocks keep (`digenrl.recompute`), and the bytes beside them at the peak of both
-passes, on fake tensors at real width; FLOPs of one forward and of one decode with torch's flop
+passes, on fake tensors at real width, as a GPU would keep them; FLOPs of one forward and of one decode with torch's flop
 counter on the meta device; bytes of a decode, in tiles where the model's option says so.
 Some minutes on one core, no download.
 """
@@ -14,7 +14,10 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -39,6 +42,9 @@ PyTorch need not copy everything that it copies of several."""
 MANY_TOKENS = (1, 32, 64)
 """The case whose FLOPs are counted: in earnest there are far more latent tokens than text
 tokens."""
+DEVICE = "cuda"
+"""On which forwards are counted, and need not exist. Kernels there keep other tensors than on the
+CPU: a fused RMS norm no fp32 copy, and autocast has a list of operators of its own."""
 RANK = 64
 """Of the adapters whose activations are counted."""
 HEAD = "# Counted by `python -m benchmarks.count_facts MODEL`."
@@ -83,8 +89,8 @@ def without_attention(counter: FlopCounterMode) -> int:
     )
 
 
-def fake(model: nn.Module) -> None:
-    """Replace the meta tensors of `model` by fake ones on the CPU (inside a FakeTensorMode)."""
+def fake(model: nn.Module, device: str = "cpu") -> None:
+    """Replace the meta tensors of `model` by fake ones (inside a FakeTensorMode)."""
     for module in model.modules():
         stores: tuple[dict[str, Any], ...] = (
             module._parameters, module._buffers, module.__dict__
@@ -92,9 +98,44 @@ def fake(model: nn.Module) -> None:
         for store in stores:
             for name, tensor in list(store.items()):
                 if isinstance(tensor, Tensor):
-                    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                     trained = isinstance(tensor, nn.Parameter)
                     store[name] = nn.Parameter(made, tensor.requires_grad) if trained else made
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *_: Any,
+    **given: Any,
+) -> Tensor:
+    """Return what fused attention on a GPU returns. PyTorch asks a driver which kernel it may take,
+    and without one takes that which keeps the products."""
+    low = torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else query.dtype
+    query, key, value = (each.to(low) for each in (query, key, value))
+    scale = given.get("scale")
+    kernels: Any = torch.ops.aten
+    if attn_mask is None:
+        out = kernels._scaled_dot_product_flash_attention(query, key, value, scale=scale)
+    else:
+        mask = attn_mask.to(low).expand(*query.shape[:-1], key.shape[-2])
+        out = kernels._scaled_dot_product_efficient_attention(
+            query, key, value, mask, compute_log_sumexp=True, scale=scale
+        )
+    made: Tensor = out[0]
+    return made
+
+
+@contextmanager
+def autocast(device: str, on: bool) -> Iterator[None]:
+    """Compute in bf16 as `torch.autocast`, which asks CUDA for its driver."""
+    torch.set_autocast_enabled(device, on)
+    torch.set_autocast_dtype(device, torch.bfloat16)
+    torch.set_autocast_cache_enabled(False)
+    yield
+    torch.set_autocast_enabled(device, False)
 
 
 def trainable(name: str, blocks: int, trained: str) -> nn.Module:
@@ -112,6 +153,91 @@ def trainable(name: str, blocks: int, trained: str) -> nn.Module:
     return model.eval()
 
 
+class Cells:
+    """Two builds of a model that differ by so many units of blocks, and their forwards."""
+
+    def __init__(self, name: str, trained: str) -> None:
+        facts = _families.models()[name]
+        self.facts, self.full = facts, trained == "full"
+        self.policies = {
+            side: _families.policy(facts, (1, side, side)) for _, side, _ in (*CASES, MANY_TOKENS)
+        }
+        # A last block without adapters on what nobody reads keeps less: it is in both builds.
+        self.least = 2 if _families.adapter(facts).unread else 1
+        self.added = facts.models[name].get("period", 1)
+        with torch.device("meta"):
+            self.small, self.large, self.generates = (
+                trainable(name, self.least + more, trained) for more in (0, self.added, self.added)
+            )
+            if self.full:  # `Policy.only_generate`
+                for module in self.generates.modules():
+                    for parameter in cast_parameters(module):
+                        parameter.data = parameter.data.bfloat16()
+
+    def place(self, device: str) -> None:
+        """Replace all tensors by fake ones on `device`, with gradients."""
+        for model in (self.small, self.large, self.generates):
+            fake(model, device)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+        with torch.no_grad():  # rotary tables are cached at first use
+            for model in (self.small, self.large, self.generates):
+                for case in (*CASES[:3], MANY_TOKENS):
+                    self.cell(model, *case)
+
+    def cell(self, model: nn.Module, rows: int, side: int, text: int) -> tuple[Any, Tensor]:
+        """Return the inputs and the loss of a replayed transition (`diffusion.denoise`)."""
+        policy, device = self.policies[side], next(model.parameters()).device
+        shapes = _families.conditioning(self.facts, policy, text)
+        dtype = torch.float32 if self.full else torch.bfloat16
+        with torch.device(device), autocast(device.type, self.full):
+            given = latents, sigmas, _ = _families.inputs(policy, rows, shapes, dtype)
+            following = torch.zeros_like(latents)
+            policy.transformer = model
+            velocity = policy.predict(*given).float()
+        taken = FlowSDE().transition(
+            latents, velocity, sigmas, sigmas / 2, sigmas, next_latents=following
+        )
+        assert taken.log_prob is not None
+        return (given, following, taken.mean), taken.log_prob.sum()
+
+    def keep(self, mode: str) -> None:
+        for model in (self.small, self.large):
+            model.disable_gradient_checkpointing()  # type: ignore[operator]
+            blocks = [block for part in lists(model) for block in part]
+            checkpointing.enable(model, blocks, parse_recompute(mode))
+
+    def forward(self, model: nn.Module) -> list[Bytes]:
+        return [count_bytes(model, lambda c=case: self.cell(model, *c))[1] for case in CASES]  # type: ignore[misc]
+
+    def kept(self) -> list[float]:
+        """Return the bytes that one unit keeps in each of `CASES`."""
+        pairs = zip(self.forward(self.large), self.forward(self.small), strict=True)
+        return [(large.kept - small.kept) / self.added for large, small in pairs]
+
+    def beside(self) -> list[float]:
+        """Return the bytes beside those that units keep at the peak of both passes."""
+        found = []
+        for case, kept in zip(CASES, self.kept(), strict=True):
+
+            def step(case: tuple[int, int, int] = case) -> None:
+                _inputs, loss = self.cell(self.large, *case)
+                loss.backward()
+
+            peak = count_bytes(self.large, step)[1].peak
+            found.append(peak - (self.least + self.added) * kept)
+        return found
+
+    def linear_flops(self, model: nn.Module) -> tuple[int, int]:
+        """Of a forward, and with its backward pass; attention left out."""
+        with FlopCounterMode(display=False) as counter:
+            _, loss = self.cell(model, *MANY_TOKENS)
+            alone = without_attention(counter)
+            loss.backward()
+        return alone, without_attention(counter)
+
+
 def activations(
     name: str, trained: str, repeats: bool = True
 ) -> tuple[dict[str, Any], dict[str, float], dict[str, float], dict[str, float]]:
@@ -122,81 +248,23 @@ def activations(
     the forward's FLOPs, attention aside, that the backward pass repeats (without `repeats`: of all
     nothing); and the bytes at the peak of a denoising step.
     """
-    table, beside, spent = dict[str, Any](), dict[str, float](), dict[str, float]()
-    facts, dtype = _families.models()[name], torch.float32 if trained == "full" else torch.bfloat16
-    policies = {
-        side: _families.policy(facts, (1, side, side)) for _, side, _ in (*CASES, MANY_TOKENS)
-    }
-    # A last block without adapters on what nobody reads keeps less: it is in both builds.
-    least = 2 if _families.adapter(facts).unread else 1
-    added = facts.models[name].get("period", 1)
-    with torch.device("meta"):
-        small, large = (trainable(name, blocks, trained) for blocks in (least, least + added))
-        models = [small, large]
-        if trained == "full":  # `Policy.only_generate`
-            models.append(trainable(name, least + added, trained))
-            for module in models[-1].modules():
-                for parameter in cast_parameters(module):
-                    parameter.data = parameter.data.bfloat16()
-    with FakeTensorMode():
-        for model in models:
-            fake(model)
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-
-        def cell(model: nn.Module, rows: int, side: int, text: int) -> tuple[Any, Tensor]:
-            """Return the inputs and the loss of a replayed transition (`diffusion.denoise`)."""
-            shapes = _families.conditioning(facts, policies[side], text)
-            given = latents, sigmas, _ = _families.inputs(policies[side], rows, shapes, dtype)
-            following = torch.zeros_like(latents)
-            with torch.autocast("cpu", torch.bfloat16, trained == "full", cache_enabled=False):
-                policies[side].transformer = model
-                velocity = policies[side].predict(*given).float()
-            taken = FlowSDE().transition(
-                latents, velocity, sigmas, sigmas / 2, sigmas, next_latents=following
-            )
-            assert taken.log_prob is not None
-            return (given, following, taken.mean), taken.log_prob.sum()
-
-        def measure(model: nn.Module, case: tuple[int, int, int]) -> Bytes:
-            return count_bytes(model, lambda: cell(model, *case))[1]
-
-        def whole(model: nn.Module, case: tuple[int, int, int]) -> Bytes:
-            def step() -> None:
-                _inputs, loss = cell(model, *case)
-                loss.backward()
-
-            return count_bytes(model, step)[1]
-
-        def linear_flops(model: nn.Module) -> tuple[int, int]:
-            """Of a forward, and with its backward pass; attention left out."""
-            with FlopCounterMode(display=False) as counter:
-                _, loss = cell(model, *MANY_TOKENS)
-                alone = without_attention(counter)
-                loss.backward()
-            return alone, without_attention(counter)
-
+    table, spent, cells = dict[str, Any](), dict[str, float](), Cells(name, trained)
+    fused = mock.patch.object(nn.functional, "scaled_dot_product_attention", attend)
+    with FakeTensorMode(), fused if DEVICE != "cpu" else nullcontext():
+        cells.place(DEVICE)
         with torch.no_grad():
-            for model in models:  # rotary tables are cached at first use
-                for case in (*CASES[:3], *[MANY_TOKENS] * repeats):
-                    cell(model, *case)
-            peak = fit([measure(models[-1], case).peak for case in CASES])
+            peak = fit([each.peak for each in cells.forward(cells.generates)])
         for mode in MODES:
-            for model in (small, large):
-                model.disable_gradient_checkpointing()  # type: ignore[operator]
-                blocks = [block for part in lists(model) for block in part]
-                checkpointing.enable(model, blocks, parse_recompute(mode))
-            kept = [(measure(large, c).kept - measure(small, c).kept) / added for c in CASES]
-            table[mode] = fit(kept)
-            if mode == ALL:
-                peaks = [whole(large, case).peak for case in CASES]
-                beside = fit([p - (least + added) * k for p, k in zip(peaks, kept, strict=True)])
-            if repeats:
-                (small_forward, small_whole), (large_forward, large_whole) = map(
-                    linear_flops, (small, large)
-                )
-                spent[mode] = (large_whole - small_whole) / (large_forward - small_forward)
+            cells.keep(mode)
+            table[mode] = fit(cells.kept())
+    with FakeTensorMode():  # no backward pass runs on a device without a driver
+        cells.place("cpu")
+        cells.keep(ALL)
+        beside = fit(cells.beside())
+        for mode in MODES if repeats else ():
+            cells.keep(mode)
+            (few, few_both), (many, many_both) = map(cells.linear_flops, (cells.small, cells.large))
+            spent[mode] = (many_both - few_both) / (many - few)
     return table, beside, {mode: round(n - spent[ALL], 6) for mode, n in spent.items()}, peak
 
 
@@ -237,7 +305,8 @@ def model_facts(name: str) -> dict[str, Any]:
         "tensors": sum(1 for _ in model.parameters()),
         "lora_parameters_per_rank": lora_per_rank(name, model),
         "flops": [
-            {"tokens": f * h * w, "flops": flops(name, model, (f, h, w), sizes["text_tokens"])}
+            {"tokens": f * h * w, "text": text, "flops": flops(name, model, (f, h, w), text)}
+            for text in (sizes["text_tokens"], sizes["text_tokens"] // 2)
             for f, h, w in sizes["points"]
         ],
         "kept_bytes": {trained: found[0] for trained, found in counted.items()},

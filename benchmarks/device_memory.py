@@ -298,6 +298,7 @@ def main() -> None:
     given = options(sys.argv[1:], DEFAULTS, {})
     # Real tensors are faster than fake ones at this size, and nobody asks for FLOPs.
     count_facts.FakeTensorMode = nullcontext  # type: ignore[assignment, misc]
+    count_facts.DEVICE = "cpu"  # whose operators the strict device runs
     count_facts.MANY_TOKENS = count_facts.CASES[0]
     count_facts.RANK = RANK
     count_facts.MODES = ("all", "products", "inputs")  # type: ignore[assignment]

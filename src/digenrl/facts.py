@@ -57,6 +57,8 @@ class Facts:
     - points: [frames, rows, columns] of tokens at which FLOPs are counted.
     - blocks, attention_blocks, hidden, text_tokens: numbers of the network.
     - joint_attention: whether text goes through the blocks.
+    - padded: text tokens beside those of `model.max_sequence_length`, to which every prompt is
+      padded; absent where padding is cut.
     """
     latents: Latents = Latents()
     context: bool = False

@@ -56,6 +56,10 @@ def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
     policy = make(family, guidance_scale=guidance, true_cfg_scale=true_cfg)
     noise = noise_of(policy, len(PROMPTS))
     condition = policy.encode([prompt(text) for text in PROMPTS])
+    alone = policy.encode([prompt(PROMPTS[1])])["text"].shape[1]
+    for sizes in FACTS[family].models.values():
+        whole = policy.max_sequence_length + sizes.get("padded", 0)
+        assert alone == whole if "padded" in sizes else alone < whole, "what a plan counts as text"
     ours = denoise.ode_sample(policy, condition, noise, policy.sigma_grid(STEPS))
     theirs = diffusers_latents(family, PROMPTS, noise, STEPS, guidance, true_cfg)
     assert ours.shape == theirs.shape

@@ -338,7 +338,7 @@ class Costs:
             * self.work.latent_elements
             * self.work.storage_bytes
         )
-        return latents + 2.0 * CONDITION_WIDTH * self.work.sizes["text_tokens"] * self.work.passes
+        return latents + 2.0 * CONDITION_WIDTH * self.work.text_tokens * self.work.passes
 
     def send_seconds(self, line: Line, task_size: int) -> float:
         """Return the seconds of a finished task on the line between two places."""

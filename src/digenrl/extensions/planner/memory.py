@@ -128,8 +128,11 @@ def decode_bytes(work: Workload) -> int:
     """
     counts, pixels = work.sizes["decode"]["bytes"], work.height * work.width
     together = max(1, 512 * 512 // (pixels * work.frames))
-    made = counts["fixed"] + counts["pixel"] * pixels
-    made += work.frames * (counts["frame"] + counts["both"] * pixels)
+    made = (
+        counts["fixed"]
+        + counts["pixel"] * pixels
+        + work.frames * (counts["frame"] + counts["both"] * pixels)
+    )
     return vae_bytes(work) + int(together * made)
 
 
@@ -220,16 +223,14 @@ def trainer_memory(
     parameters, trained = int(work.sizes["parameters"]), work.trained_parameters
     full = work.lora_rank is None
     share = -(-trained // shards)
-    block = int(work.sizes["largest_block_parameters"])
     rows = task_size * tsp_batch * work.trained_passes
     kept = saved_bytes(work, rows, recompute, context)
     makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
-    stays = encoders and makes > 0
     # No rank generates during a micro-batch, so generation may use the room of its activations.
     aside = generating_bytes(work, makes, encoders) - kept if makes else 0
     # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are
     # scattered.
-    gathered = 2 * (4 + 4 if full else 2) * block if shards > 1 else 0
+    gathered = 2 * (4 + 4 if full else 2) * work.sizes["largest_block_parameters"] * (shards > 1)
     # When activations are gone, the optimizer's step takes another copy of the trained weights, as
     # did the flat gradient of replicas before it (tests/device/inside/test_parts.py).
     update = 4 * share - kept - gathered
@@ -247,5 +248,5 @@ def trainer_memory(
             max(0.05 * kept + moment_bytes(work, rows, recompute, context), aside, update)
             + RESERVED
         )
-        + (text_encoder_bytes(work) + vae_bytes(work)) * stays,
+        + (text_encoder_bytes(work) + vae_bytes(work)) * (encoders and makes > 0),
     )

@@ -98,6 +98,7 @@ def workload(composed: Composed) -> Workload:
         trained_samples=_trained_samples(config),
         stored_prompts=config.data.prompt_store is not None and installed("store"),
         whole_batch=needs_whole_batch(config.algorithm.advantage),
+        most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,

@@ -85,6 +85,9 @@ class Workload:
     """Rank of the LoRA adapters; None = all weights are trained."""
     lora_targets: str = "attn_ff"
     """attn | attn_ff."""
+    most_text: int | None = None
+    """Text tokens to which prompts are padded or cut (`model.max_sequence_length`); None = those of
+    the facts."""
     reference: bool = False
     """Whether each trained cell also takes a forward of the reference model (kl_weight > 0)."""
     ema: bool = False
@@ -173,6 +176,15 @@ class Workload:
         """Latent tokens of a sample."""
         return self.latent_frames * self.latent_pixels // self.facts.latents.patch**2
 
+    @cached_property
+    def text_tokens(self) -> int:
+        """Text tokens of a sample: what a prompt is padded to, or, where padding is cut, what the
+        facts say of a prompt, at most."""
+        usual, padded = int(self.sizes["text_tokens"]), self.sizes.get("padded")
+        if self.most_text is None:
+            return usual
+        return min(usual, self.most_text) if padded is None else self.most_text + int(padded)
+
     @property
     def latent_elements(self) -> int:
         """Numbers of a sample's latents."""
@@ -197,8 +209,8 @@ class Workload:
     def block_bytes(self) -> float:
         """Bytes of one [tokens, hidden] in 16 bit, including text tokens where they go through the
         blocks."""
-        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
-        return 2.0 * float(self.sizes["hidden"]) * (self.tokens + joint)
+        length = self.tokens + self.text_tokens * self.sizes["joint_attention"]
+        return 2.0 * float(self.sizes["hidden"]) * length
 
     @property
     def samples(self) -> int:
@@ -208,8 +220,7 @@ class Workload:
     @property
     def useful(self) -> float:
         """Share of the samples that take a backward pass."""
-        rows = 1.0 if self.trained_samples is None else self.trained_samples / self.group_size
-        return rows * (self.prompts - self.oversample) / self.prompts
+        return self.cells / (self.samples * self.trained_steps)
 
     @property
     def cells(self) -> int:
@@ -236,20 +247,20 @@ class Workload:
     def attention_flops(self) -> float:
         """Return the FLOPs of the attention products in one forward: 4 x hidden x blocks x
         tokens^2."""
-        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
-        return float(
-            4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * (self.tokens + joint) ** 2
-        )
+        return self._attention(self.tokens, self.text_tokens)
+
+    def _attention(self, tokens: int, text: int) -> float:
+        length = tokens + text * self.sizes["joint_attention"]
+        return float(4 * self.sizes["hidden"] * self.sizes["attention_blocks"] * length**2)
 
     def forward_flops(self) -> float:
-        """Return the FLOPs of one forward of one sample: attention exactly, the rest linear through
-        two counted points."""
-        (n0, f0), (n1, f1) = ((point["tokens"], point["flops"]) for point in self.sizes["flops"])
-        joint = self.sizes["text_tokens"] if self.sizes["joint_attention"] else 0
-        scale = 4 * self.sizes["hidden"] * self.sizes["attention_blocks"]
-        rest0, rest1 = f0 - scale * (n0 + joint) ** 2, f1 - scale * (n1 + joint) ** 2
-        slope = (rest1 - rest0) / (n1 - n0)
-        return self.attention_flops() + rest0 + slope * (self.tokens - n0)
+        """Return the FLOPs of one forward of one sample: attention exactly, the rest bilinear in
+        latent and text tokens, through four counted points."""
+        points = self.sizes["flops"]
+        (few, text), *_, (many, less) = ((at["tokens"], at["text"]) for at in points)
+        a, b, c, d = (at["flops"] - self._attention(at["tokens"], at["text"]) for at in points)
+        x, y = (self.tokens - few) / (many - few), (self.text_tokens - text) / (less - text)
+        return self.attention_flops() + a + x * (b - a) + y * (c - a) + x * y * (d - c - b + a)
 
     def backward_flops(self) -> float:
         """Return the FLOPs of one backward.
@@ -304,21 +315,13 @@ class Workload:
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context
-        row = (
-            entry["row"]
-            + entry["token"] * tokens
-            + entry["text"] * float(self.sizes["text_tokens"])
-        )
+        row = entry["row"] + entry["token"] * tokens + entry["text"] * self.text_tokens
         return max(0.0, entry["forward"] + rows * row)
 
     def decode_flops(self) -> float:
         """Return the FLOPs of one sample's VAE decode."""
-        return (
-            float(self.sizes["decode"]["flops_per_latent_pixel_frame"])
-            * (self.height // 8)
-            * (self.width // 8)
-            * self.frames
-        )
+        shown = (self.height // 8) * (self.width // 8) * self.frames
+        return float(self.sizes["decode"]["flops_per_latent_pixel_frame"]) * shown
 
     def score_flops(self) -> float:
         """Return the FLOPs of the GPU scorers per sample."""
@@ -337,8 +340,7 @@ class Workload:
     def encode_flops(self) -> float:
         """Return the FLOPs of the text encoders per prompt. The negative prompt is equal for all
         and stays in the cache."""
-        encoders = self.sizes["encoders"]
-        return 2.0 * encoders["parameters"] * encoders["tokens"]
+        return 2.0 * self.sizes["encoders"]["parameters"] * self.sizes["encoders"]["tokens"]
 
 
 @cache
