@@ -112,10 +112,10 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=539),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1600),
-    "cli": Room(500, ("cli",), ceiling=503),
+    "config": Room(1500, ("config",), ceiling=1602),
+    "cli": Room(500, ("cli",), ceiling=511),
     "report": Room(600, ("report",), ceiling=650),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3395),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3424),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12990,
+        ceiling=13000,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29718),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29757),
 }
 """Room -> its budget. The last four rows are sums."""
 
