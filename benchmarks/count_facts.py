@@ -43,8 +43,8 @@ MANY_TOKENS = (1, 32, 64)
 """The case whose FLOPs are counted: in earnest there are far more latent tokens than text
 tokens."""
 DEVICE = "cuda"
-"""On which forwards are counted, and need not exist. Kernels there keep other tensors than on the
-CPU: a fused RMS norm no fp32 copy, and autocast has a list of operators of its own."""
+"""Forwards are counted on this device, which need not exist. A fused RMS norm keeps no fp32 copy
+there, as it does on the CPU, and autocast has a list of operators of its own."""
 RANK = 64
 """Of the adapters whose activations are counted."""
 HEAD = "# Counted by `python -m benchmarks.count_facts MODEL`."
@@ -111,8 +111,8 @@ def attend(
     *_: Any,
     **given: Any,
 ) -> Tensor:
-    """Return what fused attention on a GPU returns. PyTorch asks a driver which kernel it may take,
-    and without one takes that which keeps the products."""
+    """Return what fused attention on a GPU returns. Without a driver to ask, PyTorch takes the kernel
+    that keeps the products."""
     low = torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else query.dtype
     query, key, value = (each.to(low) for each in (query, key, value))
     scale = given.get("scale")
@@ -230,7 +230,7 @@ class Cells:
         return found
 
     def linear_flops(self, model: nn.Module) -> tuple[int, int]:
-        """Of a forward, and with its backward pass; attention left out."""
+        """Return the FLOPs of a forward, and with its backward pass; attention left out."""
         with FlopCounterMode(display=False) as counter:
             _, loss = self.cell(model, *MANY_TOKENS)
             alone = without_attention(counter)

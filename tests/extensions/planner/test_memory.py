@@ -288,7 +288,7 @@ def test_lora_and_full_memory_differ_as_they_should() -> None:
 
 
 def test_a_gpu_keeps_no_copy_of_a_norm_and_no_products_of_attention() -> None:
-    """As facts are counted: on a device that does not exist."""
+    """Facts are counted so, on a device that does not exist."""
     with FakeTensorMode():
         norm = torch.nn.RMSNorm(128, dtype=torch.bfloat16, device="cuda")
         given = torch.empty(2, 8, 512, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
