@@ -197,9 +197,11 @@ def _counted(
         ]  # casts of weights shrink with the square of the width
         weights = work.sizes["kept_bytes"][trained][mode]["forward"]
         kept = work.kept_bytes(mode, rows) - weights
-        if mode == "all" and trained == "attn":
-            # Here an RMS norm keeps its input in fp32, of three norms of tokens and one of text.
-            kept += 2 * rows * 1536 * (3 * work.tokens + 512)
+        if mode == "all":
+            # Facts are a GPU's. Here RMS norms (three of tokens, one of text) keep fp32 copies, and
+            # autocast leaves layer norms in 16 bit.
+            token, text = {"attn": (6, 2), "full": (8, 4)}[trained]
+            kept += rows * 1536 * (token * work.tokens + text * 512)
         expected = blocks * (kept / scale + weights / scale**2)
         results[grade] = (large - small, expected)
     return results, hooks[1] - hooks[0]
