@@ -16,26 +16,27 @@ from digenrl.record.span_log import SpanLog
 from digenrl.schedule import group_tasks, queue
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles
+from digenrl.schedule.search import Decision
 from digenrl.schedule.staleness import AccountingError, StalenessError
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import StepBoard
 from tests.strategy.test_invariants import SPEC, part, placed
 
-pytestmark = pytest.mark.processes
-
 ASYNC = replace(SPEC, async_steps=1, stale_fraction=0.5)
 
 
-def opened(tmp_path: Path, step: int) -> tuple[StepLedger, StepBoard]:
+def opened(
+    tmp_path: Path, step: int, predicted_end: float | None = None, rank: int = 0
+) -> tuple[StepLedger, StepBoard]:
     """A ledger of `ASYNC` in its step `step`, and the step's board with both groups complete; group
     1 has no score, and the next step's stale group has arrived too."""
-    world = World(0, 1, 1)
-    policy = SchedulePolicy(ASYNC, Roles(1, 1), lambda version: queue(ASYNC, version, 9))
-    spans = SpanLog(None, 0, "trainer", 0.0)
+    world = World(rank, 1 + rank, 1)
+    policy = SchedulePolicy(ASYNC, Roles(1 + rank, 1), lambda version: queue(ASYNC, version, 9))
+    spans = SpanLog(None, rank, "trainer", 0.0)
     ticks = itertools.count()
     spans.now = lambda: float(next(ticks))  # type: ignore[method-assign]  # a second at each look
     ledger = StepLedger(ASYNC, world, spans, policy, tmp_path)
-    ledger.open(None)
+    ledger.open(predicted_end)
     board = StepBoard(ASYNC, placed, 0, step=step, reward_weights={"r": 1.0})
     for task in (*group_tasks(ASYNC, step, 0), *group_tasks(ASYNC, step, 1)):
         arrived = part(task, torch.full((2,), torch.nan) if task.group else None)
@@ -64,6 +65,80 @@ def test_I10_every_issued_sample_is_trained_dropped_or_in_flight(tmp_path: Path)
     event = json.loads((tmp_path / "events.jsonl").read_text())
     assert (event["kind"], event["group"], event["samples"]) == ("dropped", 1, 4)
     assert steps.facts["staleness_max"] == 1
+
+
+def test_a_closed_step_says_what_was_trained_and_how_long_it_took(tmp_path: Path) -> None:
+    """Steps of 8 samples with 3 trained time steps; every look at the clock takes a second."""
+    steps, board = opened(tmp_path, 3, predicted_end=7.5)
+    spans, policy = steps._spans, steps._policy
+    spans.add("wait", 1.0, 3.5, cause="tail")
+    spans.add("wait", 4.0, 5.0, cause="straggler")
+    steps.begin_fragment(board, (0,))
+    steps.begin_fragment(board, (1,))
+    steps.end_fragment()
+    cell_s = policy._costs["train", 0]
+    assert cell_s == pytest.approx(1.0 / 6), "a second for the 2 tasks of a group, 3 steps each"
+    before = spans.now()
+    with steps.paused():
+        spans.now()
+    steps.close(version=4)
+    # The clock began at 0, which is when the step began; the pause took two looks' distance.
+    seconds = before + 4 - 2
+    counts = {"samples": 8, "cells_trained": 12, "cells_skipped": 12, "groups_trained": 1}
+    left = {"groups_missing_reward": 1, "groups_zero_variance": 0, "groups_surplus": 0}
+    assert steps.facts == {
+        **counts,
+        **left,
+        "step_s": seconds,
+        "samples_per_s": 8 / seconds,
+        "staleness_max": 1,
+        "missing/r": 4,
+        "missing/logged": 8,
+        "bubble/tail": 2.5,
+        "bubble/straggler": 1.0,
+        "predicted_step_s": 7.5,
+    }
+    began = spans.now() + 1
+    steps.open(None)
+    for fragment in ((0,), (1,)):
+        for task in group_tasks(ASYNC, 4, fragment[0])[: 2 * fragment[0]]:
+            steps.issue(part(task))
+        steps.begin_fragment(complete(4), fragment)
+    steps.end_fragment()
+    end = spans.now() + 1
+    steps.close(version=5)
+    assert steps.facts["step_s"] == end - began
+    assert steps.facts["cells_trained"] == 24
+    assert not {"predicted_step_s", "bubble/tail"} & steps.facts.keys(), "of the step before"
+    assert [steps.facts[name] for name in (*left, "missing/r")] == [0] * 4
+
+
+def complete(step: int) -> StepBoard:
+    """The board of a step whose groups are all there and scored."""
+    board = StepBoard(ASYNC, placed, 0, step=step, reward_weights={"r": 1.0})
+    for task in (*group_tasks(ASYNC, step, 0), *group_tasks(ASYNC, step, 1)):
+        board.add(part(task))
+    return board
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trainer_0_notes_what_a_loan_promised_and_that_lending_is_off(
+    tmp_path: Path, rank: int
+) -> None:
+    steps, _ = opened(tmp_path, 3, rank=rank)
+    steps.ledger.open.clear()
+    steps.ledger.issued = 0
+    for version in (1, 2, 3):
+        steps._policy._trainers[rank].prediction = Decision(2, 0.25, 0.5), steps._spans.now()
+        steps.close(version)
+    if rank:
+        assert not (tmp_path / "events.jsonl").exists()
+        return
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["lend"] * 3 + ["tag_off"]
+    facts = {"rounds": 2, "predicted_s": 0.25, "predicted_without_s": 0.5, "measured_s": 1}
+    assert events[2] | facts | {"rl_step": 3} == events[2]
+    assert "switched itself off" in events[3]["message"]
 
 
 def test_I10_a_group_that_never_came_to_the_loss_raises(tmp_path: Path) -> None:
