@@ -129,13 +129,24 @@ def test_a_bug_in_a_scorer_is_not_swallowed():
         (torch.zeros(3, 4, 8, 8), "shape"),
         (torch.zeros(2, 3, 8, 8), "2 samples but 3 prompts"),
         (torch.zeros(3, 3, 8, 8, dtype=torch.uint8), "dtype"),
-        (torch.full((3, 3, 8, 8), 2.0), "spans"),
+        (torch.zeros(3, 3, 8), "shape"),
+        (torch.zeros(3, 1, 2, 3, 8, 8), "shape"),
+        (torch.zeros(3, 2, 8, 8), "shape"),
+        (torch.zeros(3, 3, 0, 8), "shape"),
+        (torch.full((3, 3, 8, 8), 1.002), "spans"),
+        (torch.full((3, 3, 8, 8), -0.002), "spans"),
         (torch.full((3, 3, 8, 8), math.nan), "spans"),
     ],
 )
 def test_media_outside_the_protocol_is_refused(media, message):
     with pytest.raises(ValueError, match=message):
         suite(brightness).score(media, PROMPTS)
+
+
+def test_media_of_each_shape_and_at_the_ends_of_the_range_are_scored():
+    for shape, value in (((1, 8, 8), 1.0009), ((3, 8, 8), -0.0009), ((2, 3, 8, 8), 1.0)):
+        scores = suite(brightness).score(torch.full((3, *shape), value), PROMPTS)
+        assert scores["r"].tolist() == pytest.approx([value] * 3)
 
 
 @pytest.mark.parametrize(

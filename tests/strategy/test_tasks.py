@@ -1,19 +1,36 @@
-"""Which tasks a rank may claim, and when it has none left: on a real store, without ranks."""
+"""Which tasks a rank may claim, and what it makes, sends, gives away and tells of them: on a real
+store, without ranks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from digenrl.cluster.claims import work_of
+from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
+from digenrl.data import PromptSampler
 from digenrl.record.span_log import SpanLog
-from digenrl.schedule import ScheduleSpec, queue
+from digenrl.rewards.protocol import RewardError
+from digenrl.schedule import ScheduleSpec, place, queue
+from digenrl.schedule.claims import NOBODY, Claim
 from digenrl.schedule.policy import SchedulePolicy
-from digenrl.schedule.ranks import Roles
+from digenrl.schedule.ranks import Roles, Work
 from digenrl.strategy.tasks import TaskRunner
+from digenrl.transport.cells import Part
+from digenrl.transport.suspended import Suspended
+from digenrl.transport.wire import Message, decode
+from digenrl.types import Prompt
 from tests.cluster.test_claims import Store
+from tests.rollout.test_engine import engine_of
+from tests.transport.test_weights import Wire
+from tests.transport.test_wire import reader
 
 SPEC = ScheduleSpec(prompts=3, group_size=2, task_size=1, denoise_steps=3, trained_steps=2)
 
@@ -68,3 +85,179 @@ def test_undivided_tasks_are_claimed_by_whoever_is_free(store: Store) -> None:
     total = len(queue(SPEC, 0, 1))
     assert [second.claim(0).index, first.claim(0).index] == [0, 1]
     assert first.left(0) == second.left(0) == total - 2
+
+
+class Post(Wire):
+    """A link that keeps what is sent, with the receiver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to: list[int] = []
+
+    def send(self, peer: int, message: Message) -> None:
+        self.to.append(peer)
+        super().send(peer, message)
+
+    def messages(self) -> list[Message]:
+        return [decode(reader(bytes(data)), 1 << 20) for data in self.sent]
+
+
+class Rollout:
+    """Rank 2 or 3 of a run with two trainers, which share the steps of each task."""
+
+    def __init__(self, control: Control, rank: int, directory: Path, **engine: Any) -> None:
+        spec = SPEC.__class__(**{**vars(SPEC), "tsp_shard": True})
+
+        def plan(version: int) -> tuple[Any, ...]:
+            return queue(spec, version, 1)
+
+        self.control, self.rank, self.post = control, rank, Post()
+        self._path = directory / f"{rank}.jsonl"
+        self.spans = SpanLog(self._path, rank, "rollout", 0.0)
+        prompts = [Prompt(f"number {name}", target=name) for name in ("one", "two", "six")]
+        self.runner = TaskRunner(
+            spec,
+            World(rank, 2, 2),
+            SchedulePolicy(spec, Roles(2, 2), plan, None),
+            plan,
+            lambda fragment, step: place(spec, 2, fragment),
+            engine_of(**engine),
+            PromptSampler(prompts, 3, 0),
+            control,
+            self.post,
+            self.spans,
+        )
+
+    def work(self, rank: int | None = None) -> Work | None:
+        """What the others know of this rank, or of `rank`."""
+        return work_of(self.control, range(4))[self.rank if rank is None else rank]
+
+    def rows(self) -> list[dict[str, Any]]:
+        self.spans.close()
+        return [json.loads(line) for line in self._path.read_text().splitlines()]
+
+
+@pytest.fixture
+def rollouts(store: Store, tmp_path: Path) -> list[Rollout]:
+    controls = store.controls(4)[1]
+    return [Rollout(controls[rank], rank, tmp_path) for rank in (2, 3)]
+
+
+def test_a_task_goes_to_every_trainer_under_its_claim_and_is_told_meanwhile(
+    rollouts: list[Rollout],
+) -> None:
+    rollout, _ = rollouts
+    runner = rollout.runner
+    assert rollout.work() == Work(), "before its first task"
+    seen: list[Work | None] = []
+    for number in (0, 1):
+        task = runner.claim(0)
+        runner.run(task, interrupt=lambda task: seen.append(rollout.work()))
+        assert (task.index, rollout.post.to) == (number, [0, 1] * (number + 1))
+    runner.settle(wait=True)
+    parts = [Part(message) for message in rollout.post.messages()[2:]]
+    assert [part.positions for part in parts] == [[0], [1]], "each trainer gets its own steps"
+    assert {part.claim for part in parts} == {Claim(1, 2, 0)}
+    assert {(part.meta["index"], part.meta["version"]) for part in parts} == {(1, 0)}
+    first, second = (Part(rollout.post.messages()[n]).seconds for n in (0, 2))
+    assert rollout.work().task_seconds == pytest.approx(0.5 * (first + second))
+    assert not rollout.work().busy, "it is free again"
+    busy = seen[2:]
+    assert len(busy) == len(seen) - 2 == 2, "a task is never given up before its first step"
+    assert {(work.version, work.step, work.group) for work in busy} == {(0, task.step, task.group)}
+    assert {work.task_seconds for work in busy} == {first}
+    rows = rollout.rows()
+    stages = ["generate", "decode", "score", "send"]
+    assert sorted(row["stage"] for row in rows) == sorted(stages * 2)
+    assert {(row["step"], row["group"]) for row in rows[-4:]} == {(task.step, task.group)}
+    made = [row for row in rows if row["stage"] == "generate"]
+    assert {(row["samples"], row["version"]) for row in made} == {(1, 0)}
+    assert "handed_to" not in made[0]
+    took = sum(row["end"] - row["start"] for row in rows[-4:] if row["stage"] in stages[:2])
+    assert second == pytest.approx(took, abs=1e-5), "of making and decoding"
+    assert busy[0].until == pytest.approx(made[1]["start"] + first, abs=0.05)
+
+
+def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Rollout]) -> None:
+    giver, receiver = rollouts
+    task = giver.runner.claim(0)
+    giver.runner.run(task, interrupt=lambda task: 3)
+    assert (giver.post.to, giver.work().busy) == ([3], False)
+    suspended = Suspended.of(giver.post.messages()[0], 3)
+    assert (suspended.task, suspended.next_step) == (task, 1)
+    receiver.runner.resume(suspended)
+    receiver.runner.settle(wait=True)
+    assert receiver.post.to == [0, 1]
+    assert {Part(message).claim for message in receiver.post.messages()} == {Claim(0, 3, 0)}
+    assert receiver.work().task_seconds == 0.0, "a rest of a task is no measure of one"
+    (handed,) = giver.rows()
+    assert (handed["stage"], handed["handed_to"]) == ("generate", 3)
+    giver.runner.resume(Suspended.of(giver.post.messages()[0], 2))
+    assert giver.post.to == [3], "somebody else has it"
+
+
+def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
+    rollouts: list[Rollout],
+) -> None:
+    giver, leaving = rollouts
+    task = giver.runner.claim(0)
+    giver.runner.run(task, interrupt=lambda task: 3)
+    suspended = Suspended.of(giver.post.messages()[0], 3)
+    leaving.runner.withdraw()
+    assert leaving.work() is None
+    leaving.runner.announce(0)
+    assert leaving.work() is None, "it takes no more tasks"
+    giver.runner.announce(1)
+    leaving.runner.forward(suspended)
+    assert leaving.post.to == [], "nobody holds the version"
+    giver.runner.announce(0)
+    assert leaving.runner.successor(task, 0) == 2
+    leaving.runner.forward(suspended)
+    assert leaving.post.to == [2]
+    assert giver.runner.claims.confirm(0, 0, 0) == Claim(0, 2, 0)
+    last = giver.runner.claim(0)
+    giver.runner.run(last, interrupt=lambda task: NOBODY)
+    assert giver.post.to == [3]
+    assert giver.runner.claims.confirm(0, 1, 0) is None
+    assert "handed_to" not in giver.rows()[-1]
+
+
+def test_a_task_stays_with_its_rank_if_the_receiver_is_lost(rollouts: list[Rollout]) -> None:
+    giver, receiver = rollouts
+    receiver.control.lose(3)
+    giver.runner.run(giver.runner.claim(0), interrupt=lambda task: 3)
+    assert giver.post.to == [0, 1]
+
+
+def test_a_discarded_task_makes_its_steps_and_sends_nothing(rollouts: list[Rollout]) -> None:
+    rollout, _ = rollouts
+    asked: list[int] = []
+    rollout.runner.run_discarded(queue(SPEC, 0, 1)[0], lambda task: asked.append(1))
+    assert (len(asked), rollout.post.to) == (2, [])
+    assert [(row["stage"], row["discarded"]) for row in rollout.rows()] == [("lend", True)]
+
+
+def test_an_error_of_a_scorer_is_raised_before_the_next_task(store: Store, tmp_path: Path) -> None:
+    def fails(media: Tensor, prompts: Any) -> Tensor:
+        raise ValueError("no score")
+
+    rollout = Rollout(store.controls(4)[1][2], 2, tmp_path, scorer=fails)
+    rollout.runner.run(rollout.runner.claim(0))
+    task = rollout.runner.claim(0)
+    with pytest.raises(RewardError, match="no score"):
+        rollout.runner.run(task)
+    assert rollout.post.to == []
+
+
+def test_too_many_missing_scores_stop_the_run_after_they_are_sent(
+    store: Store, tmp_path: Path
+) -> None:
+    def nothing(media: Tensor, prompts: Any) -> Tensor:
+        return torch.full((len(media),), torch.nan)
+
+    rollout = Rollout(store.controls(4)[1][2], 2, tmp_path, scorer=nothing)
+    rollout.runner._engine._rewards.min_missing_samples = 2
+    for stops in (False, True):
+        rollout.runner.run(rollout.runner.claim(0))
+        assert rollout.control.stopping == stops
+    assert rollout.post.to == [0, 1] * 2

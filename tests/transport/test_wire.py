@@ -154,7 +154,13 @@ def test_each_violation_is_refused_by_name_before_anything_is_allocated(
         decode(reader(data), LIMIT)
 
 
-def test_a_message_may_have_as_many_bytes_as_the_limit() -> None:
+def test_a_message_may_have_as_many_bytes_and_dimensions_as_the_limit() -> None:
+    deep = Message(MessageKind.CELLS, {}, {"x": torch.zeros((1,) * 7 + (3,))})
+    assert decode(reader(written(deep)), LIMIT).tensors["x"].shape == (1,) * 7 + (3,)
+    decode(reader(raw(announced([]) + b" " * (MAX_META_BYTES - len(announced([]))))), 1)
+    many = announced([str(i) for i in range(MAX_TENSORS)])
+    rows = row(6, 1, 1) * MAX_TENSORS
+    assert len(decode(reader(raw(many, MAX_TENSORS) + rows + b"7" * MAX_TENSORS), LIMIT).tensors)
     data = written(Message(MessageKind.CELLS, {}, {"x": torch.zeros(64, dtype=torch.uint8)}))
     assert decode(reader(data), 64).tensors["x"].numel() == 64
     with pytest.raises(WireError, match="the limit is 63 bytes"):
