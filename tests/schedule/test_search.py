@@ -76,6 +76,7 @@ def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
 
     assert search(state(9.0, 0)).lend == 0
     assert search(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
+    assert [search(state(9.0, 8), k_max).lend for k_max in (1, 2, 3)] == [1, 2, 2]
     assert search(state(9.0, 2)).lend == 1
     assert search(state(3.0, 8)).lend == 0
     assert search(replace(state(9.0, 8), may_lend=False)).lend == 0
@@ -109,7 +110,8 @@ def test_fast_trainers_make_the_first_fragment_of_a_step() -> None:
     state = LendingState(
         (0.0,) * 4, (8.0,) * 4, 8, (4, 4), (0.0, 0.0), (3.0, 3.0), 2.0, lenders=2, ahead=True
     )
-    assert search(state) == Decision(2, 11.0, 19.0)
+    assert search(state) == search(state, k_max=2) == Decision(2, 11.0, 19.0)
+    assert search(state, k_max=1).lend == 1
     behind = search(replace(state, ahead=False))
     assert (behind.lend, behind.predicted_step_s) == (2, 14.0)
 

@@ -139,6 +139,11 @@ def placed(fragment: tuple[int, ...]) -> Any:
 
 def part(task: Task, rewards: Tensor | None = None) -> Part:
     """What a trainer receives of a task."""
+    return Part(message(task, Claim(task.index, 1, 0), rewards))
+
+
+def message(task: Task, claim: Claim = Claim(0, 1, 0), rewards: Tensor | None = None) -> Message:
+    """The same, on its way."""
     trajectory = Trajectory(
         step=task.step,
         index=task.index,
@@ -158,11 +163,8 @@ def part(task: Task, rewards: Tensor | None = None) -> Part:
         condition={"text": torch.randn(1, 2)},
     )
     positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2)
-    data = b"".join(
-        bytes(buffer)
-        for buffer in encode(pack(trajectory, positions, Claim(task.index, 1, 0), 0.1))
-    )
-    return Part(decode(reader(data), 1 << 20))
+    data = b"".join(bytes(buffer) for buffer in encode(pack(trajectory, positions, claim, 0.1)))
+    return decode(reader(data), 1 << 20)
 
 
 def test_I4_an_incomplete_or_unscored_group_never_reaches_the_loss() -> None:

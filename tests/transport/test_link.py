@@ -19,10 +19,9 @@ from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
-from digenrl.transport.link import SocketLink
+from digenrl.transport.link import SocketLink, _write
 from digenrl.transport.wire import Message, MessageKind, WireError, encode
 
-pytestmark = pytest.mark.processes
 HOST = "127.0.0.1"
 
 
@@ -101,6 +100,29 @@ def test_close_flushes_what_was_sent(controls: list[Control]) -> None:
     receiver.close()
 
 
+def test_what_a_socket_takes_in_pieces_arrives_whole() -> None:
+    """A socket with a time limit takes what its buffer holds, and says how much that was."""
+    sizes = (3, 300_000, 0, 1, 500_000)
+    buffers = [memoryview(bytes([number + 1]) * size) for number, size in enumerate(sizes)]
+    near, far = socket.socketpair()
+    near.settimeout(5.0)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+    found = bytearray()
+
+    def read() -> None:
+        while data := far.recv(1 << 16):
+            found.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    _write(near, buffers)
+    near.close()
+    reader.join(10.0)
+    far.close()
+    assert found == b"".join(buffers)
+
+
+@pytest.mark.processes
 def test_a_message_that_waits_for_its_peer_does_not_hold_the_process_up(store: StoreServer) -> None:
     def rank() -> None:
         control = Control(StoreClient(HOST, store.port, OURS), 0, patience=60.0)
@@ -200,6 +222,18 @@ def test_a_peer_that_is_gone_is_reported(controls: list[Control], links: list[So
     links[0].send(8, cells(1))
     with pytest.raises(ConnectionError, match="rank 0 lost its link to rank 8"):
         received(links[0])
+    with pytest.raises(ConnectionError, match="can no longer send to rank 8"):
+        for number in range(10):
+            links[0].send(8, cells(number))
+
+
+def test_what_is_sent_to_a_lost_rank_is_dropped(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    controls[0].lose(8)
+    for number in range(5):  # one more than the queue holds
+        links[0].send(8, cells(number))
+    assert links[0].receive(0.0) is None
 
 
 @pytest.mark.heavy
@@ -210,7 +244,7 @@ def test_after_the_end_of_the_run_a_peer_that_is_gone_is_nobodys_problem(
     with socket.create_server((HOST, 0)) as closed:
         controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
     controls[0].set("done", "1")
-    for number in range(10):  # more than the queue holds
+    for number in range(5):  # one more than the queue holds
         links[0].send(8, cells(number))
     assert links[0].receive(0.5) is None
 

@@ -22,7 +22,6 @@ class Meters(Metric):
     every RL step.
     """
 
-    full_state_update = False
     sums: Tensor
     """[names, 2]: (total, count)."""
     peaks: Tensor
