@@ -133,11 +133,12 @@ LIGHT = (
 """Two updates of a small LoRA: the matrix is about schedules."""
 
 
+@pytest.mark.slow
 def test_colocated_ranks_generate_all_groups_before_the_first_of_two_updates(
     tmp_path: Path,
 ) -> None:
     """After the first optimizer step nobody holds the published version any more, so nothing may be
-    left to make."""
+    left to make. The fast witness with one rank: test_alone."""
     config = configured(
         *LIGHT, "schedule=colocated", "schedule.tsp.batch=1", "algorithm.updates_per_batch=2"
     )

@@ -87,6 +87,17 @@ def test_the_figures_of_an_outcome_fit_each_other() -> None:
     assert colocated.slow_rank_s == pytest.approx(slow)
 
 
+def test_trainers_that_share_weights_generate_as_slowly_as_the_slowest_of_them() -> None:
+    """Of 4 trainers and a rollout; no group is faster than the first."""
+    for steps, shards, wanted in (
+        ([1.0, 2.0, 7.0, 3.0, 9.0], 2, [2.0, 2.0, 7.0, 7.0, 9.0]),
+        ([4.0, 5.0, 1.0, 2.0, 9.0], 2, [5.0, 5.0, 5.0, 5.0, 9.0]),
+        ([4.0, 5.0, 1.0, 2.0, 9.0], 4, [5.0, 5.0, 5.0, 5.0, 9.0]),
+        ([4.0, 5.0, 1.0, 2.0, 9.0], 1, [4.0, 5.0, 1.0, 2.0, 9.0]),
+    ):
+        assert Costing._together(list(steps), 4, shards) == wanted
+
+
 @pytest.mark.parametrize(("updates", "rank"), [(1, 64), (2, 64), (4, 64), (2, None)])
 def test_who_lends_between_updates_holds_the_published_adapter_too(
     updates: int, rank: int | None
