@@ -54,6 +54,28 @@ def test_unavailable_is_missing_never_zero_and_counted():
         rewards.check_missing()
 
 
+@pytest.mark.parametrize(
+    ("least", "share", "stops"), [(6, 1 / 3, False), (6, 0.33, True), (7, 0, False)]
+)
+def test_more_than_the_allowed_share_of_enough_samples_stops(least, share, stops):
+    def first_is_missing(media, prompts):
+        return torch.tensor([math.nan if prompt is PROMPTS[0] else 0.5 for prompt in prompts])
+
+    rewards = suite(first_is_missing, min_missing_samples=least, max_missing_share=share)
+    told = []
+    rewards.on_missing = lambda *facts: told.append(facts)
+    for _ in range(2):
+        rewards.score(MEDIA, PROMPTS)
+    assert told == [("r", 1, "the scorer gave no finite score")] * 2
+    count = rewards.failures()["r"]
+    assert (count.scored, count.missing, count.causes.total()) == (4, 2, 2)
+    if stops:
+        with pytest.raises(RewardError, match=r"missing for 2 of 6 samples \(33%"):
+            rewards.check_missing()
+    else:
+        rewards.check_missing()
+
+
 def test_a_sample_is_asked_for_once_more_before_it_counts_as_missing():
     asked = []
 

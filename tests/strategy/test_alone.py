@@ -74,9 +74,7 @@ def of_step(step: int) -> list[tuple[Any, ...]]:
         )
     ]
     trained = [
-        row
-        for group in (0, 1)
-        for row in (("train", step, group), ("optimizer", "reduce", step))
+        row for group in (0, 1) for row in (("train", step, group), ("optimizer", "reduce", step))
     ]
     return [*made, *trained, ("publish", step + 1)]
 

@@ -7,6 +7,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,31 @@ def test_I9_a_fragment_of_weights_that_are_too_old_raises(tmp_path: Path) -> Non
         steps.begin_fragment(board, (0,))
 
 
+@pytest.mark.parametrize(("treatment", "factor"), [("drop", 3 / 2), ("keep", 1.0)])
+def test_groups_that_leave_the_denominator_scale_the_gradient_by_those_that_are_left(
+    treatment: Any, factor: float
+) -> None:
+    spec = replace(SPEC, prompts=3, zero_variance_groups=treatment)
+    board = StepBoard(spec, placed, 0, step=3, reward_weights={"r": 1.0})
+    assert board.gradient_scale(0) == 1.0
+    board.left_out[1] = "zero_variance"
+    assert board.gradient_scale(0) == factor
+    board.left_out |= {0: "zero_variance", 2: "zero_variance"}
+    assert board.gradient_scale(0) == 1.0, "nothing is trained"
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_a_board_knows_the_claims_and_versions_of_what_is_complete(gap: int) -> None:
+    spec = replace(ASYNC, gap=gap)
+    board = StepBoard(spec, placed, 0, step=3, reward_weights={"r": 1.0})
+    for task in (*group_tasks(spec, 3, 0), *group_tasks(spec, 3, 1)):
+        board.add(part(task))
+    assert [board.versions((group,)) for group in (0, 1)] == [{2}, {3}]
+    own = [(2, Claim(task.index, 1, 0)) for task in group_tasks(spec, 3, 0)]
+    fresh = [(3, Claim(task.index, 1, 0)) for task in group_tasks(spec, 3, 1)]
+    assert board.made_under((0,)) == (own if gap else own + fresh)
+
+
 class Given(Wire):
     """A link on which these messages have arrived."""
 
@@ -275,9 +301,7 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     store = Store()
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), False, lambda: True)
     source = AsTheyCome(10.0)
-    stream = FragmentStream(
-        spec, 6, TrainerState(version=3), inbox, source, ledger, vote
-    )
+    stream = FragmentStream(spec, 6, TrainerState(version=3), inbox, source, ledger, vote)
     assert len(stream) == 12, "6 micro-batches of each of 2 updates"
     batches = list(stream)
     store.close()
