@@ -3,7 +3,6 @@ twice or done at another moment gives other spans, events or files, also where r
 
 from __future__ import annotations
 
-import json
 import math
 import socket
 import time

@@ -142,7 +142,7 @@ def part(task: Task, rewards: Tensor | None = None) -> Part:
     return Part(message(task, Claim(task.index, 1, 0), rewards))
 
 
-def message(task: Task, claim: Claim = Claim(0, 1, 0), rewards: Tensor | None = None) -> Message:
+def message(task: Task, claim: Claim, rewards: Tensor | None = None) -> Message:
     """The same, on its way."""
     trajectory = Trajectory(
         step=task.step,

@@ -237,15 +237,15 @@ def test_of_what_arrives_each_result_counts_once_and_none_of_another_claim_or_an
     tmp_path: Path,
 ) -> None:
     old, own, next_step = (group_tasks(SPEC, step, 0)[0] for step in (2, 3, 4))
-    ask = Message(MessageKind.ASK, {"rank": 5})
+    ask, mine = Message(MessageKind.ASK, {"rank": 5}), Claim(0, 1, 0)
     came = [
-        message(old),
+        message(old, mine),
         message(own, Claim(0, 2, 0)),
         message(own, Claim(0, 1, 1)),
-        message(own),
-        message(own),
+        message(own, mine),
+        message(own, mine),
         ask,
-        message(next_step),
+        message(next_step, mine),
     ]
     inbox, claims, policy, ledger = inbox_of(tmp_path, SPEC, list(came))
     asked: list[Message] = []
@@ -289,12 +289,11 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     tmp_path: Path,
 ) -> None:
     spec = replace(SPEC, updates_per_batch=2)
-    came = [message(task) for group in (0, 1) for task in group_tasks(spec, 3, group)]
+    tasks = [task for group in (0, 1) for task in group_tasks(spec, 3, group)]
+    came = [message(task, Claim(number, 1, 0)) for number, task in enumerate(tasks)]
     inbox, claims, _, ledger = inbox_of(tmp_path, spec, came)
     for position in range(4):
         assert claims.take(3, queue(spec, 3, 9), range(4)).position == position
-    for number, each in enumerate(came):
-        each.meta["queued"] = number
     inbox.open(3)
     while inbox.receive(0.0):
         pass
