@@ -82,7 +82,7 @@ class Marks:
 def test_seconds_are_summed_by_stage_and_cause_and_a_device_is_waited_for_by_nobody() -> None:
     marks: list[Marks] = []
     log = SpanLog(None, 0, "trainer", 0.0, mark=lambda: marks.append(Marks()) or marks[-1])
-    log.add("wait", 1.0, 1.5, cause="tail")
+    log.add("wait", 0.25, 0.75, cause="tail")
     log.add("wait", 2.0, 2.25, cause="tail")
     log.add("wait", 3.0, 3.125, cause="reward")
     assert log.take_seconds() == {("wait", "tail"): 0.75, ("wait", "reward"): 0.125}

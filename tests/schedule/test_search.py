@@ -103,6 +103,15 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
     assert search(costly) == Decision(0, 41.0, 41.0)  # 4 rounds of 2 tasks, then the last fragment
 
 
+def test_of_equally_good_loans_that_outlast_the_wait_the_smallest_is_made() -> None:
+    """A rollout rank makes a task in 3 s, the trainer in 4 s. One loan before each fragment ends as
+    early as two before the first."""
+    state = LendingState(
+        (0.0,), (3.0,), 6, (2, 2, 2), (0.0,) * 3, (1.0,) * 3, 4.0, 1, switch_seconds=0.5
+    )
+    assert search(state) == Decision(1, 13.0, 19.0)
+
+
 def test_fast_trainers_make_the_first_fragment_of_a_step() -> None:
     """Two trainers make a task in 2 s, four rollout ranks in 8 s. If trainers may claim first, they
     make the first fragment in 4 s, and train it while rollouts make the second. Behind the claims

@@ -162,7 +162,7 @@ def message(task: Task, claim: Claim, rewards: Tensor | None = None) -> Message:
         },
         condition={"text": torch.randn(1, 2)},
     )
-    positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2)
+    positions = owned_positions(SPEC, placed, 0, task.group, task.first_sample // 2, False)
     data = b"".join(bytes(buffer) for buffer in encode(pack(trajectory, positions, claim, 0.1)))
     return decode(reader(data), 1 << 20)
 

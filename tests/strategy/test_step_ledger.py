@@ -24,7 +24,7 @@ from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.stream import FragmentStream, Inbox, TrajectoryRecord
-from digenrl.transport.cells import StepBoard
+from digenrl.transport.cells import StepBoard, owned_positions
 from digenrl.transport.wire import Message, MessageKind
 from tests.cluster.test_claims import Store
 from tests.strategy.test_invariants import SPEC, message, part, placed
@@ -188,6 +188,19 @@ def test_groups_that_leave_the_denominator_scale_the_gradient_by_those_that_are_
     assert board.gradient_scale(0) == 1.0, "nothing is trained"
 
 
+def test_a_sharded_rank_without_cells_gets_the_first_cell_of_each_fragment() -> None:
+    def one_rank_trains(fragment: tuple[int, ...]) -> Any:
+        return (*placed(fragment), ((),))
+
+    def owned(rank: int, lockstep: bool) -> list[tuple[int, ...]]:
+        where = [(group, part) for group in (0, 1) for part in (0, 1)]
+        return [owned_positions(SPEC, one_rank_trains, rank, *at, lockstep) for at in where]
+
+    assert owned(1, True) == [(0,), (), (0,), ()]
+    assert owned(1, False) == [()] * 4
+    assert owned(0, True) == owned(0, False) == [(0, 1, 2)] * 4
+
+
 @pytest.mark.parametrize("gap", [0, 1])
 def test_a_board_knows_the_claims_and_versions_of_what_is_complete(gap: int) -> None:
     spec = replace(ASYNC, gap=gap)
@@ -220,14 +233,14 @@ class Recorded(TrajectoryRecord):
 
 
 def inbox_of(
-    tmp_path: Path, spec: ScheduleSpec, messages: list[Message]
+    tmp_path: Path, spec: ScheduleSpec, messages: list[Message], place: Any = placed
 ) -> tuple[Inbox, Claims, SchedulePolicy, StepLedger]:
     policy = SchedulePolicy(spec, Roles(1, 1), lambda version: queue(spec, version, 9))
     ledger = StepLedger(spec, World(0, 1, 1), SpanLog(None, 0, "trainer", 0.0), policy, tmp_path)
     claims = Claims(MemoryClaims(), 1)
 
     def new_board(step: int) -> StepBoard:
-        return StepBoard(spec, placed, 0, step=step, reward_weights={"r": 1.0})
+        return StepBoard(spec, place, 0, step=step, reward_weights={"r": 1.0})
 
     inbox = Inbox(Given(messages), claims, policy, ledger, new_board, Recorded())
     return inbox, claims, policy, ledger
@@ -310,3 +323,20 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     assert ledger.ledger.in_flight == 0
     ledger.close(4)
     assert ledger.facts["predicted_step_s"] == 13.0 - ledger._began
+
+
+def test_a_replica_begins_with_fragments_that_concern_it(tmp_path: Path) -> None:
+    def other_ranks_train_the_first(fragment: tuple[int, ...]) -> Any:
+        return placed(fragment) if fragment == (1,) else ((),)
+
+    inbox, _, _, ledger = inbox_of(tmp_path, SPEC, [], other_ranks_train_the_first)
+    for group in (0, 1):
+        for task in group_tasks(SPEC, 3, group):
+            inbox.add(part(task))
+    store = Store()
+    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), False, lambda: True)
+    source = AsTheyCome(None)
+    stream = FragmentStream(SPEC, 6, TrainerState(version=3), inbox, source, ledger, vote)
+    assert {block.group for batch in stream for block in batch.blocks} == {1}
+    store.close()
+    assert source.asked == [(0, [(1,), (0,)]), (0, [(1,)])]

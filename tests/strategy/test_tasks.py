@@ -5,27 +5,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from digenrl.cluster.claims import work_of
+from digenrl.cluster.claims import StoredClaims, note_version, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
 from digenrl.record.span_log import SpanLog
 from digenrl.rewards.protocol import RewardError
 from digenrl.schedule import ScheduleSpec, place, queue
-from digenrl.schedule.claims import NOBODY, Claim
+from digenrl.schedule.claims import NOBODY, Claim, Claims
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles, Work
-from digenrl.strategy.tasks import TaskRunner
+from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.shared import TrainerState
+from digenrl.strategy.tasks import Lending, TaskRunner
 from digenrl.transport.cells import Part
 from digenrl.transport.suspended import Suspended
-from digenrl.transport.wire import Message, decode
+from digenrl.transport.wire import Message, decode, tensor_bytes
 from digenrl.types import Prompt
 from tests.cluster.test_claims import Store
 from tests.rollout.test_engine import engine_of
@@ -105,9 +108,14 @@ class Post(Wire):
 class Rollout:
     """Rank 2 or 3 of a run with two trainers, which share the steps of each task."""
 
-    def __init__(self, control: Control, rank: int, directory: Path, **engine: Any) -> None:
-        spec = SPEC.__class__(**{**vars(SPEC), "tsp_shard": True})
-
+    def __init__(
+        self,
+        control: Control,
+        rank: int,
+        directory: Path,
+        spec: ScheduleSpec = replace(SPEC, tsp_shard=True),  # noqa: B008
+        **engine: Any,
+    ) -> None:
         def plan(version: int) -> tuple[Any, ...]:
             return queue(spec, version, 1)
 
@@ -115,6 +123,7 @@ class Rollout:
         self._path = directory / f"{rank}.jsonl"
         self.spans = SpanLog(self._path, rank, "rollout", 0.0)
         prompts = [Prompt(f"number {name}", target=name) for name in ("one", "two", "six")]
+        self.spec, self.plan_tasks = spec, plan
         self.runner = TaskRunner(
             spec,
             World(rank, 2, 2),
@@ -261,3 +270,45 @@ def test_too_many_missing_scores_stop_the_run_after_they_are_sent(
         rollout.runner.run(rollout.runner.claim(0))
         assert rollout.control.stopping == stops
     assert rollout.post.to == [0, 1] * 2
+
+
+@pytest.mark.parametrize("left", [(3, 4), (4,), ()])
+def test_weights_of_the_version_before_go_once_to_who_can_make_its_lost_task(
+    store: Store, tmp_path: Path, left: tuple[int, ...]
+) -> None:
+    """Rank 2 dies with a task of version 0, which no rank may hold any more in step 1."""
+    launcher, controls = store.controls(5)
+    note_version(launcher, 1)
+    spec = replace(SPEC, gap=1, async_steps=1, stale_fraction=1.0)
+    trainer, dying = (Rollout(controls[rank], rank, tmp_path, spec) for rank in (0, 2))
+    runner, unused = trainer.runner, cast(Any, None)
+    world, engine = World(0, 2, 3), runner._engine
+    setup = RankSetup(world, unused, spec, engine, runner._sampler, 1)
+    before, now = {"a": torch.zeros(3)}, {"a": torch.ones(3)}
+    state = TrainerState(version=1, previous=before, current=now)
+    ties = Ties(
+        setup, cast(Any, trainer), unused, state, trainer.control, trainer.post, trainer.spans
+    )
+    lending = Lending(ties, runner, unused, unused, unused, unused)
+    lending._recall(1)
+    assert trainer.post.to == [], "nothing came back"
+    dying.runner.claim(0)
+    for rank in {2, 3, 4} - set(left):
+        launcher.lose(rank)
+    Claims(StoredClaims(launcher), -1).lose(2, "died", 2)
+    lending._recall(1)
+    sent = [message.meta["version"] for message in trainer.post.messages()]
+    if not left:
+        assert sent == [], "nobody is there; a rank that joins gives another chance"
+        assert lending._recalled == 0
+        return
+    assert sent == [0, 0, 1, 1], "its bucket and its digest, then those of the present version"
+    assert set(trainer.post.to) == {left[0]}
+    for message, tensors in zip(trainer.post.messages()[::2], (before, now), strict=True):
+        assert bytes(message.tensors["data"][:12].numpy()) == tensor_bytes(tensors["a"])
+    lending._recall(1)
+    assert len(trainer.post.to) == 4, "once"
+    state.previous = None
+    lending._recalled = 0
+    lending._recall(1)
+    assert len(trainer.post.to) == 4, "there is no version before"

@@ -46,7 +46,7 @@ Teaches = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 def owned_positions(
-    spec: ScheduleSpec, place: Place, rank: int, group: int, part: int, lockstep: bool = False
+    spec: ScheduleSpec, place: Place, rank: int, group: int, part: int, lockstep: bool
 ) -> tuple[int, ...]:
     """Return the positions (0..S-1) among a task's trained steps that trainer `rank` needs, because
     it trains them.

@@ -12,6 +12,7 @@ from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
+from digenrl.extensions.planner.enumeration import step_batches
 from digenrl.extensions.planner.gpus import GPUS, reaches
 from digenrl.extensions.planner.outcome import SLOWER_GENERATION, evaluate
 from digenrl.extensions.planner.virtual_run import simulate
@@ -96,6 +97,18 @@ def test_trainers_that_share_weights_generate_as_slowly_as_the_slowest_of_them()
         ([4.0, 5.0, 1.0, 2.0, 9.0], 1, [4.0, 5.0, 1.0, 2.0, 9.0]),
     ):
         assert Costing._together(list(steps), 4, shards) == wanted
+
+
+@pytest.mark.parametrize(
+    ("trainers", "sizes"), [(4, [3, 2, 1]), (6, [2, 1]), (7, [1]), (1, [5, 3, 2, 1])]
+)
+def test_steps_per_forward_leave_each_trainer_four_blocks_of_a_fragment(
+    trainers: int, sizes: list[int]
+) -> None:
+    """A fragment has 8 tasks of 5 trained steps; a whole, a half or a quarter of them in a
+    forward."""
+    costing = Costing(WORK, Hardware((POOL,)))
+    assert step_batches(costing, costing.candidate(trainers, 8 - trainers)) == sizes
 
 
 @pytest.mark.parametrize(("updates", "rank"), [(1, 64), (2, 64), (4, 64), (2, None)])

@@ -107,7 +107,7 @@ def workload(composed: Composed) -> Workload:
         heldout=tuple(name for name in config.reward.get("heldout") or {} if name not in judged),
         evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
         detached=guided and bool(algorithm.get("detach_uncond")),
-        engine="compiled" if model.get("compile", False) else "eager",
+        engine="compiled" if model.get("compile") else "eager",
         fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
         base_bytes=_BASE[model.get("quantize")],
         storage_bytes=_STORAGE[sampling.storage_dtype],
