@@ -464,7 +464,9 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
     )
     assert out[0].startswith("Book 8 x H100-SXM for ")
     assert f"{planned['price']:,.0f} at 2 a GPU-hour" in out[0]
-    assert any(line.startswith("as configured") for line in out)
+    row, sentence = (line for line in out if line.startswith("as configured"))
+    assert row.split()[2:4] == ["8+0", "ddp"]
+    assert sentence.startswith("as configured (8+0): ")
     assert planned["sources"]["train"] == {"h100": "assumed"}
     assert planned["sources"]["generate"] == {"h100": "published"}
     assert plan_command.main([*words, "--json"]) == 0
