@@ -1,5 +1,5 @@
-"""What arrives on a trainer, what it trains of that, and the step ledger at run time: I9 and I10
-are checked by the pure schedule while the run goes on."""
+"""What arrives on a trainer, and what it trains of that. The step ledger checks I9 and I10 by the
+pure schedule while the run goes on."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_the_figures_of_an_outcome_fit_each_other() -> None:
 
 
 def test_trainers_that_share_weights_generate_as_slowly_as_the_slowest_of_them() -> None:
-    """Of 4 trainers and a rollout; no group is faster than the first."""
+    """The last of five ranks is a rollout. No group is faster than the first."""
     for steps, shards, wanted in (
         ([1.0, 2.0, 7.0, 3.0, 9.0], 2, [2.0, 2.0, 7.0, 7.0, 9.0]),
         ([4.0, 5.0, 1.0, 2.0, 9.0], 2, [5.0, 5.0, 5.0, 5.0, 9.0]),
