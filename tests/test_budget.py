@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13000,
+        ceiling=12999,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29757),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29756),
 }
 """Room -> its budget. The last four rows are sums."""
 
