@@ -14,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,14 +272,7 @@ def run_series(
     """
     left = list(jobs)
     while left:
-        outcome = launch(
-            Launch(
-                trainers,
-                rollouts,
-                lambda world, session, left=tuple(left): _work(left, run_dir, world, session),
-                run_dir,
-            )
-        )  # type: ignore[misc]
+        outcome = launch(Launch(trainers, rollouts, partial(_work, tuple(left), run_dir), run_dir))
         failed = False
         while left and not failed:
             job = left.pop(0)
