@@ -36,7 +36,7 @@ def service(repository):
     assert line.startswith("serving at http://127.0.0.1:"), line
     yield process, line.split()[-1]
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) in (0, -signal.SIGINT)
+    assert process.wait(10) in (0, 128 + signal.SIGINT)
     process.stdout.close()
 
 
