@@ -1,9 +1,9 @@
-"""One colocated rank in this process: everything that it does, in its order. What is left out, done
+"""One colocated rank without launcher or cluster: everything that it does, in its order. What is left out, done
 twice or done at another moment gives other spans, events or files, also where results agree."""
 
 from __future__ import annotations
 
-import math
+import multiprocessing
 import socket
 import time
 from pathlib import Path
@@ -16,12 +16,12 @@ from digenrl import run
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreServer
 from digenrl.cluster.world import Session, World
-from digenrl.record import run_dir
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.strategy.processes import Cluster, Probe, RunOutcome, configured, read_record, relative
 from tests.strategy.reference import reference
 from tests.strategy.test_equality import LIGHT
 
+pytestmark = pytest.mark.processes
 WORDS = (
     *LIGHT,
     "schedule=colocated",
@@ -35,23 +35,24 @@ WORDS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_dir, "_events_limit", math.inf)  # a run sets its own: put it back
-
-
 def alone(directory: Path, checkpoint: Path | None = None) -> Cluster:
-    """Run a rank to its end, and read what it recorded."""
+    """Run a rank to its end in a fork, because a process that has trained can fork no ranks that
+    train; and read what it recorded."""
     probes = directory / "probe"
     probes.mkdir(parents=True)
-    handshake = Handshake()
-    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
-    session = Session("127.0.0.1", server.port, handshake, directory, time.time())
-    try:
-        config = configured(*WORDS)
-        run.build(config, World(0, 1, 0), session, callbacks=[Probe(probes)]).fit(checkpoint)
-    finally:
+
+    def rank() -> None:
+        handshake = Handshake()
+        server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+        session = Session("127.0.0.1", server.port, handshake, directory, time.time())
+        callbacks = [Probe(probes)]
+        run.build(configured(*WORDS), World(0, 1, 0), session, callbacks).fit(checkpoint)
         server.close()
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "see its traceback above"
     return Cluster(RunOutcome(), read_record(probes), directory)
 
 
