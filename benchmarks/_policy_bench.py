@@ -53,6 +53,8 @@ EAGER, COMPILED = ENGINES = ("eager", "compiled")
 GRADES = {"all": "false", "products": "products", "attention": "attention", "inputs": "true"}
 """What blocks keep for the backward pass -> `model.gradient_checkpointing`."""
 PROMPT = Prompt("a shop window at night with a hand-painted sign that says open, rain on the glass")
+NOBODY: Any = SimpleNamespace(multicast=lambda routes, message: None)
+"""A link without peers, for publications that are only copied and hashed."""
 Row = dict[str, Any]
 
 
@@ -330,10 +332,9 @@ def publication(bench: Bench, unit: Unit) -> Row:
                 "free"
             )
         }
-    nobody: Any = SimpleNamespace(multicast=lambda routes, message: None)
 
     def copied() -> Any:
-        return publish(1, parameters, nobody, {}, lambda digest: None)
+        return publish(1, parameters, NOBODY, {}, lambda digest: None)
 
     taken = _device.seconds(copied, bench.device, most=3)
     version = copied()

@@ -13,7 +13,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -49,6 +49,12 @@ def options(
         )
     short = quick if given.get("quick") == "true" else {}
     return {"quick": "false"} | dict(defaults) | dict(short) | given
+
+
+def require_known(given: Mapping[str, str], key: str, names: Iterable[str]) -> None:
+    """Raise SystemExit unless all of the words at `key`, separated by commas, are among `names`."""
+    if unknown := sorted(set(given[key].split(",")) - set(names)):
+        raise SystemExit(f"{key}={','.join(unknown)}: unknown; known: {', '.join(names)}.")
 
 
 class Report:

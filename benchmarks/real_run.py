@@ -29,7 +29,7 @@ from accelerate import init_empty_weights
 from benchmarks import _device, _families
 from benchmarks._policy_bench import EXPERIMENTS
 from benchmarks._random_builds import FAMILY, REAL, TINY, encoder, fill, published
-from benchmarks._shared import Report, options
+from benchmarks._shared import Report, options, require_known
 from digenrl.algorithms.first_ratios import HALF_RATIO_BOUND
 from digenrl.extensions.planner.measured import same_gpu
 from digenrl.extensions.tiny import builds as tiny_builds
@@ -57,12 +57,9 @@ def checkpoint(model: str, folder: Path, device: torch.device) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(tiny_builds.ensure(family), unfinished)
     for name in model_index(str(unfinished)):
-        if name == "transformer":
+        if name in ("transformer", "vae"):
             with init_empty_weights(include_buffers=False):
-                made = _families.network(model)
-        elif name == "vae":
-            with init_empty_weights(include_buffers=False):
-                made = _families.decoder(facts)
+                made = _families.decoder(facts) if name == "vae" else _families.network(model)
         elif name.startswith("text_encoder"):
             made = encoder(family, name, REAL if published(family, name) else TINY, str(unfinished))
         else:
@@ -117,6 +114,7 @@ def train(model: str, path: Path | None, device: torch.device, given: Mapping[st
 def main(arguments: list[str]) -> int:
     """Write checkpoints, run, print; 1 when a bar was missed."""
     given = options(arguments, DEFAULTS, QUICK)
+    require_known(given, "models", FAMILY)
     device = _device.find()
     size = given["size"] if given["size"] != "auto" else REAL if device.type != "cpu" else TINY
     report = Report(

@@ -46,13 +46,13 @@ from benchmarks._policy_bench import (
     conditioning,
 )
 from benchmarks._random_builds import FAMILY, REAL, TINY
-from benchmarks._shared import RESULTS, Report, options
+from benchmarks._shared import RESULTS, Report, options, require_known
 from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.gpus import known
+from digenrl.extensions.planner.measured import computed_seconds
 from digenrl.extensions.planner.reading import workload
 from digenrl.facts import families
 from digenrl.hardware import parse_hardware
-from digenrl.recompute import parse_recompute
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = {
@@ -231,10 +231,7 @@ def planned_seconds(unit: Unit, gpu: str) -> float:
     profile = parse_hardware(settings.config.hardware)
     pool = replace(profile.pools[0], gpu=gpu, tflops=sheet.tflops, hbm_tb_s=sheet.hbm_tb_s)
     costs = Costs(workload(settings), replace(profile, pools=(pool,)))
-    if unit.stage == "generate":
-        return costs.step_seconds(pool, unit.samples)
-    kept = parse_recompute(settings.config.model.gradient_checkpointing)
-    return unit.steps * costs.cell_seconds(pool, unit.samples, unit.steps, kept)
+    return computed_seconds(costs, pool, unit.stage, unit.samples, unit.steps, unit.build.kept)
 
 
 def figures(row: Row, peak: float | None, planned: float) -> list[str]:
@@ -373,9 +370,8 @@ def main(arguments: list[str]) -> int:
     given = options(arguments, DEFAULTS, QUICK)
     device = _device.find()
     size = given["size"] if given["size"] != "auto" else REAL if device.type == "cuda" else TINY
-    for key, names in (("models", tuple(FAMILY)), ("engines", ENGINES)):
-        if unknown := sorted(set(given[key].split(",")) - set(names)):
-            raise SystemExit(f"{key}={','.join(unknown)}: unknown; known: {', '.join(names)}.")
+    require_known(given, "models", FAMILY)
+    require_known(given, "engines", ENGINES)
     if size not in (REAL, TINY) or (size == REAL and device.type != "cuda"):
         raise SystemExit(
             f"size={size}: real needs a GPU and torch {torch.__version__} sees none; tiny runs "

@@ -112,8 +112,8 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=539),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1602),
-    "cli": Room(500, ("cli",), ceiling=511),
+    "config": Room(1500, ("config",), ceiling=1601),
+    "cli": Room(500, ("cli",), ceiling=513),
     "report": Room(600, ("report",), ceiling=650),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3424),
     "extensions/zoo, tiny, export": Room(
@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12999,
+        ceiling=13000,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29756),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29757),
 }
 """Room -> its budget. The last four rows are sums."""
 

@@ -95,6 +95,10 @@ KEYS: dict[str, Case] = {
         ["callbacks.recorder=null"],
         ["callbacks.recorder = null: is null; allowed: a group of keys."],
     ),
+    "a component without its class": (
+        ["~strategy._target_"],
+        ["has no _target_; allowed: a group of keys with _target_ and _partial_=true"],
+    ),
     "no callbacks": (["~callbacks"], ["callbacks: missing"]),
     "no SDE": (["~algorithm.sde"], ["algorithm.sde: missing"]),
     "no choice of steps": (["~algorithm.train_steps"], ["algorithm.train_steps: missing"]),

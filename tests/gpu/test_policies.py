@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from benchmarks import _device
-from benchmarks._policy_bench import COMPILED, PROMPT, Bench, Build, Unit, build, ratio
+from benchmarks._policy_bench import COMPILED, NOBODY, PROMPT, Bench, Build, Unit, build, ratio
 from benchmarks._random_builds import FAMILY, TINY
 from digenrl.algorithms.first_ratios import HALF_RATIO_BOUND
 from digenrl.diffusion import denoise
@@ -95,8 +94,7 @@ def test_a_version_is_copied_through_pinned_memory_and_adopted_bit_by_bit() -> N
     trainer, rollout = make("flux").to(DEVICE), make("flux").to(DEVICE)
     randomise_lora(trainer.to("cpu"))
     sent = trainer.to(DEVICE).trained_parameters()
-    nobody = SimpleNamespace(multicast=lambda routes, message: None)
-    version = publish(1, sent, nobody, {}, lambda digest: None)  # type: ignore[arg-type]
+    version = publish(1, sent, NOBODY, {}, lambda digest: None)
     assert all(tensor.is_pinned() for tensor in version.tensors.values())
     adopt(rollout.trained_parameters(), version)
     for name, parameter in rollout.trained_parameters().items():

@@ -43,17 +43,7 @@ def train(words: list[str], signals: StopSignals) -> int:
     from digenrl.config import load_or_exit
 
     composed = load_or_exit(words, doc=__doc__)
-    # Several ranks share the cores: one thread each, and none that spins while it waits. Read when
-    # torch loads.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Generation and training alternate shapes on one GPU; ranks are forked, so that no question may
-    # initialise the driver here.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # peft imports it wherever it is installed, and its import initialises the driver.
-    sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
+    before_forks()
     # torch and Lightning load here, once, before the ranks are forked.
     from digenrl.cli import ending, job, start
 
@@ -68,6 +58,21 @@ def train(words: list[str], signals: StopSignals) -> int:
         ending.report(run_dir, outcome)
         print(run_dir, flush=True)
     return outcome.exit_code or signals.exit_code
+
+
+def before_forks() -> None:
+    """Prepare this process, in which torch has not loaded yet, for the ranks that it forks."""
+    # Several ranks share the cores: one thread each, and none that spins while it waits. Read when
+    # torch loads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Generation and training alternate shapes on one GPU; ranks are forked, so that no question may
+    # initialise the driver here.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # peft imports it wherever it is installed, and its import initialises the driver.
+    sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

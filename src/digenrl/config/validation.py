@@ -164,8 +164,7 @@ class _Located:
 
 
 def _located(node: Key | Tree | None, error: Mapping[str, Any]) -> _Located:
-    path: list[str] = []
-    where = list(error["loc"])
+    path, where = list[str](), list(error["loc"])
     while where and isinstance(node, Mapping):
         path.append(str(where.pop(0)))
         node = node.get(path[-1], node.get(ANY_NAME))
@@ -187,7 +186,7 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
         return f"{key}: missing; allowed: {said.allowed}{meaning}."
     wrong = f"holds {error['input']!r}, which " * located.in_item + _complaint(error)
     value = functools.reduce(lambda node, part: node[part], key.split("."), tree)
-    if (allowed := said.allowed).startswith("a group of keys") and isinstance(value, Mapping):
+    if (allowed := said.allowed).startswith("a group of keys") and error["input"] is not value:
         key, value, allowed = ".".join(error["loc"]), error["input"], "a group of keys"
     if (why := reason(key, value)) is not None:
         return f"{key} = {shown(value)}: was removed; {why}."

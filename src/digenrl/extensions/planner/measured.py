@@ -24,14 +24,14 @@ from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.gpus import SCALED
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Pool
-from digenrl.recompute import Recompute
+from digenrl.recompute import parse_recompute
 
 
 def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
     """Return `hardware` with what was measured of this workload on its pools' GPUs, read from
     `folder`."""
     seconds = {stage: dict(table) for stage, table in hardware.seconds.items()}
-    pools = []
+    costs, pools = Costs(work, replace(hardware, seconds={})), []
     for pool in hardware.pools:
         found = {
             stage: rows
@@ -39,7 +39,6 @@ def with_measured(hardware: Hardware, work: Workload, folder: Path) -> Hardware:
             if same_gpu(pool.gpu, path.stem)
             for stage, rows in _fitting(_read(path)["models"].get(work.model, {}), work)
         }
-        costs = Costs(work, replace(hardware, seconds={}))
         scales = tuple(
             (figure, _scale(costs, pool, stage, found[stage]))
             for stage, figure in SCALED.items()
@@ -87,11 +86,20 @@ def _scale(costs: Costs, pool: Pool, stage: str, rows: list[dict[str, Any]]) -> 
     """Return measured over computed seconds of the row with the most samples and steps. In small
     ones the processor's launches decide, which differ from machine to machine."""
     row = max(rows, key=lambda row: row["samples"] * row.get("steps", 1))
+    computed = computed_seconds(
+        costs, pool, stage, row["samples"], row.get("steps", 1), row.get("keeps")
+    )
+    return float(row["seconds"] / computed)
+
+
+def computed_seconds(
+    costs: Costs, pool: Pool, stage: str, samples: int, steps: int, keeps: str | None
+) -> float:
+    """Return what the cost model says of a row: the seconds of a denoising step, or of a trained
+    micro-batch whose blocks keep `keeps` (`digenrl.recompute`)."""
     if stage == "generate":
-        return float(row["seconds"] / costs.step_seconds(pool, row["samples"]))
-    kept = Recompute() if row["keeps"] == "all" else Recompute(**{row["keeps"]: 1.0})
-    cell = costs.cell_seconds(pool, row["samples"], row["steps"], kept)
-    return float(row["seconds"] / row["steps"] / cell)
+        return costs.step_seconds(pool, samples)
+    return steps * costs.cell_seconds(pool, samples, steps, parse_recompute(keeps))
 
 
 @lru_cache

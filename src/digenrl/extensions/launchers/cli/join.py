@@ -22,6 +22,7 @@ from pydantic import Field
 
 from digenrl import config as configuration
 from digenrl.cli.commands import to_continue
+from digenrl.cli.train import before_forks
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.config.help import Arguments, RunDirectory, own_command
 from digenrl.config.stored import disagreements, identity
@@ -57,8 +58,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
     """
     access = _access(request)
     composed = configuration.load(words, stored=request.run)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    before_forks()
     from digenrl import devices, run  # torch loads here
     from digenrl.advisor import advisor
     from digenrl.cluster.launcher import check_open_files
