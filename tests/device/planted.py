@@ -122,8 +122,8 @@ FAULTS = (
     Fault(
         "publication: the suite for GPUs gives no names (H8)",
         POLICIES,
-        "    version = publish(1, sent, nobody",
-        "    version = publish(1, tuple(sent.values()), nobody",
+        "    version = publish(1, sent, NOBODY",
+        "    version = publish(1, tuple(sent.values()), NOBODY",
         "that suite fails on the first GPU",
         POLICIES,
         "adopted_bit_by_bit",
