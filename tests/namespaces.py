@@ -86,22 +86,15 @@ class Cable:
         _ip(f"-n {self.namespace} link set {self.interface} up")
 
     def slow(self, seconds: float) -> None:
-        """4 Mbit/s with 50 ms and 2 % loss each way, for so long."""
+        """4 Mbit/s with 50 ms and 2 % loss each way, for so long. Without netem, 4 Mbit/s alone (the
+        kernel's token bucket filter)."""
         try:
             self._shape("netem delay 50ms loss 2% rate 4mbit")
         except NotHere as error:
             self.lossy = str(error)
-            self.thin(4)
+            self._shape("tbf rate 4mbit burst 128kb latency 200ms")
         time.sleep(seconds)
         self._shape("")
-
-    def thin(self, mbit: int) -> None:
-        """So many Mbit/s each way from now on (the kernel's token bucket filter).
-
-        Raises:
-            NotHere: the kernel has none.
-        """
-        self._shape(f"tbf rate {mbit}mbit burst 128kb latency 200ms")
 
     def _shape(self, discipline: str) -> None:
         """What queues at both ends; "": as before."""

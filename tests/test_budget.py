@@ -100,11 +100,11 @@ SINCE_LINES = 1600
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1405
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1403
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1931),
-    "transport": Room(700, ("transport",), ceiling=738),
+    "transport": Room(700, ("transport",), ceiling=734),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
     "algorithms, rollout": Room(1250, ("algorithms", "rollout")),
@@ -112,10 +112,10 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=539),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1601),
+    "config": Room(1500, ("config",), ceiling=1600),
     "cli": Room(500, ("cli",), ceiling=513),
     "report": Room(600, ("report",), ceiling=650),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3424),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3410),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
@@ -126,7 +126,7 @@ ROOMS = {
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1845
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
-    "extensions/links": Room(515, ("extensions/links",)),
+    "extensions/links": Room(330, ("extensions/links",)),
     "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(
         350, ("extensions/forward", "extensions/offpolicy"), ceiling=416
@@ -158,10 +158,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=13000,
+        ceiling=12993,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29757),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29557),
 }
 """Room -> its budget. The last four rows are sums."""
 

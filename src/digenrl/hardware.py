@@ -44,10 +44,6 @@ class Line:
     gb_s: float
     """GB/s per direction, shared by all GPUs of both pools."""
     latency_s: float = 0.0
-    told: bool = False
-    """Whether versions are sent as deltas."""
-    packed: bool = False
-    """Whether everything else is sent packed."""
 
     def seconds(self, size: float) -> float:
         """Return the seconds that a message of `size` bytes takes."""

@@ -4,7 +4,7 @@ is started."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,13 +58,13 @@ def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker
     Raises:
         ExtensionMissing: the configuration asks for more, and the extension is not installed.
     """
-    network, plain = config.network, {"publication": "stream", "delta": "auto", "compress": "auto"}
-    asked = [key for key in plain if network[key] not in (plain[key], "auto", False)]
-    lines = None if stand_in is None else lambda peer: configuration.instantiate(stand_in.line)
-    if not asked and not installed("links"):
-        return socket_link if lines is None else partial(socket_link, lines=lines)
-    wanted = ", ".join(f"network.{key} = {str(network[key]).lower()}" for key in asked)
-    instead = "use " + " ".join(f"network.{key}={plain[key]}" for key in asked)
+    lines: Mapping[str, Any] = {}
+    if stand_in is not None:
+        lines = {"lines": lambda peer: configuration.instantiate(stand_in.line)}
+    asked = config.network.publication
+    if asked != "broadcast" and not installed("links"):
+        return partial(socket_link, **lines)
+    wanted, instead = f"network.publication = {asked}", "use network.publication=stream"
     make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(
         config, lines
     )

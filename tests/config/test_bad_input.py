@@ -123,6 +123,7 @@ KEYS: dict[str, Case] = {
         ["parallel.rollout_context=2"],
         ["was removed; each rollout generates alone"],
     ),
+    "removed key of thin lines": (["network.delta=true"], ["was removed; all bytes travel"]),
     "added removed key": (
         ["+schedule.order=arrival"],
         ["schedule.order = arrival: was removed; fragments"],
@@ -301,9 +302,6 @@ VALUES: dict[str, Case] = {
         ["+hardware.links={wan:{between:[local,far]}}"],
         ["hardware.links.wan.gb_s: missing", "number > 0"],
     ),
-    "delta in words": (["network.delta=never"], ["network.delta = never", "true or false or auto"]),
-    "no whole version": (["network.whole_every=0"], ["network.whole_every = 0", ">= 1"]),
-    "nothing is thin": (["network.thin_mb_s=0"], ["network.thin_mb_s = 0", "number > 0"]),
     "no time scale": (["hardware.time_scale=0"], ["hardware.time_scale = 0", "number > 0"]),
     "negative share": (["schedule.shares=[1,-1]"], ["schedule.shares", "holds -1", "too small"]),
     "name that leads elsewhere": (

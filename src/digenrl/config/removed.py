@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_THIN_LINES = ("network.delta", "network.compress", "network.whole_every", "network.thin_mb_s")
 REMOVED: dict[str, str] = {
     "handshake": "its limits suit every run: 10 s to prove oneself, 60 s to be answered",
     "record.logger_finish_s": "30 s are enough for a logger that works",
@@ -12,6 +13,9 @@ REMOVED: dict[str, str] = {
         "no experiment used it; drop with the same data.oversample has its gradient"
     ),
     "model.compile=graphs": "torch.compile has a mode for CUDA graphs; set model.compile=true",
+    **dict.fromkeys(
+        _THIN_LINES, "all bytes travel; behind a slow line, run rollouts beside the trainers"
+    ),
     "parallel.rollout_context": (
         "each rollout generates alone; set sampling.task_size=1 where memory is short"
     ),
@@ -31,6 +35,7 @@ FORGOTTEN: dict[str, tuple[Any, ...]] = {
     "handshake": ({"seconds": 10.0, "waiting": 64, "connect_s": 60.0},),
     "record.logger_finish_s": (30.0,),
     "record.logger_pending": (1000,),
+    **dict.fromkeys(_THIN_LINES, ("auto", False, True, 50)),
     "parallel.rollout_context": (1,),
     "reward.cache_size": (0, 4096),
     "reward.max_batch": (0,),

@@ -211,17 +211,6 @@ class NetworkKeys(Closed):
     """How weights travel to rollouts. stream: over sockets. broadcast: by torch.distributed (NCCL,
     or gloo on CPUs) to the rollouts that started with the run, until one of them is lost. Later
     rollouts get streams. auto: broadcast if every rank has a GPU and their number is fixed."""
-    delta: bool | Auto
-    """Send rollouts only the difference to the version that they hold (exclusive or, checked by
-    digest). auto: on thin links."""
-    whole_every: AtLeast1
-    """Every n-th version is sent whole even when deltas are on. 1: every version."""
-    compress: bool | Auto
-    """Compress trajectories, weights and suspended tasks without loss (zlib). auto: on thin
-    links."""
-    thin_mb_s: Positive
-    """MB/s below which a link counts as thin. The speed is taken from hardware.links, or
-    measured."""
 
 
 class ParallelKeys(Closed):

@@ -7,8 +7,8 @@ affects no other one.
 
 `send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted.
 `receive` waits at most its timeout. A reader waits for bytes, and ends when the peer closes the
-connection. An extension can change what travels between two ranks: each end of a connection passes
-its messages through a `PeerLine`.
+connection. An extension can watch or delay what travels between two ranks: each end of a connection
+shows its messages to a `PeerLine`.
 
 Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled,
 and building a pair can deadlock two ranks that send to each other. A socket reports a dead peer at
@@ -51,7 +51,7 @@ _VECTOR = 1024
 MAX_MESSAGE_BYTES = 64 << 30
 _DEFAULT = Limits()
 _Queued = tuple[Message, Buffers]
-"""A message, and its buffers in case its line does not change it."""
+"""A message and its buffers."""
 Routes = Mapping[int, Sequence[int]]
 """Receiver of a message -> ranks to which the receiver passes the message on."""
 
@@ -84,26 +84,14 @@ class Link(Protocol):
 
 
 class PeerLine:
-    """One direction of the connection with one peer, where a subclass can change messages. Called
+    """One direction of the connection with one peer, where a subclass can delay messages. Called
     in the link's threads."""
 
-    def outgoing(self, message: Message) -> Message:
-        """Return the message to write in place of `message`, whose tensors are contiguous and in
-        CPU memory."""
-        return message
+    def outgoing(self, message: Message) -> None:
+        """Wait before `message` is written."""
 
-    def written(self, size: int, room: int, more: bool) -> None:
-        """Note that a message of `size` bytes has been written to a socket whose buffer holds
-        `room` bytes.
-
-        Args:
-            more: whether the next message is already waiting.
-        """
-
-    def incoming(self, message: Message) -> Message:
-        """Return the message that the peer passed to `outgoing`, from the message that `outgoing`
-        returned."""
-        return message
+    def incoming(self, message: Message) -> None:
+        """Wait before the received `message` is delivered."""
 
 
 Lines = Callable[[int], PeerLine]
@@ -128,7 +116,7 @@ class SocketLink:
         limits: how long `close` waits for what is still queued, and how long the launcher may take
             to judge a death.
         stage: entered with "send" while a message is written.
-        lines: peer -> the line that may change messages with this peer.
+        lines: peer -> the line that may delay messages with this peer.
     """
 
     def __init__(
@@ -246,15 +234,12 @@ class SocketLink:
             host, port = address.rsplit(":", 1)
             with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-                room, line = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF), self._lines(peer)
+                line = self._lines(peer)
                 while (queued := outbox.get()) is not None:
                     with self._stage("send"):
                         message, buffers = queued
-                        # `send` has encoded the message; only a changed one is encoded again.
-                        if (changed := line.outgoing(message)) is not message:
-                            buffers = encode(changed)
+                        line.outgoing(message)
                         _write(sock, buffers)
-                    line.written(sum(map(len, buffers)), room, more=not outbox.empty())
         except PeerLost:
             return
         except (OSError, Aborted) as error:
@@ -290,7 +275,8 @@ class SocketLink:
             while sock.recv(
                 1, socket.MSG_PEEK
             ):  # an empty peek is an orderly end between two messages
-                self._deliver(line.incoming(decode(read, MAX_MESSAGE_BYTES)))
+                line.incoming(message := decode(read, MAX_MESSAGE_BYTES))
+                self._deliver(message)
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():

@@ -59,7 +59,7 @@ def costing() -> Costing:
 
 
 def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
-    line = Line(0.0125, 0.02, told=True, packed=True)
+    line = Line(0.0125, 0.02)
     work = replace(FLUX, updates=1)
     plan = make_plan(
         Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): line})),

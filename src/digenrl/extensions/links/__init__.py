@@ -1,5 +1,4 @@
-"""Other ways to send weights and trajectories than plain sockets: deltas and packing over thin
-lines, broadcasts."""
+"""Another way to send weights than plain sockets: broadcasts of torch.distributed."""
 
 from digenrl.extensions.links.settings import line_problems, publication_problems
 

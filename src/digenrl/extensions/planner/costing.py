@@ -260,8 +260,7 @@ class Costing:
             )
             each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
             table[pool.name] = min(pool.per_node, count) * each / GIB
-        told = any(line.told for line in self.hardware.lines.values())
-        table[next(iter(table))] += published_bytes(self.work, spec.async_steps, told) / GIB
+        table[next(iter(table))] += published_bytes(self.work, spec.async_steps) / GIB
         return table
 
     def cell_seconds(self, candidate: Candidate) -> float:

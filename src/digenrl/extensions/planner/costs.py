@@ -13,8 +13,7 @@ replace computed ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from digenrl.extensions.planner.gpus import (
     BACKWARD_LAUNCHES,
@@ -45,13 +44,6 @@ ADOPT_GB_S = 3.3
 """GB/s at which one processor core copies received weights onto a GPU (an assumption)."""
 CONDITION_WIDTH = 4096
 """Width of a text token's embedding (T5, UMT5, Llama; an assumption for the others)."""
-PACKED, TOLD = {2: 0.67, 4: 0.84}, 0.3
-"""Sizes on the wire, as shares of the original (both measured).
-
-`PACKED` is for packed, normally distributed floats, by their bytes. `TOLD` is for a 16-bit version
-sent as changes when seven values in eight have moved a little. When one value in twenty has moved,
-the share is 0.04.
-"""
 CONNECTION_GB_S = 1.2
 """GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
 two processor cores)."""
@@ -60,16 +52,6 @@ SWITCH_SECONDS = 0.02
 adapters stay."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
-
-
-def as_sent(line: Line, network: Any) -> Line:
-    """Return the line with the packing and the changes that the `network` settings of a run choose
-    for it."""
-    thin = line.gb_s * 1e3 < network.thin_mb_s
-    told, packed = (
-        thin if asked == "auto" else bool(asked) for asked in (network.delta, network.compress)
-    )
-    return replace(line, told=told and network.whole_every > 1, packed=packed)
 
 
 @dataclass(frozen=True)
@@ -342,14 +324,12 @@ class Costs:
 
     def send_seconds(self, line: Line, task_size: int) -> float:
         """Return the seconds of a finished task on the line between two places."""
-        share = PACKED.get(self.work.storage_bytes, 1.0) if line.packed else 1.0
-        return line.seconds(share * self.task_bytes(task_size))
+        return line.seconds(self.task_bytes(task_size))
 
     def fetch_seconds(self, line: Line, nodes: int) -> float:
         """Return the seconds of a version on the line between two places, with a copy for each of
         `nodes` nodes."""
-        share = TOLD if line.told else PACKED[2] if line.packed else 1.0
-        return line.seconds(share * nodes * version_bytes(self.work))
+        return line.seconds(nodes * version_bytes(self.work))
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """Return the seconds of a finished task through pinned memory and the network, and of its

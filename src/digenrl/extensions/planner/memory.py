@@ -152,14 +152,13 @@ def version_bytes(work: Workload) -> int:
     return 2 * work.trained_parameters
 
 
-def published_bytes(work: Workload, async_steps: int, told: bool = False) -> int:
+def published_bytes(work: Workload, async_steps: int) -> int:
     """Return the bytes of published versions in trainer 0's host memory.
 
     The newest version serves ranks that join. With asynchrony the version before stays for a
-    resumed run, and one more is made meanwhile. If changes are sent (`told`), at least one further
-    version is kept.
+    resumed run, and one more is made meanwhile.
     """
-    return (1 + max(2 * async_steps, told)) * version_bytes(work)
+    return (1 + 2 * async_steps) * version_bytes(work)
 
 
 def stored_bytes(work: Workload, rows: int) -> int:

@@ -14,7 +14,6 @@ from digenrl.config.relations import most_rollouts, needs_whole_batch
 from digenrl.extension import installed
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.costs import as_sent
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
 from digenrl.extensions.planner.workload import Workload, counted
@@ -58,9 +57,7 @@ def costing_of(composed: Composed) -> Costing:
     """Return the costing of the experiment on its hardware profile. Raises ValueError for a model
     without counted sizes."""
     work, folder = workload(composed), config_directory() / "hardware" / "measured"
-    profile = parse_hardware(composed.config.hardware)
-    lines = {pools: as_sent(line, composed.config.network) for pools, line in profile.lines.items()}
-    return Costing(work, with_measured(replace(profile, lines=lines), work, folder))
+    return Costing(work, with_measured(parse_hardware(composed.config.hardware), work, folder))
 
 
 def workload(composed: Composed) -> Workload:
