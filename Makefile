@@ -20,13 +20,13 @@ export OMP_WAIT_POLICY ?= passive
 
 # Recipes read the user's variables as the shell's, "$$RUN", so that a path may have any letters and spaces.
 # Commands that name another one then name it as make's.
-train resume replay sweep plan join: export DIGENRL_CALLER = make
+train resume sweep plan join: export DIGENRL_CALLER = make
 
 PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch prompts encode resume join replay sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train fetch prompts encode resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -53,10 +53,6 @@ train: $(STAMP)  ## Train. EXP=experiment HW=hardware ARGS="key=value ..."; alon
 resume: $(STAMP)  ## Continue a run from its last checkpoint. RUN=directory
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl.cli.train "resume=$$RUN" $(ARGS)
-
-replay: $(STAMP)  ## Train again from a run's trajectories, with nothing generated. RUN=directory
-	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl.cli.train "replay=$$RUN" $(ARGS)
 
 join: $(STAMP)  ## One more rollout for a running run, from this machine. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)

@@ -79,7 +79,7 @@ ANYWHERE = (
     "tests/test_train_cli.py",
 )
 """Runs of all kinds, beside all tests of a room."""
-BESIDE = {"rollout": ("tests/strategy/test_evaluating.py", "tests/extensions/records/")}
+BESIDE = {"rollout": ("tests/strategy/test_evaluating.py",)}
 """Tests of a room in other folders than its own, for the far round."""
 KILLED, SURVIVED, TIMED_OUT = "killed", "survived", "timed out"
 

@@ -100,19 +100,19 @@ SINCE_LINES = 1600
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1403
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1391
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1931),
-    "transport": Room(700, ("transport",), ceiling=734),
+    "strategy": Room(1600, ("strategy",), ceiling=1904),
+    "transport": Room(700, ("transport",), ceiling=722),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
     "algorithms, rollout": Room(1250, ("algorithms", "rollout")),
     "models": Room(1600, ("models",)),
     "rewards": Room(650, ("rewards",)),
-    "record": Room(500, ("record",), ceiling=539),
+    "record": Room(500, ("record",), ceiling=538),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1600),
+    "config": Room(1500, ("config",), ceiling=1577),
     "cli": Room(500, ("cli",), ceiling=513),
     "report": Room(600, ("report",), ceiling=650),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3410),
@@ -127,7 +127,6 @@ ROOMS = {
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(330, ("extensions/links",)),
-    "extensions/records": Room(350, ("extensions/records",)),
     "extensions/forward, offpolicy": Room(
         350, ("extensions/forward", "extensions/offpolicy"), ceiling=416
     ),
@@ -158,10 +157,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12993,
+        ceiling=12890,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29557),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29131),
 }
 """Room -> its budget. The last four rows are sums."""
 

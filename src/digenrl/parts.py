@@ -71,16 +71,6 @@ def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker
     return make
 
 
-def records(config: DictConfig, function: str) -> Any:
-    """Return a function of the extension `records`, for a run that records or replays
-    trajectories."""
-    wanted = (
-        "record.trajectories = true" if config.record.trajectories else f"replay = {config.replay}"
-    )
-    instead = "use record.trajectories=false and replay=null"
-    return extension(f"digenrl.extensions.records.assembly.{function}", wanted, instead)
-
-
 def encode(
     given: Given, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
 ) -> None:
@@ -221,12 +211,6 @@ def check(config: DictConfig) -> None:
     surrogate = configuration.instantiate(algorithm.surrogate) if "surrogate" in algorithm else None
     if surrogate is not None:
         check_kernel(configuration.instantiate(algorithm.sde), surrogate)
-    if config.replay is not None:
-        means, final = (
-            surrogate is not None and surrogate.needs_means,
-            _target(config, "algorithm").needs_final,
-        )
-        records(config, "check")(config, means, final)
 
 
 def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:

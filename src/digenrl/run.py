@@ -106,8 +106,6 @@ def build(
     strategy = configuration.instantiate(config.strategy)(setup, DirectoryCheckpointIO())
     trainer = _trainer(given, setup, strategy, [*named, *callbacks], device)
     parts.encode(given, policy, data, named)
-    if config.record.trajectories and world.rank == 0:
-        parts.records(config, "announce")(config, setup, module.needs_base_means)
     return Rank(trainer, module, data, strategy)
 
 
@@ -180,10 +178,6 @@ def _setup(
         split_claims=config.schedule.claims == "split",
         expected=given.advice.expected,
         record_bytes=keep / world.size,
-        recording=parts.records(config, "recording")(config, world, session)
-        if config.record.trajectories
-        else None,
-        source=None if config.replay is None else parts.records(config, "source")(config.replay),
         evaluated=drawn[0]
         if drawn and trainers_must_evaluate(config, world.rollouts) is None
         else None,
@@ -202,7 +196,7 @@ def _check_rewards(
     once."""
     world, evaluate = given.world, any(isinstance(callback, Evaluation) for callback in callbacks)
     # Where no rollout is left trainers may have to generate all the same.
-    generate = given.config.replay is None and (setup.spec.tag or not world.rollouts)
+    generate = setup.spec.tag or not world.rollouts
     trainers_score = generate or (evaluate and setup.evaluated is None)
     if trainers_score or not world.is_trainer:  # nobody else builds reward models
         rewards.check_prompts(data.prompts)

@@ -162,7 +162,7 @@ def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
     samples are the same."""
     if config.allocation.evaluation == "trainers":
         return "allocation.evaluation=trainers says so"
-    if config.replay is not None or rollouts == 0:
+    if rollouts == 0:
         return "no rank only generates"
     if len(evaluations(config)) > 1:
         return (

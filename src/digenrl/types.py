@@ -63,9 +63,6 @@ class Transitions:
     uses them."""
     means: Tensor | None = None
     """[b, K, *L] fp32: rollout means (GRPO-Guard, Flow-DPPO); None when unused."""
-    base_means: Tensor | None = None
-    """[b, K, *L]: the base model's, as a record has them (`replay`); None: whoever needs them
-    computes them."""
 
     @property
     def samples(self) -> int:
@@ -97,7 +94,7 @@ class CellBlock(Transitions):
         """Return the rows at `keep` ([b] bool); all of them without a copy."""
         if bool(keep.all()):
             return self
-        batched = ("latents", "next_latents", "log_probs", "final", "means", "base_means")
+        batched = ("latents", "next_latents", "log_probs", "final", "means")
         kept = {name: value[keep] for name in batched if (value := getattr(self, name)) is not None}
         return replace(
             self,

@@ -443,23 +443,3 @@ def test_dropout_stays_off_in_training() -> None:
     module = grpo(policy).train()
     assert module.training
     assert not policy.transformer[-1].training
-
-
-def test_base_means_are_kept_once_for_cells_that_count_and_need_no_forward_again(
-    moved: tuple,
-) -> None:
-    policy, blocks, rewards = moved
-    kept: list[tuple[int, Tensor]] = []
-    module = grpo(policy, kl_weight=0.1)
-    module.keep_base_means = lambda block, means: kept.append((block.group, means))
-    cells = float(sum(b.samples * len(b.steps) for b in blocks))
-    padded = [*blocks, replace(blocks[0], weight=0.0)]
-    computed = gradient(module, [batch(padded, rewards, cells)])
-    assert [group for group, _ in kept] == [0, 1]
-    calls = policy.calls
-    known = [
-        replace(block, base_means=means) for block, (_, means) in zip(blocks, kept, strict=True)
-    ]
-    torch.testing.assert_close(gradient(module, [batch(known, rewards, cells)]), computed)
-    assert policy.calls - calls == len(blocks)
-    assert len(kept) == len(blocks)

@@ -57,7 +57,7 @@ COMMANDS = {
 
 
 def test_no_command_is_left_out() -> None:
-    assert set(commands()) - {"resume", "replay"} == set(COMMANDS)  # these are pages of `train`
+    assert set(commands()) - {"resume"} == set(COMMANDS)  # it is a page of `train`
 
 
 CODE = """

@@ -123,6 +123,7 @@ KEYS: dict[str, Case] = {
         ["parallel.rollout_context=2"],
         ["was removed; each rollout generates alone"],
     ),
+    "removed command": (["replay=outputs"], ["replay = outputs: was removed; samples of old"]),
     "removed key of thin lines": (["network.delta=true"], ["was removed; all bytes travel"]),
     "added removed key": (
         ["+schedule.order=arrival"],

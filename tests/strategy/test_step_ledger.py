@@ -23,7 +23,7 @@ from digenrl.schedule.staleness import AccountingError, StalenessError
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
-from digenrl.strategy.stream import FragmentStream, Inbox, TrajectoryRecord
+from digenrl.strategy.stream import FragmentStream, Inbox
 from digenrl.transport.cells import StepBoard, owned_positions
 from digenrl.transport.wire import Message, MessageKind
 from tests.cluster.test_claims import Store
@@ -224,14 +224,6 @@ class Given(Wire):
         return self.messages.pop(0) if self.messages else None
 
 
-class Recorded(TrajectoryRecord):
-    def __init__(self) -> None:
-        self.taken: list[tuple[int, int]] = []
-
-    def take(self, step: int, message: Message) -> None:
-        self.taken.append((step, message.meta["index"]))
-
-
 def inbox_of(
     tmp_path: Path, spec: ScheduleSpec, messages: list[Message], place: Any = placed
 ) -> tuple[Inbox, Claims, SchedulePolicy, StepLedger]:
@@ -242,7 +234,7 @@ def inbox_of(
     def new_board(step: int) -> StepBoard:
         return StepBoard(spec, place, 0, step=step, reward_weights={"r": 1.0})
 
-    inbox = Inbox(Given(messages), claims, policy, ledger, new_board, Recorded())
+    inbox = Inbox(Given(messages), claims, policy, ledger, new_board)
     return inbox, claims, policy, ledger
 
 
@@ -274,7 +266,6 @@ def test_of_what_arrives_each_result_counts_once_and_none_of_another_claim_or_an
     assert held == [(0, False, 0)] * 3 + [(1, True, 2)] * 3 + [(1, True, 4)]
     assert not claims.held_by(3, 0, 2), "the second delivery counts for nobody"
     assert not claims.held_by(2, 0, 1)
-    assert inbox.recording.taken == [(3, 0), (4, 0)]
     assert asked == [ask]
     assert policy._costs["generate", 1] == 0.1
     assert inbox.open(3) is board

@@ -78,9 +78,6 @@ class PolicyModule(pl.LightningModule):
         self.dump_batch: Callable[[TrainBatch, str], None] | None = None
         """Called with the latest suspicious micro-batch and the reason when an update is
         skipped."""
-        self.keep_base_means: Callable[[CellBlock, Tensor], None] | None = None
-        """Called with the base model's means [b, K, *L] of a trained block's transitions, where
-        they were computed."""
         self.copies: dict[str, ParameterCopy] = {}
         """Further weights of the algorithm, by their names in a checkpoint."""
         self.skipped_updates = 0
@@ -107,11 +104,6 @@ class PolicyModule(pl.LightningModule):
     @property
     def needs_means(self) -> bool:
         """Whether rollouts must store the means of their transitions."""
-        return False
-
-    @property
-    def needs_base_means(self) -> bool:
-        """Whether it trains on the means that the base model gives for its cells."""
         return False
 
     def rollout_parameters(self) -> dict[str, Tensor]:

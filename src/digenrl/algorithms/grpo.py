@@ -129,11 +129,6 @@ class GRPO(PolicyModule):
         """Whether rollouts must store their means, with which GRPO-Guard and Flow-DPPO compare."""
         return self.surrogate.needs_means
 
-    @property
-    def needs_base_means(self) -> bool:
-        """For the KL term."""
-        return self.kl_weight > 0
-
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return which samples can have a gradient. Without a KL term, samples of advantage 0 have
         none."""
@@ -161,7 +156,10 @@ class GRPO(PolicyModule):
             )
         staleness = batch.version - block.version
         proximal = self._proximal(block, batch)
-        reference = self._base_means(block, live) if self.needs_base_means else None
+        reference = None
+        if self.kl_weight > 0:
+            with torch.no_grad(), self.policy.reference():
+                reference = replay(self.policy, block, self.sde).mean
         new = replay(self.policy, block, self.sde)
         cells = Cells(
             log_prob=new.log_prob,
@@ -183,16 +181,6 @@ class GRPO(PolicyModule):
         with torch.no_grad():
             self._count_ratios(cells, staleness, live)
         return losses
-
-    def _base_means(self, block: CellBlock, live: bool) -> Tensor:
-        """Return [b, K, *L]: a record's, or computed (and kept, where somebody records)."""
-        if block.base_means is not None:
-            return block.base_means
-        with torch.no_grad(), self.policy.reference():
-            means = replay(self.policy, block, self.sde).mean
-        if self.keep_base_means is not None and live:
-            self.keep_base_means(block, means)
-        return means
 
     def _step_weights(
         self, block: CellBlock, new: ReplayedTransitions

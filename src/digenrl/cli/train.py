@@ -5,7 +5,6 @@
     -m                sweep: key=a,b runs every combination, each in a fresh process
     --config-dir DIR  further options of groups, in DIR/experiment/, DIR/reward/ and so on
     --cfg             print the composed configuration and stop
-    replay=RUN        train from the trajectories that the run in that directory recorded; nothing is generated
     resume=RUN        continue the run in that directory; of a complete run it says so, with exit code 0
 
 The ranks run `digenrl.run.build(...).fit()`. Standard output is the run directory alone.

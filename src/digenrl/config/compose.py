@@ -323,28 +323,13 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     return config, problems
 
 
-def merge_words(
-    base: DictConfig, words: Sequence[str], config_name: str, groups: bool = False
-) -> list[str]:
-    """Apply overrides to the configuration of an earlier run, in place. Return what is wrong with
-    them.
-
-    Args:
-        groups: whether an option of a group may replace the stored keys. Otherwise only single
-            values may be changed.
-    """
+def merge_words(base: DictConfig, words: Sequence[str], config_name: str) -> list[str]:
+    """Apply overrides of single values to the configuration of an earlier run, in place. Return
+    what is wrong with them."""
     parsed = parse_words(words)
-    named = str(base.get("experiment_name"))
-    experiment = [f"experiment={named}"] * (
-        named in group_options(config_directory(), *parsed.own)["experiment"]
-    )
-    kept = []
-    for word in parsed.groups:
-        key, whole = word.key_or_group.replace("/", "."), [*experiment, str(word.input_line)]
-        chosen = OmegaConf.select(composed(config_name, whole, parsed.own), key) if groups else None
-        if chosen is None:
-            said = f"a {'replay' if groups else 'resumed run'} keeps its {word.key_or_group}"
-            kept.append(f"{word.input_line}: {said}; change single keys, or start a new run.")
-        else:
-            OmegaConf.update(base, key, chosen, merge=False, force_add=True)
+    kept = [
+        f"{word.input_line}: a resumed run keeps its {word.key_or_group}; change single keys, or "
+        "start a new run."
+        for word in parsed.groups
+    ]
     return [*parsed.problems, *kept, *apply_values(base, parsed.values, config_name)]

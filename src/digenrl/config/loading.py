@@ -19,7 +19,7 @@ from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_s
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import help_page, show
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
-from digenrl.extension import ExtensionMissing, extension
+from digenrl.extension import ExtensionMissing
 
 SWEEP_FLAGS = ("-m", "--multirun")
 EXIT_CODE = 2
@@ -53,9 +53,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
 
     `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes
     RUN/config.yaml as the base instead, and RUN as the run directory. Only the keys of
-    `digenrl.config.schema.RESUMABLE` may then differ from it. `replay=RUN` takes the same base for
-    a new run without rollout ranks. `digenrl.extensions.records.settings.REPLAYABLE` has the keys
-    in which it may differ.
+    `digenrl.config.schema.RESUMABLE` may then differ from it.
 
     Args:
         stored: a run whose config.yaml is the base, to look at what it made. Every key may differ.
@@ -81,23 +79,12 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         for word in given
         if word.startswith("-")
     ]
-    resumed, words = _run_word("resume", words)
-    replayed, words = _run_word("replay", words)
-    if resumed is not None and replayed is not None:
-        problems.append(
-            "resume and replay: a run that replays is resumed with resume=RUN alone; name one of "
-            "them."
-        )
+    resumed, words = _resumed(words)
     run = resumed if stored is None else stored.expanduser().absolute()
     choices: dict[str, str] = {}
     completed: list[str] = []
     base: dict[str, Any] | None = None
-    if run is None and replayed is not None:
-        tree, completed = read_stored(replayed, "replay")
-        base, _ = resolved(tree)
-        found = _of_records("turn_into_replay", replayed)(tree, replayed, words, config_name)
-        run_dir = _run_dir()
-    elif run is None:
+    if run is None:
         tree, found = compose_words(words, config_name)
         choices = {
             name: str(value)
@@ -117,15 +104,13 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     )
     problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
     if run is None:
-        problems += _only_on_the_command_line(tree, allow, replayed)
+        problems += _only_on_the_command_line(tree, allow)
     problems += _unwritable(run_dir.absolute())
     plain, _ = resolved(tree)
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed)
         if resumed is not None:
             problems += changes(base, plain)
-        elif replayed is not None and run is None:
-            problems += _of_records("changes_of_replay", replayed)(base, plain)
     if problems:
         raise ConfigError(problems)
     for holder, key in _prompt_files(plain["data"]):
@@ -146,23 +131,13 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     )
 
 
-def _of_records(function: str, replayed: Path) -> Any:
-    """Return a function of the extension `records`, for the configuration of a replay."""
-    target = f"digenrl.extensions.records.settings.{function}"
-    return extension(target, f"replay = {replayed}", "leave replay out")
-
-
-def _only_on_the_command_line(
-    tree: DictConfig, allow: Sequence[str], replayed: Path | None
-) -> Iterator[str]:
+def _only_on_the_command_line(tree: DictConfig, allow: Sequence[str]) -> Iterator[str]:
     """Yield what a new run's YAML files set, though only the command line may."""
     if OmegaConf.is_list(tree.get("allow_targets")) and list(tree.allow_targets) != list(allow):
         yield (
             f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in "
             "a YAML file; set it there, for this run."
         )
-    if replayed is None and tree.get("replay") is not None:
-        yield f"replay = {tree.replay}: counts only on the command line, as replay={tree.replay}."
 
 
 def _run_dir() -> Path:
@@ -249,11 +224,11 @@ def without_flags(argv: Sequence[str]) -> tuple[list[str], set[str]]:
     return words, asked
 
 
-def _run_word(key: str, words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the run that `key` (resume or replay) names, and the other words. The last one wins;
-    `null` is none."""
-    given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith(f"{key}=")]
-    others = [word for word in words if not word.startswith(f"{key}=")]
+def _resumed(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the run that `resume` names, and the other words. The last one wins; `null` is
+    none."""
+    given = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
+    others = [word for word in words if not word.startswith("resume=")]
     if not given or given[-1] in ("", "null"):
         return None, others
     return Path(given[-1]).expanduser().absolute(), others

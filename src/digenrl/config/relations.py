@@ -149,7 +149,7 @@ def _precision(get: _View) -> Iterator[str]:
 
 def _asynchrony(get: _View) -> Iterator[str]:
     steps, rollouts = get("schedule.async_steps"), get("allocation.rollouts")
-    if steps and rollouts == 0 and get("replay") is None:
+    if steps and rollouts == 0:
         yield (
             f"schedule.async_steps = {steps} with allocation.rollouts = 0: without rollout ranks "
             "nobody generates "

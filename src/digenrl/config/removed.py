@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _THIN_LINES = ("network.delta", "network.compress", "network.whole_every", "network.thin_mb_s")
+_RECORDS = ("record.trajectories", "record.trajectories_mib", "replay")
 REMOVED: dict[str, str] = {
     "handshake": "its limits suit every run: 10 s to prove oneself, 60 s to be answered",
     "record.logger_finish_s": "30 s are enough for a logger that works",
@@ -18,6 +19,10 @@ REMOVED: dict[str, str] = {
     ),
     "parallel.rollout_context": (
         "each rollout generates alone; set sampling.task_size=1 where memory is short"
+    ),
+    **dict.fromkeys(
+        _RECORDS,
+        "samples of old weights teach the new ones little; start a new run",
     ),
     "reward.cache_size": "samples of a run differ, so that hardly a score was found again",
     "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
@@ -37,6 +42,7 @@ FORGOTTEN: dict[str, tuple[Any, ...]] = {
     "record.logger_pending": (1000,),
     **dict.fromkeys(_THIN_LINES, ("auto", False, True, 50)),
     "parallel.rollout_context": (1,),
+    **dict.fromkeys(_RECORDS, (False, True, 4096, None)),
     "reward.cache_size": (0, 4096),
     "reward.max_batch": (0,),
     "schedule.gradients": ("replay",),

@@ -9,8 +9,7 @@ in every configuration.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -267,11 +266,6 @@ class RecordKeys(Closed):
     keep_mib: Positive
     """MiB that the spans of all ranks may take, and again for their decisions. Events get a quarter
     of it. Beyond the limit, steps are left out."""
-    trajectories: bool
-    """Record what trainers consume (latents, rewards, ...), so that `replay` can train on it."""
-    trajectories_mib: Positive
-    """MiB that the trajectories of all trainers may take. Recording stops before the first RL step
-    that does not fit; the run goes on."""
 
 
 class DataKeys(Closed):
@@ -598,9 +592,6 @@ class TrainKeys(Closed):
     """Number of RL steps of the run."""
     resume: Directory | None
     """Directory of the run to continue."""
-    replay: Directory | None
-    """Directory of a run with recorded trajectories. The run trains on those and generates
-    nothing."""
     output_root: Directory
     """Directory in which run directories are made."""
     allow_targets: list[Package]
@@ -679,7 +670,7 @@ DERIVED_TRAINER_KEYS: dict[str, str] = yaml.safe_load(_DERIVED.read_text(encodin
 the key to set instead."""
 
 
-def may_change(key: str, keys: Sequence[str] = RESUMABLE) -> bool:
-    """Return whether a resumed run may change the dotted `key`: it is one of `keys`, or in one of
-    those groups."""
-    return any(fnmatchcase(key, name) or fnmatchcase(key, f"{name}.*") for name in keys)
+def may_change(key: str) -> bool:
+    """Return whether a resumed run may change the dotted `key`: it is one of `RESUMABLE`, or in one
+    of those groups."""
+    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE)

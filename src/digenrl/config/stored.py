@@ -31,7 +31,6 @@ from digenrl.record.run_dir import CONFIG
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
 """A whole value HOST:PORT, as in `ray.address`; `cuda:0` is a device."""
-_RESUMED = "a resumed run keeps what its checkpoint was trained with"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
@@ -181,22 +180,23 @@ def _is_host(address: str) -> bool:
 def changes(
     stored: Mapping[str, Any],
     tree: Mapping[str, Any],
-    may: Sequence[str] = RESUMABLE,
-    because: str = _RESUMED,
 ) -> list[str]:
-    """Return what a run based on a stored one has changed without permission, or nothing.
+    """Return what a resumed run has changed without permission, or nothing.
 
-    The message names the keys that differ, why they must not, and the keys that `may`.
+    The message names the keys that differ, why they must not, and the keys that may.
     """
     before, after = dict(_leaves(stored)), dict(_leaves(tree))
     differing = (
         key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     )
-    keys = sorted(key for key in differing if not may_change(key, may))
+    keys = sorted(key for key in differing if not may_change(key))
     if not keys:
         return []
     said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
-    return [f"{said}: {because}; start a new run for another value. May change: {listing(may)}."]
+    return [
+        f"{said}: a resumed run keeps what its checkpoint was trained with; start a new run for "
+        f"another value. May change: {listing(RESUMABLE)}."
+    ]
 
 
 def identity(config: DictConfig) -> dict[str, Any]:

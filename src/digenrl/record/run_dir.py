@@ -62,9 +62,6 @@ UNWRITTEN = "unwritten"
 PROMPT_STORE = "prompt_store"
 """Kind of the event with the number of `texts` that a run needs, and the number that this rank has
 `encoded`. Rank 0 always writes this event. Other ranks write it if they have encoded texts."""
-TRAJECTORIES = "trajectories"
-"""Directory of the messages on which trainers trained. Events of this kind give their size, or an
-early end, as `cause`."""
 ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
 """Kinds of events that a step may repeat. Beyond the limit of `limit_events` they are refused."""
 

@@ -244,24 +244,6 @@ class RolloutEngine:
             "condition": self._inputs(prompt)[0],
         }
 
-    def outline(self, task: Task, prompt: Prompt) -> Trajectory:
-        """The task's trajectory without values, on the meta device: what its record will take."""
-        plan, rows, shape = self._plan(task, prompt), task.samples, self.policy.latent_shape
-        cells, kept = (rows, len(plan.trained)), self._keep_final or plan.forward_process
-        stored = partial(torch.empty, device="meta", dtype=self.sampling.storage_dtype)
-        plain = partial(torch.empty, device="meta")
-        latents = stored(*cells, *((0,) if plan.forward_process else shape))
-        return Trajectory(
-            **self._identity(task, prompt),
-            steps=plain(len(plan.trained), dtype=torch.int64),
-            latents=latents,
-            next_latents=latents,
-            log_probs=plain(*cells),
-            final=stored(rows, *shape) if kept else None,
-            means=plain(*cells, *self.policy.drawn_shape) if self._keep_means else None,
-            rewards={name: plain(rows) for name in self._rewards.names},
-        )
-
     @torch.no_grad()
     def evaluate(
         self,

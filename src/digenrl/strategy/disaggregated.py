@@ -190,7 +190,6 @@ class DisaggregatedStrategy(DDPStrategy):
         ):  # before every other callback, so that rollouts work while the first evaluation runs
             trainer.callbacks.insert(0, Begin(self.begin))  # type: ignore[attr-defined]
             run_free(trainer)
-            self.learner.keep_base_means = self.parts.recording.keep_base_means
         else:
             trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]

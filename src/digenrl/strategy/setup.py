@@ -4,7 +4,7 @@ choices of the run."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from digenrl.cluster.control import Control
@@ -15,11 +15,7 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule import ScheduleSpec, micro_batches_per_update
 from digenrl.strategy.shared import Hooks, Learner, TrainerState
-from digenrl.strategy.stream import FragmentSource, Inbox, TrajectoryRecord
 from digenrl.transport.link import Link, LinkMaker, socket_link
-
-SourceMaker = Callable[[Inbox, Hooks, PromptSampler, SpanLog], FragmentSource]
-"""Makes a trainer's source of fragments from its parts."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,6 @@ class RankSetup:
     """(stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them."""
     record_bytes: float = math.inf
     """Most bytes of this rank's spans, and of its decisions. More are left out."""
-    recording: TrajectoryRecord | None = None
-    """Record of everything that this trainer trains on. None: nothing is recorded."""
-    source: SourceMaker | None = None
-    """Maker of the source of fragments. None: fragments come from ranks that generate."""
     evaluated: FixedSamples | None = None
     """Samples that rollouts draw for evaluations. None: trainers evaluate by themselves."""
     link: LinkMaker = socket_link

@@ -3,7 +3,7 @@ otherwise, the algorithm as the Strategy sees it, and the counters of a trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from digenrl.schedule import Task
 from digenrl.transport.cells import Placement, StepBoard
-from digenrl.types import CellBlock
 
 Fragment = tuple[int, ...]
 """Numbers of the portions that are trained together."""
@@ -38,9 +37,6 @@ class Hooks(Protocol):
 
 class Learner(Protocol):
     """An algorithm: what the Strategy asks of its LightningModule, beyond Lightning's own hooks."""
-
-    keep_base_means: Callable[[CellBlock, Tensor], None] | None
-    """Called with what the base model gives for a trained block, where that was computed."""
 
     def rollout_parameters(self) -> dict[str, Tensor]:
         """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""

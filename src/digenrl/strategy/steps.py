@@ -131,7 +131,6 @@ class Steps:
             return False
         self._publisher.publish(state.version + 1)
         self._ledger.close(state.version)
-        self._inbox.recording.finish(state.version - 1)
         state.updates_done = 0
         return True
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.claims import Claims
 from digenrl.schedule.policy import SchedulePolicy
@@ -28,12 +26,11 @@ from digenrl.strategy.stop_vote import StopVote
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
 from digenrl.transport.wire import Message, MessageKind
-from digenrl.types import CellBlock, TrainBatch
+from digenrl.types import TrainBatch
 
 
 class FragmentSource(Protocol):
-    """Supplier of fragments: ranks that generate (`tasks.Lending`), or an extension such as a
-    recorded run."""
+    """Supplier of fragments: ranks that generate (`tasks.Lending`)."""
 
     def predicted_end(self, step: int) -> float | None:
         """Return the second of the run's clock at which RL step `step`, which begins, should end.
@@ -45,29 +42,11 @@ class FragmentSource(Protocol):
         """Wait for a fragment of `pending` that can be trained now, and return it."""
 
 
-class TrajectoryRecord:
-    """A record of everything that a trainer trains on. The base class keeps nothing; an extension
-    writes files."""
-
-    def take(self, step: int, message: Message) -> None:
-        """Note a message of RL step `step` that counts."""
-
-    def keep_base_means(self, block: CellBlock, means: Tensor) -> None:
-        """Note the base model's transition means [b, K, *L] of a block's cells."""
-
-    def finish(self, step: int) -> None:
-        """Note that RL step `step` is trained."""
-
-    def close(self) -> None:
-        """End the record with the last finished step."""
-
-
 class Inbox:
     """Sorts what arrives on a trainer rank into the boards of the RL steps.
 
     Args:
         new_board: RL step -> an empty board.
-        recording: record of every message that counts.
     """
 
     def __init__(
@@ -77,10 +56,9 @@ class Inbox:
         policy: SchedulePolicy,
         ledger: StepLedger,
         new_board: Callable[[int], StepBoard],
-        recording: TrajectoryRecord,
     ) -> None:
         self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
-        self._new_board, self.recording = new_board, recording
+        self._new_board = new_board
         self._handlers: dict[MessageKind, Callable[[Message], None]] = {}
         self._boards: dict[int, StepBoard] = {}
         self._step = 0
@@ -110,17 +88,10 @@ class Inbox:
             # sends the same cells, and counting both would train them twice (I2).
             if step >= self._step and self._claims.accepts(version, part.claim):
                 self._policy.measured("generate", part.claim.rank, part.seconds)
-                if self.add(part):
+                if self._board(step).add(part):
+                    self._ledger.issue(part)
                     self._claims.received(version, part.claim.position)
-                    self.recording.take(step, message)
         return True
-
-    def add(self, part: Part) -> bool:
-        """Put a task's part on its board. Return whether the part was new."""
-        new = self._board(part.meta["step"]).add(part)
-        if new:
-            self._ledger.issue(part)
-        return new
 
     def _board(self, step: int) -> StepBoard:
         if step not in self._boards:

@@ -24,12 +24,7 @@ from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.steps import Checkpoints, Steps
 from digenrl.strategy.stop_vote import StopVote
-from digenrl.strategy.stream import (
-    FragmentSource,
-    FragmentStream,
-    Inbox,
-    TrajectoryRecord,
-)
+from digenrl.strategy.stream import FragmentStream, Inbox
 from digenrl.strategy.tasks import Lending, PublishedCopy, TaskRunner
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.wire import MessageKind
@@ -41,8 +36,6 @@ class Wiring:
 
     decisions: Any
     """File of the policy's events and decisions; None without the extension `decisions`."""
-    recording: TrajectoryRecord
-    """Record of everything that this trainer trains on."""
     ledger: StepLedger
     """Numbers of the RL step in progress."""
     shares: Shares
@@ -61,8 +54,6 @@ class Wiring:
     """Opens evaluations on rollouts, and waits for their pieces."""
     lending: Lending
     """Waits for fragments, and generates in between."""
-    source: FragmentSource
-    """`lending`, or an extension in its place."""
     stream: FragmentStream
     """The train dataloader: micro-batches of complete fragments."""
     steps: Steps
@@ -74,7 +65,6 @@ class Wiring:
         """Close the files of this rank."""
         if self.decisions is not None:
             self.decisions.close()
-        self.recording.close()
 
 
 def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessGroup) -> Wiring:
@@ -90,7 +80,6 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     setup, hooks, learner, state = ties.setup, ties.hooks, ties.learner, ties.state
     control, link, spans = ties.control, ties.link, ties.spans
     spec, world, session, engine = setup.spec, setup.world, setup.session, setup.engine
-    recording = setup.recording or TrajectoryRecord()
     # What is known of the run, and what is decided.
     published = PublishedCopy(engine.policy, learner, spec, setup.sharding)
     roles = Roles(
@@ -123,7 +112,7 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     stop_vote = StopVote(control, world, setup.lockstep, lambda: state.updates_done == 0 or adapter)
     publisher = Publisher(ties, runner, shares, published)
     # What arrives, and what is trained of it.
-    inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner), recording)
+    inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner))
     evaluations = Evaluations(
         ties,
         runner.claims,
@@ -136,15 +125,13 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     inbox.handle(MessageKind.ASK, lambda message: publisher.serve(int(message.meta["rank"])))
     inbox.handle(MessageKind.EVALUATION, evaluations.add)
     lending = Lending(ties, runner, inbox, published, agreement, stop_vote)
-    source = lending if setup.source is None else setup.source(inbox, hooks, setup.sampler, spans)
     stream = FragmentStream(
-        spec, setup.micro_batches_per_update, state, inbox, source, ledger, stop_vote
+        spec, setup.micro_batches_per_update, state, inbox, lending, ledger, stop_vote
     )
     steps = Steps(ties, ledger, shares, inbox, stop_vote, publisher)
     checkpoints = Checkpoints(engine.policy, spans, checkpoint_io, savers, state)
     return Wiring(
         decisions=decisions,
-        recording=recording,
         ledger=ledger,
         shares=shares,
         runner=runner,
@@ -154,7 +141,6 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
         inbox=inbox,
         evaluations=evaluations,
         lending=lending,
-        source=source,
         stream=stream,
         steps=steps,
         checkpoints=checkpoints,

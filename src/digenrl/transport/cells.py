@@ -104,26 +104,6 @@ def pack(trajectory: Trajectory, positions: Sequence[int], claim: Claim, seconds
     return Message(MessageKind.CELLS, meta, tensors)
 
 
-def joined(messages: Sequence[Message]) -> Message:
-    """Return one message with the cells of one task that several trainers got, and the first one's
-    claim and seconds."""
-    holding = [message for message in messages if message.meta["positions"]]
-    if len(holding) < 2:
-        return (holding or messages)[0]
-    first, whole = holding[0], dict(holding[0].tensors)
-    for name, axis in (
-        ("steps", 0),
-        ("latents", 1),
-        ("next_latents", 1),
-        ("log_probs", 1),
-        ("means", 1),
-    ):
-        if name in whole:
-            whole[name] = torch.cat([message.tensors[name] for message in holding], dim=axis)
-    positions = [position for message in holding for position in message.meta["positions"]]
-    return replace(first, meta=dict(first.meta) | {"positions": positions}, tensors=whole)
-
-
 class Part:
     """What a trainer rank holds of a task."""
 
@@ -164,7 +144,6 @@ class Part:
             },
             final=t.get("final"),
             means=t["means"][:, index] if "means" in t else None,
-            base_means=t["base_means"][:, index] if "base_means" in t else None,
         )
 
 

@@ -53,8 +53,6 @@ class MessageKind(IntEnum):
     """Request of a rank that joined for the weights in use."""
     EVALUATION = 5
     """Piece of an evaluation: samples and scores."""
-    BASE_MEANS = 7
-    """Means that the base model gives for some cells. They are only in records, never sent."""
 
 
 class WireError(ConnectionError):

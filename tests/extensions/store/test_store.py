@@ -258,7 +258,6 @@ def test_the_store_holds_what_the_evaluations_guidance_needs(
     config = OmegaConf.create(
         {
             "max_rl_steps": 1,
-            "replay": None,
             "data": data,
             "sampling": {"eval": {"guidance_scale": scale}},
         }

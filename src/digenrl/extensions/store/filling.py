@@ -77,7 +77,7 @@ def fill_prompt_store(
     if setting is None or not isinstance(policy, DiffusersPolicy):
         return None
     root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
-    steps = range(0 if config.replay else config.max_rl_steps)
+    steps = range(config.max_rl_steps)
     all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
     wanted = (
         list(data.prompts)

@@ -23,7 +23,6 @@ from digenrl.record.run_dir import (
     EVENTS,
     LOGGER,
     METRICS,
-    TRAJECTORIES,
     UNWRITTEN,
     Row,
 )
@@ -32,9 +31,8 @@ from digenrl.report.tables import duration, number
 
 EVERY_S = 10.0
 """Seconds between two lines."""
-_LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER, TRAJECTORIES)
-"""Kinds of events that get a line of their own: something is lost while the run goes on, or fills
-the disk."""
+_LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER)
+"""Kinds of events that get a line of their own: something is lost while the run goes on."""
 _DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s")
 """Keys of a metric line that the display needs and keeps of every step."""
 
