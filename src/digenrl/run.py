@@ -27,7 +27,7 @@ from digenrl.advisor import Advice
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
-from digenrl.extension import extension, installed
+from digenrl.extension import extension
 from digenrl.models.policy import Policy
 from digenrl.parts import Given
 from digenrl.record.run_dir import append_event, limit_events
@@ -96,9 +96,6 @@ def build(
     if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     module = configuration.instantiate(config.algorithm, policy=policy)
-    if installed("dump"):
-        dump_to = extension("digenrl.extensions.dump.batches.dump_to", "skipped/", "read the log")
-        module.dump_batch = dump_to(session.run_dir / "skipped", world.rank)
     engine, data = engine_of(config, module, rewards), PromptData(config.data, config.seed)
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     setup = _setup(given, module, engine, data, named)

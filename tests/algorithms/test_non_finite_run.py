@@ -52,12 +52,6 @@ def test_a_poisoned_update_is_skipped_on_all_ranks_and_the_third_in_a_row_stops(
         step in POISONED for step in range(5)
     ]  # version 5 is the last that was published
 
-    dumped = sorted(path.name for path in (run_dir / "skipped").iterdir())
-    assert dumped == [
-        f"rank{rank}-version{step}-update0" for rank in (0, 1) for step in POISONED[:3]
-    ]
-    reason = json.loads((run_dir / "skipped" / dumped[-1] / "batch.json").read_text())["reason"]
-    assert "skipped on all ranks, no weight changed" in reason
-
+    assert "skipped on all ranks, no weight changed" in summary["cause"]
     weights = load_file(run_dir / "checkpoints" / "last" / "policy.safetensors")
     assert all(bool(torch.isfinite(value).all()) for value in weights.values())

@@ -75,9 +75,6 @@ class PolicyModule(pl.LightningModule):
         self.first_ratio_max_dev: float | None = None
         """max |ratio-1| over every cell of all ranks before the run's first optimizer step; None
         without ratios or before."""
-        self.dump_batch: Callable[[TrainBatch, str], None] | None = None
-        """Called with the latest suspicious micro-batch and the reason when an update is
-        skipped."""
         self.copies: dict[str, ParameterCopy] = {}
         """Further weights of the algorithm, by their names in a checkpoint."""
         self.skipped_updates = 0
@@ -239,7 +236,6 @@ class PolicyModule(pl.LightningModule):
         assert self._suspect is not None, "an optimizer step follows a training_step"
         batch, loss = self._suspect
         here = ", ".join(not_finite(batch)) or "nothing"
-        kept = "; every rank has written its batch to skipped/" if self.dump_batch else ""
         reason = (
             f"gradient norm is {norm}: the update is skipped on all ranks, no weight changed "
             f"(version {batch.version}, "
@@ -247,11 +243,9 @@ class PolicyModule(pl.LightningModule):
             "rank's loss is "
             f"{float(loss):.4g}; not finite in its micro-batch: {here}). Usual causes: an infinite "
             "reward, a "
-            f"latent outside the storage dtype, a ratio that overflowed{kept}"
+            f"latent outside the storage dtype, a ratio that overflowed"
         )
         logger.warning(reason)
-        if self.dump_batch is not None:
-            self.dump_batch(batch, reason)
         if self._skips_in_a_row >= SKIPS_IN_A_ROW:
             raise RuntimeError(
                 f"{SKIPS_IN_A_ROW} updates in a row were not finite, stopping: {reason}"

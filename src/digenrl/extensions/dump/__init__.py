@@ -1,1 +1,0 @@
-"""Micro-batches behind skipped updates, on disk."""
