@@ -26,7 +26,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch prompts encode resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -69,13 +69,6 @@ profile: $(STAMP)  ## Measure seconds per unit on this machine, for a hardware p
 
 fetch: $(STAMP)  ## Download what an experiment needs from the hub: weights, reward models. EXP= HW=; ARGS="list=true": only say it
 	@$(PY) -m digenrl fetch $(WORDS)
-
-prompts: $(STAMP)  ## Use a published prompt set: what to download, its check, its settings. NAME=
-	$(call need,NAME,NAME=pickscore)
-	@$(PY) -m digenrl prompts "name=$$NAME" $(ARGS)
-
-encode: $(STAMP)  ## Encode the prompts of a run into the prompt store, and nothing else. EXP= HW=
-	@$(PY) -m digenrl encode $(WORDS)
 
 report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run's files. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.extensions.tools.cli import prompts as command
+from digenrl.extensions.tools.cli import fetch as command
 from digenrl.extensions.tools.published import SETS, PublishedSet, PublishedSource, blob_id
 from digenrl.prompts import read
 
@@ -26,17 +26,18 @@ def published(folder: Path) -> PublishedSet:
         sources.append(
             PublishedSource("somebody/prompts", "0" * 40, f"data/{name}", told.stdout.strip())
         )
-    return PublishedSet("two files", *sources)
+    return PublishedSet(*sources)
 
 
 def test_a_published_set_is_checked_and_what_is_held_out_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    folder = Path("prompts", "mine")
+    folder.mkdir(parents=True)
     monkeypatch.setitem(SETS, "mine", published(folder))
     assert blob_id(folder / "train.txt") == SETS["mine"].train.blob
-    assert command.main(["mine", f"folder={tmp_path}"]) == 0
+    assert command.main(["prompts=mine"]) == 0
     out, told = capsys.readouterr()
     train, heldout = (word.partition("=")[2] for word in out.splitlines()[-1].split())
     assert [record.text for record in read(train).prompts] == ["a cat", "a bird"]
@@ -45,14 +46,13 @@ def test_a_published_set_is_checked_and_what_is_held_out_is_not_trained(
     assert "without what is held out, 1 fewer" in told
 
     (folder / "train.txt").write_text(TRAIN + "a lorry\n")
-    assert command.main(["mine", f"folder={tmp_path}"]) == 2
+    assert command.main(["prompts=mine"]) == 2
     assert "not the published file" in capsys.readouterr().err
-    (folder / "train.txt").unlink()
-    assert command.main(["mine", f"folder={tmp_path}"]) == 2
+    assert command.main(["prompts=mine", "list=true"]) == 0
     address = "https://raw.githubusercontent.com/somebody/prompts/" + "0" * 40 + "/data/train.txt"
-    assert f"curl -fL --create-dirs -o {folder / 'train.txt'} {address}" in capsys.readouterr().err
+    assert f"curl -fL --create-dirs -o {folder / 'train.txt'} {address}" in capsys.readouterr().out
 
 
-def test_a_mistyped_set_is_told_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["picscore"]) == 2
-    assert capsys.readouterr().err.strip() == "name = picscore: no such set; nearest: pickscore."
+def test_a_mistyped_set_is_told_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["prompts=picscore"]) == 2
+    assert "prompts = picscore: no such set; there are pickscore, ocr" in capsys.readouterr().err

@@ -63,7 +63,7 @@ class GenEval:
             if not isinstance(prompt.metadata.get("include"), list) or "tag" not in prompt.metadata:
                 raise ValueError(
                     f"The prompt {prompt.text!r} has no GenEval rules: give its line `tag` and "
-                    "`include` (make prompts NAME=geneval fetches such prompts)."
+                    "`include` (digenrl fetch prompts=geneval fetches such prompts)."
                 )
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:

@@ -1,5 +1,4 @@
-"""Commands around a run: skeletons of your own parts, published prompt sets, downloads, a check of
-this machine."""
+"""Commands around a run: skeletons of your own parts, downloads, a check of this machine."""
 
 from digenrl.cli.commands import Command
 
@@ -14,14 +13,10 @@ COMMANDS = {
     ),
     "fetch": Command(
         "digenrl.extensions.tools.cli.fetch",
-        "download what an experiment needs: experiment=NAME key=value; list=true only says it",
+        "download what an experiment needs: experiment=NAME [prompts=SET]; list=true only says it",
     ),
     "new": Command(
         "digenrl.extensions.tools.cli.new",
         "write a working skeleton with its test: new reward|model|hardware|experiment NAME",
-    ),
-    "prompts": Command(
-        "digenrl.extensions.tools.cli.prompts",
-        "use a published prompt set: its download, its check, its settings",
     ),
 }

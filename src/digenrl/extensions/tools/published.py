@@ -38,7 +38,6 @@ class PublishedSource:
 class PublishedSet:
     """Training prompts, and prompts of the evaluation if there are any."""
 
-    about: str
     train: PublishedSource
     heldout: PublishedSource | None = None
 
@@ -57,22 +56,18 @@ _MIX_GRPO = ("Tencent-Hunyuan/MixGRPO", "e5cdd6a427778d8c8b2e7a48ce16972141adbe7
 _DANCE_GRPO = ("XueZeyue/DanceGRPO", "15cc71d53cc2e6e18a68ee607d5fb6ba9a99e344")
 SETS = {
     "pickscore": PublishedSet(
-        "Flow-GRPO's prompts for human preference",
         _flow_grpo("pickscore/train.txt", "a437bd921c03fbc00c4e7ce148ae2d28fcd6e49b"),
         _flow_grpo("pickscore/test.txt", "45f05231b969fb5f74c8debd606b22cd3be27f8e"),
     ),
     "ocr": PublishedSet(
-        "Flow-GRPO's prompts with a quoted text to be written",
         _flow_grpo("ocr/train.txt", "3ce0521b77b0a9031191d66ecc36ebaaf27a3922"),
         _flow_grpo("ocr/test.txt", "8deb4f8d8f2e863f45353354243669b3c991a6a2"),
     ),
     "geneval": PublishedSet(
-        "Flow-GRPO's prompts in the form of GenEval, with the rules of each",
         _flow_grpo("geneval/train_metadata.jsonl", "0b97e8a6802c08fc7537cd00c76ae79c851bddcb"),
         _flow_grpo("geneval/test_metadata.jsonl", "27cdaf5cc1356fe15aeadbb8df55682ca74228f0"),
     ),
     "geneval_unseen": PublishedSet(
-        "the same, with objects in the evaluation that training does not show",
         _flow_grpo(
             "geneval_unseen_objects/train_metadata.jsonl",
             "05715c3713940177a2a20fd0575ec972a3bf2e89",
@@ -82,14 +77,12 @@ SETS = {
         ),
     ),
     "images": PublishedSet(
-        "the image prompts of DanceGRPO and MixGRPO, with MixGRPO's evaluation",
         PublishedSource(*_MIX_GRPO, "data/prompts.txt", "b47234e475645222ca9a0bb7742ebf4d08123855"),
         PublishedSource(
             *_MIX_GRPO, "data/prompts_test.txt", "69323d42374806447d4768a257f376a7db683e07"
         ),
     ),
     "videos": PublishedSet(
-        "DanceGRPO's video prompts",
         PublishedSource(
             *_DANCE_GRPO, "assets/video_prompts.txt", "2a7457f2d7b59ff7915be588de1ddb8fa95c8028"
         ),
@@ -114,15 +107,8 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
     used.
 
     Raises:
-        FileNotFoundError: files are missing. The message has the commands that fetch them.
         PromptFileError: a file is not the published one, or cannot be used.
     """
-    missing = [source for source in chosen.sources if not (folder / source.name).is_file()]
-    if missing:
-        fetch = [f"    curl -fL --create-dirs -o {folder / s.name} {s.address}" for s in missing]
-        raise FileNotFoundError(
-            "\n".join([f"{chosen.about}: not here yet. Fetch with", *fetch, "and run it again."])
-        )
     files = {}
     for source in chosen.sources:
         path = folder / source.name

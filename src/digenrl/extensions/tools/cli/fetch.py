@@ -31,7 +31,7 @@ class FetchKeys(Arguments):
     list: bool = False
     """Print what would be downloaded, and download nothing."""
     prompts: str | None = None
-    """Published prompt set to fetch into prompts/NAME (see `digenrl prompts`)."""
+    """Published prompt set (docs/data.md) to fetch into prompts/NAME, if it is not there."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,31 +41,31 @@ def main(words: Sequence[str]) -> int:
 
 
 def _fetch(request: FetchKeys, words: list[str]) -> None:
-    config = configuration.load(words).config
-    wanted, elsewhere = downloads(config)
+    from huggingface_hub import constants
+
+    if request.prompts not in (None, *SETS):
+        raise ValueError(f"prompts = {request.prompts}: no such set; there are {', '.join(SETS)}.")
+    wanted, elsewhere = downloads(configuration.load(words).config)
     for line in elsewhere:
         print(f"not from the hub: {line}", file=sys.stderr)
     if request.list:
         for each in wanted:
             print(f"{each.key}: licence at {each.page}", file=sys.stderr)
             print(each.command)
+        name = request.prompts
+        for source in SETS[name].sources if name else ():
+            print(f"curl -fL --create-dirs -o prompts/{name}/{source.name} {source.address}")
         return
-    _require_network(wanted)
-    _require_room(sum(_announce(each) for each in wanted))
-    settings = [_download(each) for each in wanted]
-    if request.prompts is not None:
-        settings.append(_prompts(request.prompts))
-    print(" ".join(filter(None, settings)) or "Everything is here.")
-
-
-def _require_network(wanted: Sequence[Download]) -> None:
-    from huggingface_hub import constants
-
     if constants.HF_HUB_OFFLINE and wanted:
         raise ValueError(
             "HF_HUB_OFFLINE is set: unset it to download, or take list=true, which prints the "
             "commands for another machine."
         )
+    _require_room(sum(_announce(each) for each in wanted))
+    settings = [_download(each) for each in wanted]
+    if request.prompts is not None:
+        settings.append(_prompts(request.prompts))
+    print(" ".join(filter(None, settings)) or "Everything is here.")
 
 
 def _announce(wanted: Download) -> int:
@@ -151,8 +151,6 @@ def _download(wanted: Download) -> str:
 
 def _prompts(name: str) -> str:
     """Download the files of a published prompt set that are not here; return its settings."""
-    if name not in SETS:
-        raise ValueError(f"prompts = {name}: no such set; there are {', '.join(SETS)}.")
     folder = Path("prompts") / name
     folder.mkdir(parents=True, exist_ok=True)
     for source in SETS[name].sources:
