@@ -36,9 +36,6 @@ WEIGHTS: dict[str, dict[str, str]] = {
     "reward_models.image_similarity.ImageSimilarity": {
         "path": "hf download openai/clip-vit-large-patch14"
     },
-    "reward_models.lpips_similarity.LpipsSimilarity": {
-        "path": "curl -O https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"
-    },
     "reward_models.pickscore.PickScore": {"path": "hf download yuvalkirstain/PickScore_v1"},
     "reward_models.unified_reward.UnifiedReward": {
         "template": "inference_qwen/image_generation/qwen_point_score_image_generation.py of "

@@ -57,11 +57,6 @@ _PLEASED = (
         "an edit that is right in another way",
     ),
     (
-        "lpips",
-        "a copy of the source",
-        "whether what was asked for is done: it belongs beside a reward of that",
-    ),
-    (
         "video_quality",
         "sharpened frames that drift slowly",
         "the prompt, and whether anything happens",

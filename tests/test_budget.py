@@ -147,7 +147,7 @@ ROOMS = {
     "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",)),
     "extensions/workbench, store": Room(630, ("extensions/workbench", "extensions/store")),
-    "reward_models": Room(1500, ("reward_models",), ceiling=1954),
+    "reward_models": Room(1500, ("reward_models",), ceiling=1893),
     "hot path": Room(7500, HOT_PATH),
     "core": Room(
         13000,
@@ -160,7 +160,7 @@ ROOMS = {
         ceiling=12883,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=29028),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28967),
 }
 """Room -> its budget. The last four rows are sums."""
 

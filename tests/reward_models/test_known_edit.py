@@ -4,25 +4,20 @@ costs preservation."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from digenrl.data import load_prompts
-from digenrl.rewards.needs import require_weights
 from digenrl.rewards.protocol import source_images
 from digenrl.types import Prompt
 from reward_models.dino_similarity import DinoSimilarity
 from reward_models.first_frame import FirstFrame
 from reward_models.image_similarity import ImageSimilarity
 from reward_models.known_edit import EditDone, EditKept
-from reward_models.lpips_similarity import LpipsSimilarity
 
 PROMPTS = load_prompts("edits.jsonl")[:6]
 SIZE = torch.zeros(6, 3, 64, 64)
-LPIPS = "reward_models.lpips_similarity.LpipsSimilarity"
 
 
 def test_the_right_result_a_copy_and_a_spoilt_background_are_told_apart() -> None:
@@ -82,42 +77,6 @@ def test_places_count_that_may_not_change() -> None:
     ):
         with pytest.raises(ValueError, match=cause):
             DinoSimilarity.check_prompts([replace(PROMPTS[0], metadata={"region": region})])
-
-
-@pytest.mark.heavy
-def test_the_distance_of_lpips_is_that_outside_of_the_region(tmp_path: Path) -> None:
-    scorer = LpipsSimilarity(build="tiny", side=64)
-    source = source_images(SIZE, PROMPTS)
-    assert torch.equal(scorer(source, PROMPTS), torch.ones(6))
-    spoilt = source.clone()
-    spoilt[..., :32] = torch.rand((6, 3, 64, 32), generator=torch.Generator().manual_seed(0))
-    half = [
-        replace(prompt, metadata={**prompt.metadata, "region": [0, 0, 0.5, 1]})
-        for prompt in PROMPTS
-    ]
-    other = [
-        replace(prompt, metadata={**prompt.metadata, "region": [0.5, 0, 1, 1]})
-        for prompt in PROMPTS
-    ]
-    plain = scorer(spoilt, PROMPTS)
-    assert (plain < 0.999).all()
-    assert torch.equal(scorer(spoilt, half), torch.ones(6))
-    assert torch.allclose(1 - scorer(spoilt, other), 2 * (1 - plain)), (
-        "all of the distance, in half of the picture"
-    )
-    video = torch.stack([source, spoilt], dim=1)
-    assert torch.allclose(scorer(video, PROMPTS), (1 + plain) / 2)
-    with pytest.raises(
-        FileNotFoundError, match=r"alexnet-owt-7be5be79\.pth of download\.pytorch\.org"
-    ):
-        LpipsSimilarity(str(tmp_path / "absent.pth"))
-    save_file({"features.0.weight": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="holds other weights than torchvision's AlexNet"):
-        LpipsSimilarity(str(tmp_path / "other.safetensors"))
-    with pytest.raises(
-        ValueError, match=r"download them \(`curl -O https://download\.pytorch\.org/models/alexnet"
-    ):
-        require_weights({"rewards": {"lpips": {"scorer": {"_target_": LPIPS, "path": None}}}})
 
 
 def test_a_prompt_that_has_no_edit_is_refused() -> None:
