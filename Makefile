@@ -86,9 +86,9 @@ benchmark: $(STAMP)  ## A standard benchmark of a run's checkpoint and its base.
 	$(call need,SUITE,RUN=outputs/scenes_flowgrpo/TIME-0 SUITE=scenes)
 	@$(PY) -m digenrl benchmark $(if $(RUN),"run=$$RUN") "suite=$$SUITE" $(if $(STEP),"step=$$STEP") $(ARGS)
 
-export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN= FORMAT=diffusers|comfyui|kohya MERGE=true PUSH=OWNER/NAME
+export: $(STAMP)  ## Write a run's trained weights as other tools read them. RUN= FORMAT=diffusers|comfyui|kohya MERGE=true
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl export "run=$$RUN" $(if $(FORMAT),"format=$$FORMAT") $(if $(MERGE),merge=$(MERGE)) $(if $(PUSH),"push=$$PUSH") $(ARGS)
+	@$(PY) -m digenrl export "run=$$RUN" $(if $(FORMAT),"format=$$FORMAT") $(if $(MERGE),merge=$(MERGE)) $(ARGS)
 
 score: $(STAMP)  ## Score pictures or videos. REWARD=ocr IMAGES=directory PROMPTS=file
 	$(call need,REWARD,REWARD=ocr IMAGES=pictures PROMPTS=prompts.txt)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from torch import Tensor
 
-from digenrl.extension import extension
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
 
@@ -24,13 +21,11 @@ def write_card(
     config: Mapping[str, Any],
     policy: Policy,
     weights: str,
-    samples: Sequence[Path],
 ) -> Path:
     """Write README.md and copy the run's curves and before/after picture beside it.
 
     config: the run's configuration as plain values. policy: what was trained.
-    weights: which weights these are. samples: files already in
-    `folder`. A picture that the run does not have is left out of the card.
+    weights: which weights these are. A picture that the run does not have is left out.
     """
     pictures = [run / "samples" / "before_after.png", *sorted((run / "plots").glob("*.png"))]
     shown = [path for path in pictures if path.exists()]
@@ -61,7 +56,6 @@ def write_card(
         pictures=shown,
         pipeline=pipeline,
         by_pipeline=hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"),
-        samples=samples,
         settings=json.dumps(settings, indent=2),
         transformer=type(part(policy, next(iter(policy.components.values())))).__name__,
         weights=weights,
@@ -69,24 +63,3 @@ def write_card(
     card = folder / "README.md"
     card.write_text(text + "\n")
     return card
-
-
-def write_samples(folder: Path, media: Tensor | np.ndarray, limit: int = 16) -> list[Path]:
-    """Write images [N, C, H, W] as samples.png, or videos [N, F, C, H, W] as video-00.mp4 ... and a
-    grid of their first frames.
-
-    At most `limit` samples are written. Returns the files.
-    """
-    image_grid, write_mp4 = (
-        extension(f"digenrl.extensions.media.files.{name}", "samples beside the card", "install it")
-        for name in ("image_grid", "write_mp4")
-    )
-    media = media[:limit]
-    stills = media if media.ndim == 4 else media[:, 0]
-    files = [folder / "samples.png"]
-    image_grid(stills).save(files[0])
-    if media.ndim == 5:
-        for index in range(len(media)):
-            files.append(folder / f"video-{index:02d}.mp4")
-            write_mp4(files[-1], media[index])
-    return files

@@ -2,17 +2,16 @@
 card.
 
     digenrl export run=RUN [out=FOLDER] [weights=evaluated|trained|average]
-        [format=diffusers|comfyui|kohya] [merge=true] [push=OWNER/NAME] [allow_targets=[PACKAGE]]
+        [format=diffusers|comfyui|kohya] [merge=true] [allow_targets=[PACKAGE]]
         [confirm_hosts=[HOST]]
 
-Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, README.md
-with the run's curves, and the last evaluation's samples as PNG or MP4. The weights are those that
-the run evaluates with: the moving average if it keeps one (algorithm.ema), otherwise the trained
-weights. format=comfyui or kohya adds the adapter under the names that these tools read (families
-with `checkpoint_names`). merge=true writes transformer/ with the adapter merged into the base's
-weights. The files of a second transformer (Wan2.2 A14B) end in _2. push uploads the folder to a
-model repository of the hub, with the token of `hf auth login`. The last line on standard output is
-the folder.
+Writes FOLDER (RUN/export unless given): pytorch_lora_weights.safetensors or transformer/, and
+README.md with the run's curves. The weights are those that the run evaluates with: the moving
+average if it keeps one (algorithm.ema), otherwise the trained weights. format=comfyui or kohya adds
+the adapter under the names that these tools read (families with `checkpoint_names`). merge=true
+writes transformer/ with the adapter merged into the base's weights. The files of a second
+transformer (Wan2.2 A14B) end in _2. `hf upload OWNER/NAME FOLDER` publishes the folder. The last
+line on standard output is the folder.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from digenrl import config as configuration
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
@@ -35,10 +32,6 @@ NOTES = {
         "update"
     ),
 }
-
-
-class NotPushed(RuntimeError):
-    """The folder was written, but it is not on the hub."""
 
 
 class NoWeights(RuntimeError):
@@ -62,9 +55,6 @@ class ExportKeys(Arguments):
     merge: bool = False
     """Write transformer/ as well: the base weights with the adapter added, in the dtype of the
     base."""
-    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
-    """Model repository on the hub to which the folder is uploaded. A new one is made private. null:
-    no upload."""
 
 
 def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
@@ -76,33 +66,24 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
 
     Raises:
         ConfigError: there is no such run.
-        ValueError: merge without an adapter or with a format of adapters, push without a network.
+        ValueError: merge without an adapter or with a format of adapters.
         NoWeights: no complete checkpoint, no moving average in it, or an average that is still the
             base model.
-        NotPushed: the hub refused, or was not reached.
         digenrl.extensions.export.diffusers_export.ExportError: the written files could not be read
         back.
     """
-    from huggingface_hub import constants
-
     if request.merge and request.format != "diffusers":
         raise ValueError(
             f"merge = true with format = {request.format}: that format is for adapters; leave one "
             "of them out"
         )
-    if request.push is not None and constants.is_offline_mode():
-        raise ValueError(
-            f"push = {request.push}: HF_HUB_OFFLINE is set; unset it, or export without push and "
-            f"run `hf upload {request.push} FOLDER` where there is a network"
-        )
     composed = configuration.load(words, stored=request.run)
     out = request.out or request.run / "export"
 
     # torch is imported only now, so that a mistyped word is refused at once.
-    import numpy as np
     from omegaconf import OmegaConf
 
-    from digenrl.extensions.export.card import write_card, write_samples
+    from digenrl.extensions.export.card import write_card
     from digenrl.extensions.export.diffusers_export import export_layout, export_policy
 
     ema = composed.config.algorithm.get("ema")
@@ -123,40 +104,9 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     export_policy(policy, out)
     if request.format != "diffusers":
         export_layout(policy, out, request.format)
-    samples = []
-    evaluations = sorted(
-        (composed.run_dir / "samples").glob("eval-*.npz"), key=lambda p: int(p.stem.split("-")[1])
-    )
-    if evaluations:
-        with np.load(evaluations[-1], allow_pickle=False) as stored:
-            samples = write_samples(out, stored["media"])
     plain: Any = OmegaConf.to_container(composed.config, resolve=True)
-    write_card(out, composed.run_dir, plain, policy, weights, samples)
-    if request.push is not None:
-        push(out, request.push)
+    write_card(out, composed.run_dir, plain, policy, weights)
     return out
-
-
-def push(folder: Path, repository: str) -> None:
-    """Upload `folder` to a model repository of the hub. A missing repository is made, as a private
-    one.
-
-    Raises:
-        NotPushed: the hub refused, or was not reached.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # of the hub's client, whose HTTP library depends on its version
-        raise NotPushed(
-            f"push = {repository}: {folder} is written, and was not uploaded "
-            f"({' '.join(str(error).split())[:300]}). Run `hf auth login` with a token that may "
-            f"write there, then `hf upload {repository} {folder}`."
-        ) from error
-    print(f"export: uploaded to https://huggingface.co/{repository}", file=sys.stderr)
 
 
 def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[str, Any], str]:
