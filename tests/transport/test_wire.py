@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from digenrl.transport.cells import joined
 from digenrl.transport.wire import (
     DTYPES,
     MAGIC,
@@ -178,15 +177,3 @@ def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
         encode(
             Message(MessageKind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS + 1)})
         )
-
-
-def test_the_cells_of_a_task_are_joined_in_the_order_of_their_positions() -> None:
-    def part(position: int) -> Message:
-        latents = torch.full((3, 1, 5, 2), float(position))
-        tensors = {"steps": torch.tensor([position]), "latents": latents}
-        return Message(MessageKind.CELLS, {"positions": [position], "maker": position}, tensors)
-
-    whole = joined([part(1), part(4)])
-    assert whole.meta == {"positions": [1, 4], "maker": 1}
-    assert whole.tensors["steps"].tolist() == [1, 4]
-    assert whole.tensors["latents"][0, :, 0, 0].tolist() == [1.0, 4.0]
