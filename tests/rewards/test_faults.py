@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import socket
 import time
 
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.processes
 PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
 MEDIA = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 HONEST = [0.25, 1.25, 2.25]
-QUICK = ClientOptions(
-    deadline_s=3.0, attempt_s=1.0, max_attempts=3, backoff_s=0.01, breaker_open_s=0.05
-)
+QUICK = ClientOptions(deadline_s=3.0, attempt_s=1.0, max_attempts=3, backoff_s=0.01)
 
 
 def ask(url, options=QUICK, **arguments):
@@ -104,21 +103,23 @@ def test_a_persistent_fault_is_missing_within_the_deadline(fault):
         assert len(server.posts) == calls
 
 
-@pytest.mark.parametrize(("code", "opens"), [(429, False), (500, True), (503, True), (408, True)])
-def test_a_service_that_is_busy_is_not_one_that_fails(code, opens):
-    """429 says that the service lives: its breaker stays closed. Every other fault counts."""
-    options = ClientOptions(
-        deadline_s=5.0, attempt_s=0.4, max_attempts=3, backoff_s=0.01, breaker_failures=3
-    )
-    with scripted(status(code)) as server:
-        client = RewardClient([server.url], options)
+@pytest.mark.parametrize(("code", "failures"), [(429, 0), (500, 3), (503, 3), (408, 3)])
+def test_a_service_that_is_busy_is_not_one_that_fails(code, failures, monkeypatch):
+    """429 says that the service lives: its pauses do not grow. Every other fault doubles them, and
+    an answer ends that."""
+    bounds = []
+    monkeypatch.setattr(random, "uniform", lambda low, high: bounds.append(high) or 0.0)
+    with scripted(*[status(code)] * 3, good) as server:
+        client = RewardClient([server.url], QUICK)
         try:
             with pytest.raises(RewardUnavailable):
                 client.score(MEDIA, PROMPTS)
-            waits = client._endpoints[0].breaker.wait_s(time.monotonic())
+            assert client._endpoints[0].failures == failures
+            assert client.score(MEDIA, PROMPTS).tolist() == HONEST
+            assert client._endpoints[0].failures == 0
         finally:
             client.close()
-    assert (waits > 1.0) is opens
+    assert bounds == ([0.02, 0.04, 0.08] if failures else [0.01] * 3)
 
 
 MALFORMED = {
@@ -164,7 +165,7 @@ def test_the_third_malformed_answer_in_a_row_ends_the_run():
         client.close()
 
 
-def test_refused_connections_open_the_breaker_and_the_other_url_answers():
+def test_of_two_urls_one_may_refuse_connections():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         closed = f"http://127.0.0.1:{listener.getsockname()[1]}"
     scores, error = ask(closed)
@@ -251,18 +252,14 @@ def test_a_dripping_answer_does_not_outlive_the_deadline():
         assert time.monotonic() - began < 1.5
 
 
-def test_the_token_is_sent_and_kept_out_of_every_artefact(monkeypatch, tmp_path, caplog):
+def test_the_token_is_sent_and_kept_out_of_every_artefact(monkeypatch, caplog):
     secret = "canary-5f0c2d7e"
     monkeypatch.setenv("DIGENRL_REWARD_TOKEN", secret)
     echo = edited(lambda honest: f"<html>denied: Bearer {secret}</html>".encode())
     with scripted(echo) as server:
-        scores, error = ask(server.url, quarantine=str(tmp_path / "quarantine"))
+        scores, error = ask(server.url)
         assert server.posts[0][1]["Authorization"] == f"Bearer {secret}"
     assert scores == [None] * 3
-    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(kept) == 1
-    assert b"denied" in kept[0]
-    assert all(secret.encode() not in content for content in kept)
     assert secret not in str(error)
     assert secret not in caplog.text
     with scripted(status(401)) as server:

@@ -4,11 +4,14 @@ An answer that cannot be trusted becomes a missing score or an error, never a nu
 
 | answer | what happens |
 |---|---|
-| refused, reset, time-out, 408, 500, 502-504 | retried (scoring is idempotent) with jitter; counts for the breaker |
-| 429 | retried after Retry-After, else with jitter; does not count for the breaker |
+| refused, reset, time-out, 408, 500, 502-504 | retried (scoring is idempotent), at the URL that may be asked soonest |
+| 429 | the same, without making the URL's pauses longer: the service lives |
 | 3xx, other 4xx | RewardError at once: the set-up is wrong, and a redirect is never followed |
 | not the schema, wrong ids, order or number, too long | missing, not retried; the third in a row is a RewardError |
 | another model_id or weights_digest than pinned | RewardError at once |
+
+A URL that fails is left alone for a random pause, whose bound doubles with each failure in a row, or for the
+seconds of Retry-After.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -19,27 +22,21 @@ import json
 import logging
 import math
 import os
+import random
 import threading
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import torch
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    wait_random_exponential,
-)
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from torch import Tensor
 
 from digenrl.extensions.rewards import frames
-from digenrl.extensions.rewards.breaker import Breaker, retry_after_s
 from digenrl.images import ImageError
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable
 from digenrl.types import Prompt
@@ -63,9 +60,9 @@ class ClientOptions:
     max_attempts: int = 6
     """Attempts per request, over all URLs."""
     backoff_s: float = 0.25
+    """Bound of a URL's pause after its first failure."""
     backoff_max_s: float = 10.0
-    breaker_failures: int = 5
-    breaker_open_s: float = 10.0
+    """Bound of any pause."""
     max_response_bytes: int = 1 << 20
     max_malformed: int = 3
     """Malformed answers in a row that end the run."""
@@ -101,13 +98,14 @@ class _Retry(Exception):
 @dataclass
 class _Endpoint:
     url: str
-    breaker: Breaker
     limits: frames.WireLimits | None = None
     """Limits of the service; None until its first answer to GET /identity."""
     images: bool = False
     """Whether the service needs the images of prompts."""
     not_before: float = 0.0
-    """Monotonic time of the next call, after a failure's back-off or a Retry-After."""
+    """Monotonic time of the next call, after a failure's pause or a Retry-After."""
+    failures: int = 0
+    """Failures since the last answer."""
     failure: _Retry | None = None
     """Latest failure."""
 
@@ -137,7 +135,6 @@ class RewardClient:
         token_env: environment variable with the bearer token; no token is sent if the variable is
             unset or empty.
         token: the bearer token itself, in place of the variable's.
-        quarantine: folder for malformed answers (first 64 KiB, token removed); None = only logged.
     """
 
     def __init__(
@@ -146,7 +143,6 @@ class RewardClient:
         options: ClientOptions | None = None,
         pinned: Identity | None = None,
         token_env: str = "DIGENRL_REWARD_TOKEN",
-        quarantine: str | None = None,
         token: str | None = None,
     ) -> None:
         self.options = options or ClientOptions()
@@ -155,12 +151,13 @@ class RewardClient:
         self._endpoints = [self._endpoint(url) for url in urls]
         self.pinned = pinned
         self._token = token or os.environ.get(token_env) or None
-        self._quarantine = Path(quarantine) if quarantine else None
         self._malformed_in_row = 0
         self._turn = 0
-        self._backoff = wait_random_exponential(self.options.backoff_s, self.options.backoff_max_s)
         self._lock = threading.Lock()
-        self._loop = _LoopThread()
+        self._portal: BlockingPortal | None = None
+        """Event loop in a thread of its own, from the first call on: deadlines are then of a whole
+        call, while timeouts of sockets are of each read."""
+        self._threads = ExitStack()
         self._http = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=None)
 
     def score(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
@@ -173,9 +170,7 @@ class RewardClient:
                 module's table.
         """
         deadline = time.monotonic() + self.options.deadline_s
-        outcome = self._loop.run(
-            self._score(media, prompts, deadline), self.options.deadline_s + 5.0
-        )
+        outcome = self._run(self._score, media, prompts, deadline)
         if outcome.errors:
             unanswered = any(isinstance(error, Unanswered) for error in outcome.errors)
             kind = Unanswered if unanswered else RewardUnavailable
@@ -187,13 +182,28 @@ class RewardClient:
         `score` does."""
         if self.pinned is None:
             deadline = time.monotonic() + self.options.deadline_s
-            self._loop.run(self._attempts(None, deadline), self.options.deadline_s + 5.0)
+            self._run(self._attempts, None, deadline)
         assert self.pinned is not None
         return self.pinned
 
     def close(self) -> None:
         """Close connections and the client's thread. Idempotent."""
-        self._loop.close(self._http)
+        with self._lock:
+            portal, self._portal = self._portal, None
+        if portal is not None:
+            portal.call(self._http.aclose)
+            self._threads.close()
+
+    def _run(self, work: Callable[..., Awaitable[_Result]], *arguments: Any) -> _Result:
+        """Return the result of `work(*arguments)`. Raises TimeoutError soon after the deadline."""
+        with self._lock:
+            if self._portal is None:
+                self._portal = self._threads.enter_context(start_blocking_portal())
+            future = self._portal.start_task_soon(work, *arguments)
+        try:
+            return future.result(self.options.deadline_s + 5.0)
+        finally:
+            future.cancel()
 
     def _endpoint(self, url: str) -> _Endpoint:
         parsed = httpx.URL(url)
@@ -202,8 +212,7 @@ class RewardClient:
                 f"{parsed.copy_with(userinfo=b'')} is no reward URL: write http(s)://host:port, "
                 "without user or password (the token comes from the environment)."
             )
-        breaker = Breaker(self.options.breaker_failures, self.options.breaker_open_s)
-        return _Endpoint(str(parsed).rstrip("/"), breaker)
+        return _Endpoint(str(parsed).rstrip("/"))
 
     async def _score(self, media: Tensor, prompts: Sequence[Prompt], deadline: float) -> _Outcome:
         outcome = _Outcome(torch.full((len(prompts),), math.nan))
@@ -268,54 +277,36 @@ class RewardClient:
     ) -> Tensor | None:
         """Attempts until one succeeds: scores of `request`, or None after a description (`request`
         None)."""
-        stop = stop_after_attempt(self.options.max_attempts)
-        retrying = AsyncRetrying(
-            stop=stop, wait=self._failed, retry=retry_if_exception_type(_Retry), reraise=True
-        )
-        try:
-            return await retrying(self._attempt, request, deadline)
-        except _Retry as failure:
-            raise self._given_up(failure) from failure
+        failure = None
+        for _ in range(self.options.max_attempts):
+            endpoint, wait = self._choose(time.monotonic())
+            if time.monotonic() + wait >= deadline:
+                raise self._given_up(endpoint.failure)
+            await asyncio.sleep(wait)
+            limit = min(self.options.attempt_s, deadline - time.monotonic())
+            try:
+                async with asyncio.timeout(limit):
+                    return await self._ask(endpoint, request)
+            except (TimeoutError, httpx.TransportError) as error:
+                failure = _Retry(endpoint, repr(error))
+            except _Retry as error:
+                failure = error
+            self._pause(endpoint, failure)
+        raise self._given_up(failure) from failure
 
-    def _failed(self, state: RetryCallState) -> float:
-        """Note a failure at its endpoint, and return the seconds until the next attempt.
-
-        They are 0, because another endpoint may be free.
-        """
-        failure = state.outcome.exception() if state.outcome is not None else None
-        assert isinstance(failure, _Retry)
-        endpoint, now = failure.endpoint, time.monotonic()
+    def _pause(self, endpoint: _Endpoint, failure: _Retry) -> None:
+        """Leave an endpoint alone after a failure."""
         endpoint.failure = failure
-        endpoint.not_before = now + (
-            self._backoff(state) if failure.after_s is None else failure.after_s
-        )
-        endpoint.breaker.succeed() if failure.status == 429 else endpoint.breaker.fail(now)
-        return 0.0
+        endpoint.failures += failure.status != 429
+        bound = self.options.backoff_s * 2.0 ** min(endpoint.failures, 32)
+        pause = random.uniform(0.0, min(self.options.backoff_max_s, bound))
+        after = pause if failure.after_s is None else failure.after_s
+        endpoint.not_before = time.monotonic() + after
 
     def _given_up(self, failure: _Retry | None) -> RewardUnavailable:
         kind = Unanswered if failure is None or failure.status is None else RewardUnavailable
         cause = failure or "no attempt was possible"
         return kind(f"no scores within {self.options.deadline_s:g} s; last failure: {cause}")
-
-    async def _attempt(
-        self, request: tuple[bytes, str, int] | None, deadline: float
-    ) -> Tensor | None:
-        """One attempt, at the endpoint that may be asked soonest."""
-        endpoint, wait = self._choose(time.monotonic())
-        if time.monotonic() + wait >= deadline:
-            raise self._given_up(endpoint.failure)
-        await asyncio.sleep(wait)
-        endpoint.breaker.begin()
-        try:
-            async with asyncio.timeout(min(self.options.attempt_s, deadline - time.monotonic())):
-                scores = await self._ask(endpoint, request)
-        except (TimeoutError, httpx.TransportError) as error:
-            raise _Retry(endpoint, repr(error)) from error
-        except (_Malformed, RewardError):
-            endpoint.breaker.succeed()
-            raise
-        endpoint.breaker.succeed()
-        return scores
 
     def _choose(self, now: float) -> tuple[_Endpoint, float]:
         """Return the endpoint that may be called soonest (in turn among equals), and the seconds
@@ -323,9 +314,7 @@ class RewardClient:
         self._turn += 1
         first = self._turn % len(self._endpoints)
         order = self._endpoints[first:] + self._endpoints[:first]
-        waits = [
-            max(endpoint.breaker.wait_s(now), endpoint.not_before - now, 0.0) for endpoint in order
-        ]
+        waits = [max(endpoint.not_before - now, 0.0) for endpoint in order]
         return order[waits.index(min(waits))], min(waits)
 
     async def _ask(
@@ -360,18 +349,19 @@ class RewardClient:
         async with self._http.stream(method, url, content=body, headers=headers) as response:
             if response.status_code in _RETRIED:
                 cause = f"HTTP {response.status_code}{await self._cause(response)}"
-                after_s = retry_after_s(response.headers.get("Retry-After"))
+                after_s = _seconds(response.headers.get("Retry-After"))
                 raise _Retry(endpoint, cause, response.status_code, after_s)
+            endpoint.failures = 0
             if response.status_code != 200:
                 raise RewardError(_refusal(method, url, response))
             raw = bytearray()
             if response.headers.get("Content-Encoding", "identity") != "identity":
-                self._reject(raw, f"{url}: the answer is compressed, which was not asked for")
+                self._reject(f"{url}: the answer is compressed, which was not asked for")
             async for chunk in response.aiter_raw(1 << 16):
                 raw += chunk
                 if len(raw) > self.options.max_response_bytes:
                     self._reject(
-                        raw, f"{url}: the answer exceeds {self.options.max_response_bytes} bytes"
+                        f"{url}: the answer exceeds {self.options.max_response_bytes} bytes"
                     )
         return bytes(raw)
 
@@ -389,19 +379,12 @@ class RewardClient:
         try:
             return decode(raw)
         except frames.FrameError as error:
-            self._reject(raw, f"malformed answer: {error}")
+            self._reject(f"malformed answer: {error}")
 
-    def _reject(self, raw: bytes | bytearray, cause: str) -> None:
-        """Keep the payload for a person to look at; raise _Malformed, or RewardError for the last
-        one allowed."""
+    def _reject(self, cause: str) -> None:
+        """Raise _Malformed, or RewardError for the last one allowed."""
         self._malformed_in_row += 1
         log.warning("Reward service: %s", cause)
-        if self._quarantine is not None:
-            kept = bytes(raw[: 1 << 16])
-            if self._token:
-                kept = kept.replace(self._token.encode(), b"[token]")
-            self._quarantine.mkdir(parents=True, exist_ok=True)
-            (self._quarantine / f"{uuid.uuid4().hex}.bin").write_bytes(kept)
         if self._malformed_in_row >= self.options.max_malformed:
             raise RewardError(
                 f"{self._malformed_in_row} malformed answers in a row from the reward service; the "
@@ -420,42 +403,13 @@ class RewardClient:
             )
 
 
-class _LoopThread:
-    """Private event loop that gives a blocking call a strict total deadline (socket timeouts are
-    per read)."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
-
-    def run(self, coroutine: Coroutine[Any, Any, _Result], timeout_s: float) -> _Result:
-        """Return the coroutine's result. Raises TimeoutError after `timeout_s`."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=_run_and_close, args=(self._loop,), name="reward-client", daemon=True
-                ).start()
-            loop = self._loop
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        try:
-            return future.result(timeout_s)
-        finally:
-            future.cancel()
-
-    def close(self, client: httpx.AsyncClient) -> None:
-        with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is None:
-            return
-        with contextlib.suppress(TimeoutError, httpx.HTTPError):
-            asyncio.run_coroutine_threadsafe(client.aclose(), loop).result(5.0)
-        loop.call_soon_threadsafe(loop.stop)
-
-
-def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
+def _seconds(retry_after: str | None) -> float | None:
+    """Return the seconds of a Retry-After header; None where it says none (a date counts so)."""
+    try:
+        seconds = float(retry_after or "nan")
+    except ValueError:
+        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
 def _refusal(method: str, url: str, response: httpx.Response) -> str:

@@ -24,7 +24,6 @@ class RemoteScorer:
         dtype: dtype on the wire; float32 is exact, uint8 takes a quarter of the bytes.
         model_id, weights_digest: identity that must answer; both null = that of the first answer.
         token_env: environment variable with the bearer token.
-        quarantine: folder for malformed answers; null = only logged.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class RemoteScorer:
         model_id: str | None = None,
         weights_digest: str | None = None,
         token_env: str = "DIGENRL_REWARD_TOKEN",
-        quarantine: str | None = None,
     ) -> None:
         if (model_id is None) != (weights_digest is None):
             raise ValueError(
@@ -53,7 +51,7 @@ class RemoteScorer:
         options = ClientOptions(
             deadline_s=deadline_s, attempt_s=attempt_s, max_attempts=max_attempts, dtype=dtype
         )
-        self.client = RewardClient(list(urls), options, pinned, token_env, quarantine)
+        self.client = RewardClient(list(urls), options, pinned, token_env)
 
     @property
     def model_id(self) -> str:
