@@ -123,7 +123,7 @@ ROOMS = {
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1461),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1809
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1770
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(330, ("extensions/links",)),
@@ -160,7 +160,7 @@ ROOMS = {
         ceiling=12883,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28853),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28814),
 }
 """Room -> its budget. The last four rows are sums."""
 

@@ -115,7 +115,7 @@ def test_what_one_rank_refuses_is_said_once(
         f"out={tmp_path / 'out'}",
         *FEW,
     ]
-    assert main([*words, "ranks=2", f"detector={tmp_path / 'absent'}"]) == 2
+    assert main([*words, "ranks=2", f"detector={tmp_path / 'absent'}"]) == 1
     told = capsys.readouterr().err
     assert told.count("is no directory; download a model for object-detection") == 1
     assert main([*words, "ranks=0"]) == 2

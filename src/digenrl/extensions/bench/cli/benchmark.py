@@ -21,13 +21,11 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -210,9 +208,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
             settings |= {f"{group}.{key}": value for key, value in plain.items()}
         settings["weights"] = weights
         _same_settings(folders[name], settings)
-    with _other_ranks(work) as others:
-        share(work, 0, others)
-        others(None)
+    _all_ranks(work)
     result: dict[str, Any] = {
         "suite": suite.name,
         "digest": suite.digest,
@@ -239,14 +235,9 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     return out / RESULT
 
 
-def share(work: BenchmarkWork, rank: int, between: Callable[[float], None]) -> None:
-    """Make the missing images of every `ranks`-th prompt, and score prompts that no rank has scored
-    yet.
-
-    `between` is called before each prompt.
-
-    Raises as `benchmark` does.
-    """
+def share(rank: int, work: BenchmarkWork) -> None:
+    """Make the missing images of every `ranks`-th prompt, and score those that are not scored yet.
+    Raises as `benchmark` does."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run: the same bits
     import torch
 
@@ -257,13 +248,12 @@ def share(work: BenchmarkWork, rank: int, between: Callable[[float], None]) -> N
     own = work.items[rank :: work.ranks]
     with ExitStack() as stack:
         score = _scorer(work, stack)
-        _make(work, own, rank, between)
+        _make(work, own, rank)
         if score is None:
             return
         for folder in work.folders.values():
             for item in own:
                 if work.scores(folder, item) is None:
-                    between(0.0)
                     found = score(item, _images(work.files(folder, item), work.samples))
                     note = work.note(folder, item)
                     note.parent.mkdir(parents=True, exist_ok=True)
@@ -287,71 +277,27 @@ def _ranks(asked: int | None, prompts: int) -> int:
 
 
 class RankLost(RuntimeError):
-    """Another process of the benchmark failed. Images and scores so far are kept."""
+    """A process of the benchmark failed. Images and scores so far are kept."""
 
 
-@contextmanager
-def _other_ranks(work: BenchmarkWork) -> Iterator[Callable[[float | None], None]]:
-    """Run the shares of ranks 1 and up in processes, which end with the body.
+def _all_ranks(work: BenchmarkWork) -> None:
+    """Do the share of every rank, each in a process of its own; a single one in this process.
 
-    Yields a function that raises the failure of any process. It waits for news for its argument in
-    seconds; None waits until all processes are done.
+    Raises:
+        RankLost: a rank failed, which ended the others; a single rank raises as `share` does.
     """
-    context, processes = get_context("spawn"), list[Any]()
-    waiting: dict[Any, int] = {}
-    for rank in range(1, work.ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        processes.append(
-            context.Process(target=_other_rank, args=(work, rank, theirs), daemon=True)
-        )
-        processes[-1].start()
-        theirs.close()
-        waiting[ours] = rank
-
-    def news(timeout_s: float | None) -> None:
-        while waiting and (ready := connection.wait([*waiting], timeout_s)):
-            pipe: Any
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    kind, told = pipe.recv()
-                except EOFError:
-                    processes[rank - 1].join()
-                    code = processes[rank - 1].exitcode
-                    kind, told = (
-                        RankLost,
-                        f"it died (exit code {code}); the same command goes on where it was",
-                    )
-                if told:
-                    raise kind(f"rank {rank}: {told}")
+    if work.ranks == 1:
+        return share(0, work)
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
     try:
-        yield news
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-
-
-def _other_rank(work: BenchmarkWork, rank: int, pipe: connection.Connection) -> None:
-    """Do the share of one rank in a process of its own, then send its failure or nothing to the
-    parent."""
-
-    def between(_: float) -> None:
-        if not (parent := parent_process()) or not parent.is_alive():
-            raise SystemExit(1)
-
-    # Ctrl-C reaches all ranks, and the first rank ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        share(work, rank, between)
-        answer: tuple[type[Exception], str] = (RankLost, "")
-    except (ValueError, OSError) as error:
-        answer = (SuiteError, str(error))
-    except Exception as error:
-        answer = (RankLost, f"{type(error).__name__}: {error}")
-    with suppress(OSError):  # nobody listens any more
-        pipe.send(answer)
+        spawn(share, (work,), work.ranks)
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        cause = str(error).strip().splitlines()[-1]
+        raise RankLost(
+            f"rank {error.error_index}: {cause}; the same command goes on where it was"
+        ) from error
+    return None
 
 
 def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
@@ -460,9 +406,7 @@ def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
     write_json(note, settings)
 
 
-def _make(
-    work: BenchmarkWork, own: Sequence[Item], rank: int, between: Callable[[float], None]
-) -> None:
+def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     """Make the missing images of the `own` prompts, those of the base model first."""
     missing = {
         name: [item for item in own if not all(path.exists() for path in work.files(folder, item))]
@@ -487,7 +431,6 @@ def _make(
             _earlier_run("restore")(module, read(work.checkpoint))
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
-                between(0.0)
                 media = ode_samples(
                     policy.eval(), sampling, [Prompt(item.prompt)], work.samples, seed
                 )
