@@ -120,10 +120,10 @@ ROOMS = {
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1201),
+    "extensions/page": Room(1000, ("extensions/page",), ceiling=1115),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1461),
     "extensions/bench, sweeps, tools": Room(
-        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1770
+        1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1705
     ),
     "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
     "extensions/links": Room(330, ("extensions/links",)),
@@ -160,7 +160,7 @@ ROOMS = {
         ceiling=12883,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28814),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28663),
 }
 """Room -> its budget. The last four rows are sums."""
 

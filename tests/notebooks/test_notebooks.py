@@ -72,15 +72,6 @@ def test_first_run(repository: Path, places: dict[str, str], monkeypatch: pytest
     assert "held-out score           0.560 → 0.760" in text
 
 
-def test_one_step_as_a_grid(repository: Path, places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = repository / "notebooks/02_one_step_as_a_grid.ipynb"
-    pictures, text = execute(path, monkeypatch, places, repository)
-    assert pictures == 1
-    assert "RL step 5 of 8" in text
-    tasks = [int(line.split()[2]) for line in text.splitlines() if line.endswith(" tasks")]
-    assert sum(tasks) == 12  # six groups of two tasks
-
-
 def test_plan_and_sweep(repository: Path, places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = repository / "notebooks/03_plan_and_sweep.ipynb"
     pictures, text = execute(path, monkeypatch, places, repository)

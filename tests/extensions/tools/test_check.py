@@ -13,41 +13,6 @@ def levels(findings: list[setup.Finding]) -> list[str]:
     return [finding.level for finding in findings]
 
 
-def test_this_environment_has_nothing_to_fix() -> None:
-    findings = [
-        finding
-        for check in (setup.packages, setup.processor, setup.limits, setup.configurations)
-        for finding in check()
-    ]
-    assert "fix" not in levels(findings)
-    assert any("scenes_flowgrpo composes" in finding.text for finding in findings)
-
-
-def test_a_missing_package_must_be_fixed() -> None:
-    findings = list(setup.packages(["no-such-package-h5>=1", "numpy>=1", "ruff; extra == 'dev'"]))
-    (finding,) = [finding for finding in findings if finding.level == "fix"]
-    assert "missing: no-such-package-h5;" in finding.text
-    assert "make setup" in finding.text
-
-
-def test_a_missing_extra_is_none_of_the_faults(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    findings = list(setup.packages(["numpy>=1", 'no-such-package-h5; extra == "ocr"']))
-    assert "fix" not in levels(findings)
-    assert "not installed: ocr" in findings[-1].text
-    monkeypatch.setattr(setup, "CHECKS", (lambda: iter(findings),))
-    assert setup.main() == 0
-    assert "'.[ocr]'" in capsys.readouterr().out
-
-
-def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "_pinned", lambda: {"numpy": "0.1"})
-    (finding,) = setup.packages(["numpy>=1"])
-    assert finding.level == "warning"
-    assert "tested: 0.1" in finding.text
-
-
 @pytest.mark.parametrize(
     ("driver", "built", "told"),
     [

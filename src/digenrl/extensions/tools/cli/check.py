@@ -1,4 +1,4 @@
-"""`make setup` ends with this self-check: versions, devices, memory, disk, each ok, warning or fix.
+"""`make setup` ends with this self-check: Python, devices, memory, disk, each ok, warning or fix.
 
     digenrl check
     digenrl check experiment=NAME hardware=NAME [key=value ...]
@@ -12,11 +12,9 @@ anything runs, and makes the exit code 1.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -36,12 +34,10 @@ from digenrl.config.help import help_page, show, wants_help
 
 Level = Literal["ok", "warning", "fix"]
 _STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
-_ROOT = Path(__file__).resolve().parents[5]
 _GIB = 1 << 30
 MIN_MEMORY_GIB = 4.0
 """Two ranks, the launcher and the report of the first run take about 2 GiB together."""
 MIN_DISK_GIB = 2.0
-MIN_OPEN_FILES = 1024
 _INDEXES = {"12": "cu126", "13": "cu130"}
 """Major CUDA version of a driver -> PyTorch's index of builds that all such drivers run."""
 
@@ -65,55 +61,6 @@ def python_version() -> Iterator[Finding]:
     yield Finding(
         "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )
-
-
-def packages(requirements: list[str] | None = None) -> Iterator[Finding]:
-    """Every dependency is there, and whether it is the version that the tests ran with. Extras may
-    be absent."""
-    required = (
-        importlib.metadata.requires("digenrl") or [] if requirements is None else requirements
-    )
-    pinned, missing, absent, different = _pinned(), [], set(), []
-    for line in required:
-        name = re.split(r"[\s<>=!~;\[]", line, maxsplit=1)[0]
-        extra = re.search(r"extra == ['\"]([\w-]+)", line)
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if extra:
-                absent.add(extra[1])
-            else:
-                missing.append(name)
-            continue
-        wanted = pinned.get(_canonical(name))
-        if wanted is not None and version.partition("+")[0] != wanted:
-            different.append(f"{name} {version} (tested: {wanted})")
-    if missing:
-        yield Finding(
-            "packages",
-            "fix",
-            f"missing: {', '.join(missing)}; run `rm -f .venv/.stamp && make setup`",
-        )
-    if different:
-        yield Finding("packages", "warning", f"not the tested versions: {', '.join(different)}")
-    if not missing and not different:
-        yield Finding("packages", "ok", f"{len(required)} dependencies, the tested versions")
-    if absent:
-        extras = ",".join(sorted(absent))
-        yield Finding(
-            "extras", "ok", f"not installed: {extras}; `pip install -e '.[{extras}]'` adds them"
-        )
-
-
-def _pinned() -> dict[str, str]:
-    file = _ROOT / "constraints.txt"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    return {_canonical(name): version.strip() for name, version in pairs}
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def torch_and_devices() -> Iterator[Finding]:
@@ -187,15 +134,6 @@ def _misfit(driver: str, version: str, built: str | None) -> Finding:
     )
 
 
-def processor() -> Iterator[Finding]:
-    """Cores that this process may use."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    note = ": rollout and trainer ranks take turns, expect twice the time"
-    yield _judged("cores", cores > 1, str(cores), note)
-
-
 def memory() -> Iterator[Finding]:
     """Available host memory and shared memory."""
     available = psutil.virtual_memory().available / _GIB
@@ -216,29 +154,6 @@ def disk() -> Iterator[Finding]:
     else:
         note = f"; runs of large models need {MIN_DISK_GIB:.0f}"
         yield _judged("disk", free >= MIN_DISK_GIB, f"{free:.1f} GiB free in {here}", note)
-
-
-def limits() -> Iterator[Finding]:
-    """Open files: every rank holds a few sockets to every other."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    note = f": raise it (`ulimit -n {min(hard, 65536)}`) for many ranks"
-    yield _judged("open files", soft >= MIN_OPEN_FILES, f"limit {soft}", note)
-
-
-def configurations() -> Iterator[Finding]:
-    """The first run's configuration composes and its prompts are there."""
-    from digenrl import config
-
-    try:
-        composed = config.load([])
-    except config.ConfigError as error:
-        yield Finding("configuration", "fix", " ".join(error.problems))
-        return
-    counts = ", ".join(
-        f"{len(names)} {name}"
-        for name, names in config.group_options(config.config_directory()).items()
-    )
-    yield Finding("configuration", "ok", f"{composed.config.experiment_name} composes; {counts}")
 
 
 def needs(words: Sequence[str]) -> Iterator[Finding]:
@@ -285,13 +200,9 @@ def _of(subject: str, check: Callable[[], object], fine: str) -> Iterator[Findin
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     python_version,
-    packages,
     torch_and_devices,
-    processor,
     memory,
     disk,
-    limits,
-    configurations,
 )
 
 
