@@ -160,7 +160,7 @@ ROOMS = {
         ceiling=12883,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28663),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28515),
 }
 """Room -> its budget. The last four rows are sums."""
 

@@ -63,9 +63,7 @@ been tried. Written from [recipes.csv](recipes.csv) by `python -m tests.test_rec
 YAML, the table and this page disagree. The table names repository, commit, file and line of every value (the function
 or key, where the line is not known); a key in parentheses is no key of ours. `python -m scripts.recipe_facts` reads the
 literals of these lines from checkouts, and `tests/test_recipe_facts.py` compares recipes with them: values, advantages of
-drawn rewards, windows, updates, moving averages, coefficients of the SDE. `python -m
-digenrl.extensions.tasks.generate_prompts DIRECTORY 20000` writes prompt sets of a size nearer to the published ones,
-for `data.prompts=FILE`.
+drawn rewards, windows, updates, moving averages, coefficients of the SDE.
 """
 
 

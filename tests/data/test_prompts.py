@@ -19,33 +19,13 @@ from omegaconf import OmegaConf
 
 from digenrl import prompts
 from digenrl.data import PromptData, PromptSampler, load_prompts
-from digenrl.extensions.tasks import generate_prompts as generate
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.types import Prompt
+from scripts import generate_prompts as generate
 
 
 def make(count: int) -> list[Prompt]:
     return [Prompt(f"prompt {index}") for index in range(count)]
-
-
-@pytest.mark.parametrize("name", generate.SETS)
-def test_a_large_set_has_different_prompts_and_shares_none_with_the_held_out_ones(
-    name: str,
-) -> None:
-    heldout = [
-        {"prompt": prompt.text} | ({"target": prompt.target} if prompt.target else {})
-        for path in prompts.DIRECTORY.glob(f"{name}_heldout.*")
-        for prompt in load_prompts(path)
-    ]
-    made = generate.apart(generate._CANDIDATES[name](), 1000, heldout)
-    assert len({record["prompt"] for record in made}) == 1000
-    held = [generate._words(record) for record in heldout]
-    assert not {generate._text(record) for record in made} & {
-        generate._text(record) for record in heldout
-    }
-    assert not any(generate._overlaps(generate._words(record), held) for record in made[::50])
-    with pytest.raises(ValueError, match="the vocabulary gives 2 prompts, 3 were asked for"):
-        generate.apart(itertools.cycle(made[:2]), 3, heldout)
 
 
 def test_fields_of_a_jsonl_record(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 `last_image`, `target_image`, and the samples to train on: `media`, or `preferred` and `rejected`,
 each a path or a list. Blank lines are skipped. A byte order mark and CRLF are accepted. Text is
 kept as written, without Unicode normalisation. The files beside this module are the project's own
-sets; `python -m digenrl.extensions.tasks.generate_prompts` writes them again.
+sets; `python -m scripts.generate_prompts` writes them again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Write the project's own prompt sets, the same bytes every time.
 
-    python -m digenrl.extensions.tasks.generate_prompts [DIRECTORY]
-    python -m digenrl.extensions.tasks.generate_prompts DIRECTORY 20000    # training sets of 20,000 prompts instead
+    python -m scripts.generate_prompts [DIRECTORY]
 
 A set and its held-out split come from one stream, so that they have the same distribution and share
 no prompt. No held-out sign has the text of a training sign. A candidate whose words overlap too
-much with an accepted prompt is skipped. In a large set only the overlap with held-out prompts
-counts.
-"""  # noqa: E501
+much with an accepted prompt is skipped.
+"""
 
 from __future__ import annotations
 
@@ -140,29 +138,6 @@ def distinct(candidates: Iterator[Record], count: int) -> list[Record]:
     return accepted
 
 
-def apart(candidates: Iterator[Record], count: int, heldout: Sequence[Record]) -> list[Record]:
-    """Return the first `count` different candidates that neither share a target nor overlap too
-    much with `heldout`.
-
-    Raises ValueError when a hundred times as many candidates contain too few.
-    """
-    texts, word_sets = {_text(record) for record in heldout}, [_words(record) for record in heldout]
-    accepted: dict[str, Record] = {}
-    for record in itertools.islice(candidates, 100 * count):
-        if (
-            record["prompt"] in accepted
-            or _text(record) in texts
-            or _overlaps(_words(record), word_sets)
-        ):
-            continue
-        accepted[record["prompt"]] = record
-        if len(accepted) == count:
-            return list(accepted.values())
-    raise ValueError(
-        f"the vocabulary gives {len(accepted)} prompts, {count} were asked for: ask for fewer"
-    )
-
-
 def _text(record: Record) -> str:
     return record.get("target", record["prompt"])
 
@@ -228,14 +203,6 @@ def contents() -> dict[str, str]:
     return files
 
 
-def large(count: int) -> dict[str, str]:
-    """Return file name -> content of training sets of `count` prompts, for the held-out sets of
-    `contents`."""
-    return dict(
-        _file(f"{name}_{count}", apart(_CANDIDATES[name](), count, split(name)[1])) for name in SETS
-    )
-
-
 def _file(name: str, records: list[Record]) -> tuple[str, str]:
     if "target" in records[0]:
         return f"{name}.jsonl", _json_lines(records)
@@ -247,9 +214,9 @@ def _json_lines(records: list[Record]) -> str:
 
 
 def main() -> None:
-    """Write every file into the directory given, or beside this module."""
+    """Write every file into the directory given, or where the package has them."""
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DIRECTORY
-    for name, content in (large(int(sys.argv[2])) if len(sys.argv) > 2 else contents()).items():
+    for name, content in contents().items():
         (directory / name).write_text(content, encoding="utf-8", newline="\n")
         print(f"{directory / name}: {content.count(chr(10))} prompts")
 
