@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from digenrl.extensions.page.gallery import STRIP_FRAMES
-from digenrl.extensions.page.style import BLUE, FAINT, INK, VERMILION, paper_style
+from digenrl.extensions.page.style import BLUE, INK, VERMILION, paper_style
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run
 
@@ -46,9 +46,7 @@ def comparison(before: Samples, after: Samples) -> Figure:
         raise ValueError(
             f"no prompt in common between RL steps {before.rl_step} and {after.rl_step}"
         )
-    if before.is_video:
-        return _film_strips(before, after, pairs)
-    return _image_grid(before, after, pairs)
+    return _grid(before, after, pairs)
 
 
 def save_comparison(path: Path, before: Samples, after: Samples) -> None:
@@ -81,16 +79,28 @@ def _sides(before: Samples, after: Samples) -> list[tuple[NDArray[np.uint8], int
     `before` and of `after`."""
     source = [] if before.sources is None else [(before.sources, 0, "source", INK)]
     moments = (
-        (before.media, 0, _moment(before, "before"), VERMILION),
-        (after.media, 1, _moment(after, "after"), BLUE),
+        (_strips(before.media), 0, _moment(before, "before"), VERMILION),
+        (_strips(after.media), 1, _moment(after, "after"), BLUE),
     )
     return [*source, *moments]
 
 
-def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
-    height, width = before.media.shape[-2:]
+def _strips(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return videos [N, F, C, H, W] as pictures of some frames, one beside the other; pictures
+    [N, C, H, W] as they are."""
+    if media.ndim == 4:
+        return media
+    last = media.shape[1] - 1
+    shown = np.linspace(0, last, min(STRIP_FRAMES, last + 1)).round().astype(int)
+    return np.concatenate([media[:, frame] for frame in shown], axis=-1)
+
+
+def _grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:
+    height, width = _strips(before.media[:1]).shape[-2:]
     narrow = width <= NARROW and max(map(len, pairs)) <= SHORT
     prompts, rows, cell, head, letters = (10, 3, 0.72, 0.5, 9) if narrow else (6, 2, 1.55, 0.85, 24)
+    if before.is_video:
+        prompts, cell, head, letters = 2, 4.6, 0.5, 60
     texts = list(pairs)[:prompts]
     rows = min(rows, max(len(pairs[text]) for text in texts))
     sides = _sides(before, after)
@@ -119,44 +129,6 @@ def _image_grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int
         box = blocks[block].get_position(figure)
         figure.text(0.3 / figure.get_figwidth(), (box.y0 + box.y1) / 2, title, rotation=90, ha="center", va="center",  # noqa: E501
                     fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
-    return figure
-
-
-def _film_strips(
-    before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]
-) -> Figure:
-    texts = list(pairs)[:5]
-    frames = before.media.shape[1]
-    height, width = before.media.shape[-2:]
-    shown = np.unique(np.linspace(0, frames - 1, min(STRIP_FRAMES, frames)).round().astype(int))
-    cell = 4.6 / len(shown)
-    row_height = cell * height / width + 0.3
-    # One strip beside the other: those of the samples, and one frame of what they were made from.
-    strips = [
-        (media[:, shown] if media.ndim == 5 else media[:, None], side, title, colour)
-        for media, side, title, colour in _sides(before, after)
-    ]
-    widths = [media.shape[1] for media, *_ in strips]
-    figure = Figure(figsize=(9.6 * sum(widths) / (2 * len(shown)), 0.35 + row_height * len(texts)))
-    columns = figure.add_gridspec(
-        1, len(strips), width_ratios=widths, wspace=0.04, left=0.005, right=0.995, bottom=0.01,
-        top=1 - 0.3 / figure.get_figheight(),
-    )  # fmt: skip
-    for place, (media, side, title, colour) in enumerate(strips):
-        box = columns[place].get_position(figure)
-        figure.text((box.x0 + box.x1) / 2, 1 - 0.15 / figure.get_figheight(), title.replace("\n", ", "), ha="center",  # noqa: E501
-                    va="center", fontsize=9.5, fontweight="bold", color=colour)  # fmt: skip
-        grid = columns[place].subgridspec(
-            len(texts), widths[place], hspace=0.32 / (row_height - 0.3), wspace=0.02
-        )
-        for row, text in enumerate(texts):
-            for column, frame in enumerate(media[pairs[text][0][side]]):
-                axes = figure.add_subplot(grid[row, column])
-                axes.set_axis_off()
-                _show(axes, frame)
-                if place == 0 and column == 0:
-                    axes.set_title(textwrap.shorten(text, 110, placeholder=" ..."), fontsize=8, fontweight="normal",  # noqa: E501
-                                   loc="left", color=FAINT, pad=3)  # fmt: skip
     return figure
 
 
