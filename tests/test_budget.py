@@ -120,7 +120,7 @@ ROOMS = {
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1093),
+    "extensions/page": Room(1000, ("extensions/page",), ceiling=1091),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1461),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1705
@@ -160,7 +160,7 @@ ROOMS = {
         ceiling=12883,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28493),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28491),
 }
 """Room -> its budget. The last four rows are sums."""
 

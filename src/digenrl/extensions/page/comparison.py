@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from digenrl.extensions.page.gallery import STRIP_FRAMES
+from digenrl.extensions.page.gallery import strip
 from digenrl.extensions.page.style import BLUE, INK, VERMILION, paper_style
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run
@@ -88,11 +88,7 @@ def _sides(before: Samples, after: Samples) -> list[tuple[NDArray[np.uint8], int
 def _strips(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return videos [N, F, C, H, W] as pictures of some frames, one beside the other; pictures
     [N, C, H, W] as they are."""
-    if media.ndim == 4:
-        return media
-    last = media.shape[1] - 1
-    shown = np.linspace(0, last, min(STRIP_FRAMES, last + 1)).round().astype(int)
-    return np.concatenate([media[:, frame] for frame in shown], axis=-1)
+    return media if media.ndim == 4 else np.stack([strip(video) for video in media])
 
 
 def _grid(before: Samples, after: Samples, pairs: dict[str, list[tuple[int, int]]]) -> Figure:

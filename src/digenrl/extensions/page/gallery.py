@@ -97,11 +97,7 @@ def extremes(score: NDArray[np.float64], count: int) -> tuple[list[int], list[in
 def still(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> Image.Image:
     """A picture of reasonable size, with its source at the left; of a video, a strip of its
     frames."""
-    if media.ndim == 4:
-        shown = np.unique(
-            np.linspace(0, len(media) - 1, min(STRIP_FRAMES, len(media))).round().astype(int)
-        )
-        media = np.concatenate([media[frame] for frame in shown], axis=2)
+    media = strip(media) if media.ndim == 4 else media
     longer = max(media.shape[1:]) if media.shape[2] <= 2 * media.shape[1] else media.shape[1]
     image = Image.fromarray(_beside(source, pixels(media)))
     if longer < SMALLEST:
@@ -109,6 +105,13 @@ def still(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> 
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     factor = min(1.0, LARGEST / longer)
     return image.resize((max(1, round(image.width * factor)), max(1, round(image.height * factor))))
+
+
+def strip(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Some frames of a video [F, C, H, W], one beside the other: [C, H, n*W]."""
+    last = len(video) - 1
+    shown = np.linspace(0, last, min(STRIP_FRAMES, last + 1)).round().astype(int)
+    return np.concatenate([video[frame] for frame in shown], axis=2)
 
 
 def pixels(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
