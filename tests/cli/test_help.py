@@ -22,8 +22,6 @@ COMMANDS = {
     ),
     "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
     "profile": ("pool = null", "Pool of the profile", "schedule.gap = 1"),
-    "prompts": ("pickscore | ocr | geneval", "folder = prompts"),
-    "encode": ("data.prompt_store = auto", "Directory in which encoded prompts are kept"),
     "report": ("run = required", "path of a run directory"),
     "watch": ("port = null", "log_kib = 16", "seconds between two drawings"),
     "join": (
