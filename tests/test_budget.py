@@ -157,10 +157,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12883,
+        ceiling=12878,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28491),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28486),
 }
 """Room -> its budget. The last four rows are sums."""
 

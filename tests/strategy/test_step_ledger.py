@@ -321,9 +321,11 @@ def test_a_replica_begins_with_fragments_that_concern_it(tmp_path: Path) -> None
         return placed(fragment) if fragment == (1,) else ((),)
 
     inbox, _, _, ledger = inbox_of(tmp_path, SPEC, [], other_ranks_train_the_first)
+    board = inbox.open(3)
     for group in (0, 1):
         for task in group_tasks(SPEC, 3, group):
-            inbox.add(part(task))
+            board.add(arrived := part(task))
+            ledger.issue(arrived)
     store = Store()
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), False, lambda: True)
     source = AsTheyCome(None)

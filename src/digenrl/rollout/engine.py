@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,7 +215,14 @@ class RolloutEngine:
         prompts = [prompt] * task.samples
         unscored = Trajectory(
             rewards={},
-            **self._identity(task, prompt),
+            step=task.step,
+            index=task.index,
+            group=task.group,
+            uid=prompt.uid,
+            first_sample=task.first_sample,
+            version=task.version,
+            sigmas=self.grid,
+            condition=self._inputs(prompt)[0],
             **vars(samples)
             | {"final": samples.final if self._keep_final or plan.forward_process else None},
         )
@@ -230,19 +236,6 @@ class RolloutEngine:
 
         self._scorer.submit(media, prompts).add_done_callback(deliver)
         return finished
-
-    def _identity(self, task: Task, prompt: Prompt) -> dict[str, Any]:
-        """What a trajectory of the task has before anything is sampled."""
-        return {
-            "step": task.step,
-            "index": task.index,
-            "group": task.group,
-            "uid": prompt.uid,
-            "first_sample": task.first_sample,
-            "version": task.version,
-            "sigmas": self.grid,
-            "condition": self._inputs(prompt)[0],
-        }
 
     @torch.no_grad()
     def evaluate(
