@@ -131,11 +131,15 @@ def attend(
 @contextmanager
 def autocast(device: str, on: bool) -> Iterator[None]:
     """Compute in bf16 as `torch.autocast`, which asks CUDA for its driver."""
+    kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(device, on)
     torch.set_autocast_dtype(device, torch.bfloat16)
     torch.set_autocast_cache_enabled(False)
-    yield
-    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_cache_enabled(kept)
 
 
 def trainable(name: str, blocks: int, trained: str) -> nn.Module:

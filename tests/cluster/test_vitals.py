@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from digenrl.cluster import vitals
 from digenrl.record.progress import Progress
@@ -21,6 +22,16 @@ def test_stages_of_a_thread_may_overlap() -> None:
     assert [stretch.stage for stretch in rank.now()] == ["optimizer"]
     inner.__exit__(None, None, None)
     assert [stretch.stage for stretch in rank.now()] == [""]
+
+
+def test_a_rank_counts_the_graphs_that_it_compiles() -> None:
+    seen = [vitals.facts(Progress())["graphs"]]
+    plain = torch.compile(lambda values: values + 1, backend="eager", dynamic=False)
+    for rows in (2, 2, 3):
+        plain(torch.zeros(rows))
+        seen.append(vitals.facts(Progress())["graphs"] - seen[0])
+    assert seen[1:] == [1, 1, 2]
+    assert vitals.facts(Progress())["peak_gib"] == {}
 
 
 @pytest.mark.parametrize(

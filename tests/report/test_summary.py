@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from digenrl.extensions.alarms.summary import alarms
 from digenrl.record.run_dir import append_event, append_jsonl
+from digenrl.report import tables
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from tests.report.synthetic import EPOCH, GROUPS, write_lines, write_run
@@ -118,6 +120,21 @@ def test_a_run_that_died_at_once_has_a_summary_of_nulls(tmp_path: Path) -> None:
     assert summary["reward_first"] is None
     assert summary["step_s"] is None
     assert summary["rl_steps"] == 0
+
+
+def test_graphs_that_were_compiled_after_the_first_step_are_told(tmp_path: Path) -> None:
+    """A resumed run compiles its own at once."""
+    run = write_run(tmp_path / "run", steps=5, samples=False)
+    assert build_summary(read_run(run))["recompiled"] is None
+    assert "graphs compiled after step 1" not in dict(tables.facts(build_summary(read_run(run))))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    for graphs, told in (((4, 4, 4, 4, 4), "0"), ((4, 4, 6, 3, 4), "3")):
+        made = zip(steps, graphs, strict=True)
+        write_lines(run / "metrics.jsonl", [row | {"graphs": count} for row, count in made])
+        assert (
+            dict(tables.facts(build_summary(read_run(run))))["graphs compiled after step 1"] == told
+        )
 
 
 def test_dropped_samples_are_counted_by_reason(tmp_path: Path) -> None:

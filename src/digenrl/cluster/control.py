@@ -136,8 +136,7 @@ class Control:
 
     def abort(self, cause: str) -> None:
         """Tell every rank to stop because of `cause`. A cause that was published earlier stays."""
-        if self.get("abort") is None:
-            self.set("abort", cause)
+        self.compare_set("abort", "", cause)
 
     def report(self, fatal: bool, error: BaseException) -> None:
         """Publish this rank's error for the launcher. `fatal` aborts the run, because no run goes
@@ -156,8 +155,7 @@ class Control:
     def request_stop(self, cause: str) -> None:
         """Ask for a clean stop after the step in progress. A cause that was published earlier
         stays."""
-        if self.get("stop") is None:
-            self.set("stop", cause)
+        self.compare_set("stop", "", cause)
 
     @property
     def stopping(self) -> bool:

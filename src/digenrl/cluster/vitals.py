@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -29,6 +30,7 @@ from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -38,7 +40,7 @@ from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_req
 from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.extension import extension, installed
-from digenrl.record.progress import Stretch
+from digenrl.record.progress import Progress, Stretch
 
 BEAT_EVERY_S = 1.0
 STACKS = signal.SIGUSR2
@@ -124,8 +126,8 @@ def start_heartbeat(session: Session, world: World) -> None:
                 doing = [astuple(stretch) for stretch in session.progress.now()]
                 control.set(heartbeat_key(rank), json.dumps([count, doing]))
                 control.set(f"state/{rank}", session.progress.said)
-                if peaks := dict(session.progress.peaks):
-                    control.set(peaks_key(rank), json.dumps(peaks))
+                if any((told := facts(session.progress)).values()):
+                    control.set(facts_key(rank), json.dumps(told))
                 if leaves and control.get(f"leave/{rank}") is not None:
                     session.leave.set()
                 if not session.watched:  # no launcher: the process has its own handlers
@@ -145,9 +147,17 @@ def watch_key(rank: int) -> str:
     return f"watch/{rank}"
 
 
-def peaks_key(rank: int) -> str:
-    """Return the store key of a rank's `Progress.peaks`, as JSON."""
-    return f"peaks/{rank}"
+def facts(progress: Progress) -> dict[str, Any]:
+    """Return `peak_gib` of this process (`Progress.peaks`), and how many `graphs` torch.compile has
+    made in it."""
+    gib = {stage: round(held / 2**30, 4) for stage, held in sorted(dict(progress.peaks).items())}
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return {"peak_gib": gib, "graphs": dynamo.counters["stats"]["unique_graphs"] if dynamo else 0}
+
+
+def facts_key(rank: int) -> str:
+    """Return the store key of a rank's `facts`, as JSON."""
+    return f"facts/{rank}"
 
 
 def heartbeat_key(rank: int) -> str:

@@ -20,7 +20,6 @@ from digenrl.record.run_dir import (
     PROMPT_STORE,
     RESTART,
     UNWRITTEN,
-    Row,
 )
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.stages import memory, stages
@@ -39,11 +38,12 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     `restarts` counts the attempts after the first, and the ranks that were lost while the run
     continued. `lost` has the causes of lost ranks. `restarted` has the causes of attempts that the
     run began by itself. `reward_first` and `reward_last` are the batch means of the first and the
-    last RL step. `heldout_*` are means of the first and the last evaluation. Seconds in `bubble`
-    are summed over ranks.
+    last RL step. `heldout_*` are means of the first and the last evaluation. `recompiled` counts
+    graphs that torch.compile made after the first RL step. Seconds in `bubble` are summed over
+    ranks.
     """
     status, cause = outcome(run)
-    samples, seconds = (sum(run.column(key)[1]) for key in ("samples", "step_s"))
+    samples, seconds, graphs = (run.column(key)[1] for key in ("samples", "step_s", "graphs"))
 
     def edge(key: str, index: int, kind: str = "step") -> float | None:
         values = run.column(key, kind)[1]
@@ -57,7 +57,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "attempts": max(1, len(run.attempts())),
         "wall_s": wall_seconds(run),
         "step_s": _median(run, "step_s"),
-        "samples_per_s": samples / seconds if samples and seconds else None,
+        "samples_per_s": sum(samples) / sum(seconds) if sum(samples) and sum(seconds) else None,
         "reward_first": edge("reward", 0),
         "reward_last": edge("reward", -1),
         "heldout_first": edge("heldout", 0, "eval"),
@@ -66,6 +66,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "nn_distance_first": edge("nn_distance", 0, "eval"),
         "nn_distance_last": edge("nn_distance", -1, "eval"),
         "first_ratio_max_dev": edge("first_ratio_max_dev", 0),
+        "recompiled": sum(int(max(0, b - a)) for a, b in pairwise(graphs)) if graphs else None,
         "staleness_max": max(
             (int(value) for value in run.column("staleness_max")[1]), default=None
         ),
@@ -136,17 +137,13 @@ def troubles(run: Run) -> list[str]:
     records, failed loggers."""
     told = [str(event.get("message")) for event in run.events_of("warning")]
     told += [str(event.get("cause")) for event in run.events_of(CHECKPOINT_FAILED)][-1:]
-    causes: dict[tuple[str, str], str] = {}
-    for kind, name in ((UNWRITTEN, "file"), (LOGGER, "logger")):
-        for event in run.events_of(kind):
-            causes.setdefault((kind, str(event.get(name))), str(event.get("cause")))
+    failed = reversed(run.events_of(UNWRITTEN, LOGGER))  # of each file and logger the first counts
+    causes = {str(event.get("file", event.get("logger"))): event.get("cause") for event in failed}
     for file, lines in counted(run, UNWRITTEN, "file", "lines").items():
-        told.append(
-            f"{file} lacks {lines} line(s) that could not be written: {causes[UNWRITTEN, file]}"
-        )
+        told.append(f"{file} lacks {lines} line(s) that could not be written: {causes.get(file)}")
     for name, failures in counted(run, LOGGER, "logger", "failures").items():
         told.append(
-            f"logger {name} failed {failures} time(s), first: {causes[LOGGER, name]}; {METRICS} "
+            f"logger {name} failed {failures} time(s), first: {causes.get(name)}; {METRICS} "
             "has everything"
         )
     return list(dict.fromkeys(told))
@@ -171,8 +168,7 @@ def experiment(run: Run) -> str:
 def outcome(run: Run) -> tuple[str, str | None]:
     """Return (status, cause) of the last attempt, from its end event or else from the trainers'
     events."""
-    attempts = run.attempts()
-    last = attempts[-1] if attempts else []
+    last = (event for attempt in run.attempts()[-1:] for event in attempt)
     by_kind = {event["kind"]: event for event in last if "kind" in event}
     if END in by_kind:
         return str(by_kind[END].get("status")), by_kind[END].get("cause")
@@ -181,7 +177,7 @@ def outcome(run: Run) -> tuple[str, str | None]:
     if "stop" in by_kind:
         cause = by_kind["stop"].get("cause")
         return ("stopped", str(cause)) if cause else ("completed", None)
-    seen = max((t for t in _times(run) if is_number(t)), default=None)
+    seen = max(_times(run), default=None)
     ago = f", last sign of life {time.time() - seen:.0f} s ago" if seen is not None else ""
     return "failed", f"no end was recorded: the launcher was killed, or the run still goes on{ago}"
 
@@ -210,7 +206,7 @@ def world(run: Run) -> dict[str, int]:
 
 
 def _times(run: Run) -> list[float]:
-    rows: tuple[Row, ...] = (*run.steps, *run.evals, *run.events)
+    rows = (*run.steps, *run.evals, *run.events)
     return [float(row["time"]) for row in rows if is_number(row.get("time"))]
 
 

@@ -89,6 +89,7 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("largest bubble", largest),
         ("first |ratio - 1|", number(summary["first_ratio_max_dev"])),
         ("staleness, at most", number(summary["staleness_max"])),
+        ("graphs compiled after step 1", number(summary["recompiled"])),
     ]
     return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]
 

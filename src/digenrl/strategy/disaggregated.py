@@ -50,9 +50,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from digenrl import accelerator
+from digenrl.cluster import vitals
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.store import StoreClient
-from digenrl.cluster.vitals import peaks_key
 from digenrl.cluster.world import RoleEnvironment
 from digenrl.extension import extension
 from digenrl.record.run_dir import tell_unwritten
@@ -311,18 +311,20 @@ class DisaggregatedStrategy(DDPStrategy):
         """Return the numbers of the last finished RL step, for the recorder.
 
         `peak_gib` is rank -> stage -> most GiB of its GPU since the rank began, as its last
-        heartbeat said; null on processors.
+        heartbeat said; null on processors. `graphs` is how many torch.compile has made on all ranks
+        so far; absent without any.
         """
         ranks = [*range(self.world.size), *self.control.joined()]
-        said = self.control.get_all([peaks_key(rank) for rank in ranks])
-        peaks = {rank: json.loads(text) for rank, text in zip(ranks, said, strict=True) if text}
-        if own := self.session.progress.peaks:
-            peaks[self.world.rank] = dict(own)
-        gib = {
-            str(rank): {stage: round(held / 2**30, 4) for stage, held in sorted(stages.items())}
-            for rank, stages in sorted(peaks.items())
-        }
-        return self.parts.ledger.facts | {"peak_gib": gib or None}
+        said = self.control.get_all([vitals.facts_key(rank) for rank in ranks])
+        told = {rank: json.loads(text) for rank, text in zip(ranks, said, strict=True) if text}
+        told[self.world.rank] = vitals.facts(self.session.progress)
+        gib = {str(r): each["peak_gib"] for r, each in sorted(told.items()) if each["peak_gib"]}
+        graphs = sum(each["graphs"] for each in told.values())
+        return (
+            self.parts.ledger.facts
+            | {"peak_gib": gib or None}
+            | ({"graphs": graphs} if graphs else {})
+        )
 
     # ---- checkpoints: `steps.Checkpoints`
 

@@ -18,8 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
+from digenrl import config
 from digenrl.cli.job import find_place
+from digenrl.extensions.launchers.access import Access, write_access
 from digenrl.extensions.launchers.attach import Place, check_allocation, numbering, place_of
+from digenrl.extensions.launchers.cli import join
 from digenrl.hardware import parse_hardware
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.conftest import ROOT
@@ -73,6 +76,23 @@ def test_process_0_hosts_the_store_where_torchruns_agent_does_not(
     environment |= {} if agent is None else {"TORCHELASTIC_USE_AGENT_STORE": agent}
     expected = Place(rank, 2, rank, "head", 29500, "digenrl-a-0", hosts, 2)
     assert find_place(environment) == expected
+
+
+def test_a_process_that_joins_is_prepared_as_one_that_starts_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it asks the run, which does not answer: torch loads meanwhile, and with it peft."""
+    run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    write_access(run, Access("127.0.0.1", port, "0" * 32, 0.0))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    del sys.modules["bitsandbytes"]
+    monkeypatch.setattr(os, "environ", environment := dict(os.environ) | {"OMP_NUM_THREADS": "3"})
+    assert join.main([f"run={run}"]) == 2
+    assert sys.modules["bitsandbytes"] is None
+    assert environment["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "3"
 
 
 def test_a_batch_script_that_starts_us_without_srun_is_one_machine() -> None:
