@@ -119,13 +119,15 @@ paper: $(STAMP)  ## The paper's figures beside simulated ones: docs/paper.md, in
 
 # The markers are explained in pyproject.toml. Nothing runs beside the tests marked `alone`.
 DEFAULT_TESTS := not slow and not cluster
+# A file's tests share a worker, and so what one of them makes; tests/conftest.py puts long files first.
+BOTH_CORES := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)  ## The default tests: nine minutes on two idle cores
-	@$(PY) -m pytest -q -n 2 --dist loadgroup -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
+	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS) and alone" $(ARGS) || test $$? -eq 5  # 5: ARGS chose none of them
 
 test-fast: $(STAMP)  ## What finishes in a minute: no ranks, services or commands are started, no large model built
-	@$(PY) -m pytest -q -n 2 --dist loadgroup -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
+	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
 	@HYPOTHESIS_PROFILE=random $(PY) -m pytest -q -m "not cluster" $(ARGS)

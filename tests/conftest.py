@@ -88,9 +88,8 @@ def _extensions_needed(path: Path) -> frozenset[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones first, so that no worker waits for another's last run: files whose tests share
-    what they compose, and so a worker, and tests of processes."""
-    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("xdist_group", "processes"))))
+    """Tests of processes and heavy ones first, so that no worker waits for another's last file."""
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("processes", "heavy"))))
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,7 @@ from digenrl import config
 from digenrl.config.schema import TrainKeys
 from digenrl.config.validation import ANY_NAME, keys_of
 
-pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("configs")]
+pytestmark = pytest.mark.heavy
 
 OPTIONS = config.group_options(config.config_directory())
 EXPERIMENTS = OPTIONS["experiment"]

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from digenrl import config as configuration
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("recipes")]
+pytestmark = pytest.mark.heavy
 
 TABLE, PAGE = ROOT / "docs" / "recipes.csv", ROOT / "docs" / "recipes.md"
 LEVELS = (

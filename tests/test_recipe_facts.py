@@ -29,7 +29,7 @@ from digenrl.schedule.spec import ScheduleSpec
 from scripts import recipe_facts
 from tests.test_recipe_contract import EVIDENCE, loaded, rows, same, value
 
-pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("recipes")]
+pytestmark = pytest.mark.heavy
 
 FACTS: dict[str, dict[str, Any]] = json.loads(recipe_facts.FACTS.read_text(encoding="utf-8"))
 READ = {

@@ -175,7 +175,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.slow  # failed 2 of 13 times, cause unknown: see docs/status.md
+@pytest.mark.slow  # had failed 2 of 13 times, cause unknown: see docs/status.md
 @pytest.mark.alone
 def test_a_rollout_killed_in_a_broadcast_changes_no_weight(running: Any) -> None:
     """Against a calm run that publishes by streams; the first version was broadcast to both."""
