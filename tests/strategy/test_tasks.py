@@ -102,7 +102,7 @@ class Post(Wire):
         super().send(peer, message)
 
     def messages(self) -> list[Message]:
-        return [decode(reader(bytes(data)), 1 << 20) for data in self.sent]
+        return [decode(reader(bytes(data)), 1 << 22) for data in self.sent]
 
 
 class Rollout:
@@ -114,12 +114,13 @@ class Rollout:
         rank: int,
         directory: Path,
         spec: ScheduleSpec = replace(SPEC, tsp_shard=True),  # noqa: B008
+        post: Post | None = None,
         **engine: Any,
     ) -> None:
         def plan(version: int) -> tuple[Any, ...]:
             return queue(spec, version, 1)
 
-        self.control, self.rank, self.post = control, rank, Post()
+        self.control, self.rank, self.post = control, rank, post or Post()
         self._path = directory / f"{rank}.jsonl"
         self.spans = SpanLog(self._path, rank, "rollout", 0.0)
         prompts = [Prompt(f"number {name}", target=name) for name in ("one", "two", "six")]

@@ -1,0 +1,420 @@
+"""All figures of a few plans, against those that were there before (`figures.txt`).
+
+A difference is no fault by itself. Whoever changes a formula, an assumption or a choice reads in it
+what has moved, and how far, and writes the new figures:
+
+    python -m tests.extensions.planner.test_figures
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from digenrl import config as configuration
+from digenrl.advisor import Holding
+from digenrl.extensions.planner import costs, gpus
+from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split
+from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.cli.plan import booking_of
+from digenrl.extensions.planner.costing import Costing
+from digenrl.extensions.planner.enumeration import (
+    _around_balance,
+    _balance,
+    _schedules,
+    allowed,
+    colocated,
+    disaggregated,
+    neighbours,
+    promising,
+)
+from digenrl.extensions.planner.memory import decode_bytes, moment_bytes, saved_bytes
+from digenrl.extensions.planner.outcome import evaluate
+from digenrl.extensions.planner.plan_text import Booking, as_json, booked, explanation, table
+from digenrl.extensions.planner.planner import PlanError, make_plan, sync_run
+from digenrl.extensions.planner.reading import candidate_of, costing_of, given
+from digenrl.extensions.planner.remedies import remedy
+from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
+from digenrl.extensions.planner.virtual_run import simulate, steady
+from digenrl.extensions.planner.workload import Drawn, Workload
+from digenrl.hardware import Hardware, Line, Pool
+from digenrl.recompute import Recompute
+from digenrl.schedule import ScheduleSpec
+from digenrl.settle import with_task_size
+
+STORED = Path(__file__).with_name("figures.txt")
+
+FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 4)
+SLOW = Pool(
+    "slow", "L40S", 4, "auto", 48, 362, 0.864, 32, 12, 2, 256,
+    efficiency=(("launch_seconds", 9e-4), ("hidden", 0.6), ("trained", 1.25)),
+)  # fmt: skip
+LINE = Line(0.0125, 0.02, told=True, packed=True)
+FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 4, 8, 2, False, 64, rewards=("pickscore", "ocr"))
+VIDEO = Workload(
+    "hunyuan_video", 480, 832, 53, 16, 9, 8, 12, 1, False, None, reference=True, ema=True,
+    engine="compiled", fused_attention=True, rewards=("video_align",), heldout=("pickscore",),
+    evaluated=4, rollouts_evaluate=True, storage_bytes=4, most_text=77,
+)  # fmt: skip
+GUIDED = Workload(
+    "sd35_medium", 512, 512, 1, 10, 4, 6, 8, 2, True, 32, "attn", rewards=("clip_score", "jpeg"),
+    judged=("vlm_judge", "hpsv3"), base_bytes=0.5625, trained_samples=4, oversample=2,
+    detached=True, stored_prompts=True, whole_batch=True, updates_split="samples", evaluated=8,
+)  # fmt: skip
+WAN = Workload(
+    "wan21_14b", 480, 832, 33, 8, 8, 2, 4, 1, True, 16, passes_apart=True, engine="engine",
+    most_text=512, ema=True, reference=True,
+)  # fmt: skip
+WORKS = {"flux": FLUX, "video": VIDEO, "guided": GUIDED, "wan": WAN}
+PARTLY = Recompute(products=0.25, attention=0.25, inputs=0.25)
+KEPT = (Recompute(), Recompute(inputs=1.0), PARTLY, Recompute(offload=0.5))
+
+
+def shown(value: Any) -> str:
+    """Return a value as words: six digits of a number, and a dataclass by what it was given."""
+    match value:
+        case float():
+            return f"{value:.6g}"
+        case Pool():
+            return value.name
+        case Costing():
+            return ""
+        case _ if is_dataclass(value):
+            given = ((f.name, getattr(value, f.name), f.default) for f in fields(value) if f.repr)
+            return shown({name: v for name, v, default in given if v != default})
+        case Mapping():
+            return " ".join(f"{shown(key)}={shown(v)}" for key, v in value.items())
+        case str() | bytes():
+            return str(value)
+        case Iterable():
+            return f"({', '.join(map(shown, value))})"
+    return str(value)
+
+
+def hashed(value: Any) -> str:
+    """Return a short name of a value that would be long to show."""
+    return hashlib.sha1(shown(value).encode()).hexdigest()[:10]
+
+
+def all_of(thing: Any) -> Iterator[str]:
+    """Yield `name value` of every property, and of every method that takes no argument."""
+    for name, member in inspect.getmembers_static(type(thing)):
+        if name.startswith("_") or isinstance(member, staticmethod):
+            continue
+        value = getattr(thing, name)
+        if callable(value):
+            if inspect.signature(value).parameters:
+                continue
+            value = value()
+        yield f"{name} {shown(value)}"
+
+
+def of_gpus() -> Iterator[str]:
+    for name, gpu in gpus.GPUS.items():
+        pool = replace(FAST, gpu=name)
+        yield f"{name}: {shown(gpu)}, {gpus.kind_of(name).published}"
+        yield f"  {shown(vars(gpus.reaches(pool)))}"
+    for name in ("NVIDIA H100 PCIe", "nvidia-l40s-48gb", "RTX", "A100-SXM4"):
+        yield f"{name}: {shown(gpus.known(name))}"
+    yield shown({name: vars(engine) for name, engine in gpus.ENGINES.items()})
+    yield shown((gpus.BACKWARD_LAUNCHES, gpus.SCALED))
+
+
+def of_work(work: Workload) -> Iterator[str]:
+    yield from (
+        line
+        for line in all_of(work)
+        if not line.startswith(("facts ", "sizes ", *(f"{f.name} " for f in fields(work))))
+    )
+    for mode in ("all", "products", "attention", "inputs"):
+        kept = [work.kept_bytes(mode, rows, context) for rows in (1, 6) for context in (1, 2)]
+        row = *kept, work.repeated_flops(mode), work.repeated_bytes(mode)
+        yield f"{mode}: {shown(row if mode != 'all' else kept)}"
+    beside = [work.beside_bytes(rows, context) for rows in (1, 6) for context in (1, 2)]
+    yield f"beside {shown(beside)} forward {shown(map(work.forward_bytes, (1, 6)))}"
+    for kept in KEPT:
+        both = [(f(work, 6, kept), f(work, 6, kept, 2)) for f in (saved_bytes, moment_bytes)]
+        yield f"{shown(kept)}: {shown(both)}"
+    yield f"decode {decode_bytes(work)} {decode_bytes(replace(work, height=128, width=128))}"
+
+
+def of_costs(work: Workload) -> Iterator[str]:
+    judging = replace(FAST, judges=2, per_node=3, name="judging")
+    measured = {stage: {"slow": 0.25} for stage in ("encode", "generate", "decode", "score")}
+    for hardware in (
+        Hardware((FAST, SLOW, judging), lines={frozenset(("fast", "slow")): LINE}),
+        Hardware((SLOW,), {**measured, "train": {"slow": 0.5}}),
+    ):
+        own, pools = costs.Costs(work, hardware), list(hardware.pools)
+        yield shown((own.judged_seconds(), own.adopt_seconds(), own.snapshot_seconds(pools)))
+        for pool in pools:
+            yield f"{pool.name} {shown(own.source(stage, pool) for stage in costs.STAGES)}"
+            yield shown(own.step_seconds(pool, size) for size in (1, 8))
+            yield shown(own.encode_seconds(pool, cached) for cached in (True, False))
+            yield shown(own.decode_seconds(pool, 3, cached) for cached in (True, False))
+            yield shown((own.score_seconds(pool, 3), own.judge_seconds(pool)))
+            for kept in KEPT:
+                cells = [own.cell_seconds(pool, *rows, kept) for rows in ((1, 1), (1, 4), (4, 2))]
+                yield shown((*cells, own.cell_seconds(pool, 4, 2, kept, 2)))
+            yield shown(own.optimizer_seconds(pool, shards) for shards in (1, 4))
+            yield shown(own.exposed_seconds(pool, *s) for s in ((1.0, 0.1), (1.0, 9.0)))
+        for some in ([pools[0]], pools):
+            yield shown(own.bandwidth(some, ranks) for ranks in (2, 8))
+            yield shown(own.sharding_seconds(some, shards) for shards in (1, 2, 8))
+            yield shown((own.gather_seconds(some, 4), own.gather_seconds(some, 4, 4)))
+            yield shown(own.reduce_seconds(some, *n) for n in ((1,), (4,), (2, 4)))
+            yield shown((*map(partial(own.publish_seconds, some), (0, 3)), own.task_bytes(3)))
+            yield shown((own.deliver_seconds(some, 3),))
+    lines = [replace(LINE, told=told, packed=packed) for told in (0, 1) for packed in (0, 1)]
+    yield shown((own.send_seconds(line, 3), own.fetch_seconds(line, 2)) for line in lines)
+
+
+def of_cluster(cluster: Cluster) -> Iterator[str]:
+    last = {replace(rank, rank=0): rank.rank for rank in cluster.ranks}
+    yield from (f"  ..{number} {shown(rank)}" for rank, number in last.items())
+    yield f"  {shown({k: v for k, v in vars(cluster).items() if k not in ('ranks', 'whole')})}"
+
+
+def of_costing(work: Workload) -> Iterator[str]:
+    one = Costing(work, Hardware((replace(FAST, count=8),)))
+    two = Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): LINE}))
+    drawn = Drawn(5, 4, 12, 2)
+    some = (one, replace(one, hardware=Hardware((FAST, SLOW))), two)
+    for costing in some if work in (FLUX, VIDEO) else some[:1]:
+        yield f"bound {shown(costing.bound())} {shown(costing.seconds_per_unit())}"
+        yield f"{shown(costing.work_units())} {shown(costing.sources())}"
+        for trainers, rollouts, choices in (
+            (8, 0, {"sharding": "fsdp", "tsp_batch": 2}),
+            (4, 4, {"tag": True, "encoders": True}),
+            (6, 2, {"sharding": "hsdp", "shares": True, "task_size": 2, "async_steps": 1}),
+            (4, 4, {"sharding": "fsdp", "context": 2, "recompute": PARTLY, "first": "fast"}),
+            (2, 6, {"sharding": "hsdp", "shard_group": 2, "recompute": KEPT[-1]}),
+        ):
+            held = costing.candidate(trainers, rollouts, **choices)
+            if not allowed(costing, held):
+                continue
+            yield f"{trainers}+{rollouts} {held.name} {shown(choices)}"
+            for where, memory in costing.memory(held).items():
+                yield f"  {shown(where)} {shown(vars(memory))} {memory.gib:.3f}"
+            yield f"  {'; '.join(costing.misfits(held))} {shown(costing.host_gib(held))}"
+            yield from of_cluster(costing.cluster(held))
+            seconds = costing.cell_seconds(held), costing.least_cell_seconds(held)
+            yield f"  {shown((*seconds, costing.floor(held), costing.bound_of_roles(held)))}"
+            yield f"  {shown(costing.spec(held).shares)} {shown(costing.contexts(held))}"
+            kept = [costing.recompute(held, pool) for pool, _ in costing.trainers(held)]
+            yield f"  {shown(kept)} {shown(costing.evaluation_seconds(drawn, held))}"
+            yield f"  {remedy(costing, held)}"
+
+
+SPEC = ScheduleSpec(4, 6, 2, 4, 3, gap=1, tsp_shard=True)
+RANKS = [VirtualRank(i, "trainer", "t", 1.0, 0.3, 0.2, 0.1, 0.7, 0.05) for i in range(4)]
+RANKS += [
+    VirtualRank(4 + i, "rollout", "r", 0.8, 0.4, 0.2, 0.15, adopt_seconds=0.25) for i in range(4)
+]
+AFAR = [replace(rank, pool="f", fetch_seconds=0.6, send_seconds=0.35) for rank in RANKS[6:]]
+SET = {
+    "reduce_seconds": 0.2, "optimizer_seconds": 0.1, "snapshot_seconds": 0.15, "publish_seconds": 0.4,
+    "deliver_seconds": 0.12, "switch_seconds": 0.06,
+}  # fmt: skip
+RUNS: dict[str, tuple[ScheduleSpec, Cluster, Disturbance]] = {}
+for _name, _spec, _ranks, _cluster, _disturbance in (
+    ("plain", {"gap": 0, "tsp_shard": False}, RANKS, {}, {}),
+    ("lending", {"tag": True, "updates_per_batch": 2}, RANKS, {"lends_between_updates": True}, {}),
+    ("stale", {"tag": True, "async_steps": 1, "stale_fraction": 0.5}, RANKS, {}, {}),
+    ("whole", {"gap": 0, "async_steps": 1, "stale_fraction": 1.0}, RANKS, {}, {}),
+    ("useful", {"task_size": 1, "tag": True}, RANKS, {"useful": 0.5}, {}),
+    ("rows", {"gap": 2}, RANKS, {"useful": 0.5}, {}),
+    ("units", {"tag": True}, RANKS, {"lockstep": True, "together": 2}, {}),
+    ("shared", {}, RANKS, {"lockstep": True}, {}),
+    ("colocated", {}, RANKS[:4], {}, {}),
+    ("split", {"task_size": 1, "gap": 0}, RANKS[:3], {"static_claims": True, "lockstep": True}, {}),
+    ("far", {"async_steps": 1, "stale_fraction": 0.5}, [*RANKS[:6], *AFAR], {}, {}),
+    ("jitter", {"tag": True}, RANKS, {}, {"jitter": 0.1, "seed": 3, "stragglers": {5: 2.0, 1: 1.5}}),
+    ("deaths", {}, RANKS, {}, {"failures": ((3.0, 5), (40.0, 7)), "detect_seconds": 1.5}),
+    ("late", {"async_steps": 1, "stale_fraction": 1.0}, RANKS, {}, {"failures": ((9.0, 6),)}),
+    ("shares", {"shares": (2.0, 1.0, 1.0, 1.0), "tsp_batch": 2}, RANKS, {}, {}),
+    ("context", {"context": 2}, RANKS, {"lockstep": True, "together": 2}, {}),
+):  # fmt: skip
+    RUNS[_name] = (
+        replace(SPEC, **_spec),
+        Cluster(tuple(_ranks), **{**SET, **_cluster}),
+        Disturbance(**_disturbance),
+    )
+
+
+def of_run(spec: ScheduleSpec, cluster: Cluster, disturbance: Disturbance) -> Iterator[str]:
+    told: list[Any] = []
+    record = lambda *args, **more: told.append((args, more))  # noqa: E731
+    found = simulate(spec, cluster, 4, disturbance, trace=True, record=record)
+    yield f"ends {shown(found.step_ends)} stale {found.staleness_max} {shown(found.messages)}"
+    yield f"seconds {shown(found.seconds)}"
+    parts = hashed(found.made), hashed(found.trained), hashed(vars(span) for span in found.spans)
+    yield f"made, trained, spans, told {shown((*parts, hashed(told), len(told)))}"
+    settled = steady(spec, cluster, disturbance=disturbance)
+    yield f"steady {shown((settled.step_s, settled.steps, settled.settled))}"
+    cut = steady(spec, cluster, cutoff_s=0.9 * settled.step_s)
+    yield f"cut {shown((len(cut.step_ends), cut.settled))}"
+
+
+def of_coarse() -> Iterator[str]:
+    """Runs of more ranks and tasks than are simulated one by one."""
+    trainers = [replace(RANKS[0], rank=i, cell_seconds=0.7 + (i >= 14) / 10) for i in range(20)]
+    rollouts = [replace(RANKS[4], rank=20 + i, send_seconds=0.1 * (i >= 8)) for i in range(13)]
+    ranks = tuple(trainers + rollouts)
+    for options, group, fewest in (
+        ({}, 24, 8),
+        ({"lockstep": True, "together": 6}, 24, 8),
+        ({"lockstep": True, "together": 2}, 120, 1),
+        ({"context": 2, "lockstep": True, "together": 4}, 120, 4),
+        ({"shares": tuple(1.0 + (i < 14) for i in range(20))}, 60, 4),
+        ({}, 600, 5),
+        ({}, 2, 8),
+    ):
+        own = {key: options.pop(key) for key in ("context", "shares") if key in options}
+        spec = replace(SPEC, prompts=8, group_size=group, **own)
+        smaller, fewer = coarsen(spec, Cluster(ranks, **SET, **options), fewest)
+        yield f"{group} -> {smaller.group_size}, {len(fewer.ranks)} ranks {shown(smaller.shares)}"
+        yield from of_cluster(fewer)
+        if group < 100:
+            found = steady(smaller, fewer)
+            yield shown((found.step_s, found.steps, found.settled, found.seconds))
+
+
+def of_search(work: Workload) -> Iterator[str]:
+    many = Costing(work, Hardware((replace(FAST, count=96, per_node=8), replace(SLOW, count=32))))
+    for tag, first, size in ((False, None, 1), (True, "slow", 1), (False, "fast", 2)):
+        base = many.candidate(1, 127, tag=tag, first=first, task_size=size)
+        yield f"balance {_balance(many, base)} {sorted(_around_balance(many, base))}"
+        yield shown(_schedules(many, base.but(async_steps=1)))
+    some = (replace(FAST, count=8),), (FAST, SLOW), (replace(SLOW, role="rollout"), FAST)
+    for pools in some if work in (FLUX, GUIDED) else some[:1]:
+        costing = Costing(work, Hardware(pools))
+
+        def named(candidate: Candidate) -> str:
+            return shown(candidate)
+
+        alone = list(colocated(costing))
+        yield f"colocated {len(alone)} {hashed(map(named, alone))}"
+        for steps in (0, 1):
+            apart = list(disaggregated(costing, steps))
+            chosen = promising(costing, apart)
+            yield f"apart {len(apart)} {hashed(map(named, apart))}"
+            yield f"promising {len(chosen)} {hashed(map(named, chosen))}"
+            yield shown(f"{c.name} {c.trainers}+{c.rollouts}" for c in chosen)
+        for candidate in (*alone[:1], *chosen[:1]):
+            near = list(neighbours(costing, candidate))
+            yield f"near {len(near)} {hashed(map(named, near))}"
+
+
+SMALL = replace(FLUX, prompts=2, group_size=4, trained_steps=2, updates=1)
+TWO = (replace(FAST, count=2), replace(SLOW, count=1, judges=1))
+
+
+def of_plan() -> Iterator[str]:
+    work = replace(SMALL, judged=("vlm_judge",))
+    plan = make_plan(Costing(work, Hardware(TWO)))
+    booking = Booking(40, 2.5, 3, Drawn(5, 4, 12, 2))
+    asked = evaluate(plan.costing, plan.costing.candidate(1, 2), plan.bound_s, exact=True)
+    for asynchronous in (False, True):
+        yield from booked(plan, asynchronous, booking)
+        yield from explanation(plan, asynchronous)
+        yield from table(plan, asynchronous, booking, 4, asked)
+    written = as_json(plan, asked, "", True, booking)
+    yield shown({key: value for key, value in written.items() if key not in ("candidates", "best")})
+    yield from map(shown, written["candidates"])
+    alone = sync_run(plan.costing, 3)
+    yield shown((alone.step_s, alone.candidate.trainers, alone.candidate.sharding))
+    fixed = make_plan(plan.costing, 3, {"trainers": 1, "rollouts": 2, "tag": True}, False)
+    yield shown((o.candidate.name, o.step_s, o.candidate.spec.task_size) for o in fixed.outcomes)
+    for pools in ((replace(SLOW, memory_gib=8),), (replace(SLOW, role="rollout"),)):
+        with pytest.raises(PlanError) as refused:
+            make_plan(Costing(work, Hardware(pools)))
+        yield str(refused.value)
+
+
+READ: dict[str, tuple[str, ...]] = {
+    # Two replicas have to compute activations again, and two shards would be faster; but a run
+    # takes the first way to shard that fits.
+    "tight": (
+        "experiment=flux1_flowgrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=45",
+        "hardware.pools.h100.count=4", "schedule=sync", "model.gradient_checkpointing=auto",
+    ),
+    "pools": (
+        "experiment=wan21_dancegrpo", "hardware=testbed_ac", "sampling.task_size=auto",
+        "schedule.auto=false", "schedule.tsp.batch=auto", "parallel.sharding=auto",
+        "allocation.evaluation=rollouts", "callbacks.evaluation.every=3", "max_rl_steps=10",
+        "schedule.async_steps=1", "schedule.gap=1", "algorithm.kl_weight=0.1", "data.oversample=2",
+    ),
+    "edits": (
+        "experiment=qwen_image_edit_flowgrpo", "hardware=h20x16", "schedule.auto=false",
+        "sampling.storage_dtype=float32", "allocation.trainers=12", "parallel.sharding=hsdp",
+        "parallel.shard_group=4", "model.gradient_checkpointing={inputs:0.5}", "schedule.tag=true",
+        "model.compile=true", "algorithm.ema=null",
+        "callbacks.evaluation.samples_per_prompt=3", "sampling.eval.batch=6",
+    ),
+    "judged": (
+        "experiment=sd35_nft", "hardware=single_24gb", "hardware.emulate=true",
+        "~callbacks.evaluation", "hardware.time_scale=0.5", "allocation.rollouts=0",
+        "model.quantize=nf4",
+    ),
+}  # fmt: skip
+
+
+def of_reading(words: tuple[str, ...]) -> Iterator[str]:
+    composed = configuration.load([*words, "data.prompt_store=null"], "plan")
+    asking = PlannerAdvisor()
+    yield shown(asking.task_size(composed, sizes) for sizes in ((1, 2, 3, 4, 6, 8), (1, 6)))
+    composed = with_task_size(composed)
+    config, costing = composed.config, costing_of(composed)
+    yield from (shown(vars(pool)) for pool in costing.hardware.pools)
+    yield f"{shown(costing.work)} {shown(vars(booking_of(config)))}"
+    yield shown(given(composed, costing))
+    gpus = costing.hardware.gpus
+    for trainers in {gpus, -(-gpus * 3 // 4)}:
+        candidate = candidate_of(config, trainers, gpus - trainers, costing.work.trained_steps)
+        yield f"{trainers}+{gpus - trainers} {shown(candidate)}"
+        advice = asking.advise(composed, trainers, gpus - trainers)
+        alike = Counter((stage, shown(s)) for (stage, _), s in advice.expected.items())
+        yield f"{shown(alike)} {shown(advice.planned)}"
+        yield from asking.memory_lines(composed, trainers, gpus - trainers)
+        try:
+            yield shown(asking.hold(composed, trainers, gpus - trainers, Holding("", 0, 0)))
+        except ValueError as refused:
+            yield str(refused)
+    found = planned_split(composed, min(4, gpus))
+    yield f"split {shown(found and (found.candidate, found.step_s, found.bound_s))}"
+    made = asking.choose(composed, min(4, gpus)) if found else composed
+    yield f"{made.notes[len(composed.notes) :]} {shown(made.planned)}"
+    yield shown(dict(made.config.allocation))
+
+
+SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
+    "gpus": of_gpus,
+    **{f"work {name}": partial(of_work, work) for name, work in WORKS.items()},
+    **{f"costs {name}": partial(of_costs, work) for name, work in WORKS.items()},
+    **{f"costing {name}": partial(of_costing, work) for name, work in WORKS.items()},
+    **{f"run {name}": partial(of_run, *run) for name, run in RUNS.items()},
+    "coarse": of_coarse,
+    **{f"search {name}": partial(of_search, work) for name, work in WORKS.items()},
+    "plan": of_plan,
+    **{f"read {name}": partial(of_reading, words) for name, words in READ.items()},
+}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_figures_are_those_of_before(section: str) -> None:
+    stored = STORED.read_text(encoding="utf-8").split("\n\n")
+    known = {title: lines for title, *lines in (part.strip().split("\n") for part in stored)}
+    assert list(SECTIONS[section]()) == known[section]
+
+
+if __name__ == "__main__":
+    STORED.write_text("\n\n".join("\n".join([n, *make()]) for n, make in SECTIONS.items()) + "\n")
