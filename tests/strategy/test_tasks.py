@@ -106,7 +106,8 @@ class Post(Wire):
 
 
 class Rollout:
-    """Rank 2 or 3 of a run with two trainers, which share the steps of each task."""
+    """A rank of a run, by default with two trainers which share the steps of each task, and two
+    rollouts."""
 
     def __init__(
         self,
@@ -115,6 +116,8 @@ class Rollout:
         directory: Path,
         spec: ScheduleSpec = replace(SPEC, tsp_shard=True),  # noqa: B008
         post: Post | None = None,
+        roles: Roles = Roles(2, 2),  # noqa: B008
+        record: Any = None,
         **engine: Any,
     ) -> None:
         def plan(version: int) -> tuple[Any, ...]:
@@ -127,10 +130,10 @@ class Rollout:
         self.spec, self.plan_tasks = spec, plan
         self.runner = TaskRunner(
             spec,
-            World(rank, 2, 2),
-            SchedulePolicy(spec, Roles(2, 2), plan, None),
+            World(rank, roles.trainers, roles.rollouts),
+            SchedulePolicy(spec, roles, plan, record),
             plan,
-            lambda fragment, step: place(spec, 2, fragment),
+            lambda fragment, step: place(spec, roles.trainers, fragment),
             engine_of(**engine),
             PromptSampler(prompts, 3, 0),
             control,

@@ -1,0 +1,377 @@
+"""A trainer that waits for its fragments: what ends the wait, what it generates meanwhile and with
+which weights, and what trainers do together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from digenrl.cluster.control import Aborted
+from digenrl.schedule import ScheduleSpec, next_fragment, place
+from digenrl.schedule.order import later_fragments
+from digenrl.schedule.ranks import Roles, Work
+from digenrl.strategy.agreement import Agreement
+from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.shared import TrainerState
+from digenrl.strategy.step_ledger import StepLedger
+from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stream import Inbox, TrajectoryRecord
+from digenrl.strategy.tasks import Lending, PublishedCopy
+from digenrl.transport.cells import StepBoard
+from digenrl.transport.wire import Message
+from tests.cluster.test_claims import Store
+from tests.strategy.test_tasks import Rollout
+from tests.strategy.test_worker import Fed
+
+SPEC = ScheduleSpec(
+    prompts=2, group_size=2, task_size=1, denoise_steps=3, trained_steps=2, gap=1, tag=True
+)
+
+
+class Loop(Fed):
+    """A link on which what trainer `rank` sends to itself comes back."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def send(self, peer: int, message: Message) -> None:
+        super().send(peer, message)
+        if peer == self.rank:
+            self.waiting.append(self.messages()[-1])
+
+
+class Trainer(Rollout):
+    """A trainer between publications, in RL step 0 of version 0."""
+
+    def __init__(
+        self,
+        store: Store,
+        directory: Path,
+        spec: ScheduleSpec = SPEC,
+        roles: Roles = Roles(1, 1),  # noqa: B008
+        rank: int = 0,
+        sharding: str = "ddp",
+    ) -> None:
+        self.launcher, self.controls = store.controls(roles.trainers + roles.rollouts)
+        self.told: list[dict[str, Any]] = []
+        super().__init__(
+            self.controls[rank], rank, directory, spec, Loop(rank), roles, self.told.append
+        )
+        self.link, unused = cast(Loop, self.post), cast(Any, None)
+        runner, policy, world = self.runner, self.runner.policy, self.runner._world
+        setup = RankSetup(world, unused, spec, runner._engine, runner._sampler, 1)
+        ties = Ties(
+            setup, cast(Any, self), unused, TrainerState(), self.control, self.post, self.spans
+        )
+        ledger = StepLedger(spec, world, self.spans, policy, directory)
+        placed = partial(place, spec, roles.trainers)
+        self.inbox = Inbox(
+            cast(Any, self.link),
+            runner.claims,
+            policy,
+            ledger,
+            lambda step: StepBoard(
+                spec, placed, rank, step, {"bright": 1.0}, lockstep=roles.lockstep
+            ),
+            TrajectoryRecord(),
+        )
+        self.board = self.inbox.open(0)
+        self.used: list[str] = []
+        network = runner._engine.policy
+        self.published = PublishedCopy(network, cast(Any, self), spec, sharding)
+        agreement = Agreement(self.control, world, self.spans.progress)
+        vote = StopVote(self.control, world, roles.lockstep, lambda: True)
+        self.lending = Lending(ties, runner, self.inbox, self.published, agreement, vote)
+
+    # The hooks, and the algorithm
+
+    def cut_fragment(self, pending: Any, board: StepBoard) -> Any:
+        return next_fragment(self.spec, pending, board.completed)
+
+    def on_bubble(self, board: StepBoard, pending: Any) -> int:
+        return self.lending.rounds(board, pending)
+
+    @contextmanager
+    def rollout_weights(self) -> Iterator[None]:
+        self.used.append("taken up")
+        yield
+        self.used.append("put away")
+
+    # What others do
+
+    def made(self, rollout: Rollout, tasks: int = 1) -> None:
+        """Let a rollout make tasks of version 0, whose results come here."""
+        before = len(rollout.post.to)
+        for _ in range(tasks):
+            rollout.runner.run(rollout.runner.claim(0))
+        for peer, message in zip(
+            rollout.post.to[before:], rollout.post.messages()[before:], strict=True
+        ):
+            if peer == self.rank:
+                self.link.waiting.append(message)
+
+    def decisions(self, name: str) -> list[Any]:
+        return [row["args"] for row in self.told if row.get("decision") == name]
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store()
+    yield store
+    store.close()
+
+
+ALONE = replace(SPEC, tag=False)
+
+
+def waits(trainer: Rollout) -> list[tuple[Any, ...]]:
+    return [(row["cause"], row["step"]) for row in trainer.rows() if row["stage"] == "wait"]
+
+
+def test_a_wait_ends_with_the_fragment_that_is_complete_and_is_recorded_once(
+    store: Store, tmp_path: Path
+) -> None:
+    trainer = Trainer(store, tmp_path, ALONE)
+    rollout = Rollout(trainer.controls[1], 1, tmp_path, ALONE, roles=Roles(1, 1))
+    trainer.link.at_rest += [lambda: trainer.made(rollout)] * 3
+    lending, board = trainer.lending, trainer.board
+    assert lending.next_fragment(board, 0, [(0,), (1,)]) == (0,)
+    assert len(trainer.link.at_rest) == 1, "two tasks"
+    trainer.link.at_rest.append(lambda: trainer.made(rollout))
+    assert lending.next_fragment(board, 0, [(1,)]) == (1,)
+    assert lending.next_fragment(board, 0, [(1,)]) == (1,), "at once"
+    assert set(trainer.link.waited) == {0.2}
+    assert waits(trainer) == [("first_fragment", 0), ("tail", 0)]
+    assert {args[4] for args in trainer.decisions("next_move")} == {0, 1, 2}
+    assert (trainer.used, trainer.post.to) == ([], [])
+
+
+def test_a_later_update_waits_for_no_first_fragment(store: Store, tmp_path: Path) -> None:
+    spec = replace(ALONE, updates_per_batch=2)
+    trainer = Trainer(store, tmp_path, spec)
+    rollout = Rollout(trainer.controls[1], 1, tmp_path, spec, roles=Roles(1, 1))
+    trainer.link.at_rest.append(lambda: trainer.made(rollout, 4))
+    assert trainer.lending.next_fragment(trainer.board, 1, [(1,)]) == (1,)
+    assert waits(trainer) == [("tail", 0)]
+
+
+def test_a_wait_ends_with_what_goes_wrong_meanwhile(store: Store, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path, ALONE)
+    failed: Future[None] = Future()
+    failed.set_exception(ValueError("it cannot be sent"))
+    trainer.link.at_rest.append(lambda: trainer.runner._unshipped.append(failed))
+    with pytest.raises(ValueError, match="it cannot be sent"):
+        trainer.lending.next_fragment(trainer.board, 0, [(0,), (1,)])
+    trainer.link.at_rest.append(lambda: trainer.launcher.abort("enough"))
+    with pytest.raises(Aborted, match="enough"):
+        trainer.lending.next_fragment(trainer.board, 0, [(0,), (1,)])
+
+
+def known(trainer: Trainer, seconds: float = 1.0) -> None:
+    """Let trainer 0 know what everything takes, and that a rollout is there."""
+    policy = trainer.runner.policy
+    for stage, rank in (("train", 0), ("generate", 0), ("generate", 1)):
+        policy.expected(stage, rank, seconds)
+    policy.saw_rank(1, Work(0, seconds))
+
+
+def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weights(
+    store: Store, tmp_path: Path
+) -> None:
+    trainer = Trainer(store, tmp_path)
+    known(trainer)
+    trainer.control.set("work/1", "0:1.0:-1:-1:0.0")
+    trainer.launcher.lose(1)
+    trainer.control.set("work/1", "")
+    lending, board = trainer.lending, trainer.board
+    found = lending.next_fragment(board, 0, [(0,), (1,)])
+    assert (found, trainer.post.to) == ((0,), [0, 0])
+    assert trainer.used == ["taken up", "put away"] * 2
+    assert 1 not in trainer.runner.policy._ranks, "the death was seen"
+    assert lending.next_fragment(board, 0, [(1,)]) == (1,)
+    rows = trainer.rows()
+    assert [row["stage"] for row in rows] == ["lend", "decode", "score", "send"] * 4
+    measured = [row["args"] for row in trainer.told if row.get("event") == "measured"]
+    switches = [seconds for stage, rank, seconds in measured if (stage, rank) == ("switch", 0)]
+    assert len(switches) == 4
+    lent = [(args[:3], args[3][1]) for args in trainer.decisions("lend")]
+    assert lent == [([0, 0, [[0], [1]]], left) for left in (4, 3)] + [
+        ([0, 0, [[1]]], left) for left in (2, 1)
+    ]
+
+
+def test_a_trainer_that_is_no_use_waits_and_asks_once_for_each_change(
+    store: Store, tmp_path: Path
+) -> None:
+    """What takes a rollout a second takes this trainer a thousand."""
+    trainer = Trainer(store, tmp_path)
+    known(trainer)
+    trainer.runner.policy.expected("generate", 0, 1000.0)
+    rollout = Rollout(trainer.controls[1], 1, tmp_path, SPEC, roles=Roles(1, 1))
+    rollout.runner.announce(0)
+    look = [lambda: None] * 3
+    trainer.link.at_rest += [*look, lambda: trainer.made(rollout, 2)]
+    assert trainer.lending.next_fragment(trainer.board, 0, [(0,), (1,)]) == (0,)
+    assert len(trainer.decisions("lend")) == 1
+    assert trainer.post.to == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sharded_trainers_follow_trainer_0_into_loans_thrown_away_work_and_fragments(
+    store: Store, tmp_path: Path, rank: int
+) -> None:
+    roles = Roles(2, 1, lockstep=True)
+    trainer = Trainer(store, tmp_path, roles=roles, rank=rank, sharding="fsdp")
+    other = Rollout(trainer.controls[1 - rank], 1 - rank, tmp_path, SPEC, Fed(), roles)
+    known(trainer)
+    trainer.runner.policy._timed.add(2)
+    # The other trainer is at every piece already, and took one of the tasks.
+    trainer.launcher.set("granted", "99")
+    trainer.launcher.add("arrived", 99)
+    for number, choice in enumerate((-1, -1, -1, -1, 0)):
+        if rank:
+            trainer.launcher.set(f"agreed/{number + 1}", str(choice))
+    taken = other.runner.claim(0)
+    board = trainer.board
+
+    def comes() -> None:
+        other.runner.run(taken)
+        arrived = [
+            m for to, m in zip(other.post.to, other.post.messages(), strict=True) if to == rank
+        ]
+        trainer.link.waiting += arrived
+
+    trainer.link.at_rest += [comes, lambda: None]
+    if rank == 0:
+        trainer.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
+    for position in range(4):
+        trainer.control.add(f"got/v0/{position}", 1)
+    found = trainer.lending.next_fragment(board, 0, [(0,), (1,)])
+    assert found == (0,)
+    lent = [row for row in trainer.rows() if row["stage"] == "lend"]
+    assert len([row for row in lent if not row.get("discarded")]) == 3
+    assert [row["step"] for row in lent if row.get("discarded")] == [0] * (rank == 1)
+    assert trainer.used == ["taken up", "put away"] * 3
+    assert waits(trainer)[-1] == ("straggler", 0)
+    if rank == 0:
+        assert trainer.control.get("agreed/4") == "0"
+
+
+def test_a_fragment_that_some_sharded_trainer_lacks_is_not_trained(
+    store: Store, tmp_path: Path
+) -> None:
+    roles = Roles(2, 1, lockstep=True)
+    trainer = Trainer(store, tmp_path, roles=roles)
+    rollout = Rollout(trainer.controls[2], 2, tmp_path, SPEC, roles=roles)
+    trainer.made(rollout, 2)
+    while trainer.inbox.receive(0.0):
+        pass
+    cut = partial(trainer.lending._cut, trainer.board, [(0,), (1,)])
+    assert cut() is None
+    trainer.runner.claims.received(0, 0)
+    assert cut() is None
+    trainer.runner.claims.received(0, 1)
+    assert cut() == (0,)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_who_follows_waits_for_the_cells_that_trainer_0_held(
+    store: Store, tmp_path: Path, gap: int
+) -> None:
+    spec, roles = replace(ALONE, gap=gap), Roles(2, 1, lockstep=True)
+    trainer = Trainer(store, tmp_path, spec, roles, rank=1)
+    rollout = Rollout(trainer.controls[2], 2, tmp_path, spec, roles=roles)
+    trainer.link.at_rest += [lambda: trainer.made(rollout)] * 4
+    trainer.lending._wait_for_cells(trainer.board, (0,))
+    assert len(trainer.link.at_rest) == (2 if gap else 0)
+    assert waits(trainer) == [("straggler", 0)]
+    trainer.launcher.abort("enough")
+    trainer.link.at_rest.append(lambda: None)
+    with pytest.raises(Aborted, match="enough"):
+        trainer.lending._wait_for_cells(StepBoard(spec, trainer.board._place, 1, 0, {}), (0,))
+
+
+def test_the_search_and_the_head_of_a_queue_are_told_what_the_others_do(
+    store: Store, tmp_path: Path
+) -> None:
+    spec = replace(SPEC, updates_per_batch=2, async_steps=1, stale_fraction=0.5)
+    trainer = Trainer(store, tmp_path, spec)
+    known(trainer)
+    rollout = Rollout(trainer.controls[1], 1, tmp_path, spec, roles=Roles(1, 1))
+    rollout.runner._task_seconds = 7.0
+    rollout.runner.announce(1)
+    later = [list(fragment) for fragment in later_fragments(spec, -1)]
+    assert later == [[0], [1]]
+    before = trainer.spans.now()
+    trainer.runner.open(1)
+    (opened,) = trainer.decisions("opens")
+    assert opened[:4] == [0, 1, later, [6, 2]]
+    assert before <= opened[4] <= trainer.spans.now()
+    assert trainer.runner.policy._ranks[1] == Work(1, 7.0, until=rollout.work().until)
+    trainer.runner.claims.begin_behind(0, 3)
+    assert trainer.lending.rounds(trainer.board, [(1,)]) == 1
+    (lent,) = trainer.decisions("lend")
+    assert (lent[:2], lent[2], lent[3][1], lent[5]) == ([0, 0], [[1]], 6, 3)
+    end = trainer.lending.predicted_end(1)
+    policy = trainer.runner.policy
+    facts = trainer.runner.seen(1, later_fragments(spec, -1))
+    assert end == pytest.approx(policy.predicted_end(*facts), abs=0.1)
+
+
+def test_a_run_that_lends_to_nobody_opens_no_queue(store: Store, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path, ALONE)
+    known(trainer)
+    trainer.runner.open(0)
+    assert trainer.decisions("opens") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharding", "all_weights", "kept"),
+    [
+        ({}, "ddp", False, True),
+        ({"tag": False}, "ddp", False, False),
+        ({"updates_per_batch": 1}, "ddp", False, False),
+        ({}, "fsdp", False, False),
+        ({}, "ddp", True, False),
+    ],
+)
+def test_the_published_adapter_is_in_use_between_updates_and_put_back_bit_for_bit(
+    store: Store,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    sharding: str,
+    all_weights: bool,
+    kept: bool,
+) -> None:
+    trainer = Trainer(store, tmp_path)
+    policy = trainer.runner._engine.policy
+    if not all_weights:
+        for name, parameter in policy.transformer.named_parameters():
+            parameter.requires_grad_("bias" in name)
+    spec = replace(SPEC, **{"updates_per_batch": 2, **changes})
+    copy = PublishedCopy(policy, cast(Any, trainer), spec, sharding)
+    assert copy.kept == kept
+    own = policy.trained_parameters()
+    published = {name: torch.full_like(p, 0.5, dtype=torch.float64) for name, p in own.items()}
+    copy.keep(published)
+    assert bool(copy._tensors) == kept
+    if not kept:
+        return
+    published[next(iter(own))].zero_()
+    before = {name: p.detach().clone() for name, p in own.items()}
+    with copy.in_use(0):
+        assert trainer.used == ["taken up"]
+    for _ in range(2):
+        with copy.in_use(1):
+            assert all((p == 0.5).all() and p.dtype == torch.float32 for p in own.values())
+        assert all(torch.equal(p, before[name]) for name, p in own.items())
+    assert trainer.used == ["taken up", "put away"]
