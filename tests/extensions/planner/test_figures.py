@@ -35,15 +35,16 @@ from digenrl.extensions.planner.enumeration import (
     disaggregated,
     neighbours,
     promising,
+    task_sizes,
 )
 from digenrl.extensions.planner.memory import decode_bytes, moment_bytes, saved_bytes
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.plan_text import Booking, as_json, booked, explanation, table
-from digenrl.extensions.planner.planner import PlanError, make_plan, sync_run
+from digenrl.extensions.planner.planner import PlanError, _fixed, make_plan, sync_run
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given
 from digenrl.extensions.planner.remedies import remedy
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, VirtualRank, coarsen
-from digenrl.extensions.planner.virtual_run import simulate, steady
+from digenrl.extensions.planner.virtual_run import DeadlockError, simulate, steady
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool
 from digenrl.recompute import Recompute
@@ -241,6 +242,7 @@ for _name, _spec, _ranks, _cluster, _disturbance in (
     ("deaths", {}, RANKS, {}, {"failures": ((3.0, 5), (40.0, 7)), "detect_seconds": 1.5}),
     ("late", {"async_steps": 1, "stale_fraction": 1.0}, RANKS, {}, {"failures": ((9.0, 6),)}),
     ("shares", {"shares": (2.0, 1.0, 1.0, 1.0), "tsp_batch": 2}, RANKS, {}, {}),
+    ("uneven", {"prompts": 3}, RANKS[:4], {"lockstep": True, "together": 2}, {}),
     ("context", {"context": 2}, RANKS, {"lockstep": True, "together": 2}, {}),
 ):  # fmt: skip
     RUNS[_name] = (
@@ -288,12 +290,29 @@ def of_coarse() -> Iterator[str]:
             yield shown((found.step_s, found.steps, found.settled, found.seconds))
 
 
+def of_halt() -> Iterator[str]:
+    """The only rollout dies, and nobody does its work."""
+    ranks = tuple(RANKS[:5])
+    with pytest.raises(DeadlockError) as halted:
+        simulate(SPEC, Cluster(ranks, **SET), 4, Disturbance(failures=((9.0, 4),)))
+    yield str(halted.value)
+
+
 def of_search(work: Workload) -> Iterator[str]:
     many = Costing(work, Hardware((replace(FAST, count=96, per_node=8), replace(SLOW, count=32))))
     for tag, first, size in ((False, None, 1), (True, "slow", 1), (False, "fast", 2)):
         base = many.candidate(1, 127, tag=tag, first=first, task_size=size)
         yield f"balance {_balance(many, base)} {sorted(_around_balance(many, base))}"
-        yield shown(_schedules(many, base.but(async_steps=1)))
+        yield f"schedules {hashed(_schedules(many, base.but(async_steps=1)))}"
+    roles = replace(SLOW, role="rollout", count=6), replace(FAST, count=2)
+    one = Costing(work, Hardware(roles))
+    yield f"no half {_balance(one, one.candidate(1, 7))}"
+    odd = replace(work, prompts=7, group_size=24, updates=1, oversample=0, whole_batch=False)
+    seven = Costing(odd, Hardware((replace(FAST, count=2),)))
+    yield f"sizes {task_sizes(seven)} near {hashed(neighbours(seven, seven.candidate(1, 1)))}"
+    yield f"two {hashed(disaggregated(seven, 0))}"
+    apart = Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): LINE}))
+    yield f"places {shown(colocated(apart))} {hashed(disaggregated(apart, 0))}"
     some = (replace(FAST, count=8),), (FAST, SLOW), (replace(SLOW, role="rollout"), FAST)
     for pools in some if work in (FLUX, GUIDED) else some[:1]:
         costing = Costing(work, Hardware(pools))
@@ -328,13 +347,19 @@ def of_plan() -> Iterator[str]:
         yield from explanation(plan, asynchronous)
         yield from table(plan, asynchronous, booking, 4, asked)
     written = as_json(plan, asked, "", True, booking)
-    yield shown({key: value for key, value in written.items() if key not in ("candidates", "best")})
+    best = {kind: row and row["overrides"] for kind, row in written.pop("best").items()}
+    yield f"best {shown(best)}"
+    yield shown({key: value for key, value in written.items() if key != "candidates"})
     yield from map(shown, written["candidates"])
     alone = sync_run(plan.costing, 3)
     yield shown((alone.step_s, alone.candidate.trainers, alone.candidate.sharding))
     fixed = make_plan(plan.costing, 3, {"trainers": 1, "rollouts": 2, "tag": True}, False)
     yield shown((o.candidate.name, o.step_s, o.candidate.spec.task_size) for o in fixed.outcomes)
-    for pools in ((replace(SLOW, memory_gib=8),), (replace(SLOW, role="rollout"),)):
+    base = plan.costing.candidate(1, 2)
+    for choices in ({"task_size": 2}, {"task_size": 2, "tsp_batch": 1}):
+        yield shown(_fixed(plan.costing, [base], choices))
+    small = replace(SLOW, memory_gib=8, count=2)
+    for pools in ((small,), (replace(small, count=1),), (replace(SLOW, role="rollout"),)):
         with pytest.raises(PlanError) as refused:
             make_plan(Costing(work, Hardware(pools)))
         yield str(refused.value)
@@ -345,6 +370,10 @@ READ: dict[str, tuple[str, ...]] = {
     # takes the first way to shard that fits.
     "tight": (
         "experiment=flux1_flowgrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=45",
+        "hardware.pools.h100.count=4", "schedule=sync", "model.gradient_checkpointing=auto",
+    ),
+    "scant": (
+        "experiment=flux1_flowgrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=40",
         "hardware.pools.h100.count=4", "schedule=sync", "model.gradient_checkpointing=auto",
     ),
     "pools": (
@@ -384,13 +413,15 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
         advice = asking.advise(composed, trainers, gpus - trainers)
         alike = Counter((stage, shown(s)) for (stage, _), s in advice.expected.items())
         yield f"{shown(alike)} {shown(advice.planned)}"
+        yield from dict.fromkeys(shown(vars(each)) for each in advice.stand_ins)
         yield from asking.memory_lines(composed, trainers, gpus - trainers)
         try:
             yield shown(asking.hold(composed, trainers, gpus - trainers, Holding("", 0, 0)))
         except ValueError as refused:
             yield str(refused)
-    found = planned_split(composed, min(4, gpus))
-    yield f"split {shown(found and (found.candidate, found.step_s, found.bound_s))}"
+    for processes in {1, 2, min(4, gpus)}:
+        found = planned_split(composed, processes)
+        yield f"split {shown(found and (found.candidate, found.step_s, found.bound_s))}"
     made = asking.choose(composed, min(4, gpus)) if found else composed
     yield f"{made.notes[len(composed.notes) :]} {shown(made.planned)}"
     yield shown(dict(made.config.allocation))
@@ -403,6 +434,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     **{f"costing {name}": partial(of_costing, work) for name, work in WORKS.items()},
     **{f"run {name}": partial(of_run, *run) for name, run in RUNS.items()},
     "coarse": of_coarse,
+    "halt": of_halt,
     **{f"search {name}": partial(of_search, work) for name, work in WORKS.items()},
     "plan": of_plan,
     **{f"read {name}": partial(of_reading, words) for name, words in READ.items()},

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.hardware import parse_hardware
+from digenrl.rewards.suite import RewardSuite
 from digenrl.settle import allocated
 from tests.training import commands
 
@@ -47,25 +49,49 @@ def measured(
 def test_digits_are_measured_per_unit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = DigitsPolicy.decode
+    """The clock goes on by what each call is said to take; the first of six timed calls counts for
+    nothing."""
+    now, batches = [0.0], list[Any]()
+    decoding = iter([7.0, 9.0, 0.2, 0.6, 0.4, 0.8, 1.0])
 
-    def slow(policy: DigitsPolicy, latents: Any) -> Any:
-        time.sleep(0.2)  # a task of two samples: 0.1 s a sample
-        return decode(policy, latents)
+    def taking(kind: type, name: str, seconds: Callable[[], float]) -> None:
+        does = getattr(kind, name)
 
-    monkeypatch.setattr(DigitsPolicy, "decode", slow)
+        def timed(*args: Any, **more: Any) -> Any:
+            now[0] += seconds()
+            return does(*args, **more)
+
+        monkeypatch.setattr(kind, name, timed)
+
+    taking(DigitsPolicy, "encode_prompts", lambda: 0.125)
+    taking(DigitsPolicy, "velocity", lambda: 0.5)
+    taking(DigitsPolicy, "decode", lambda: next(decoding))
+    taking(RewardSuite, "score", lambda: 0.3)
+    made = profile.training_batch
+    monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(
+        profile, "training_batch", lambda *args: batches.append(made(*args)) or batches[0]
+    )
     table, lines = measured(capsys, tmp_path, "experiment=digits_flowgrpo")
-    assert list(table) == ["encode", "generate", "decode", "score", "train"]
-    assert all(list(pools) == ["local"] and pools["local"] > 0 for pools in table.values())
-    assert 0.1 <= table["decode"]["local"] < 0.2
-    units = {line.split()[0]: int(line.split()[2]) for line in lines[1:-1]}
-    assert units == {
-        "encode": 1,
-        "generate": 2,
-        "decode": 2,
-        "score": 2,
-        "train": 2 * 3,
-    }  # 3 of 4 steps are trained
+    rows = [line.split() for line in lines[1:-1]]
+    wanted = [
+        ("encode", "prompt", 1, 0.125, 0.125, 0.125),
+        ("generate", "sample", 2, 1.0, 1.0, 1.0),
+        ("decode", "sample", 2, 0.3, 0.1, 0.5),
+        ("score", "sample", 2, 0.15, 0.15, 0.15),
+        ("train", "cell", 6, 1 / 6, 1 / 6, 1 / 6),
+    ]
+    assert [(row[0], row[1], int(row[2]), *map(float, row[3:])) for row in rows] == [
+        (*row[:3], *(pytest.approx(value, abs=1e-6) for value in row[3:])) for row in wanted
+    ]
+    assert table == {row[0]: {"local": pytest.approx(row[3], rel=1e-5)} for row in wanted}
+    (batch,) = batches
+    (block,) = batch.blocks
+    assert (block.samples, block.steps.tolist(), block.step, block.group) == (2, [0, 1, 2], 0, 0)
+    assert (block.first_sample, block.version, batch.update, batch.version) == (0, 0, 0, 0)
+    assert batch.denominator == 2 * 4 * 3 / 2, "of one of two updates"
+    (scores,) = batch.rewards.values()
+    assert scores.tolist() == [pytest.approx([0.0, 1 / 3, 2 / 3, 1.0])] * 2
 
 
 def test_algorithms_without_log_probs_are_measured_too(
