@@ -4,11 +4,13 @@ twice or done at another moment gives other spans, events or files, also where r
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -35,6 +37,13 @@ WORDS = (
 )
 
 
+class NoHandler(pl.Callback):
+    """Fails where Lightning handles SIGTERM, and so would broadcast it before each micro-batch."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def alone(directory: Path, checkpoint: Path | None = None) -> Cluster:
     """Run a rank to its end in a fork, because a process that has trained can fork no ranks that
     train; and read what it recorded."""
@@ -45,7 +54,7 @@ def alone(directory: Path, checkpoint: Path | None = None) -> Cluster:
         handshake = Handshake()
         server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
         session = Session("127.0.0.1", server.port, handshake, directory, time.time())
-        callbacks = [Probe(probes)]
+        callbacks = [Probe(probes), NoHandler()]
         run.build(configured(*WORDS), World(0, 1, 0), session, callbacks).fit(checkpoint)
         server.close()
 

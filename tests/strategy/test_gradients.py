@@ -45,6 +45,12 @@ def test_gradients_are_divided_by_the_trainers_and_keep_their_places(group: None
             assert torch.equal(own.grad, other.grad / 2)
 
 
+def test_replicas_take_the_weights_of_the_first(group: None) -> None:
+    own = parameters()
+    gradients.follow_first(own, 2)
+    assert all(torch.equal(each, other) for each, other in zip(own, parameters(), strict=True))
+
+
 def test_one_trainer_communicates_nothing() -> None:
     found = parameters()
     gradients.average(found, 1)

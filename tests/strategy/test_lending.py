@@ -74,6 +74,7 @@ class Trainer(Rollout):
         )
         ledger = StepLedger(spec, world, self.spans, policy, directory)
         placed = partial(place, spec, roles.trainers)
+        self.ledger = ledger
         self.inbox = Inbox(
             cast(Any, self.link),
             runner.claims,

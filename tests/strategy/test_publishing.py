@@ -60,11 +60,17 @@ def test_a_version_goes_once_to_each_other_node_and_to_each_rank_that_joined() -
 
 
 class Told(Shares):
-    """Shares that note when they are told and fixed."""
+    """Shares that note what they are told."""
 
     def __init__(self, spec: ScheduleSpec, done: list[Any]) -> None:
         super().__init__(spec)
         self._done = done
+
+    def begin(self, batch: Any) -> None:
+        self._done.append(("begin", batch))
+
+    def end(self) -> None:
+        self._done.append("end")
 
     def tell(self) -> None:
         self._done.append("tell")
@@ -96,8 +102,8 @@ class Publishing(Trainer):
         setup = RankSetup(world, self.session, spec, engine, sampler, 1, evaluated=drawn)
         me = cast(Any, self)
         self.ties = Ties(setup, me, me, self.state, self.control, self.post, self.spans)
-        shares = Told(spec, self.done)
-        self.publisher = Publisher(self.ties, self.runner, shares, self.published)
+        self.shares = Told(spec, self.done)
+        self.publisher = Publisher(self.ties, self.runner, self.shares, self.published)
         set_key, multicast = self.control.set, self.link.multicast
 
         def noted(key: str, value: str) -> None:

@@ -3,8 +3,10 @@ nothing comes, and when it shall leave."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,6 +162,16 @@ def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
     assert [row["handed_to"] for row in life.rows() if row["stage"] == "generate"] == [3]
 
 
+def test_who_leaves_sends_what_is_still_being_scored(store: Store, tmp_path: Path) -> None:
+    life, late = Life(store, tmp_path), Future[None]()
+    life.link.at_rest.append(life.session.leave.set)
+    life.runner._unshipped.append(late)
+    timer = threading.Timer(0.05, late.set_exception, [ValueError("its scorer failed")])
+    timer.start()
+    with pytest.raises(ValueError, match="its scorer failed"):
+        life.worker.run()
+
+
 def test_who_leaves_without_a_successor_gives_its_task_up(store: Store, tmp_path: Path) -> None:
     life = Life(store, tmp_path)
     life.link.at_rest.append(lambda: life.arrive(0))
@@ -217,9 +229,13 @@ def test_who_joined_asks_once_for_weights_and_not_before_there_are_any(
         note()
         life.launcher.set("version", "1")
 
-    life.link.at_rest += [published, note, note, lambda: life.arrive(1), note, life.done]
+    life.link.at_rest += [published, note, note, lambda: life.arrive(1, 1), note, life.done]
     life.worker.run()
     assert asked == [0, 1, 1, 13]
+    tasks = [("generate", 1)] * 6
+    assert life.trace() == [("wait", "startup"), ("adopt", 1), *tasks, ("adopt", 1)], (
+        "the same version has no hurry"
+    )
     ask = life.post.messages()[0]
     assert (ask.kind, ask.meta, life.post.to[0]) == (MessageKind.ASK, {"rank": 4}, 0)
 
