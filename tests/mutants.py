@@ -152,14 +152,17 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Constant(value=bool(value)):
             yield "constant", ast.Constant(not value)
         case ast.Constant(value=int(value) | float(value)):
-            yield "constant", ast.Constant(value + 1)
+            large = isinstance(value, float) and abs(value) >= LARGE
+            yield "constant", ast.Constant(2 * value if large else value + 1)
         case ast.UnaryOp(op=ast.Not() | ast.USub()):
             yield "negation", node.operand
         case ast.IfExp():
             new.test = ast.UnaryOp(ast.Not(), new.test)
             yield "condition", new
-        case ast.Call() if len(node.args) > 1 and not any(
-            isinstance(each, ast.Starred) for each in node.args
+        case ast.Call() if (
+            len(node.args) > 1
+            and ast.unparse(node.func) not in SYMMETRIC
+            and not any(isinstance(each, ast.Starred) for each in node.args)
         ):
             new.args[:2] = new.args[1::-1]
             yield "arguments", new
@@ -169,6 +172,10 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             yield "early return", ast.Return(ast.Constant(None))
 
 
+LARGE = 1e3
+"""Fractions from here on are doubled: one more means nothing."""
+SYMMETRIC = ("max", "min", "math.gcd", "math.lcm")
+"""Functions that answer the same whatever the order of their arguments."""
 SILENT = (ast.Raise, ast.JoinedStr, ast.Assert, ast.arg)
 """Nodes below which nothing is changed: texts of errors, and what only the types read."""
 
@@ -186,6 +193,8 @@ def candidates(room: str, path: Path) -> Iterator[Mutant]:
         ):
             return
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.keyword) and node.arg == "strict":  # asserts what is so
             return
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in (
             "logger",
