@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from digenrl.record.run_dir import unix_time
 from digenrl.record.span_log import SpanLog
 from digenrl.record.spans import Span, perfetto
 
@@ -29,11 +31,24 @@ def test_perfetto_events_are_complete_and_in_microseconds() -> None:
         (0, 1e6, 2e6),
         (2, 0.0, 1e6),
     }
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {
-        "trainer",
-        "rollout",
-        "trainer 0",
-    }
+    kind = {"ph": "M", "name": "process_name", "tid": 0}
+    assert events[:3] == [
+        kind | {"pid": pid, "args": {"name": role}}
+        for pid, role in enumerate(("launcher", "rollout", "trainer"))
+    ]
+    named = [event for event in events[3:] if event["ph"] == "M"]
+    assert named == [
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": name}}
+        for pid, rank, name in ((2, 0, "trainer 0"), (1, 1, "rollout 1"), (1, 2, "rollout 2"))
+    ]
+    assert bars[:2] == [
+        {"ph": "X", "name": "train", "cat": "train", "pid": 2, "tid": 0, "ts": 1e6, "dur": 2e6,
+         "args": {"step": 0, "groups": [0]}},
+        {"ph": "X", "name": "wait: tail", "cat": "wait", "pid": 2, "tid": 0, "ts": 3e6,
+         "dur": 1.5e6, "args": {"step": 0, "cause": "tail"}},
+    ]  # fmt: skip
+    (odd,) = [e for e in perfetto([Span(0, "trainer", "train", 1e-7, 2.0000004, 0)]) if "ts" in e]
+    assert (odd["ts"], odd["dur"]) == (0.1, 2000000.3)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +117,50 @@ def test_seconds_are_summed_by_stage_and_cause_and_a_device_is_waited_for_by_nob
     # the second work began when the first was done, and what follows begins after both
     log.add("wait", began, began + 5.0, cause="tail")
     assert log.take_seconds()["wait", "tail"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_log_says_what_its_rank_does_and_rounds_to_microseconds(tmp_path: Path) -> None:
+    path = tmp_path / "spans" / "rank-002.jsonl"
+    log = SpanLog(path, 2, "rollout", unix_time())
+    said: list[str] = []
+    with log.stage("wait weights"):
+        said += [log.progress.said, log.progress.now()[0].stage]
+    for args in ({"group": 3, "version": 1}, {"version": 1}, {"cause": "tail"}, {"what": "reduce"}):
+        with log.span("wait", **args) as facts:
+            said.append(log.progress.said)
+            facts["late"] = True
+    with log.span("send", quiet=True):
+        said += [log.progress.said, log.progress.now()[0].stage]
+    assert said == [
+        "wait weights", "wait weights", "wait g3", "wait v1", "wait tail", "wait reduce",
+        "wait reduce", "send",
+    ]  # fmt: skip
+    assert 0 <= log.now() < 60
+    log.add("eval", 1.23456789, 2.3456789, step=3)
+    log.close()
+    log.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows[-1] == {
+        "rank": 2, "role": "rollout", "stage": "eval", "start": 1.234568, "end": 2.345679, "step": 3,
+    }  # fmt: skip
+    assert all(row["late"] for row in rows[:4])
+    assert len(rows) == 6
+
+
+def test_lines_are_written_each_second_and_by_the_thousand(tmp_path: Path) -> None:
+    path = tmp_path / "rank-000.jsonl"
+    log = SpanLog(path, 0, "trainer", 0.0)
+
+    def written() -> int:
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    counts = []
+    for number in range(2500):
+        log.add("train", 0.0, 1.0 if number < 2001 else 2.5, quiet=True)
+        counts.append(written() if number % 1000 < 3 or number % 1000 > 997 else 0)
+    assert counts[998:1002] == [0, 1000, 1000, 1000]
+    assert counts[1998:2003] == [1000, 2000, 2000, 2002, 2002]
+    assert log.take_seconds() == {("train", ""): 2001 * 1.0 + 499 * 2.5}
 
 
 def test_a_record_without_fields_is_named() -> None:

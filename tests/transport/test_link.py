@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
-from digenrl.transport.link import SocketLink, _write
+from digenrl.transport.link import PeerLine, SocketLink, _write
 from digenrl.transport.wire import Message, MessageKind, WireError, encode
 
 HOST = "127.0.0.1"
@@ -135,6 +136,63 @@ def test_a_message_that_waits_for_its_peer_does_not_hold_the_process_up(store: S
     process.kill()
     process.join()
     assert ended
+
+
+class Doubling(PeerLine):
+    """Sends each tensor twice, and notes what was written."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, bool]] = []
+        self.go_on = threading.Event()
+
+    def outgoing(self, message: Message) -> Message:
+        self.go_on.wait(5.0)
+        if message.meta["number"] == 2:
+            return message
+        twice = {name: torch.cat([value, value]) for name, value in message.tensors.items()}
+        return Message(message.kind, message.meta, twice)
+
+    def written(self, size: int, room: int, more: bool) -> None:
+        self.seen.append((size, room, more))
+
+    def incoming(self, message: Message) -> Message:
+        return Message(message.kind, dict(message.meta) | {"came": True}, message.tensors)
+
+
+def test_a_line_changes_messages_and_is_told_what_was_written(controls: list[Control]) -> None:
+    lines: dict[int, Doubling] = {}
+    stages: list[str] = []
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        stages.append(name)
+        yield
+
+    def made(peer: int) -> Doubling:
+        return lines.setdefault(peer, Doubling())
+
+    sender = SocketLink(controls[0], 0, HOST, OURS, stage=stage, lines=made)
+    receiver = SocketLink(controls[1], 1, HOST, OURS, lines=lambda peer: Doubling())
+    for number in range(3):
+        sender.send(1, cells(number))
+    lines.setdefault(1, Doubling()).go_on.set()
+    found = [received(receiver) for _ in range(3)]
+    sender.close()
+    receiver.close()
+    assert [len(message.tensors["x"]) for message in found] == [6, 6, 3]
+    assert all(message.meta["came"] for message in found)
+    twice = [Message(m.kind, {"number": n}, m.tensors) for n, m in enumerate(found)]
+    assert [size for size, *_ in lines[1].seen] == [len(_bytes(message)) for message in twice]
+    assert [more for *_, more in lines[1].seen[:2]] == [True, True]
+    assert min(room for _, room, _ in lines[1].seen) >= 4 << 20
+    assert stages == ["send"] * 3
+
+
+def test_a_message_goes_on_to_the_ranks_it_names_and_no_further(links: list[SocketLink]) -> None:
+    links[0].multicast({1: [2], 0: []}, cells(5))
+    passed = received(links[2])
+    assert (passed.meta, received(links[0]).meta) == ({"number": 5}, {"number": 5})
+    assert received(links[1]).meta == {"number": 5, "relay": [2]}
 
 
 def _address(controls: list[Control], rank: int) -> tuple[str, int]:

@@ -107,6 +107,31 @@ def test_a_version_arrives_bit_for_bit_with_its_seal_and_not_before() -> None:
         assert torch.equal(version.tensors[name], value)
 
 
+@pytest.mark.parametrize(
+    ("mebibytes", "wanted"),
+    [
+        ([3, 1, 1, 5, 2], [4, 1, 5, 2]),
+        ([4, 4, 0.25], [4, 4, 0.25]),
+        ([1] * 70, [8] * 8 + [6]),
+        ([1] * 64, [4] * 16),
+        ([1] * 65, [8] * 8 + [1]),
+        ([100, 1, 1], [100, 2]),
+        ([], [0]),
+    ],
+)
+def test_buckets_are_filled_up_to_a_power_of_two(
+    mebibytes: list[float], wanted: list[float]
+) -> None:
+    """4 MiB, or as many as make at most 32 buckets of twice the size."""
+    parameters = {
+        f"p{number}": torch.empty(int(size * MIB), dtype=torch.uint8, device="meta")
+        for number, size in enumerate(mebibytes)
+    }
+    plan = buckets(parameters)
+    assert [bucket.size / MIB for bucket in plan] == wanted
+    assert [name for bucket in plan for name in bucket.starts] == list(parameters)
+
+
 def test_adopted_weights_keep_the_dtype_and_the_layout_of_the_rank() -> None:
     """Equal ones are taken over without a copy; others are copied into what is there."""
     values = {name: torch.arange(12.0).view(3, 4) + n for n, name in enumerate("abc")}
