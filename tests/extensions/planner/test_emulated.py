@@ -13,7 +13,9 @@ from digenrl.extensions.planner.emulate import Durations
 from digenrl.extensions.planner.emulated import LATENT, EmulatedPolicy
 from digenrl.transport.wire import Message, MessageKind
 
-DURATIONS = Durations(task_size=2, encode=0.01, step=0.2, decode=0.01, cell=0.3)
+DURATIONS = Durations(
+    task_size=2, encode=0.01, step=0.2, decode=0.01, cell=0.3, fetch=0.0, send=0.0
+)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -37,7 +39,7 @@ def test_each_kind_of_work_sleeps_in_proportion_to_its_rows(
         return pytest.approx(found)
 
     monkeypatch.setattr(emulated, "time", SimpleNamespace(sleep=slept.append))
-    policy = EmulatedPolicy(DURATIONS)
+    policy = EmulatedPolicy(DURATIONS, adapter=True)
     latents = torch.zeros(3, *LATENT)
     with torch.no_grad():
         policy.predict(latents[:1], torch.zeros(1), {})
@@ -75,7 +77,7 @@ def test_emulated_networks_begin_alike_and_draw_no_number_of_the_run() -> None:
     torch.manual_seed(3)
     before = torch.rand(1)
     torch.manual_seed(3)
-    one = EmulatedPolicy(DURATIONS)
+    one = EmulatedPolicy(DURATIONS, adapter=True)
     assert torch.equal(torch.rand(1), before)
-    other = EmulatedPolicy(DURATIONS)
+    other = EmulatedPolicy(DURATIONS, adapter=True)
     assert torch.equal(one.transformer.weight, other.transformer.weight)

@@ -40,9 +40,9 @@ class Durations:
     """Seconds of decoding a task and scoring it on the GPU."""
     cell: float
     """Seconds of forward and backward of one trained step of a task."""
-    fetch: float = 0.0
+    fetch: float
     """Seconds of a version over the line of `hardware.links` to this rank's place."""
-    send: float = 0.0
+    send: float
     """Seconds of a task over the line from this rank's place, when all ranks of its pool send at
     once."""
 

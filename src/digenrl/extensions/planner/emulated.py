@@ -73,7 +73,7 @@ class EmulatedPolicy(Policy):
     family = "emulated"
     block_lists = ()
 
-    def __init__(self, durations: Durations, adapter: bool = False) -> None:
+    def __init__(self, durations: Durations, adapter: bool) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             transformer = nn.Linear(LATENT[1], LATENT[1])

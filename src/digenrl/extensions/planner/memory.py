@@ -179,7 +179,7 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     return int(FRAGMENTATION * max(made + stored_bytes(work, rows), encoding))
 
 
-def rollout_memory(work: Workload, task_size: int, encoders: bool = False) -> Memory:
+def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:
     """Return the bytes of a rollout rank: unsharded 16-bit weights (`Policy.only_generate`),
     forward, decode, rewards.
 

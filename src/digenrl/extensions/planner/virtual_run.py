@@ -620,7 +620,6 @@ class _VirtualRun:
                     self.messages.append(message)
                     self.changed = len(self.step_ends) + 1
             self.step_ends.append(self.now)
-            self.completed.pop(self.version, None)
             self.version += 1
             self.updates_done = 0
             self.gen.store.version = self.version
