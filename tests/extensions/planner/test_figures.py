@@ -313,8 +313,8 @@ def of_search(work: Workload) -> Iterator[str]:
     yield f"two {hashed(disaggregated(seven, 0))}"
     apart = Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): LINE}))
     yield f"places {shown(colocated(apart))} {hashed(disaggregated(apart, 0))}"
-    some = (replace(FAST, count=8),), (FAST, SLOW), (replace(SLOW, role="rollout"), FAST)
-    for pools in some if work in (FLUX, GUIDED) else some[:1]:
+    some = (FAST, SLOW), (replace(SLOW, role="rollout"), FAST), (replace(FAST, count=4),)
+    for pools in some if work is GUIDED else some[2:]:
         costing = Costing(work, Hardware(pools))
 
         def named(candidate: Candidate) -> str:
@@ -365,17 +365,16 @@ def of_plan() -> Iterator[str]:
         yield str(refused.value)
 
 
+SHORT = (
+    "experiment=flux1_flowgrpo", "hardware=node_8xh100", "hardware.pools.h100.count=4",
+    "schedule=sync", "model.gradient_checkpointing=auto", "data.prompts_per_batch=8",
+    "data.group_size=8",
+)  # fmt: skip
 READ: dict[str, tuple[str, ...]] = {
     # Two replicas have to compute activations again, and two shards would be faster; but a run
     # takes the first way to shard that fits.
-    "tight": (
-        "experiment=flux1_flowgrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=45",
-        "hardware.pools.h100.count=4", "schedule=sync", "model.gradient_checkpointing=auto",
-    ),
-    "scant": (
-        "experiment=flux1_flowgrpo", "hardware=node_8xh100", "hardware.pools.h100.memory_gib=40",
-        "hardware.pools.h100.count=4", "schedule=sync", "model.gradient_checkpointing=auto",
-    ),
+    "tight": (*SHORT, "hardware.pools.h100.memory_gib=45"),
+    "scant": (*SHORT, "hardware.pools.h100.memory_gib=40"),
     "pools": (
         "experiment=wan21_dancegrpo", "hardware=testbed_ac", "sampling.task_size=auto",
         "schedule.auto=false", "schedule.tsp.batch=auto", "parallel.sharding=auto",
