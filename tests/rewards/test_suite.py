@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import inspect
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
+import yaml
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from digenrl.rewards.protocol import RewardError, RewardUnavailable, sample_frames
+from digenrl.rewards.protocol import (
+    RewardError,
+    RewardUnavailable,
+    laplacian,
+    luma,
+    rgb_bytes,
+    sample_frames,
+)
 from digenrl.rewards.suite import RewardSuite, combine
 from digenrl.types import Prompt
+from tests.conftest import ROOT
 
 PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
 MEDIA = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -253,3 +264,86 @@ def test_a_scorer_that_writes_into_its_input_changes_nothing_but_its_own():
     scores = suite.score(media, [Prompt("a")] * 3)
     assert torch.equal(media, kept)
     assert torch.equal(scores["mean"], kept.flatten(1).mean(1))
+
+
+def test_the_defaults_are_those_of_the_configuration():
+    stored = yaml.safe_load((ROOT / "configs/reward/_suite.yaml").read_text())
+    given = inspect.signature(RewardSuite).parameters
+    for key, value in stored.items():
+        if not key.startswith("_") and key != "urls":
+            assert given[key].default == value, key
+
+
+def test_eight_causes_are_kept_and_counted_and_the_commonest_is_told():
+    causes = iter([f"cause {number}" for number in range(10) for _ in range(2)] + ["cause 3"] * 2)
+
+    def down(media, prompts):
+        raise RewardUnavailable(next(causes))
+
+    rewards = suite(down)
+    assert rewards.failures()["r"].share == 0.0
+    for _ in range(11):
+        rewards.score(MEDIA, PROMPTS)
+    count = rewards.failures()["r"]
+    assert count.causes == {f"cause {n}": 3 + 3 * (n == 3) for n in range(8)}
+    assert (count.missing, count.share) == (33, 1.0)
+    count.causes.clear()
+    assert rewards.failures()["r"].causes, "a copy"
+    rewards.min_missing_samples = 33
+    with pytest.raises(RewardError, match="Commonest cause: cause 3"):
+        rewards.check_missing()
+
+
+def test_an_unavailable_scorer_may_give_the_scores_that_it_has():
+    def partly(media, prompts):
+        raise RewardUnavailable("busy", torch.tensor([1.0, math.nan, math.inf])[: len(prompts)])
+
+    assert suite(partly).score(MEDIA, PROMPTS)["r"].tolist()[0] == 1.0
+
+
+def test_a_scorer_is_built_once_marked_while_it_works_and_asked_without_gradients():
+    built, stages = [], []
+
+    class Counted:
+        def __init__(self):
+            built.append(torch.rand(1))
+
+        def __call__(self, media, prompts):
+            assert not torch.is_grad_enabled()
+            assert stages == ["r"]
+            return media.flatten(1).mean(1)
+
+    @contextmanager
+    def stage(name):
+        stages.append(name.removeprefix("score "))
+        yield
+
+    class Built(RewardSuite):
+        def __init__(self):
+            super().__init__({"r": {"scorer": brightness}}, placement="inline")
+            self._makers = {"r": Counted}
+
+    rewards = Built()
+    rewards.stage = stage
+    assert not built
+    torch.manual_seed(5)
+    wanted = torch.rand(1)
+    torch.manual_seed(5)
+    rewards.load()
+    assert torch.equal(torch.rand(1), wanted), "the run's numbers are untouched"
+    rewards.score(MEDIA, PROMPTS)
+    assert (len(built), stages) == (1, ["r"])
+
+
+def test_brightness_edges_and_bytes_of_pictures():
+    grey = torch.tensor([[0.0, 1.0], [0.5, 0.25]]).view(1, 1, 2, 2)
+    assert torch.equal(luma(grey), grey)
+    colours = torch.eye(3).view(3, 3, 1, 1)
+    assert luma(colours).flatten().tolist() == pytest.approx([0.299, 0.587, 0.114])
+    frames = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 4.0]]).view(1, 1, 3, 3)
+    wanted = [[0.0, 1.0, 0.0], [1.0, -4.0, 5.0], [0.0, 5.0, -8.0]]
+    assert laplacian(frames)[0, 0].tolist() == wanted
+    shown = rgb_bytes(torch.tensor([1.0005, 0.5, -0.0004]).view(3, 1, 1, 1), 4)
+    assert shown.shape == (3, 1, 3, 1, 1)
+    assert shown[:, 0, 0, 0, 0].tolist() == [255, 128, 0]
+    assert shown.dtype == torch.uint8
