@@ -15,6 +15,7 @@ from torch import Tensor
 from digenrl.algorithms.copies import Ema
 from digenrl.algorithms.grpo import GRPO
 from digenrl.algorithms.surrogates import Clipped
+from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.extensions.methods.sde import FlowCPS
@@ -104,8 +105,6 @@ def test_gradient_does_not_depend_on_how_cells_are_cut(surrogate: object, moved:
 
 def test_gradient_equals_the_formula(moved: tuple) -> None:
     """Check 2 with clip and KL: loss = mean over cells of max(-A*r, ...) + beta*KL, written out."""
-    from digenrl.diffusion import denoise
-
     policy, blocks, rewards = moved
     module = grpo(policy, kl_weight=0.1)
     got = gradient(module, [batch(blocks, rewards)])
@@ -222,6 +221,47 @@ def test_clip_fraction_after_one_step() -> None:
     assert found[0.9]["clip_fraction"] == 0.0
     assert found[0.9]["ratio_max_dev"] > 1e-5
     assert "clip_fraction/stale_1" not in found[0.9]
+
+
+def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(moved: tuple) -> None:
+    """A fresh block, a stale one of fewer rows, and one that only takes part in collectives."""
+    policy, blocks, rewards = moved
+    fresh, stale = replace(blocks[0], version=1), rows_of(blocks[1], 1, 4)
+    dead = replace(blocks[1], weight=0.0, log_probs=blocks[1].log_probs + 5.0)
+    module = grpo(policy, kl_weight=0.1, clip_range=[1e-4, 2e-3])
+    loss = module.training_step(batch([fresh, stale, dead], rewards, 50.0, version=1), 0)
+    found = {name: float(value) for name, value in module.collected().items()}
+    a = rewards.double() - rewards.double().mean(1, keepdim=True)
+    a = (a / (rewards.double().std(1, unbiased=False, keepdim=True) + 1e-4)).float()
+    ratios, cut, base_kl = [], [], []
+    for block in (fresh, stale):
+        with torch.no_grad():
+            new = denoise.replay(policy, block, FlowSDE(0.7))
+            with policy.reference():
+                old = denoise.replay(policy, block, FlowSDE(0.7))
+        ratio = (new.log_prob - block.log_probs).exp()
+        rises = a[block.group, list(block.numbers)][:, None] > 0
+        ratios.append(ratio)
+        cut.append(torch.where(rises, ratio > 1 + 2e-3, ratio < 1 - 1e-4))
+        base_kl.append(((new.mean - old.mean) ** 2).flatten(2).mean(2) / (2 * new.scale**2))
+    whole, hit = torch.cat(ratios), torch.cat(cut).double()
+    assert 0 < hit.mean() < 1
+    joint = (12 * whole.log()).exp()
+    wanted = {
+        "loss": float(loss.detach()) * 50.0 / whole.numel(),
+        "kl": float(torch.cat(base_kl).mean()),
+        "clip_fraction": float(hit.mean()),
+        "ratio_max_dev": float((whole - 1).abs().max()),
+        "effective_samples": float(joint.mean() ** 2 / joint.square().mean()),
+    }
+    for age, (ratio, over) in enumerate(zip(ratios, cut, strict=True)):
+        wanted |= {
+            f"clip_fraction/stale_{age}": float(over.double().mean()),
+            f"ratio/stale_{age}": float(ratio.mean()),
+            f"ratio_max_dev/stale_{age}": float((ratio - 1).abs().max()),
+        }
+    assert found == {name: pytest.approx(value, rel=1e-5) for name, value in wanted.items()}
+    assert module.collected() == {}
 
 
 def two_updates(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
