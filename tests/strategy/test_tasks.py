@@ -4,6 +4,7 @@ store, without ranks."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
 from digenrl.record.span_log import SpanLog
 from digenrl.rewards.protocol import RewardError
+from digenrl.rewards.scorer import AsyncScorer
+from digenrl.rewards.suite import RewardSuite
 from digenrl.schedule import ScheduleSpec, place, queue
 from digenrl.schedule.claims import NOBODY, Claim, Claims
 from digenrl.schedule.policy import SchedulePolicy
@@ -261,6 +264,39 @@ def test_an_error_of_a_scorer_is_raised_before_the_next_task(store: Store, tmp_p
     with pytest.raises(RewardError, match="no score"):
         rollout.runner.run(task)
     assert rollout.post.to == []
+
+
+def test_a_rank_waits_for_its_scorer_when_too_many_tasks_do_and_says_so(
+    rollouts: list[Rollout],
+) -> None:
+    rollout, gate = rollouts[0], threading.Event()
+
+    def slow(media: Tensor, prompts: Any) -> Tensor:
+        assert gate.wait(10.0)
+        return media.flatten(1).mean(1)
+
+    engine = rollout.runner._engine
+    engine._rewards = RewardSuite({"bright": {"scorer": slow}}, pending=1)
+    engine._scorer = AsyncScorer(engine._rewards)
+    marked: list[str] = []
+
+    def open_gate() -> None:
+        marked.extend(stretch.stage for stretch in rollout.spans.progress.now())
+        gate.set()
+
+    for number in range(3):
+        if number == 2:
+            threading.Timer(0.1, open_gate).start()
+        rollout.runner.run(rollout.runner.claim(0))
+    assert "wait reward" in marked
+    rollout.runner.settle(wait=True)
+    engine.close()
+    assert rollout.post.to == [0, 1] * 3
+    rows = rollout.rows()
+    assert {row["stage"] for row in rows} == {"generate", "decode", "send", "wait"}
+    (waited,) = (row for row in rows if row["stage"] == "wait")
+    assert (waited["cause"], waited["step"]) == ("reward", 0)
+    assert waited["end"] - waited["start"] > 0.02
 
 
 def test_too_many_missing_scores_stop_the_run_after_they_are_sent(
