@@ -496,8 +496,8 @@ def ended(child: int, is_over: Callable[[], bool], left_s: float) -> bool:
             family += [process.pid for process in psutil.Process(child).children(True)]
         waits = {}
         for pid in family:
-            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
                     waits[path.parent.name] = int(path.read_text().split()[1]) / 1e9
         waited = (s - known[thread] for thread, s in waits.items() if thread in known)
         left_s -= max(0.0, now - before - max(waited, default=0.0))
