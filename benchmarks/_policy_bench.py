@@ -244,7 +244,7 @@ def generate(bench: Bench, unit: Unit) -> Row:
     state = bench.start(unit.samples)
     taken = _device.seconds(lambda: bench.advance(state), bench.device)
     work = workload(bench.composed)
-    weights = rollout_memory(work, unit.samples)
+    weights = rollout_memory(work, unit.samples, encoders=False)
     forward = FRAGMENTATION * work.forward_bytes(unit.samples * work.passes)
     return {
         "seconds": taken,

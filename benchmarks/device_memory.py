@@ -213,7 +213,7 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
         recompute = parse_recompute({"false": False, "true": True}.get(case.keeps, case.keeps))
         found = trainer_memory(work, shards, case.task, case.steps, recompute, False, False)
         return found.total - RESERVED
-    weights = rollout_memory(work, case.task)
+    weights = rollout_memory(work, case.task, encoders=False)
     return (
         weights.frozen
         + weights.trained

@@ -23,7 +23,7 @@ from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
-from digenrl.strategy.stream import Inbox, TrajectoryRecord
+from digenrl.strategy.stream import Inbox
 from digenrl.strategy.tasks import Lending, PublishedCopy
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.wire import Message
@@ -83,7 +83,6 @@ class Trainer(Rollout):
             lambda step: StepBoard(
                 spec, placed, rank, step, {"bright": 1.0}, lockstep=roles.lockstep
             ),
-            TrajectoryRecord(),
         )
         self.board = self.inbox.open(0)
         self.used: list[str] = []

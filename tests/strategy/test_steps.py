@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from digenrl.cluster.control import Aborted
-from digenrl.cluster.vitals import peaks_key
+from digenrl.cluster.vitals import facts as facts_of
+from digenrl.cluster.vitals import facts_key
 from digenrl.schedule import place, queue
 from digenrl.schedule.order import resumed_queue
 from digenrl.schedule.ranks import Roles
@@ -31,7 +32,6 @@ from tests.cluster.test_claims import Store
 from tests.strategy.test_gradients import group
 from tests.strategy.test_lending import SPEC, store
 from tests.strategy.test_publishing import ASYNC, Publishing
-from tests.strategy.test_step_ledger import Recorded
 
 __all__ = ["group", "store"]
 
@@ -51,9 +51,6 @@ class Training(Publishing):
         self.launcher.add("arrived", 99)
         self.droppable = True
         self.vote = StopVote(self.control, self.runner._world, sharded, lambda: self.droppable)
-        self.finished: list[int] = []
-        self.inbox.recording = Recorded()
-        self.inbox.recording.finish = self.finished.append  # type: ignore[method-assign]
         self.steps = Steps(
             self.ties, self.ledger, self.shares, self.inbox, self.vote, self.publisher
         )
@@ -128,16 +125,16 @@ def test_one_trainer_waits_for_nobody_and_scales_by_what_is_left(
     assert [row["stage"] for row in trainer.rows()] == ["optimizer"]
 
 
-def test_a_step_ends_with_its_last_update_and_is_published_closed_and_recorded(
+def test_a_step_ends_with_its_last_update_and_is_published_and_closed(
     store: Store, tmp_path: Path
 ) -> None:
     trainer = Training(store, tmp_path)
     trainer.publisher.begin()
     trainer.ledger.open(None)
     assert not trainer.steps.update_done()
-    assert (trainer.state.version, trainer.state.updates_done, trainer.finished) == (0, 1, [])
+    assert (trainer.state.version, trainer.state.updates_done) == (0, 1)
     assert trainer.steps.update_done()
-    assert (trainer.state.version, trainer.state.updates_done, trainer.finished) == (1, 0, [0])
+    assert (trainer.state.version, trainer.state.updates_done) == (1, 0)
     assert trainer.ledger.facts["samples"] == 4
 
 
@@ -246,10 +243,13 @@ def test_the_recorder_gets_the_steps_numbers_and_every_ranks_memory(
     facts = {"step_s": 2.0}
     strategy.parts = cast(Any, SimpleNamespace(ledger=SimpleNamespace(facts=facts)))
     assert strategy.step_facts() == {"step_s": 2.0, "peak_gib": None}
-    trainer.launcher.set(peaks_key(2), json.dumps({"generate": 3 * 2**29, "decode": 2**30}))
-    trainer.launcher.set(peaks_key(0), json.dumps({"train": 1}))
+    said = {"peak_gib": {"decode": 1.0, "generate": 1.5}, "graphs": 3}
+    trainer.launcher.set(facts_key(2), json.dumps(said))
+    trainer.launcher.set(facts_key(0), json.dumps({"peak_gib": {"train": 1.0}, "graphs": 9}))
     trainer.spans.progress.peaks["train"] = 2**31
-    peaks = strategy.step_facts()["peak_gib"]
+    found = strategy.step_facts()
+    peaks, own = found["peak_gib"], facts_of(trainer.spans.progress)["graphs"]
+    assert found["graphs"] == 3 + own
     assert peaks == {"0": {"train": 2.0}, "2": {"decode": 1.0, "generate": 1.5}}
     assert list(peaks["2"]) == ["decode", "generate"]
 

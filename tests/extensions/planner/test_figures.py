@@ -58,7 +58,7 @@ SLOW = Pool(
     "slow", "L40S", 4, "auto", 48, 362, 0.864, 32, 12, 2, 256,
     efficiency=(("launch_seconds", 9e-4), ("hidden", 0.6), ("trained", 1.25)),
 )  # fmt: skip
-LINE = Line(0.0125, 0.02, told=True, packed=True)
+LINE = Line(0.0125, 0.02)
 FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 4, 8, 2, False, 64, rewards=("pickscore", "ocr"))
 VIDEO = Workload(
     "hunyuan_video", 480, 832, 53, 16, 9, 8, 12, 1, False, None, reference=True, ema=True,
@@ -174,8 +174,7 @@ def of_costs(work: Workload) -> Iterator[str]:
             yield shown(own.reduce_seconds(some, *n) for n in ((1,), (4,), (2, 4)))
             yield shown((*map(partial(own.publish_seconds, some), (0, 3)), own.task_bytes(3)))
             yield shown((own.deliver_seconds(some, 3),))
-    lines = [replace(LINE, told=told, packed=packed) for told in (0, 1) for packed in (0, 1)]
-    yield shown((own.send_seconds(line, 3), own.fetch_seconds(line, 2)) for line in lines)
+    yield shown((own.send_seconds(LINE, 3), own.fetch_seconds(LINE, 2)))
 
 
 def of_cluster(cluster: Cluster) -> Iterator[str]:
