@@ -68,8 +68,8 @@ def test_each_kind_of_work_sleeps_in_proportion_to_its_rows(
         (MessageKind.WEIGHTS, {}, 0.0, 5.0),
     ):
         message = Message(kind, {}, tensors)
-        assert line.outgoing(message) is message
-        assert line.incoming(message) is message
+        line.outgoing(message)
+        line.incoming(message)
         assert took() == [there, back]
 
 
