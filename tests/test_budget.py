@@ -93,17 +93,19 @@ SINCE = (
     *(f"extensions/tools/{name}.py" for name in ["cli/fetch", "cli/list", "downloads"]),
     "extensions/bench/reward.py",
     "extensions/distillation",
+    "extensions/launchers/other_devices.py",
+    "extensions/lossy",
     "extensions/quantized",
 )
 """What was asked for after the budgets were set, which comes on top of them."""
-SINCE_LINES = 1600
+SINCE_LINES = 1675
 
 ROOMS = {
     "types, run, data, devices ...": Room(
         1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1388
     ),
     "schedule": Room(1100, ("schedule",)),
-    "strategy": Room(1600, ("strategy",), ceiling=1904),
+    "strategy": Room(1600, ("strategy",), ceiling=1901),
     "transport": Room(700, ("transport",), ceiling=722),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
@@ -114,8 +116,8 @@ ROOMS = {
     "callbacks": Room(500, ("callbacks",)),
     "config": Room(1500, ("config",), ceiling=1577),
     "cli": Room(500, ("cli",), ceiling=513),
-    "report": Room(600, ("report",), ceiling=650),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3410),
+    "report": Room(600, ("report",), ceiling=648),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3409),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
@@ -157,10 +159,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12878,
+        ceiling=12877,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28486),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28484),
 }
 """Room -> its budget. The last four rows are sums."""
 
