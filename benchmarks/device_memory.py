@@ -54,7 +54,7 @@ from digenrl.recompute import parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from tests.device import build
 from tests.device.environment import MARK, environment
-from tests.strategy.processes import FULL, Job, logs, run_series
+from tests.strategy.processes import FULL, Job, Probe, logs, run_series
 
 MIB = 2**20
 RANK = 8
@@ -169,7 +169,8 @@ def count(experiment: str, width: int, depth: int) -> Facts:
     config, model = cast(Any, known.config), known.choices["model"]
     facts = middle(model, width, depth)
     policy: DiffusersPolicy = configuration.instantiate(config.model)
-    prompts = PromptData(config.data, config.seed).sampler.batch(0)
+    sampler = PromptData(config.data, config.seed).sampler
+    prompts = [prompt for step in range(config.max_rl_steps) for prompt in sampler.batch(step)]
     encoded = [policy.trimmed(policy.encode([prompt])) for prompt in prompts]
     shapes = {}
     for key, published in facts.conditioning.items():
@@ -254,6 +255,9 @@ def decoded(model: str) -> tuple[float, int]:
 def watched(rank: run.Rank, world: World) -> None:
     """Write the peak of this rank when it has ended; a rollout's is that of its forwards."""
     pipeline.STAYS = 0  # no decoder waits on the device
+    trainer: Any = rank.trainer
+    # The probe of a test run keeps a copy of every cell on the device.
+    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Probe)]
     vars(rank.strategy.session.progress)["gauge"] = None  # nobody else resets the counter
     strict = torch.get_device_module()
     strict.reset_peak_memory_stats()

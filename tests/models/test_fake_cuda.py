@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import _families
 from benchmarks._policy_bench import Build, composed
 from benchmarks._random_builds import FAMILY, REAL, fill, random_weights
+from benchmarks.launches import Launches
 from digenrl import accelerator
 from digenrl import config as configuration
 from digenrl.config import config_directory
@@ -244,6 +245,13 @@ def test_a_denoising_step_waits_for_no_copy_and_reads_no_prompt(
                 generation = engine.advance(generation)
     assert copies.blocking == 0
     assert encoded == []
+
+
+def test_a_launch_is_an_operator_that_makes_or_fills_a_tensor() -> None:
+    with FakeTensorMode(), Launches() as counted:
+        made = torch.empty(4, 4, device=CUDA)
+        (made @ made).t().reshape(2, 8).detach()[0].add_(1)  # a product, a copy, a sum
+    assert counted.count == 3
 
 
 def test_a_small_decoder_stays_on_the_device() -> None:
