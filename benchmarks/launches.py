@@ -98,8 +98,8 @@ def step(policy: Any, latents: Tensor, sigmas: Tensor, condition: dict[str, Tens
     taken = FlowSDE(0.7).transition(
         latents, velocity, sigmas, below, sigmas, next_latents=following
     )
-    found: Tensor = taken.log_prob
-    return found
+    assert taken.log_prob is not None
+    return taken.log_prob
 
 
 def count(family: str) -> tuple[int, int, int]:
