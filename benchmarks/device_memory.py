@@ -212,13 +212,14 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
     if trainer:
         shards = 2 if case.sharding == "fsdp" else 1
         recompute = parse_recompute({"false": False, "true": True}.get(case.keeps, case.keeps))
-        found = trainer_memory(work, shards, case.task, case.steps, recompute, False, False)
+        steps = min(case.steps, work.trained_steps)
+        found = trainer_memory(work, shards, case.task, steps, recompute, False, False)
         return found.total - RESERVED
     weights = rollout_memory(work, case.task, encoders=False)
     return (
         weights.frozen
         + weights.trained
-        + FRAGMENTATION * work.forward_bytes(case.task * work.passes)
+        + FRAGMENTATION * work.forward_bytes(case.task * work.passes // work.launches)
         + FRAGMENTATION * stored_bytes(work, case.task)
     )
 

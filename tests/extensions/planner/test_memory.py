@@ -21,6 +21,7 @@ from digenrl.extensions.planner.memory import (
     GIB,
     RESERVED,
     decode_bytes,
+    generating_bytes,
     rollout_memory,
     trainer_memory,
     vae_bytes,
@@ -59,6 +60,19 @@ def test_flops_hit_the_counted_points_and_the_reference_between_them() -> None:
     ]
     for work, tflops in cases:
         assert work.forward_flops() / 1e12 == pytest.approx(tflops, rel=0.01)
+
+
+def test_branches_that_run_one_after_the_other_need_the_room_of_one() -> None:
+    both = Workload("sd35_medium", 512, 512, 1, 10, 9, 16, 16, 1, True, 32)
+    room = {
+        name: generating_bytes(work, 64, encoders=True)
+        for name, work in {
+            "both": both,
+            "apart": replace(both, detached=True),
+            "one": replace(both, guidance=False),
+        }.items()
+    }
+    assert room["apart"] == room["one"] < 0.6 * room["both"]
 
 
 def test_weights_gradients_and_optimizer_are_exact() -> None:

@@ -92,16 +92,17 @@ def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int =
     They are those of the layers before and behind the blocks, of the loss, of gradients on their
     way, and of a block that is computed again.
 
-    With off-loading a block computes, its gradients take as much as its activations at most, and
-    those of the next block return from the host. Ranks that share tokens hold those before the
-    first block whole, and their gradient.
+    With off-loading a block computes while the activations of the next return from the host. Of
+    several kinds of blocks the larger ones are a quarter above the mean, on the strict device.
+    Ranks that share tokens hold those before the first block whole, and their gradient.
     """
     sizes, whole = work.sizes, work.kept_bytes(ALL, rows, context)
     # A unit is one block where the kinds of blocks differ in their attentions.
     per_unit = 1 if "period" in sizes else sizes["attention_blocks"] / sizes["blocks"]
     used = (mode for mode, share in recompute.shares.items() if share and mode != OFFLOAD)
     least = max(used, key=MODES.index, default=ALL)
-    again = 3 * whole if recompute.offload else whole - work.kept_bytes(least, rows, context)
+    again = 2 * whole if recompute.offload else whole - work.kept_bytes(least, rows, context)
+    again *= 1.25 if "period" in sizes or (recompute.offload and per_unit > 1) else 1.0
     return int(
         work.beside_bytes(rows, context)
         + again / per_unit
@@ -139,8 +140,10 @@ def decode_bytes(work: Workload) -> int:
 def scorer_bytes(work: Workload, heldout: bool) -> int:
     """Return the bytes of the reward models on a rank that scores, including `heldout` ones on a
     rank that evaluates."""
-    names = {*work.rewards, *(work.heldout if heldout else ())}
-    return sum(4 * SCORER_PARAMETERS.get(name, 0) for name in names)
+    return sum(
+        4 * SCORER_PARAMETERS.get(name, 0)
+        for name in {*work.rewards, *(work.heldout if heldout else ())}
+    )
 
 
 def version_bytes(work: Workload) -> int:
@@ -175,7 +178,7 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
         encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
     encoding = 0 if encoders else text_encoder_bytes(work)
-    made = max(work.forward_bytes(rows * work.passes), decode_bytes(work))
+    made = max(work.forward_bytes(rows * work.passes // work.launches), decode_bytes(work))
     return int(FRAGMENTATION * max(made + stored_bytes(work, rows), encoding))
 
 
