@@ -26,6 +26,7 @@ REMOVED: dict[str, str] = {
     ),
     "reward.cache_size": "samples of a run differ, so that hardly a score was found again",
     "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
+    "reward.rewards.remote.scorer.quarantine": "the log has the cause of each malformed answer",
     "schedule.gradients": "trainers compute every trained step again, as replay did",
     "schedule.handoff": (
         "rollouts that leave and loans that end give their tasks away; else moving them gained "
@@ -45,6 +46,7 @@ FORGOTTEN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_RECORDS, (False, True, 4096, None)),
     "reward.cache_size": (0, 4096),
     "reward.max_batch": (0,),
+    "reward.rewards.remote.scorer.quarantine": (None,),
     "schedule.gradients": ("replay",),
     "schedule.handoff": (False, True),
     "schedule.order": ("canonical", "arrival"),
