@@ -13,7 +13,7 @@ from digenrl.schedule import ScheduleSpec, queue
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy
 from digenrl.schedule.ranks import Roles, Work, declines
 from digenrl.schedule.search import Decision, LendingMonitor
-from digenrl.schedule.timesteps import cells_of
+from digenrl.schedule.timesteps import cells_by_rank
 
 SPEEDS = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
 SPEC = ScheduleSpec(
@@ -74,7 +74,7 @@ def trainer_policy(
         spec, Roles(trainers, rollouts, **roles), lambda version: queue(spec, version, 2)
     )
     fragment = (0,)
-    policy.measured("train", 0, TRAIN_S / cells_of(spec, trainers, False, 0, fragment))
+    policy.measured("train", 0, TRAIN_S / cells_by_rank(spec, trainers, False, fragment)[0])
     for rank in range(trainers + rollouts):
         policy.measured("generate", rank, TASK_S)
     return policy

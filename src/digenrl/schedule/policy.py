@@ -42,7 +42,7 @@ from typing import Any, TypeVar, cast
 from digenrl.schedule.ranks import Roles, Work, declines
 from digenrl.schedule.search import Decision, LendingMonitor, LendingState, after_older, search
 from digenrl.schedule.spec import ScheduleSpec, Task
-from digenrl.schedule.timesteps import cells_of
+from digenrl.schedule.timesteps import cells_by_rank
 
 Fragment = tuple[int, ...]
 Record = Callable[[dict[str, Any]], None]
@@ -114,6 +114,10 @@ class SchedulePolicy:
         record: Record | None = None,
     ) -> None:
         self.spec, self.roles, self.record = spec, roles, record
+        self.cells = functools.cache(
+            functools.partial(cells_by_rank, spec, roles.trainers, roles.lockstep)
+        )
+        """Fragment -> cells of each trainer."""
         self._plan = plan
         self._ranks: dict[int, Work] = {}
         self._costs: dict[tuple[str, int], float] = {}
@@ -161,7 +165,8 @@ class SchedulePolicy:
                     self._guessed.add(("generate", rank))
             if work.task_seconds and rank in self._generators:
                 self._timed.add(rank)
-            self._fastest = min(self._fastest, work.task_seconds or math.inf)
+            if 0.0 < work.task_seconds < self._fastest:
+                self._fastest = work.task_seconds
 
     @_noted("event")
     def expected(self, stage: str, rank: int, seconds: float) -> None:
@@ -236,7 +241,7 @@ class SchedulePolicy:
             work = self._ranks.get(other)
             if other == rank or work is None or work.version > version:
                 continue
-            free = max(now, work.until) if work.busy else now
+            free = work.until if work.group >= 0 and work.until > now else now
             if free + work.task_seconds <= finish:  # the others end no task before
                 seconds[other], busy[other] = work.task_seconds or math.inf, free
         return not declines(rank, now, seconds, busy, left)
@@ -253,9 +258,8 @@ class SchedulePolicy:
             return True
         # The bound needs everybody's speed: an unmeasured rank may be faster than the fastest
         # known.
-        return self._generators <= self._timed and left > len(self._generators) * (
-            1 + own / self._fastest
-        )
+        many = left > len(self._generators) * (1 + own / self._fastest)
+        return many and self._generators <= self._timed
 
     def _task_seconds(self, rank: int) -> float:
         """Return the measured seconds of a task on `rank`; inf if none was measured."""
@@ -495,7 +499,7 @@ class SchedulePolicy:
         # With gap=0 even the first update waits for the whole batch.
         waits = pending if self.spec.gap else (sum(pending, ()), *((),) * (len(pending) - 1))
         groups = [self.spec.groups_of(fragment) for fragment in waits]
-        ready = [max((in_flight.get(group, 0.0) for group in own), default=0.0) for own in groups]
+        ready = [max([in_flight.get(group, 0.0) for group in own], default=0.0) for own in groups]
         seconds = tuple(self._costs["generate", other] for other in working)
         count, times = len(rollouts), tuple(free.values())
         behind, ready_at = after_older(
@@ -510,10 +514,7 @@ class SchedulePolicy:
             tasks_left=sum(tasks),
             fragment_tasks=tasks,
             fragment_ready=ready_at,
-            train_seconds=tuple(
-                cell * cells_of(self.spec, self.roles.trainers, self.roles.lockstep, rank, fragment)
-                for fragment in pending
-            ),
+            train_seconds=tuple([cell * self.cells(fragment)[rank] for fragment in pending]),
             lend_seconds=lend,
             lenders=lenders,
             lenders_later=self.roles.trainers,
@@ -544,8 +545,8 @@ def _by_fragment(
 ) -> tuple[int, ...]:
     """Count per fragment (given by its groups) the tasks of RL step `step` that no earlier fragment
     waits for."""
-    counts = Counter(task.group for task in tasks if task.step == step)
-    return tuple(sum(counts.pop(group, 0) for group in groups) for groups in pending)
+    counts = Counter([task.group for task in tasks if task.step == step])
+    return tuple([sum([counts.pop(group, 0) for group in groups]) for groups in pending])
 
 
 def _plain(value: Any) -> Any:

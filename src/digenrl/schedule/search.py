@@ -171,7 +171,7 @@ def search(state: LendingState, k_max: int = K_MAX) -> Decision:
         point = tree.lend(start, lend)
         if point is None:
             continue
-        end = tree.explore(point)
+        end = tree.explore(point, without)
         if end < best_time - 1e-9 or (end <= best_time + 1e-9 and tree.fits(lend)):
             best_time, best_k = min(end, best_time), lend
             tree.best = best_time
@@ -272,24 +272,25 @@ class _Search:
     def follow(self, point: _Point, cover: bool | None) -> float:
         """Return the step's end under a fixed policy: never lend (None), lend what fits into waits,
         or what covers them."""
-        fragment, now, lent, inside, loans = point
-        state, done_by = self.state, self._done_by
-        while fragment < len(self._needs):
+        begin, now, lent, inside, loans = point
+        state, done_by, tasks, needs = self.state, self._done_by, len(self._done_by), self._needs
+        for fragment in range(begin, len(needs)):
             # As `ready` and `train`, without a point for every fragment: most time is spent here.
             # I6: a ready fragment leaves no wait, so nothing is lent before it is trained.
-            need, ready = self._needs[fragment], state.fragment_ready[fragment]
-            if loans and loans[0][0] + loans[0][1] <= need:
-                inside += sum(count for first, count in loans if first + count <= need)
-                loans = tuple(loan for loan in loans if loan[0] + loan[1] > need)
+            need, ready = needs[fragment], state.fragment_ready[fragment]
             own = need - inside
-            for first, count in loans:
-                own -= max(0, min(count, need - first))
-            if own > len(done_by):
+            if loans:
+                if loans[0][0] + loans[0][1] <= need:
+                    inside += sum(count for first, count in loans if first + count <= need)
+                    loans = tuple(loan for loan in loans if loan[0] + loan[1] > need)
+                    own = need - inside
+                for first, count in loans:
+                    own -= max(0, min(count, need - first))
+            if own > tasks:
                 ready = float("inf")
             elif own > 0 and done_by[own - 1] > ready:
                 ready = done_by[own - 1]
-            wait = ready - now - 2 * state.switch_seconds
-            if cover is not None and wait > 0:
+            if cover is not None and (wait := ready - now - 2 * state.switch_seconds) > 0:
                 fit = self.k_max if wait == float("inf") else int(wait / state.lend_seconds) + cover
                 after = self.lend(_Point(fragment, now, lent, inside, loans), min(self.k_max, fit))
                 if after is not None:
@@ -298,16 +299,15 @@ class _Search:
             if ready == float("inf"):
                 return ready
             now = (ready if ready > now else now) + state.train_seconds[fragment]
-            fragment += 1
         return now
 
-    def explore(self, point: _Point) -> float:
+    def explore(self, point: _Point, without: float) -> float:
         """Return the best end of the step after deciding at `point`: train its fragment, then
-        follow the best fixed policy."""
+        follow the best fixed policy. `without` is the end if nothing is ever lent."""
         here = self.train(point)
         if here is None:
             return float("inf")
-        end = self.follow(here, None)
+        end = self.follow(here, None) if here.lent else without
         training = here.now + self._train_after[here.fragment]
         if self._least(here) >= self.best or end <= training + 1e-9:
             return end

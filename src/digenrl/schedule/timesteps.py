@@ -138,22 +138,15 @@ def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
     return sum(len(place(spec, trainers, fragment)[0]) for fragment in fragments(spec, 0))
 
 
-def cells_of(
-    spec: ScheduleSpec, trainers: int, lockstep: bool, rank: int, fragment: tuple[int, ...]
-) -> int:
-    """Count the cells (one task at one trained step) of `fragment` that occupy trainer `rank`, if
-    all are useful.
-
-    Sharded trainers wait for the largest micro-batch of all.
-    """
-    return cells_by_rank(spec, trainers, lockstep, fragment)[rank]
-
-
 @lru_cache(maxsize=4096)
 def cells_by_rank(
     spec: ScheduleSpec, trainers: int, lockstep: bool, fragment: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return `cells_of` for every trainer."""
+    """Count the cells (one task at one trained step) of `fragment` that occupy each trainer, if all
+    are useful.
+
+    Sharded trainers wait for the largest micro-batch of all.
+    """
     placement = place(spec, trainers, fragment)
     cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
     if lockstep:

@@ -16,7 +16,7 @@ from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.schedule.timesteps import cells_of
+from digenrl.schedule.timesteps import cells_by_rank
 from digenrl.transport.cells import Part, StepBoard
 
 
@@ -111,7 +111,7 @@ class StepLedger:
     def _took(self, fragment: tuple[int, ...], seconds: float) -> None:
         """The device has trained a fragment: its duration goes to the policy's costs."""
         rank, roles = self._world.rank, self._policy.roles
-        cells = cells_of(self._spec, roles.trainers, roles.lockstep, rank, fragment)
+        cells = cells_by_rank(self._spec, roles.trainers, roles.lockstep, fragment)[rank]
         if cells:
             self._policy.measured("train", rank, seconds / cells)
 

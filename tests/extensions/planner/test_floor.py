@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.floor import floor_seconds, training_floor
+from digenrl.extensions.planner.floor import busiest_seconds, floor_seconds, training_floor
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Pool
@@ -57,7 +57,8 @@ def test_no_simulated_step_is_shorter_than_its_floor(
         candidate = base.but(shares=len(pools) > 1, async_steps=async_steps)
         if trainers == 1 and sharding != "ddp":
             continue
-        floor = floor_seconds(costing.spec(candidate), costing.cluster(candidate))
+        run = costing.spec(candidate), costing.cluster(candidate)
+        floor = max(floor_seconds(*run), busiest_seconds(*run))
         ratios.append(evaluate(costing, candidate, bound, exact=True).step_s / floor)
     # Asynchronous steps are averaged over a window in whose course rollout ranks may gain or lose
     # part of a task.
@@ -73,6 +74,16 @@ def test_replicas_that_divide_the_steps_of_a_task_share_all_blocks_of_an_update(
     assert (spec.groups_per_update, spec.tasks_per_portion, spec.blocks_per_task) == (4, 1, 5)
     cell = cluster.trainers[0].cell_seconds + cluster.trainers[0].exposed_seconds
     assert training_floor(spec, cluster)[1] == pytest.approx([7 * cell] * spec.updates_per_batch)
+
+
+def test_the_busiest_of_unequal_replicas_bounds_the_step_where_fragments_have_few_blocks() -> None:
+    """A group of one task of five steps has no block for three of the eight trainers."""
+    costing = Costing(FLUX, Hardware((FAST, replace(SLOW, count=8))))
+    base = costing.candidate(8, 4, sharding="ddp", task_size=8, gap=1, first="slow")
+    candidate = base.but(shares=True)
+    step = evaluate(costing, candidate, costing.bound(), exact=True).step_s
+    assert 0.9 * step < costing.busiest(candidate) <= step
+    assert costing.floor(candidate) < 0.7 * step
 
 
 def test_sharded_trainers_pay_whole_rounds_for_each_fragment() -> None:

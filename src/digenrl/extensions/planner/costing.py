@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costs import STAGES, SWITCH_SECONDS, Costs
-from digenrl.extensions.planner.floor import floor_seconds
+from digenrl.extensions.planner.floor import busiest_seconds, floor_seconds
 from digenrl.extensions.planner.memory import (
     GIB,
     USABLE,
@@ -40,9 +40,10 @@ def _once(method: _Method) -> _Method:
     @functools.wraps(method)
     def known(self: Costing, *args: Any) -> Any:
         key = (method.__name__, *args)
-        if key not in self._answers:
-            self._answers[key] = method(self, *args)
-        return self._answers[key]
+        answer = self._answers.get(key, self)  # an answer is never the costing itself
+        if answer is self:
+            answer = self._answers[key] = method(self, *args)
+        return answer
 
     return cast(_Method, known)
 
@@ -95,7 +96,11 @@ class Costing:
 
     def trainers(self, candidate: Candidate) -> list[tuple[Pool, int]]:
         """Return (pool, number of its trainers), in the order of the ranks."""
-        kinds = self.kinds(candidate).items()
+        return self._trainers(candidate.trainers, candidate.rollouts, candidate.first)
+
+    @_once
+    def _trainers(self, *split: Any) -> list[tuple[Pool, int]]:
+        kinds = self._kinds(*split).items()
         return [(self.hardware.pool(name), n) for (name, role), n in kinds if role == "trainer"]
 
     def shards(self, candidate: Candidate) -> int:
@@ -294,9 +299,9 @@ class Costing:
         if not candidate.shares or candidate.sharding == "fsdp":
             return candidate.spec
         shares = tuple(
-            1.0 / self._paid_seconds(pool, candidate)
+            share
             for pool, count in self.trainers(candidate)
-            for _ in range(count)
+            for share in [1.0 / self._paid_seconds(pool, candidate)] * count
         )
         return replace(candidate.spec, shares=shares)
 
@@ -427,6 +432,10 @@ class Costing:
     def floor(self, candidate: Candidate) -> float:
         """Return a lower bound of the candidate's seconds per RL step."""
         return floor_seconds(self.spec(candidate), self.cluster(candidate))
+
+    def busiest(self, candidate: Candidate) -> float:
+        """Return a second lower bound, which takes longer to find."""
+        return busiest_seconds(self.spec(candidate), self.cluster(candidate))
 
     def work_units(self) -> dict[str, float]:
         """Return stage -> units of work in one RL step."""

@@ -7,11 +7,17 @@ neighbouring steps completely.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
 
-from digenrl.extensions.planner.virtual_cluster import Cluster, micro_batches
+from digenrl.extensions.planner.virtual_cluster import (
+    Cluster,
+    Training,
+    placed_seconds,
+    placing,
+)
 from digenrl.schedule import ScheduleSpec, fragments
 from digenrl.schedule.order import stale_groups
 
@@ -65,16 +71,24 @@ def _makespan(tasks: int, seconds: Sequence[float]) -> float:
     return low
 
 
-def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[float]]:
+def busiest_seconds(spec: ScheduleSpec, cluster: Cluster) -> float:
+    """Return another lower bound of the seconds per RL step: those of the trainer with the most to
+    train. It is the tighter one where trainers without collectives get uneven parts."""
+    updates = training_floor(spec, cluster, placed=True)[1]
+    after = cluster.reduce_seconds + cluster.optimizer_seconds
+    return sum(updates) + len(updates) * after + cluster.snapshot_seconds
+
+
+def training_floor(
+    spec: ScheduleSpec, cluster: Cluster, placed: bool = False
+) -> tuple[float, list[float]]:
     """Return the seconds of training the shortest fragment, and the seconds of each update.
 
-    The first number is 0 where a fragment may have nothing to train.
+    The first number is 0 where a fragment may have nothing to train. `placed` counts the blocks of
+    every rank, which takes milliseconds and is always done for collectives.
     """
-    if cluster.lockstep:
-        lasting = [
-            [_unit_seconds(spec, cluster, fragment) for fragment in fragments(spec, update)]
-            for update in range(spec.updates_per_batch)
-        ]
+    if cluster.lockstep or placed:
+        lasting = _lasting(placing(spec), cluster.training, cluster.units, cluster.useful)
         longest = min(max(units) for update in lasting for units in update)
         return longest, [max(map(sum, zip(*update, strict=True))) for update in lasting]
     trainers, tasks = len(cluster.trainers), spec.tasks_per_portion
@@ -101,9 +115,17 @@ def training_floor(spec: ScheduleSpec, cluster: Cluster) -> tuple[float, list[fl
     return math.ceil(fewest / trainers) * min(blocks), [each] * spec.updates_per_batch
 
 
-def _unit_seconds(spec: ScheduleSpec, cluster: Cluster, fragment: tuple[int, ...]) -> list[float]:
-    """Return the seconds of `fragment` on each unit of trainers. A micro-batch takes as long as on
-    its slowest rank."""
-    table = micro_batches(spec, cluster, fragment)
-    rows = ([table[rank] for rank in ranks] for ranks in cluster.units)
-    return [sum(max(column) for column in zip(*own, strict=True)) for own in rows]
+@functools.lru_cache(maxsize=1024)
+def _lasting(
+    spec: ScheduleSpec, training: Training, units: Sequence[Sequence[int]], useful: float
+) -> list[list[list[float]]]:
+    """Return the seconds of each fragment of each update on each unit of trainers. A micro-batch
+    takes as long as on its slowest rank."""
+
+    def seconds(fragment: tuple[int, ...]) -> list[float]:
+        table = placed_seconds(spec, training, useful, fragment)
+        rows = ({table[rank] for rank in ranks} for ranks in units)
+        return [sum([max(column) for column in zip(*own, strict=True)]) for own in rows]
+
+    updates = range(spec.updates_per_batch)
+    return [[seconds(fragment) for fragment in fragments(spec, update)] for update in updates]

@@ -98,9 +98,8 @@ class VirtualGeneration:
 
     def announce(self, worker: Worker) -> None:
         """Tell the policy what `worker` is doing now."""
-        task, work = worker.task, Work(worker.held, worker.seconds)
-        if task is not None:
-            work = Work(worker.held, worker.seconds, task.step, task.group, worker.free_at)
+        task, seen = worker.task, (worker.held, worker.seconds)
+        work = Work(*seen, task.step, task.group, worker.free_at) if task else Work(*seen)
         self.policy.saw_rank(worker.rank.rank, work)
 
     def part(self, worker: Worker, tasks: int) -> range:
@@ -113,10 +112,11 @@ class VirtualGeneration:
         """Return how many tasks of the version are unclaimed: in the rank's own part, where the
         queue is divided."""
         key = version, worker.rank.rank if self.cluster.static_claims else -1
-        if key not in self._left:
+        left = self._left.get(key)
+        if left is None:
             tasks = len(self._plan(version))
-            self._left[key] = worker.claims.left(version, tasks, self.part(worker, tasks))
-        return self._left[key]
+            left = self._left[key] = worker.claims.left(version, tasks, self.part(worker, tasks))
+        return left
 
     def open(self, version: int, head: int) -> None:
         """Make the first `head` tasks of the version's queue its head."""

@@ -96,12 +96,14 @@ def make_plan(
 @contextmanager
 def _collecting_nothing() -> Iterator[None]:
     """Switch the garbage collector off: a plan leaves no reference cycles, and collecting is a
-    sixth of its time."""
+    sixth of its time. What is left behind counts as old, so that it is not searched at once."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
+        gc.unfreeze()
         if enabled:
             gc.enable()
 
@@ -136,13 +138,12 @@ def _make_plan(
                     for o in found.values()
                     if o.candidate.sharding == candidate.sharding
                 )
-                limits = [
-                    WORTHWHILE * min(alike, default=math.inf),
-                    RIVAL * min(best, default=math.inf),
-                ]
+                rival = RIVAL * min(best, default=math.inf)
+                limits = [WORTHWHILE * min(alike, default=math.inf), rival]
                 if known and not candidate.spec.async_steps:
                     limits.append(on_policy)
-                if costing.floor(candidate) >= min(limits):
+                # A rival that is no faster may still have neighbours that are.
+                if costing.floor(candidate) >= min(limits) or costing.busiest(candidate) >= rival:
                     continue
                 cutoff_s = CUTOFF * best[-1] if len(best) == FINALISTS else math.inf
                 seen[candidate] = evaluate(costing, candidate, bound_s, cutoff_s=cutoff_s)
@@ -197,21 +198,24 @@ def _ranked(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:
 
     Runs that are more than `RIVAL` times as slow as the fastest come after the others. On-policy
     runs are compared with on-policy runs only, because asynchronous ones may be left out
-    afterwards.
+    afterwards. `robust_s` takes three simulations, so a run without another of its class goes
+    without.
     """
     settled = [outcome for outcome in outcomes if outcome.settled]
 
-    def slow(outcome: CandidateOutcome) -> bool:
+    def standing(outcome: CandidateOutcome) -> tuple[bool, bool]:
         alike = (
             o.step_s
             for o in settled
             if o.candidate.spec.async_steps <= outcome.candidate.spec.async_steps
         )
-        return outcome.step_s > RIVAL * min(alike, default=math.inf)
+        return not outcome.settled, outcome.step_s > RIVAL * min(alike, default=math.inf)
 
-    return sorted(
-        outcomes, key=lambda outcome: (not outcome.settled, slow(outcome), outcome.robust_s)
-    )
+    ranked: list[CandidateOutcome] = []
+    for _, own in itertools.groupby(sorted(outcomes, key=standing), key=standing):
+        alike = list(own)
+        ranked += sorted(alike, key=lambda o: o.robust_s) if len(alike) > 1 else alike
+    return ranked
 
 
 def _rivals(ranked: list[CandidateOutcome]) -> dict[str, float]:

@@ -7,9 +7,10 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from digenrl.schedule import ScheduleSpec, place
 from digenrl.schedule.timesteps import without
@@ -110,6 +111,10 @@ class Cluster:
         return tuple(rank for rank in self.ranks if rank.role == "rollout")
 
     @cached_property
+    def training(self) -> Training:
+        return tuple([(rank.cell_seconds, rank.exposed_seconds) for rank in self.trainers])
+
+    @cached_property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """Trainers grouped by collective; without collectives each trainer is a unit of its own."""
         ids = tuple(rank.rank for rank in self.trainers)
@@ -181,16 +186,26 @@ def micro_batches(
 ) -> tuple[tuple[float, ...], ...]:
     """Return the seconds of each micro-batch of `fragment` on each trainer, from the placement that
     the runtime uses."""
+    return placed_seconds(placing(spec), cluster.training, cluster.useful, fragment)
+
+
+def placed_seconds(
+    spec: ScheduleSpec, training: Training, useful: float, fragment: tuple[int, ...]
+) -> tuple[tuple[float, ...], ...]:
+    """Return what `micro_batches` returns, from what it depends on."""
     # A task of one sample is trained or not (see `_useless`). Of a larger task, some rows are
     # skipped.
-    trainers, rows_kept = cluster.trainers, 1.0 if spec.task_size == 1 else cluster.useful
-    table, loads = [], _loads(spec, len(trainers), cluster.useful, fragment)
-    for rank, own in zip(trainers, loads, strict=True):
-        cell, exposed = rank.cell_seconds * rows_kept, rank.exposed_seconds
-        table.append(tuple([cell * cells + exposed * blocks for cells, blocks in own]))
-    return tuple(table)
+    rows_kept = 1.0 if spec.task_size == 1 else useful
+    table: dict[Any, tuple[float, ...]] = {}  # equal trainers have few different loads
+    loads = _loads(spec, len(training), useful, fragment)
+    keys = [(c * rows_kept, e, own) for (c, e), own in zip(training, loads, strict=True)]
+    for cell, exposed, own in set(keys):
+        table[cell, exposed, own] = tuple([cell * cells + exposed * n for cells, n in own])
+    return tuple([table[key] for key in keys])
 
 
+Training = tuple[tuple[float, float], ...]
+"""(cell_seconds, exposed_seconds) of each trainer."""
 Loads = tuple[tuple[tuple[int, int], ...], ...]
 """loads[trainer][micro-batch] = (cells, blocks)."""
 
@@ -201,13 +216,18 @@ def _loads(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int
     Equal trainers share all fragments of a length in the same way, each beginning `turn` trainers
     later (`place`), so the first of them is placed for all.
     """
-    # Without what does not change the placement, so that the cache serves many candidates.
-    spec = replace(spec, tag=False, async_steps=0, stale_fraction=0.0)
     if spec.shares or spec.measured_shares or (spec.task_size == 1 and useful < 1.0):
         return _placed(spec, trainers, useful, fragment)
     loads = _placed(spec, trainers, useful, tuple(range(len(fragment))))
     turn = fragment[0] // spec.fragment_groups * spec.context % trainers
     return loads[-turn:] + loads[:-turn]
+
+
+@functools.lru_cache(maxsize=4096)
+def placing(spec: ScheduleSpec) -> ScheduleSpec:
+    """Return `spec` without what does not change the placement, so that caches serve many
+    candidates."""
+    return replace(spec, tag=False, async_steps=0, stale_fraction=0.0, skip_zero=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -217,7 +237,7 @@ def _placed(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[in
     if spec.task_size == 1:
         placement = without(placement, _useless(spec, useful, fragment))
     return tuple(
-        tuple((sum(len(block.steps) for block in micro), len(micro)) for micro in own)
+        tuple([(sum([len(block.steps) for block in micro]), len(micro)) for micro in own])
         for own in placement
     )
 
@@ -253,12 +273,9 @@ class Disturbance:
     detect_seconds: float = 10.0
     """Seconds from a rank's death until its tasks are reissued."""
 
-    def generator(self) -> random.Random:
-        """Return a fresh random generator for the run's jitter."""
-        return random.Random(self.seed)
-
-    def factor(self, rank: int, generator: random.Random) -> float:
-        """Return the factor on the next duration of `rank`: its jitter times its straggler
-        factor."""
-        noise = math.exp(generator.gauss(0.0, self.jitter)) if self.jitter else 1.0
-        return noise * self.stragglers.get(rank, 1.0)
+    def factors(self) -> Callable[[int], float]:
+        """Return a run's rank -> factor on its next duration: jitter times the straggler factor."""
+        gauss, exp, slow = random.Random(self.seed).gauss, math.exp, self.stragglers.get
+        if not self.jitter:
+            return lambda rank: slow(rank, 1.0)
+        return lambda rank: exp(gauss(0.0, self.jitter)) * slow(rank, 1.0)

@@ -29,7 +29,6 @@ from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
-from digenrl.schedule.timesteps import cells_by_rank
 
 UNBOUNDED_STEPS = 1 << 30
 """Used as `last_step` when a simulation has no fixed end."""
@@ -133,10 +132,10 @@ class _VirtualRun:
         record: Record | None,
     ) -> None:
         self.spec, self.cluster, self.disturbance, self.trace = spec, cluster, disturbance, trace
-        self._factor = functools.partial(disturbance.factor, generator=disturbance.generator())
+        self._factor = disturbance.factors()
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence, self.now = 0, 0.0
-        self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any] | None, str]] = []
+        self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any]]] = []
         self._roles = {rank.rank: rank.role for rank in cluster.ranks}
         roles = Roles(
             len(cluster.trainers),
@@ -159,26 +158,28 @@ class _VirtualRun:
         if whole is None or len(whole[1].units) != len(cluster.units):
             whole = spec, cluster
         self.micro_batches = functools.cache(functools.partial(micro_batches, *whole))
-        self._members = dict(zip(cluster.units, whole[1].units, strict=True))
-        """Unit -> trainers whose cells determine how long the unit trains. A coarsened run takes
-        the trainers of the whole run if both have the same units, because who waits for whom
-        depends on the cells of every trainer."""
+        self._members = {
+            ranks: [(ranks[i * len(ranks) // len(own)], member) for i, member in enumerate(own)]
+            for ranks, own in zip(cluster.units, whole[1].units, strict=True)
+        }
+        """Unit -> (its rank, trainer whose cells determine how long the unit trains). A coarsened
+        run takes the trainers of the whole run if both have the same units, because who waits for
+        whom depends on the cells of every trainer."""
         self.together = self._together if disturbance.jitter else functools.cache(self._together)
         self.led: list[Led] = []
         """Moves of the first unit in the present update, for the other units in lock-step to
         repeat."""
-        self.fragment_staleness = functools.cache(functools.partial(fragment_staleness, spec))
-        self.cells = functools.cache(
-            functools.partial(cells_by_rank, spec, len(ids), cluster.lockstep)
-        )
+        self._ready_ones: set[tuple[int, ...]] = set()
+        """Fragments of the step in progress that are known to be ready."""
+        self.cells = self.policy.cells
         self.pending = functools.cache(self._pending)
         self.later = functools.cache(functools.partial(later_fragments, spec))
         for rank in ids:
             self.policy.expected("switch", rank, cluster.switch_seconds)
             groups = self.pending(rank, 0)[0]
-            if self._concerns(rank, groups):
+            if cells := self.cells(groups)[rank]:
                 seconds = sum(self.together(self.unit_of[rank], groups))
-                self.policy.expected("train", rank, self._per_cell(rank, groups, seconds))
+                self.policy.expected("train", rank, seconds / cells)
         self.version = 0
         """Version of the trainers' weights, which is also the number of the RL step in progress."""
         self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
@@ -215,9 +216,7 @@ class _VirtualRun:
         self, rank: int, stage: str, start: float, end: float, step: int, args: Mapping[str, Any]
     ) -> None:
         if end > start:
-            self.spans.append(
-                (rank, stage, start, end, step, args if self.trace else None, args.get("cause", ""))
-            )
+            self.spans.append((rank, stage, start, end, step, args))
 
     def until(self, window: Callable[[list[float]], int | None]) -> Simulated:
         """Run until `window` returns the first step of the window to measure; it is called with the
@@ -246,8 +245,8 @@ class _VirtualRun:
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
         spans: list[Span] = []
-        for rank, stage, start, end, step, args, _ in self.spans if self.trace else ():
-            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args or {})))
+        for rank, stage, start, end, step, args in self.spans if self.trace else ():
+            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args)))
         made, trained = tuple(self.gen.made), tuple(self.trained)
         return Simulated(
             tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,  # noqa: E501
@@ -259,10 +258,10 @@ class _VirtualRun:
         and now."""
         begin = self.step_ends[first] if first >= 0 else 0.0
         table: dict[tuple[str, str, str], float] = {}
-        for rank, stage, start, end, _, _, cause in self.spans:
+        pools = [worker.rank.pool for worker in self.gen.workers]
+        for rank, stage, start, end, _, args in self.spans:
             if end > begin:
-                worker = self.gen.workers[rank].rank
-                key = (worker.pool, stage, cause)
+                key = (pools[rank], stage, args.get("cause", ""))
                 table[key] = table.get(key, 0.0) + (min(end, self.now) - max(start, begin))
         return table
 
@@ -339,7 +338,8 @@ class _VirtualRun:
         else:
             self._post(max(last, sent) + self.cluster.deliver_seconds, "complete", group)
         self._free(worker)
-        self._wake("tail")
+        if self.gen.idle_workers or self.gen.colocated:
+            self._wake("tail")
 
     def _free(self, worker: Worker) -> None:
         unit = self.unit_of.get(worker.rank.rank)
@@ -402,9 +402,17 @@ class _VirtualRun:
         self._advance_idle(self.units)
 
     def _ready(self, unit: Unit) -> tuple[int, ...] | None:
-        done = self.completed[self.version]
-        waits = not unit.pending or (not self.spec.gap and len(done) < self.spec.prompts)
-        return None if waits else next_fragment(self.spec, unit.pending, done)
+        if not unit.pending:
+            return None
+        fragment = unit.pending[0]
+        if fragment not in self._ready_ones:
+            if next_fragment(self.spec, unit.pending, self.completed[self.version]) is None:
+                return None
+            self._ready_ones.add(fragment)
+            self.staleness = max(
+                self.staleness, fragment_staleness(self.spec, self.version, fragment)
+            )
+        return fragment
 
     def _left(self, unit: Unit, version: int) -> int:
         """Return how many unclaimed tasks of the version are left for `unit` and for the units that
@@ -438,7 +446,7 @@ class _VirtualRun:
             if self.arrived == len(self.units):
                 self._end_update()
             return
-        if self._follows(unit):
+        if self.cluster.lockstep and unit is not self.units[0]:
             if unit.followed < len(self.led):
                 self._follow(unit, self.led[unit.followed])
             return
@@ -488,9 +496,6 @@ class _VirtualRun:
             self._generate(unit)
         else:
             assert move == WAIT
-
-    def _follows(self, unit: Unit) -> bool:
-        return self.cluster.lockstep and unit is not self.units[0]
 
     def _follow(self, unit: Unit, led: Led) -> None:
         """Repeat a move of the first unit on `unit`."""
@@ -544,11 +549,10 @@ class _VirtualRun:
     def _together(self, unit: Unit, fragment: tuple[int, ...]) -> tuple[float, ...]:
         """Return the seconds of each micro-batch of `fragment` on `unit`: those of its slowest
         rank."""
-        table, members = self.micro_batches(fragment), self._members[unit.ranks]
-        alike = (unit.ranks[i * len(unit.ranks) // len(members)] for i in range(len(members)))
-        pairs = zip(alike, members, strict=True)
-        rows = [[own * self._factor(rank) for own in table[member]] for rank, member in pairs]
-        return tuple(max(column) for column in zip(*rows, strict=True))
+        table, factor = self.micro_batches(fragment), self._factor
+        pairs = self._members[unit.ranks]
+        rows = [[own * factor(rank) for own in table[member]] for rank, member in pairs]
+        return tuple([max(column) for column in zip(*rows, strict=True)])
 
     def _train(self, unit: Unit, fragment: tuple[int, ...] | None, led: Led | None = None) -> None:
         self._waited(unit, unit.since)
@@ -559,38 +563,33 @@ class _VirtualRun:
                 2 * self.cluster.switch_seconds
             )  # to generation and back; a loan is charged when it ends
         unit.lent = False
+        alone = not self.cluster.lockstep and not self.disturbance.jitter
         while fragment is not None:
             unit.pending.remove(fragment)
-            self.staleness = max(self.staleness, self.fragment_staleness(self.version, fragment))
             own = self.together(unit, fragment)
             start, end = begin, begin + sum(own)
             if led is not None:  # no micro-batch begins before that of the first unit
                 end, its_begin = begin, led.begin
                 for seconds, its in zip(own, led.micro_batches, strict=True):
                     end, its_begin = max(end, its_begin) + seconds, its_begin + its
-            args = {"groups": self.spec.groups_of(fragment)} if self.trace else {}
-            for rank in unit.ranks:
-                self.trained.append((self.version, rank, fragment))
-                self._span(rank, "train", start, end, self.version, args)
-            if self._concerns(first, fragment):
-                self.policy.measured("train", first, self._per_cell(first, fragment, end - start))
-            move, begin = Led(fragment, start, own), end
+            self.trained += [(self.version, rank, fragment) for rank in unit.ranks]
+            if end > start:
+                args = {"groups": self.spec.groups_of(fragment)} if self.trace else {}
+                for rank in unit.ranks:
+                    self._span(rank, "train", start, end, self.version, args)
+            if cells := self.cells(fragment)[first]:
+                self.policy.measured("train", first, (end - start) / cells)
+            trained, begin = fragment, end
             # A unit on its own goes on with what is complete already, without an event for each.
-            waits = self.cluster.lockstep or len(unit.pending) <= self.gen.colocated
-            fragment = None if waits or self.disturbance.jitter else self._ready(unit)
+            goes_on = alone and len(unit.pending) > self.gen.colocated
+            fragment = self._ready(unit) if goes_on else None
         self._post(end, "trained", unit)
-        self._leads(unit, move)
+        self._leads(unit, Led(trained, start, own))
 
     def _pending(self, rank: int, update: int) -> list[tuple[int, ...]]:
         """Return the fragments of an update. As in the runtime, a trainer begins with those that
         have cells for it."""
-        return sorted(fragments(self.spec, update), key=lambda part: not self._concerns(rank, part))
-
-    def _concerns(self, rank: int, fragment: tuple[int, ...]) -> bool:
-        return self.cells(fragment)[rank] > 0
-
-    def _per_cell(self, rank: int, fragment: tuple[int, ...], seconds: float) -> float:
-        return seconds / self.cells(fragment)[rank]
+        return sorted(fragments(self.spec, update), key=lambda part: not self.cells(part)[rank])
 
     def _on_trained(self, unit: Unit) -> None:
         unit.state, unit.since = "idle", self.now
@@ -605,10 +604,9 @@ class _VirtualRun:
         end = self.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
         last = self.updates_done + 1 == self.spec.updates_per_batch
         done = end + (self.cluster.snapshot_seconds if last else 0.0)
-        for rank in self._roles:
-            if self._roles[rank] == "trainer":
-                self._span(rank, "optimizer", self.now, end, self.version, {})
-                self._span(rank, "publish", end, done, self.version, {})
+        for trainer in self.cluster.trainers:
+            self._span(trainer.rank, "optimizer", self.now, end, self.version, {})
+            self._span(trainer.rank, "publish", end, done, self.version, {})
         self._post(done, "update", last)
 
     def _on_update(self, last: bool) -> None:
@@ -620,6 +618,7 @@ class _VirtualRun:
                     self.messages.append(message)
                     self.changed = len(self.step_ends) + 1
             self.step_ends.append(self.now)
+            self._ready_ones.clear()
             self.version += 1
             self.updates_done = 0
             self.gen.store.version = self.version
