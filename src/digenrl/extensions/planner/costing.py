@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costs import STAGES, SWITCH_SECONDS, Costs
-from digenrl.extensions.planner.floor import busiest_seconds, floor_seconds
+from digenrl.extensions.planner.floor import floor_seconds
 from digenrl.extensions.planner.memory import (
     GIB,
     USABLE,
@@ -432,10 +432,6 @@ class Costing:
     def floor(self, candidate: Candidate) -> float:
         """Return a lower bound of the candidate's seconds per RL step."""
         return floor_seconds(self.spec(candidate), self.cluster(candidate))
-
-    def busiest(self, candidate: Candidate) -> float:
-        """Return a second lower bound, which takes longer to find."""
-        return busiest_seconds(self.spec(candidate), self.cluster(candidate))
 
     def work_units(self) -> dict[str, float]:
         """Return stage -> units of work in one RL step."""

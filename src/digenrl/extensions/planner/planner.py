@@ -28,7 +28,9 @@ from digenrl.extensions.planner.enumeration import (
     promising,
     task_sizes,
 )
-from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
+from digenrl.extensions.planner.floor import busiest_seconds
+from digenrl.extensions.planner.outcome import COARSE_RANKS, CandidateOutcome, evaluate
+from digenrl.extensions.planner.virtual_cluster import coarsen
 
 NEAR = 2
 """Candidates of each kind whose neighbours are tried. A kind is given by lending, sharding, and the
@@ -143,7 +145,7 @@ def _make_plan(
                 if known and not candidate.spec.async_steps:
                     limits.append(on_policy)
                 # A rival that is no faster may still have neighbours that are.
-                if costing.floor(candidate) >= min(limits) or costing.busiest(candidate) >= rival:
+                if costing.floor(candidate) >= min(limits) or _busiest(costing, candidate) >= rival:
                     continue
                 cutoff_s = CUTOFF * best[-1] if len(best) == FINALISTS else math.inf
                 seen[candidate] = evaluate(costing, candidate, bound_s, cutoff_s=cutoff_s)
@@ -191,6 +193,12 @@ def _make_plan(
     if not seen:
         raise PlanError(_why_nothing(costing))
     return Plan(costing, bound_s, tuple(_ranked(finalists.values())), len(seen))
+
+
+def _busiest(costing: Costing, candidate: Candidate) -> float:
+    """Return a lower bound of the quick simulation's step that `Costing.floor` does not imply."""
+    spec, cluster = coarsen(costing.spec(candidate), costing.cluster(candidate), COARSE_RANKS)
+    return 0.0 if cluster.lockstep else busiest_seconds(spec, cluster)
 
 
 def _ranked(outcomes: Collection[CandidateOutcome]) -> list[CandidateOutcome]:

@@ -26,7 +26,7 @@ from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, mic
 from digenrl.record.spans import Span
 from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, queue
 from digenrl.schedule.order import group_version, later_fragments
-from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, Record, SchedulePolicy
+from digenrl.schedule.policy import ASK, LEND, TRAIN, Record, SchedulePolicy
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.staleness import Ledger, check_staleness
 
@@ -402,10 +402,8 @@ class _VirtualRun:
         self._advance_idle(self.units)
 
     def _ready(self, unit: Unit) -> tuple[int, ...] | None:
-        if not unit.pending:
-            return None
-        fragment = unit.pending[0]
-        if fragment not in self._ready_ones:
+        fragment = unit.pending[0] if unit.pending else None
+        if fragment is not None and fragment not in self._ready_ones:
             if next_fragment(self.spec, unit.pending, self.completed[self.version]) is None:
                 return None
             self._ready_ones.add(fragment)
@@ -494,8 +492,6 @@ class _VirtualRun:
             self._train(unit, ready)
         elif move == LEND:
             self._generate(unit)
-        else:
-            assert move == WAIT
 
     def _follow(self, unit: Unit, led: Led) -> None:
         """Repeat a move of the first unit on `unit`."""
@@ -572,7 +568,8 @@ class _VirtualRun:
                 end, its_begin = begin, led.begin
                 for seconds, its in zip(own, led.micro_batches, strict=True):
                     end, its_begin = max(end, its_begin) + seconds, its_begin + its
-            self.trained += [(self.version, rank, fragment) for rank in unit.ranks]
+            for rank in unit.ranks:
+                self.trained.append((self.version, rank, fragment))
             if end > start:
                 args = {"groups": self.spec.groups_of(fragment)} if self.trace else {}
                 for rank in unit.ranks:
