@@ -117,12 +117,12 @@ ROOMS = {
     "config": Room(1500, ("config",), ceiling=1579),
     "cli": Room(500, ("cli",), ceiling=513),
     "report": Room(600, ("report",), ceiling=648),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3409),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3449),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1091),
+    "extensions/page": Room(1000, ("extensions/page",), ceiling=1093),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1461),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1705
@@ -159,10 +159,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12879,
+        ceiling=12877,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28486),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28526),
 }
 """Room -> its budget. The last four rows are sums."""
 
