@@ -3,7 +3,7 @@
     python -m benchmarks.launches [family ...]
 
 Real classes at published size with an adapter on attention and feed-forward, two samples, and two
-branches where the family's recipes guide by a negative prompt. Nothing is computed: tensors are fake
+branches where the family guides by a negative prompt. Nothing is computed: tensors are fake
 and lie on a GPU that does not exist, those of a backward pass on a processor that does not, because
 autograd asks CUDA for its driver. An operator that makes or fills a tensor counts as one launch.
 Some launch more on a GPU (a split product, a sum in two passes), so that these are least numbers.
@@ -28,13 +28,11 @@ from digenrl.diffusion.sde import FlowSDE
 from digenrl.extensions.tiny.builds import ensure
 from digenrl.models.policy import NEGATIVE
 from tests.models.real_policies import place, real
-from tests.models.tiny_policies import ROWS
+from tests.models.tiny_policies import FAMILIES, ROWS
 
-DEFAULTS = ("flux", "sd3", "wan", "hunyuan_video", "qwen_image")
-GUIDED = ("sd3", "wan", "qwen_image")
-"""Families whose recipes compute two branches, and train both but for `DETACHED`."""
+DEFAULTS = ("flux", "sd3", "wan")
 DETACHED = ("sd3",)
-"""The conditional branch alone is trained (`algorithm.detach_uncond`)."""
+"""Families whose recipe trains the conditional branch alone (`algorithm.detach_uncond`)."""
 NOTHING = {
     "empty",
     "empty_like",
@@ -105,7 +103,7 @@ def step(policy: Any, latents: Tensor, sigmas: Tensor, condition: dict[str, Tens
 def count(family: str) -> tuple[int, int, int]:
     """Return the launches of a sampling step, of a cell's forward and of its backward pass."""
     ensure(family)
-    guided = {"guidance_scale": 4.0} if family in GUIDED else {}
+    guided = {} if FAMILIES[family].embedded_guidance else {"guidance_scale": 4.0}
     policy = real(family, True, **guided)
     policy.detach_unconditional = family in DETACHED
     found = list[int]()
