@@ -149,7 +149,9 @@ def middle(model: str, width: int, depth: int) -> Facts:
     made = {"network": network, "blocks": blocks, "hidden": 0,
             "attention_blocks": blocks * sizes["attention_blocks"] // sizes["blocks"]}  # fmt: skip
     return _known(
-        replace(facts, tiny=dict(facts.tiny) | {"transformer": tiny}), model, sizes | made
+        replace(facts, tiny=dict(facts.tiny) | dict.fromkeys(kind.components, tiny)),
+        model,
+        sizes | made,
     )
 
 
