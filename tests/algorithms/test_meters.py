@@ -51,3 +51,23 @@ def test_ranks_with_unequal_counts_agree_on_the_mean() -> None:
     sent.clear()
     rank(has_cells=True)
     assert rank(has_cells=False, idle=True) == {"x": 2.0, "high": 0.25}
+
+
+def test_a_rank_that_has_nothing_to_add_reports_the_new_step_and_not_the_last() -> None:
+    sent: list[list[Tensor]] = []
+
+    def exchange(mine: Tensor, group: object) -> list[Tensor]:
+        sent[-1].append(mine)
+        return [rank[len(sent[-1]) - 1] for rank in sent]
+
+    busy, idle = (
+        Meters(dist_sync_fn=exchange, distributed_available_fn=lambda: True) for _ in range(2)
+    )
+    for total, count, own, wanted in ((6.0, 3, 2.0, 2.0), (8.0, 2, None, 4.0)):
+        sent[:] = [[]]
+        busy.update("x", torch.tensor(total), count)
+        busy.collect()
+        sent.append([])
+        if own is not None:
+            idle.update("x", torch.tensor(own), 1)
+        assert {name: float(value) for name, value in idle.collect().items()} == {"x": wanted}

@@ -37,8 +37,8 @@ DRAWN = FixedSamples(
 
 
 class Fed(Post):
-    """A link on which the test lets come what it likes: a list of steps, one at each time that the
-    rank waits for something, and another list, one between two denoising steps of a task."""
+    """A link on which comes what the test says: one step each time that the rank waits, and, from
+    another list, one between two denoising steps."""
 
     def __init__(self) -> None:
         super().__init__()

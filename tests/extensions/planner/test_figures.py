@@ -266,7 +266,7 @@ def of_run(spec: ScheduleSpec, cluster: Cluster, disturbance: Disturbance) -> It
 
 
 def of_coarse() -> Iterator[str]:
-    """Runs of more ranks and tasks than are simulated one by one."""
+    """Yield smaller runs that stand for larger ones."""
     trainers = [replace(RANKS[0], rank=i, cell_seconds=0.7 + (i >= 14) / 10) for i in range(20)]
     rollouts = [replace(RANKS[4], rank=20 + i, send_seconds=0.1 * (i >= 8)) for i in range(13)]
     ranks = tuple(trainers + rollouts)
@@ -386,6 +386,11 @@ READ: dict[str, tuple[str, ...]] = {
         "parallel.shard_group=4", "model.gradient_checkpointing={inputs:0.5}", "schedule.tag=true",
         "model.compile=true", "algorithm.ema=null",
         "callbacks.evaluation.samples_per_prompt=3", "sampling.eval.batch=6",
+    ),
+    "halves": (
+        "experiment=wan21_videoalign", "hardware=h20x16", "data.prompts_per_batch=2",
+        "allocation.trainers=2", "algorithm.advantage.best_and_worst=3", "model.offload_encoders=false",
+        "data.group_size=8",
     ),
     "judged": (
         "experiment=sd35_nft", "hardware=single_24gb", "hardware.emulate=true",
