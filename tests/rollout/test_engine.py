@@ -165,7 +165,9 @@ def test_a_piece_that_was_sent_is_the_piece_that_was_made() -> None:
     sent = joined(
         [pictures_of(tensors_of(part), drawn.pieces[n]) for n, part in enumerate((first, second))]
     )
+    whole = engine.evaluate((SEVEN, ONE), 2, 9, 2).media
     assert both.media.dtype == torch.uint8
+    assert (whole - both.media / 255).abs().max() <= 0.5 / 255 + 1e-6, "rounded to 0 .. 255"
     assert both.media.max() > 1
     for other in (sent, joined([first, second])):
         assert other.prompts == both.prompts == (SEVEN, SEVEN, ONE, ONE)

@@ -109,6 +109,21 @@ def test_a_group_of_the_next_step_in_flight_holds_up_nothing() -> None:
     assert policy.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(9.0 + TRAIN_S)
 
 
+def test_a_step_is_predicted_with_loans_only_where_trainers_may_lend() -> None:
+    left = len(queue(SPEC, 0, 2))
+
+    def end(policy: SchedulePolicy) -> float:
+        policy.saw_rank(1, Work(0, TASK_S))
+        found = policy.predicted_end(0, 0, PENDING, (0, left), 5.0)
+        assert found is not None
+        return found
+
+    lending, plain = trainer_policy(1, 1), trainer_policy(1, 1, replace(SPEC, tag=False))
+    assert 5.0 < end(lending) < end(plain)
+    lending._trainers[0].monitor.off = True
+    assert end(lending) == end(plain)
+
+
 def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
     """One-step asynchrony, every group stale: what step 1 still lacks only holders of version 0 may
     generate, so a trainer of version 1 lends to step 2 while it waits, and only then."""

@@ -309,6 +309,8 @@ def of_search(work: Workload) -> Iterator[str]:
     odd = replace(work, prompts=7, group_size=24, updates=1, oversample=0, whole_batch=False)
     seven = Costing(odd, Hardware((replace(FAST, count=2),)))
     yield f"sizes {task_sizes(seven)} near {hashed(neighbours(seven, seven.candidate(1, 1)))}"
+    nine = Costing(replace(odd, group_size=18), seven.hardware)
+    yield f"sizes {task_sizes(nine)}"
     yield f"two {hashed(disaggregated(seven, 0))}"
     apart = Costing(work, Hardware((FAST, SLOW), lines={frozenset(("fast", "slow")): LINE}))
     yield f"places {shown(colocated(apart))} {hashed(disaggregated(apart, 0))}"
