@@ -264,6 +264,21 @@ def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(mo
     assert module.collected() == {}
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "h_free", "mean_square"])
+def test_each_kl_is_its_own(kind: str, moved: tuple) -> None:
+    """|difference of means|^2 over 2 S^2, over 2 std^2 (without sqrt(h)), and over nothing."""
+    policy, blocks, rewards = moved
+    module = grpo(policy, kl_weight=0.1, kl_kind=kind)
+    module.training_step(batch(blocks[:1], rewards), 0)
+    with torch.no_grad():
+        new = denoise.replay(policy, blocks[0], FlowSDE(0.7))
+        with policy.reference():
+            old = denoise.replay(policy, blocks[0], FlowSDE(0.7))
+    over = {"gaussian": 2 * new.scale**2, "h_free": 2 * new.std**2, "mean_square": 1.0}[kind]
+    wanted = ((new.mean - old.mean) ** 2).flatten(2).mean(2) / over
+    assert float(module.collected()["kl"]) == pytest.approx(float(wanted.mean()), rel=1e-5)
+
+
 def two_updates(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
     """Two updates of two micro-batches of unequal size."""
     cells = 16.0
