@@ -4,16 +4,20 @@ process's own, so the shares are seen."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from digenrl.cluster.world import World
 from digenrl.record.progress import Progress
 from digenrl.strategy import gradients
 from digenrl.strategy.agreement import Agreement
+from digenrl.strategy.shard import mixed_precision
 from digenrl.transport.weights import WeightsError
 from tests.cluster.test_claims import Store
 
@@ -49,6 +53,16 @@ def test_replicas_take_the_weights_of_the_first(group: None) -> None:
     own = parameters()
     gradients.follow_first(own, 2)
     assert all(torch.equal(each, other) for each, other in zip(own, parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lora", "dtype"),
+    [(object(), torch.float32), (object(), torch.bfloat16), (None, torch.float32)],
+    ids=["adapter", "adapter in 16 bit", "all weights"],
+)
+def test_shards_keep_their_dtypes_where_nothing_would_be_cast(lora: Any, dtype: Any) -> None:
+    policy: Any = SimpleNamespace(lora=lora, dtype=dtype)
+    assert mixed_precision(policy) == MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
 def test_one_trainer_communicates_nothing() -> None:
