@@ -294,9 +294,9 @@ def test_a_rank_waits_for_its_scorer_when_too_many_tasks_do_and_says_so(
     assert rollout.post.to == [0, 1] * 3
     rows = rollout.rows()
     assert {row["stage"] for row in rows} == {"generate", "decode", "send", "wait"}
-    (waited,) = (row for row in rows if row["stage"] == "wait")
-    assert (waited["cause"], waited["step"]) == ("reward", 0)
-    assert waited["end"] - waited["start"] > 0.02
+    waits = [row for row in rows if row["stage"] == "wait"]
+    assert {(row["cause"], row["step"]) for row in waits} == {("reward", 0)}
+    assert waits[-1]["end"] - waits[-1]["start"] > 0.02, "a busy machine may show others too"
 
 
 def test_too_many_missing_scores_stop_the_run_after_they_are_sent(
