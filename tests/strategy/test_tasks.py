@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -278,17 +279,23 @@ def test_a_rank_waits_for_its_scorer_when_too_many_tasks_do_and_says_so(
     engine = rollout.runner._engine
     engine._rewards = RewardSuite({"bright": {"scorer": slow}}, pending=1)
     engine._scorer = AsyncScorer(engine._rewards)
-    marked: list[str] = []
+    waiting = threading.Event()
 
     def open_gate() -> None:
-        marked.extend(stretch.stage for stretch in rollout.spans.progress.now())
+        """Let the scorer go on a while after its rank has begun to wait."""
+        for _ in range(1000):
+            if any(stretch.stage == "wait reward" for stretch in rollout.spans.progress.now()):
+                waiting.set()
+                break
+            time.sleep(0.005)
+        time.sleep(0.05)
         gate.set()
 
     for number in range(3):
         if number == 2:
-            threading.Timer(0.1, open_gate).start()
+            threading.Thread(target=open_gate).start()
         rollout.runner.run(rollout.runner.claim(0))
-    assert "wait reward" in marked
+    assert waiting.is_set()
     rollout.runner.settle(wait=True)
     engine.close()
     assert rollout.post.to == [0, 1] * 3
