@@ -119,8 +119,8 @@ paper: $(STAMP)  ## The paper's figures beside simulated ones: docs/paper.md, in
 
 # The markers are explained in pyproject.toml. Nothing runs beside the tests marked `alone`.
 DEFAULT_TESTS := not slow and not cluster
-# A file's tests share a worker, and so what one of them makes; tests/conftest.py puts long files first.
-BOTH_CORES := -n 2 --dist loadfile --no-loadscope-reorder
+# Workers begin with halves, so that most tests of a file share what one of them makes; who is done takes from the other.
+BOTH_CORES := -n 2 --dist worksteal
 
 test: $(STAMP)  ## The default tests: nine minutes on two idle cores
 	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not alone" $(ARGS)

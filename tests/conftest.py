@@ -88,7 +88,7 @@ def _extensions_needed(path: Path) -> frozenset[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of processes and heavy ones first, so that no worker waits for another's last file."""
+    """Tests of processes and heavy ones first, so that no worker waits for another's last one."""
     items.sort(key=lambda item: not any(map(item.get_closest_marker, ("processes", "heavy"))))
 
 
