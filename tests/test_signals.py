@@ -208,6 +208,7 @@ def test_too_few_open_files_are_refused_with_the_number_that_is_needed(running: 
     assert not (train.root / "outputs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_few_random_signals(tmp_path: Path) -> None:
     ends, wrong = storm(tmp_path, 1, "a few", 1, ("apart",))

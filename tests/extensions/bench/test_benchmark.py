@@ -100,6 +100,7 @@ def test_ranks_share_the_prompts_and_go_on_where_they_were_killed(
     assert not (out / "scenes/scores").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_what_one_rank_refuses_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
