@@ -243,7 +243,7 @@ class PolicyModule(pl.LightningModule):
             "rank's loss is "
             f"{float(loss):.4g}; not finite in its micro-batch: {here}). Usual causes: an infinite "
             "reward, a "
-            f"latent outside the storage dtype, a ratio that overflowed"
+            "latent outside the storage dtype, a ratio that overflowed"
         )
         logger.warning(reason)
         if self._skips_in_a_row >= SKIPS_IN_A_ROW:

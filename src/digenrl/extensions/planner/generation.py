@@ -98,9 +98,8 @@ class VirtualGeneration:
 
     def announce(self, worker: Worker) -> None:
         """Tell the policy what `worker` is doing now."""
-        task, seen = worker.task, (worker.held, worker.seconds)
-        work = Work(*seen, task.step, task.group, worker.free_at) if task else Work(*seen)
-        self.policy.saw_rank(worker.rank.rank, work)
+        running = (task.step, task.group, worker.free_at) if (task := worker.task) else ()
+        self.policy.saw_rank(worker.rank.rank, Work(worker.held, worker.seconds, *running))
 
     def part(self, worker: Worker, tasks: int) -> range:
         """Return the positions of a queue of `tasks` that `worker` may claim."""

@@ -140,10 +140,8 @@ def decode_bytes(work: Workload) -> int:
 def scorer_bytes(work: Workload, heldout: bool) -> int:
     """Return the bytes of the reward models on a rank that scores, including `heldout` ones on a
     rank that evaluates."""
-    return sum(
-        4 * SCORER_PARAMETERS.get(name, 0)
-        for name in {*work.rewards, *(work.heldout if heldout else ())}
-    )
+    names = {*work.rewards, *(work.heldout if heldout else ())}
+    return sum(4 * SCORER_PARAMETERS.get(name, 0) for name in names)
 
 
 def version_bytes(work: Workload) -> int:
