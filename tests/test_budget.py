@@ -114,7 +114,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",), ceiling=538),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1579),
+    "config": Room(1500, ("config",), ceiling=1568),
     "cli": Room(500, ("cli",), ceiling=513),
     "report": Room(600, ("report",), ceiling=648),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3449),
@@ -159,10 +159,10 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12877,
+        ceiling=12866,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28526),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28515),
 }
 """Room -> its budget. The last four rows are sums."""
 

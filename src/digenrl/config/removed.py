@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 _THIN_LINES = ("network.delta", "network.compress", "network.whole_every", "network.thin_mb_s")
@@ -26,7 +27,7 @@ REMOVED: dict[str, str] = {
     ),
     "reward.cache_size": "samples of a run differ, so that hardly a score was found again",
     "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
-    "reward.rewards.remote.scorer.quarantine": "the log has the cause of each malformed answer",
+    "reward.rewards.*.scorer.quarantine": "the log has the cause of each malformed answer",
     "schedule.gradients": "trainers compute every trained step again, as replay did",
     "schedule.handoff": (
         "rollouts that leave and loans that end give their tasks away; else moving them gained "
@@ -34,26 +35,12 @@ REMOVED: dict[str, str] = {
     ),
     "schedule.order": "fragments are trained in the order of their groups",
 }
-"""Dotted key (also a group of keys), or `key=value`, -> its replacement, or the reason for its
-removal."""
+"""Dotted key (also a group of keys; `*` is any name), or `key=value`, -> its replacement, or the
+reason for its removal.
 
-FORGOTTEN: dict[str, tuple[Any, ...]] = {
-    "handshake": ({"seconds": 10.0, "waiting": 64, "connect_s": 60.0},),
-    "record.logger_finish_s": (30.0,),
-    "record.logger_pending": (1000,),
-    **dict.fromkeys(_THIN_LINES, ("auto", False, True, 50)),
-    "parallel.rollout_context": (1,),
-    **dict.fromkeys(_RECORDS, (False, True, 4096, None)),
-    "reward.cache_size": (0, 4096),
-    "reward.max_batch": (0,),
-    "reward.rewards.remote.scorer.quarantine": (None,),
-    "schedule.gradients": ("replay",),
-    "schedule.handoff": (False, True),
-    "schedule.order": ("canonical", "arrival"),
-}
-"""Removed key -> values with which a stored run computes the same without the key. Such a run goes
-on."""
-
+A stored run goes on without these keys, whatever they hold. What decided about more than time and
+records is therefore listed as `key=value`.
+"""
 
 _METHODS, _FORWARD = "digenrl.extensions.methods", "digenrl.extensions.forward"
 _ZOO = "digenrl.extensions.zoo"
@@ -73,9 +60,10 @@ MOVED = {
 """`_target_` of a stored run -> where the class is now."""
 
 
-def reason(key: str, value: Any) -> str | None:
+def reason(key: str, value: Any = None) -> str | None:
     """Return why `key`, a group around it, or this value of it was removed; None: it was not."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     parts = key.split(".")
     names = (f"{key}={text}", *(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
-    return next((REMOVED[name] for name in names if name in REMOVED), None)
+    fitting = (its for name in names for old, its in REMOVED.items() if fnmatchcase(name, old))
+    return next(fitting, None)

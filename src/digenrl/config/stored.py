@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.compose import composed, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.removed import FORGOTTEN, MOVED
+from digenrl.config.removed import MOVED, reason
 from digenrl.config.schema import RESUMABLE, may_change, schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
@@ -126,15 +126,15 @@ def _complete(tree: DictConfig) -> list[str]:
     return [f"{key}={value}" for key, value in added.items()]
 
 
-def _forget(tree: DictConfig) -> list[str]:
-    """Remove the removed keys without which the run goes on as it was, in place, and return them as
-    key=value."""
+def _forget(tree: DictConfig, path: str = "") -> list[str]:
+    """Remove the removed keys, with whatever they hold, in place, and return them as key=value."""
     left_out = []
-    for key, values in FORGOTTEN.items():
-        head, _, leaf = key.rpartition(".")
-        parent = OmegaConf.select(tree, head) if head else tree
-        if isinstance(parent, DictConfig) and leaf in parent and parent[leaf] in values:
-            left_out.append(f"{key}={parent.pop(leaf)}")
+    for key in list(tree):
+        its, value = f"{path}{key}", tree.get(key)
+        if reason(its) is not None:
+            left_out.append(f"{its}={tree.pop(key)}")
+        elif isinstance(value, DictConfig):
+            left_out += _forget(value, f"{its}.")
     return left_out
 
 
