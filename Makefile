@@ -21,6 +21,8 @@ export OMP_WAIT_POLICY ?= passive
 # Recipes read the user's variables as the shell's, "$$RUN", so that a path may have any letters and spaces.
 # Commands that name another one then name it as make's.
 train resume sweep plan join: export DIGENRL_CALLER = make
+# Empty is off. Where an environment keeps no bytecode, each of the tests' processes would compile the source again.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
 
 PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)

@@ -24,17 +24,21 @@ _ABSENT = object()
 
 
 def problems_of(
-    config: DictConfig, config_name: str, known: KnownKeys, allow: Sequence[str]
+    tree: Mapping[str, Any],
+    unresolved: dict[str, str],
+    config_name: str,
+    known: KnownKeys,
+    allow: Sequence[str],
 ) -> list[str]:
     """Return everything wrong with a composed configuration (without the `hydra` node).
 
     Args:
-        config: the tree, unresolved.
+        tree: the configuration, as `resolved` returns it.
+        unresolved: path -> problem of the leaves that are not in it.
         config_name: name of the schema that the tree must obey.
         known: keys from which "nearest valid key" is chosen.
         allow: further packages that targets may name.
     """
-    tree, unresolved = resolved(config)
     wrong = problems_by_key(schema_of(config_name), tree, known.unknown)
     wrong = {key: text for key, text in wrong.items() if key not in unresolved} | unresolved
     return [

@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,10 @@ def group_options(*directories: Path) -> dict[str, list[str]]:
     """
     groups: dict[str, list[str]] = {}
     for directory in directories:
-        for file in sorted(directory.rglob("*.yaml")):
-            group = file.parent.relative_to(directory).as_posix()
-            if group != "." and not file.name.startswith("_"):
-                groups.setdefault(group, []).append(file.stem)
+        for file in sorted(glob("**/*.yaml", root_dir=directory, recursive=True)):
+            group, _, name = file.removesuffix(".yaml").rpartition("/")
+            if group and not name.startswith("_"):
+                groups.setdefault(group, []).append(name)
     return groups
 
 
@@ -148,7 +149,7 @@ def own_directories(words: Sequence[str]) -> Iterator[Path]:
 
 
 def _directory_problems(own: Sequence[Path]) -> Iterator[str]:
-    known = group_options(config_directory())
+    known = group_options(config_directory()) if own else {}
     for directory in (path for path in own if path.resolve() != config_directory()):
         if not directory.is_dir():
             yield (
@@ -228,17 +229,15 @@ class KnownKeys:
     """The keys of a composed tree and of its schema, from which "nearest valid key" is chosen."""
 
     def __init__(self, config: DictConfig, config_name: str) -> None:
-        tree = OmegaConf.to_container(config, resolve=False)
-        assert isinstance(tree, dict)
-        tree.pop("hydra", None)
+        self._config = config
         self._schema = keys_of(schema_of(config_name))
-        self._keys = sorted(
-            {
-                *(path for path, _ in nodes(tree) if path and "[" not in path),
-                *group_options(config_directory()),
-                *self._schema,
-            }
-        )
+
+    @functools.cached_property
+    def _keys(self) -> list[str]:
+        tree = OmegaConf.to_container(self._config, resolve=False)
+        paths = (path for path, _ in nodes(tree) if path and "[" not in path)
+        paths = (path for path in paths if path.partition(".")[0] != "hydra")
+        return sorted({*paths, *group_options(config_directory()), *self._schema})
 
     def unknown(self, key: str, value: Any) -> str:
         """Return the message for a key that does not exist: key, value, nearest valid key and the

@@ -102,11 +102,12 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     allow, confirmed = (
         command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts")
     )
-    problems += [*found, *problems_of(tree, config_name, KnownKeys(tree, config_name), allow)]
+    plain, unresolved = resolved(tree)
+    known = KnownKeys(tree, config_name)
+    problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
         problems += _only_on_the_command_line(tree, allow)
     problems += _unwritable(run_dir.absolute())
-    plain, _ = resolved(tree)
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed)
         if resumed is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl.config import ConfigError, config_directory, group_options, instantiate
-from digenrl.config.checks import problems_of
+from digenrl.config.checks import problems_of, resolved
 from digenrl.config.compose import (
     KnownKeys,
     compose_words,
@@ -67,7 +67,7 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
     config = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     OmegaConf.set_struct(config, False)
     config.allow_targets = command_line_list("allow_targets", words, config)
-    problems += problems_of(config, name, KnownKeys(config, name), config.allow_targets)
+    problems += problems_of(*resolved(config), name, KnownKeys(config, name), config.allow_targets)
     if problems:
         raise ConfigError(problems)
     try:
