@@ -106,10 +106,10 @@ tiny: $(STAMP)  ## Build the tiny model of every family (made on first use other
 	@$(PY) -m digenrl tiny $(ARGS)
 
 pretrain: $(STAMP)  ## Train the digits base model and its judges again, into the committed files
-	@OMP_NUM_THREADS=1 $(PY) -m digenrl pretrain $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m scripts.pretrain_digits $(ARGS)
 
 pretrain-scenes: $(STAMP)  ## Train the scenes base model and its judge again, into the committed files
-	@OMP_NUM_THREADS=1 $(PY) -m digenrl pretrain-scenes $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m scripts.pretrain_scenes $(ARGS)
 
 bench: $(STAMP)  ## Measure this machine: every benchmark prints its ratios. BENCH=name: one; ARGS=quick=true: short, no tables
 	@failed=; for name in $(or $(BENCH),$(BENCHES)); do \

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from digenrl.types import Prompt
 
@@ -61,25 +60,6 @@ def build_judge() -> nn.Sequential:
         nn.Dropout(0.3),
         nn.Linear(64 * 16, 10),
     )
-
-
-def fit_judge(
-    judge: str, seed: int, steps: int = 500, batch: int = 128, lr: float = 2e-3
-) -> nn.Sequential:
-    """Train a judge on its own half of the digits (about 4 s on one core). Pixel noise of 0.1
-    prepares it for imperfect samples."""
-    images, labels = judge_half(judge)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = build_judge()
-        optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=1e-2)
-        for _ in range(steps):
-            index = torch.randint(len(labels), (batch,))
-            noisy = images[index] + 0.1 * torch.randn_like(images[index])
-            functional.cross_entropy(model(noisy), labels[index]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return model.eval().requires_grad_(False)
 
 
 def asked_digit(prompt: Prompt) -> int:

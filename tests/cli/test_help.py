@@ -45,12 +45,6 @@ COMMANDS = {
     "check": ("self-check", "lists all that this run lacks"),
     "fetch": ("list = false", "and download nothing"),
     "list": ("first sentence of its file", "none left out"),
-    "pretrain-scenes": (
-        "budget_s = null",
-        "noise_steps = 300",
-        "Optimizer steps of the base model",
-    ),
-    "pretrain": ("lr = 0.002", "number > 0", "learning rate"),
 }
 
 

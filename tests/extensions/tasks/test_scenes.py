@@ -1,5 +1,4 @@
-"""The scenes family: packing, features that know order, the committed base model, bit-equal replay,
-its training."""
+"""The scenes family: packing, features that know order, the committed base model, bit-equal replay."""
 
 from __future__ import annotations
 
@@ -8,19 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from digenrl.data import load_prompts
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.extensions.tasks.cli import pretrain_scenes
-from digenrl.extensions.tasks.cli.pretrain_scenes import (
-    Settings,
-    pretrain_base,
-    sample_edits,
-    sample_scenes,
-)
 from digenrl.extensions.tasks.scenes import (
     BASE_FILE,
     EDIT_BASE_FILE,
@@ -35,6 +26,7 @@ from reward_models.drawn_edits import EDITS
 from reward_models.drawn_scenes import PAPER, SCENES, draw, draw_places, draw_scenes
 from reward_models.scene_edits import SAME
 from reward_models.scene_judges import JUDGE_FILE, OFF_PAPER, SceneDetector, SceneStatistics, spread
+from scripts.pretrain_scenes import sample_edits, sample_scenes
 from tests.sampling import sample
 
 LORA = yaml.safe_load((Path(__file__).parents[3] / "configs/model/scenes.yaml").read_text())["lora"]
@@ -134,30 +126,3 @@ def test_bad_arguments_name_value_and_remedy(tmp_path: Path) -> None:
         ScenesPolicy(guidance_scale=4.5)
     with pytest.raises(FileNotFoundError, match="make pretrain-scenes"):
         ScenesPolicy(path=tmp_path / "absent.safetensors")
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("task", ["scenes", "edits"])
-def test_training_in_pieces_ends_where_training_at_once_does(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrain_scenes, "CHUNK", 16)  # put away after every second step
-    short = {"task": task, "steps": 3, "noise_steps": 4, "batch": 8}
-    whole = pretrain_base(Settings(**short), tmp_path / "whole")
-    pieces = None
-    for _ in range(5):
-        pieces = pieces or pretrain_base(Settings(**short, budget_s=1e-9), tmp_path / "state")
-    assert whole is not None
-    assert pieces is not None
-    for left, right in zip(whole.parameters(), pieces.parameters(), strict=True):
-        assert torch.equal(left, right)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_bad_setting_is_refused_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert pretrain_scenes.main([f"base={tmp_path / 'b'}", "stepz=3"]) == 2
-    assert "stepz = 3: no such key; nearest: steps" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-    assert load_file(BASE_FILE)["proj_out.bias"].dtype == torch.float16
