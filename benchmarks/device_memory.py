@@ -60,7 +60,7 @@ MIB = 2**20
 RANK = 8
 FAMILIES = ("flux1_flowgrpo", "sd35_flowgrpo", "hunyuanvideo_dancegrpo", "wan21_flowgrpo",
             "qwen_image_flowgrpo")  # fmt: skip
-OTHERS = ("flux1_kontext_flowgrpo", "flux2_klein_flowgrpo", "aura_flow_flowgrpo", "zimage_flowgrpo",
+OTHERS = ("flux1_kontext_flowgrpo", "flux2_klein_flowgrpo", "zimage_flowgrpo",
           "qwen_image_edit_flowgrpo", "qwen_image21_flowgrpo", "hunyuan15_flowgrpo", "ltx2_flowgrpo",
           "ltx23_flowgrpo", "wan21_i2v_flowgrpo", "wan22_a14b_flowgrpo",
           "minimax_h3_flowgrpo")  # fmt: skip

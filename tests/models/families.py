@@ -385,19 +385,6 @@ _ROWS: dict[str, Row] = {
         unread=3,
         call=explicit_sigmas,
     ),
-    "aura_flow": Row(
-        published={"aura_flow": (6.82, 63, 149)},
-        layers=(8 + 2 * 4, 14 + 2 * 7),
-        guidance=((1.0, 1.0), (3.5, 1.0)),
-        real_text=(256, 0),
-        refused=(
-            (
-                {"width": 272},
-                r"sampling\.width=272: aura_flow has positions for 256 pixels at most",
-            ),
-        ),
-        call=explicit_sigmas,
-    ),
     "z_image": Row(
         published={"z_image": (6.15, 59, 140)},
         layers=(2 * 4, 2 * 7),
