@@ -129,8 +129,8 @@ def _complete(tree: DictConfig) -> list[str]:
 def _forget(tree: DictConfig, path: str = "") -> list[str]:
     """Remove the removed keys, with whatever they hold, in place, and return them as key=value."""
     left_out = []
-    for key in list(tree):
-        its, value = f"{path}{key}", tree.get(key)
+    for key, value in list(tree.items_ex(resolve=False)):
+        its = path + str(key)
         if reason(its) is not None:
             left_out.append(f"{its}={tree.pop(key)}")
         elif isinstance(value, DictConfig):
