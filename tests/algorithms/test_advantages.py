@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from operator import itemgetter
+from random import Random
 
 import pytest
 import torch
@@ -71,12 +75,6 @@ def test_check_15_can_fail() -> None:
         check_equal_rewards(usual, exactly=True)
 
 
-@pytest.mark.parametrize("advantage", VARIANTS)
-def test_singleton_groups_are_zero_without_nan(advantage: Advantage) -> None:
-    got = values(advantage, torch.tensor([[0.3], [0.9]]))
-    torch.testing.assert_close(got, torch.zeros(2, 1), atol=1e-6, rtol=0)
-
-
 def check_std_choice(group: Callable[[Tensor], Tensor], samples: int, unbiased: bool) -> None:
     table = rewards(3, samples)
     expected = (table - table.mean(1, keepdim=True)) / (
@@ -123,82 +121,9 @@ def test_group_advantages_do_not_change_when_other_groups_complete(advantage: Ad
     assert torch.equal(early[3:], torch.zeros(2, 6))
 
 
-def test_max_group_std_and_leave_one_out() -> None:
-    table = rewards()
-    centred = table - table.mean(1, keepdim=True)
-    largest = values(Advantage(std="max_group"), table)
-    torch.testing.assert_close(
-        largest, centred / (table.std(1, unbiased=False).max() + 1e-4), atol=1e-5, rtol=0
-    )
-    others = (table.sum(1, keepdim=True) - table) / 5
-    rloo = values(Advantage(std="none", baseline="leave_one_out"), table)
-    torch.testing.assert_close(rloo, table - others, atol=1e-6, rtol=0)
-
-
-def test_missing_rewards_take_no_part() -> None:
-    table = rewards(1, 6)
-    table[0, 2] = NAN
-    present = [0, 1, 3, 4, 5]
-    for advantage in VARIANTS:
-        got = values(advantage, table)
-        assert float(got[0, 2]) == 0.0
-        torch.testing.assert_close(
-            got[:, present], values(advantage, table[:, present]), atol=1e-6, rtol=0
-        )
-
-
-def test_weighted_sum_and_per_reward_normalisation_differ() -> None:
-    """Section 2: a sum of raw rewards lets the widest reward rule; per-reward normalisation does
-    not."""
-    wide, narrow = 100 * rewards(seed=1), 0.01 * rewards(seed=2)
-    table, weights = {"wide": wide, "narrow": narrow}, {"wide": 1.0, "narrow": 1.0}
-    summed = Advantage()(table, weights).values
-    torch.testing.assert_close(summed, values(Advantage(), wide), atol=2e-2, rtol=0)
-    each = replace(Advantage(combine="per_reward"), clip=None)(table, weights).values
-    expected = values(Advantage(), wide) + values(Advantage(), narrow)
-    torch.testing.assert_close(each, expected, atol=1e-5, rtol=0)
-    gdpo = replace(Advantage(combine="per_reward", renormalise=True), clip=None)(
-        table, weights
-    ).values
-    torch.testing.assert_close(
-        gdpo, expected / (expected.std(unbiased=False) + 1e-4), atol=1e-4, rtol=0
-    )
-
-
 def test_evaluation_rewards_are_not_optimised() -> None:
     table = {"r": rewards(), "judge": rewards(seed=3)}
     assert torch.equal(Advantage()(table, {"r": 1.0}).values, values(Advantage(), table["r"]))
-
-
-def test_clip_bounds_and_can_be_off() -> None:
-    table = torch.zeros(1, 64)
-    table[0, 0] = 1.0
-    assert float(values(Advantage(), table).max()) == 5.0
-    assert float(values(Advantage(clip=None), table).max()) > 7.0
-
-
-def test_best_and_worst_selection() -> None:
-    """DanceGRPO: advantages on all samples first, then the k best and k worst; the group's weight
-    stays."""
-    table = rewards(3, 8)
-    everything = values(Advantage(clip=None), table)
-    got = values(Advantage(clip=None, best_and_worst=2), table)
-    ranks = table.argsort(1).argsort(1)
-    keep = (ranks < 2) | (ranks >= 6)
-    assert torch.equal(got != 0, keep)
-    torch.testing.assert_close(
-        got, torch.where(keep, everything * 8 / 4, torch.zeros_like(everything))
-    )
-
-
-def test_best_and_worst_are_chosen_among_what_is_there() -> None:
-    """A missing sample is neither best nor worst, and the weight follows the number present."""
-    table = torch.tensor([[0.1, 0.9, NAN, 0.5, 0.3], [NAN, NAN, 0.2, 0.4, NAN]])
-    everything = values(Advantage(clip=None), table)
-    got = values(Advantage(clip=None, best_and_worst=1), table)
-    kept = torch.tensor([[2.0, 2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0, 0.0]])
-    torch.testing.assert_close(got, kept * everything)
-    assert bool((got[kept > 0] != 0).all())
 
 
 def check_clip_before_scaling(advantage: Callable[[Tensor], Tensor]) -> None:
@@ -228,21 +153,110 @@ def test_advantages_are_clipped_before_the_kept_ones_are_scaled() -> None:
     assert float(found["zero_variance_share"]) == 0.0
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_a_sample_that_lacks_one_reward_leaves_every_statistic(renormalise: bool) -> None:
-    """Per-reward normalisation: as if the sample had not been drawn."""
-    advantage, weights = (
-        Advantage(combine="per_reward", renormalise=renormalise),
-        {"a": 1.0, "b": 0.5},
+RULES = [
+    Advantage(std, baseline, combine, renormalise, unbiased, 0.01, clip, best)
+    for std, baseline, (combine, renormalise), unbiased, clip, best in itertools.product(
+        ("group", "batch", "max_group", "none"),
+        ("mean", "leave_one_out"),
+        (("sum", False), ("per_reward", False), ("per_reward", True)),
+        (False, True),
+        (None, 1.0),
+        (None, 1, 2),
     )
-    table = {"a": rewards(3, 6, seed=1), "b": rewards(3, 6, seed=2)}
-    table["b"][:, 2] = NAN
-    table["a"][:, 2] = 100.0
-    got = advantage(table, weights).values
-    others = [0, 1, 3, 4, 5]
-    drawn = advantage({name: values[:, others] for name, values in table.items()}, weights).values
-    torch.testing.assert_close(got[:, others], drawn, atol=1e-6, rtol=0)
-    assert torch.equal(got[:, 2], torch.zeros(3))
+][::5]
+WEIGHTS = {"b": 0.5, "a": 1.0}
+Group = dict[int, dict[str, float]]
+"""Sample -> its rewards; without samples that lack one."""
+GROUPS: list[Group] = [
+    *(
+        {i: {"a": random(), "b": 3 * random()} for i in range(5)}
+        for random in [Random(3).random] * 2
+    ),
+    {i: {"a": a, "b": 0.0} for i, a in enumerate((1.0, 1.0, -1.0, -1.0, 0.0))},  # 1 is not cut
+    {i: {"a": 0.1, "b": 0.7} for i in (0, 2, 3)},  # alike
+    {i: {"a": float(i), "b": 2.0 - 2 * i} for i in range(5)},  # alike in the sum alone
+    {1: {"a": 0.3, "b": 0.2}, 4: {"a": 0.5, "b": 0.1}},
+    {2: {"a": 0.4, "b": 0.9}},
+    {},
+]
+
+
+def reference(rule: Advantage, groups: list[Group]) -> list[dict[int, float]]:
+    """Return group -> sample -> advantage before `clip` and `best_and_worst`, one sample at a time."""
+
+    def deviation(found: Sequence[float]) -> float:
+        middle = sum(found) / max(1, len(found))
+        squares = sum((x - middle) ** 2 for x in found)
+        return math.sqrt(squares / max(1, len(found) - rule.unbiased))
+
+    def normalised(reward: Callable[[dict[str, float]], float]) -> list[dict[int, float]]:
+        tables = [{i: reward(scores) for i, scores in group.items()} for group in groups]
+        spreads = [deviation([*table.values()]) for table in tables]
+        batch = deviation([x for table in tables for x in table.values()])
+        found = []
+        for table, own in zip(tables, spreads, strict=True):
+            spread = {"group": own, "batch": batch, "max_group": max(spreads)}.get(rule.std)
+            centred = dict.fromkeys(table, 0.0)
+            for i in table if len({*table.values()}) > 1 else ():
+                left_out = (i,) if rule.baseline == "leave_one_out" else ()
+                others = [x for j, x in table.items() if j not in left_out]
+                centred[i] = table[i] - sum(others) / len(others)
+            found.append(
+                {
+                    i: x / (spread + rule.eps if spread is not None else 1.0)
+                    for i, x in centred.items()
+                }
+            )
+        return found
+
+    if rule.combine == "sum":
+        return normalised(lambda scores: sum(w * scores[name] for name, w in WEIGHTS.items()))
+    parts = {name: normalised(itemgetter(name)) for name in WEIGHTS}
+    found = [
+        {i: sum(w * parts[name][p][i] for name, w in WEIGHTS.items()) for i in group}
+        for p, group in enumerate(groups)
+    ]
+    if rule.renormalise:
+        everyone = [x for group in found for x in group.values()]
+        middle, spread = sum(everyone) / len(everyone), deviation(everyone) + rule.eps
+        found = [{i: (x - middle) / spread for i, x in group.items()} for group in found]
+    return found
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_all_options_together_are_those_of_a_reference(whole: bool) -> None:
+    """Every option, with samples that lack a reward or both, and groups that are alike, single or
+    empty."""
+    groups = [group for group in GROUPS if len(group) == 5 or not whole]
+    tables = {name: torch.full((len(groups), 5), NAN) for name in WEIGHTS}
+    for p, group in enumerate(groups):
+        tables["a"][p] = NAN if len(group) < 2 else 100.0  # of samples that lack the other
+        for i, scores in group.items():
+            for name, score in scores.items():
+                tables[name][p, i] = score
+    scored = [
+        [sum(w * float(tables[n][p, i]) for n, w in WEIGHTS.items()) for i in g]
+        for p, g in enumerate(groups)
+    ]
+    alike = [len({round(x, 6) for x in row}) == 1 for row in scored]
+    for rule in RULES:
+        made = rule(tables, WEIGHTS)
+        values, cut = torch.zeros(len(groups), 5), torch.zeros(len(groups), 5, dtype=torch.bool)
+        for p, group in enumerate(reference(rule, groups)):
+            order = sorted(group, key=lambda i: -group[i])
+            k = rule.best_and_worst or len(order)
+            kept = {*order[:k], *order[-k:]} if order else set()
+            bound = rule.clip or math.inf
+            for i, value in group.items():
+                cut[p, i] = abs(value) > bound + 1e-9
+                if i in kept:
+                    values[p, i] = len(order) / len(kept) * max(-bound, min(bound, value))
+        assert torch.allclose(made.values, values, atol=1e-6, rtol=1e-6), rule
+        assert torch.equal(made.saturated, cut), rule
+        assert made.zero_variance.tolist() == alike, rule
+        if whole:
+            told = [True, True, True, rule.combine == "per_reward"]  # the last is alike in the sum
+            assert rule.teaches(tables, WEIGHTS).tolist() == told
 
 
 def test_bad_options_are_named() -> None:
@@ -252,3 +266,7 @@ def test_bad_options_are_named() -> None:
         Advantage(renormalise=True)
     with pytest.raises(ValueError, match=r"missing: \['r'\]"):
         Advantage()({"other": rewards()}, {"r": 1.0})
+    assert Advantage(eps=0.0, best_and_worst=1).eps == 0.0
+    for wrong in ({"eps": -0.5}, {"clip": 0.0}, {"best_and_worst": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Advantage(**wrong)

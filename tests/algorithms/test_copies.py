@@ -24,14 +24,14 @@ def test_decay_sequence() -> None:
 
 
 def test_average_follows_every_kth_step() -> None:
-    own, ema = parameters(), Ema(decay=0.9, every=2)
+    own, ema = parameters(), Ema(decay=0.9, every=3)
     ema.begin(own)
     expected = own["a"].detach().clone()
     for n in range(1, 7):
         with torch.no_grad():
             own["a"].add_(1.0)
         ema.update(own)
-        if (n + 1) % 2 == 0:
+        if n in (2, 5):
             decay = min((1 + n) / (10 + n), 0.9)
             expected = decay * expected + (1 - decay) * own["a"].detach()
     torch.testing.assert_close(ema.copy.tensors["a"], expected)
@@ -107,6 +107,7 @@ def test_state_survives_a_checkpoint() -> None:
     other.load_state_dict(state)
     state["a"].zero_()
     assert torch.equal(other.tensors["a"], own["a"].detach())
+    assert Ema(decay=0.0).decay_at(3) == 0.0
     with pytest.raises(ValueError, match="decay"):
         Ema(decay=1.0)
     with pytest.raises(ValueError, match="times >= 1"):

@@ -4,9 +4,12 @@ docs/algorithms.md and I3, I4, I5."""
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -196,8 +199,9 @@ def test_a_micro_batch_without_blocks_costs_no_forward_and_gives_no_gradient(mov
 def test_the_stored_log_prob_is_the_old_one(moved: tuple) -> None:
     """I5: new.detach() in its place would make every ratio 1 and hide staleness."""
     policy, blocks, rewards = moved
-    module = grpo(policy)
+    module, calls = grpo(policy), policy.calls
     right = gradient(module, [batch(blocks, rewards)])
+    assert policy.calls - calls == len(blocks)  # without a KL there is no base to compare with
     shifted = [replace(block, log_probs=block.log_probs + 0.5) for block in blocks]
     assert not torch.allclose(gradient(module, [batch(shifted, rewards)]), right, atol=1e-6)
 
@@ -228,7 +232,7 @@ def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(mo
     policy, blocks, rewards = moved
     fresh, stale = replace(blocks[0], version=1), rows_of(blocks[1], 1, 4)
     dead = replace(blocks[1], weight=0.0, log_probs=blocks[1].log_probs + 5.0)
-    module = grpo(policy, kl_weight=0.1, clip_range=[1e-4, 2e-3])
+    module = grpo(policy, kl_weight=0.1, clip_range=[1e-4, 2e-3], ratio_bound=1.0)
     loss = module.training_step(batch([fresh, stale, dead], rewards, 50.0, version=1), 0)
     found = {name: float(value) for name, value in module.collected().items()}
     a = rewards.double() - rewards.double().mean(1, keepdim=True)
@@ -262,6 +266,11 @@ def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(mo
         }
     assert found == {name: pytest.approx(value, rel=1e-5) for name, value in wanted.items()}
     assert module.collected() == {}
+    alone: Any = SimpleNamespace(device="cpu", all_gather=lambda mine: mine[None])
+    module.first_ratio_max_dev = module._first_ratios.largest(alone)
+    assert module.first_ratio_max_dev == pytest.approx(wanted["ratio_max_dev"], rel=1e-5)
+    module.training_step(batch([fresh], rewards), 0)  # after the first update nothing is kept
+    assert module._first_ratios.largest(alone) is None
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "h_free", "mean_square"])
@@ -290,12 +299,18 @@ def two_updates(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[Tra
     ]
 
 
-def test_trainer_sees_right_metrics_and_an_exact_first_ratio() -> None:
+def test_trainer_sees_right_metrics_and_an_exact_first_ratio(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Metrics reach callbacks at the end of their own RL step, averaged over samples, not over
     micro-batches."""
     policy = ToyPolicy()
     module = grpo(policy, updates_per_batch=2, kl_weight=0.01, clip_range=0.3)
-    trainer, steps = fit(module, policy, two_updates, epochs=3, accumulate=2)
+    with caplog.at_level(logging.INFO, logger="digenrl.algorithms"):
+        trainer, steps = fit(module, policy, two_updates, epochs=3, accumulate=2)
+    before, after = (r.message for r in caplog.records if r.message.startswith("max |ratio-1|"))
+    assert before.endswith("must be at most 1e-05")
+    assert "its 99.9% quantile" in after
     assert trainer.global_step == 6
     # rows 0..2 and row 3 have another geometry than the rollout's four rows: rounding, but within
     # the bound
@@ -310,6 +325,7 @@ def test_trainer_sees_right_metrics_and_an_exact_first_ratio() -> None:
     assert steps[0]["zero_variance_groups"] == 0.0
     for name in ("loss", "kl", "clip_fraction", "ratio_max_dev", "grad_norm", "effective_samples"):
         assert name in steps[0]
+    assert not [name for name in steps[0] if name.endswith(("_step", "_epoch"))]
     assert steps[0]["grad_norm_clipped"] == pytest.approx(min(steps[0]["grad_norm"], 1.0), rel=1e-6)
     assert steps[2]["kl"] > steps[0]["kl"] > 0
 
@@ -392,7 +408,9 @@ def test_a_trained_parameter_without_gradient_stops_the_run_before_any_update() 
     )
 
 
-def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop() -> None:
+def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Bad input: the update is an exact no-op (no decay, no optimizer state), the third raises."""
     policy = ToyPolicy()
     module = grpo(policy, ema=Ema(0.9, 1))
@@ -400,20 +418,78 @@ def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop() -> N
 
     def poisoned(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
         weights.append([p.detach().clone() for p in policy.trained_parameters().values()])
-        if step in (1, 3, 4, 5):
+        if step in (0, 1, 3, 4, 5):
             rewards[0, 0] = float("inf")
         return [batch(blocks, rewards, version=step)]
 
-    with pytest.raises(RuntimeError, match="3 updates in a row were not finite"):
+    with pytest.raises(RuntimeError, match=r"3 updates in a row .*: reward/r\)") as stopped:
         fit(module, policy, poisoned, epochs=9)
-    assert module.skipped_updates == 4
+    assert module.skipped_updates == 5
+    told = [record.getMessage() for record in caplog.records if "is skipped" in record.message]
+    assert [re.search(r"(\d) of 3 in a row", line)[1] for line in told] == [*"12123"]
+    assert told[-1] in str(stopped.value)
     assert all(bool(torch.isfinite(value).all()) for value in weights[-1])
     same = [
         all(torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in pairwise(weights)
     ]
-    assert same == [False, True, False, True, True]
+    assert same == [True, True, False, True, True]
     assert module.ema is not None
-    assert module.ema.steps == 2
+    assert module.ema.steps == 1
+
+
+@pytest.mark.parametrize("most", [None, 1e-3])
+def test_an_update_clips_what_it_steps_with_and_reports_both(most: float | None) -> None:
+    policy = ToyPolicy()
+    module, blocks = grpo(policy, max_grad_norm=most), roll(policy)
+    module.first_ratio_max_dev = 0.0  # there are no other ranks to ask
+    optimizer = module.configure_optimizers()
+    module.training_step(batch([], torch.zeros(2, 4), 1.0), 0).backward()
+    module.configure_gradient_clipping(optimizer)  # this rank has no cells, and so no complaint
+    assert all(not bool(p.grad.any()) for p in policy.trained_parameters().values())
+    module.collected()
+    optimizer.zero_grad()
+    module.training_step(batch(blocks), 0).backward()
+    before = [p.grad.clone() for p in policy.trained_parameters().values()]
+    norm = float(torch.cat([g.flatten() for g in before]).norm())
+    module.configure_gradient_clipping(optimizer)
+    left = min(1.0, (most or 1.0) / norm)
+    for own, parameter in zip(before, policy.trained_parameters().values(), strict=True):
+        torch.testing.assert_close(parameter.grad, left * own, rtol=2e-3, atol=0)
+    found = module.collected()
+    assert float(found["update_skipped"]) == 0.0
+    assert float(found["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert float(found["grad_norm_clipped"]) == pytest.approx(left * norm, rel=1e-5)
+    # A later update may leave a parameter out.
+    first = next(iter(policy.trained_parameters().values()))
+    first.grad = None
+    module.configure_gradient_clipping(optimizer)
+    first.grad = torch.full_like(first, torch.nan)
+    module.configure_gradient_clipping(optimizer)
+    assert float(module.collected()["update_skipped"]) == 0.5
+
+
+@pytest.mark.parametrize("ema", [None, Ema(0.5, 1)])
+def test_the_average_begins_with_the_first_weights_and_is_what_evaluations_see(
+    ema: Ema | None,
+) -> None:
+    policy = ToyPolicy()
+    module, own = grpo(policy, ema=ema), policy.trained_parameters()
+    first = {name: value.detach().clone() for name, value in own.items()}
+    module.on_train_start()
+    with torch.no_grad():
+        for value in own.values():
+            value.add_(1.0)
+    now = {name: value.detach().clone() for name, value in own.items()}
+    wanted = now if ema is None else first
+    told = module.evaluated_parameters()
+    with module.averaged():
+        seen = {name: value.detach().clone() for name, value in own.items()}
+    with module.rollout_weights():
+        assert [*module.rollout_parameters()] == [*own]
+        for name, value in own.items():
+            assert torch.equal(seen[name], wanted[name])
+            assert torch.equal(told[name], wanted[name])
+            assert torch.equal(value, now[name])  # and rollouts
 
 
 def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) -> None:
@@ -473,10 +549,14 @@ def test_bad_combinations_are_refused(caplog: pytest.LogCaptureFixture) -> None:
         grpo(ToyPolicy(), step_weight="h")
     with pytest.raises(ValueError, match=r"step_weight=longcat is FlowSDE's.*FlowCPS"):
         grpo(ToyPolicy(), sde=FlowCPS(0.8), step_weight="longcat")
-    with pytest.raises(ValueError, match="clip_range"):
-        grpo(ToyPolicy(), clip_range=[0.0, 0.1])
+    for wrong in ([0.0, 0.1], [1.0, 0.1], [0.1, 0.0]):
+        with pytest.raises(ValueError, match="clip_range"):
+            grpo(ToyPolicy(), clip_range=wrong)
+    assert grpo(ToyPolicy(), clip_range=[0.5, 3]).clip == (0.5, 3.0)
     with pytest.raises(ValueError, match="updates_per_batch"):
         grpo(ToyPolicy(), updates_per_batch=0)
+    with pytest.raises(ValueError, match="max_grad_norm must be positive or null, got 0"):
+        grpo(ToyPolicy(), max_grad_norm=0.0)
     policy = ToyPolicy()
     without = [replace(block, means=None) for block in roll(policy)]
     with pytest.raises(ValueError, match="rollout means"):

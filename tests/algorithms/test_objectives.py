@@ -115,6 +115,10 @@ def test_clip_truth_table() -> None:
         torch.tensor([1.5, 0.5]), torch.tensor([1.0, -1.0]), 0.1, 0.3
     )
     torch.testing.assert_close(asymmetric, torch.tensor([-1.3, 0.9]))
+    ratio = torch.tensor([1.25, 1.26, 0.5, 0.49, 2.0, 0.1, 0.1, 2.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 1.0, -1.0])
+    binds = objectives.clip_binds(ratio, advantages, 0.5, 0.25)
+    assert binds.tolist() == [False, True, False, True, False, False, False, False]
 
 
 # ---- check 9

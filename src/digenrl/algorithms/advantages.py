@@ -100,7 +100,6 @@ class Advantage:
             (weights[name] * value for name, value in scored.items()),
             start=torch.zeros(()).double(),
         )
-        assert isinstance(total, Tensor)
         absent = total.isnan()
         if self.combine == "sum":
             values = self._normalise(total)
@@ -133,7 +132,7 @@ class Advantage:
         present = ~rewards.isnan()
         count = present.sum(dim=1, keepdim=True)
         filled = torch.where(present, rewards, torch.zeros_like(rewards))
-        mean = filled.sum(dim=1, keepdim=True) / count.clamp(min=1)
+        mean = filled.sum(dim=1, keepdim=True) / count
         centred = torch.where(present, rewards - mean, torch.zeros_like(rewards))
         constant = _constant(rewards)[:, None]
         centred = torch.where(constant, torch.zeros_like(centred), centred)
@@ -183,7 +182,7 @@ def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
     missing."""
     present = ~values.isnan()
     count = present.sum()
-    mean = torch.where(present, values, torch.zeros_like(values)).sum() / count.clamp(min=1)
+    mean = torch.where(present, values, torch.zeros_like(values)).sum() / count
     centred = torch.where(present, values - mean, torch.zeros_like(values))
     return centred, (centred.square().sum() / _freedom(count, unbiased)).sqrt()
 
@@ -196,8 +195,8 @@ def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
     highest = values.masked_fill(~present, -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank = highest.argsort(dim=1)  # the inverse permutation
     keep = present & ((rank < k) | (rank >= count - k))
-    kept = keep.sum(dim=1, keepdim=True).clamp(min=1)
-    return keep * (count / kept).double()
+    share = count / keep.sum(dim=1, keepdim=True)
+    return torch.where(keep, share, torch.zeros_like(share)).double()
 
 
 def _constant(rewards: Tensor) -> Tensor:
@@ -210,7 +209,7 @@ def _constant(rewards: Tensor) -> Tensor:
 
 
 def _freedom(count: Tensor, unbiased: bool) -> Tensor:
-    return (count - 1).clamp(min=1) if unbiased else count.clamp(min=1)
+    return (count - int(unbiased)).clamp(min=1)
 
 
 def one_of(key: str, value: str, allowed: Any) -> None:

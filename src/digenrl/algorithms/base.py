@@ -83,8 +83,8 @@ class PolicyModule(pl.LightningModule):
         self._meters = Meters()
         self._skips_in_a_row = 0
         self._reached = self._trains = False
-        """Whether the loss is known to reach every trained parameter; whether this rank trained a
-        cell in the update in progress."""
+        """Whether the loss is known to reach every trained parameter; whether this rank has trained
+        a cell."""
         self._suspect: tuple[TrainBatch, Tensor] | None = None
         """The first micro-batch of the update with a non-finite loss, else the latest, and its
         loss."""
@@ -264,7 +264,7 @@ class PolicyModule(pl.LightningModule):
         ):  # torch's own dummy step, which creates the state that a checkpoint fills
             return
         batch, _ = self._suspect
-        self._suspect, self._trains = None, False
+        self._suspect = None
         self.after_update(batch, changed=self._skips_in_a_row == 0)
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:

@@ -20,7 +20,7 @@ class ParameterCopy:
         self.tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def follow(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    def follow(self, parameters: Mapping[str, nn.Parameter], decay: float = 0.0) -> None:
         """copy = decay*copy + (1-decay)*parameter; decay 0 is a plain copy. The first call
         copies."""
         if not self.tensors:
@@ -89,7 +89,7 @@ class Ema:
     def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Start from the parameters before the first optimizer step; nothing after a restart."""
         if not self.copy.tensors:
-            self.copy.follow(parameters, 0.0)
+            self.copy.follow(parameters)
 
     def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Count an optimizer step, and follow the parameters one step before each `every`-th."""

@@ -44,7 +44,7 @@ class FirstRatios:
             RuntimeError: it is above the bound.
         """
         # A rank without cells takes part too.
-        none = torch.full((1,), NOTHING, dtype=torch.float64, device=module.device)
+        none = torch.tensor([NOTHING], dtype=torch.float64, device=module.device)
         deviations = _everyones(module, torch.cat([none, *self._deviations]))
         deviations, self._deviations = deviations[deviations != NOTHING], []
         if not len(deviations):

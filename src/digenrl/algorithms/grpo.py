@@ -141,7 +141,7 @@ class GRPO(PolicyModule):
         surrogate needs them."""
         keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
         if keeps and batch.version != self._batch_start_version:
-            self._batch_start.follow(self.policy.trained_parameters(), 0.0)
+            self._batch_start.follow(self.policy.trained_parameters())
             self._batch_start_version = batch.version
         return super().training_step(batch, batch_idx)
 
@@ -238,12 +238,9 @@ class GRPO(PolicyModule):
         ratios (Kish 1965). A value of 1 says that all cells count alike, 1/n that one of n counts.
         """
         found = super().collected()
-        mean, square = found.pop(JOINT, None), found.pop(JOINT_SQUARE, None)
-        return (
-            found
-            if mean is None or square is None
-            else found | {"effective_samples": mean**2 / square}
-        )
+        if JOINT in found:
+            found["effective_samples"] = found.pop(JOINT) ** 2 / found.pop(JOINT_SQUARE)
+        return found
 
     def on_fit_start(self) -> None:
         """Print the bound for the first ratios."""

@@ -29,8 +29,8 @@ class Meters(Metric):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**({"dist_sync_fn": gather_all_tensors} | options))
-        self.add_state("sums", torch.zeros(0, 2, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("peaks", torch.zeros(0, dtype=torch.float64), dist_reduce_fx="max")
+        self.add_state("sums", torch.tensor([]), dist_reduce_fx="sum")
+        self.add_state("peaks", torch.tensor([]), dist_reduce_fx="max")
         self._sums: dict[str, tuple[Tensor, float]] = {}
         self._peaks: dict[str, Tensor] = {}
 
@@ -78,7 +78,7 @@ class Meters(Metric):
         letters = torch.tensor(list(own.encode()), dtype=torch.uint8, device=self.device)
         for others in self.dist_sync_fn(letters, None):
             for line in bytes(others.tolist()).decode().splitlines():
-                kind, name = line.split(" ", 1)
+                kind, _, name = line.partition(" ")
                 if kind == "sum":
                     self._sums.setdefault(
                         name, (torch.zeros((), dtype=torch.float64, device=self.device), 0.0)

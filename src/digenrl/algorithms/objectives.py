@@ -63,7 +63,7 @@ def rectified_weight(kernel: Kernel, sigmas: Tensor, steps: Tensor) -> Tensor:
     sigma, following, guard = step_sigmas(
         sigmas, torch.arange(len(sigmas) - 2, device=sigmas.device)
     )
-    nothing = torch.zeros(len(sigma), 1, device=sigmas.device)
+    nothing = torch.zeros_like(sigma)[:, None]
     made = kernel.transition(nothing, nothing, sigma, following, guard, next_latents=nothing)
     weight = 1 / (made.sqrt_h / made.std + made.std * made.sqrt_h * (1 - sigma) / (2 * sigma))
     return (weight / weight.mean())[steps]

@@ -27,6 +27,8 @@ def test_work_goes_where_it_is_relatively_cheap_and_possible() -> None:
             {"generate": 1.0, "train": 1.0},
             {k: {"b": v["b"]} for k, v in seconds.items()},
         )
+    free = {"encode": {"b": 0.0}, "train": {}}  # costs nothing, and has no work
+    assert solve_bound({"b": 1}, {"encode": 3.0, "train": 0.0}, free) == 0.0
 
 
 @settings(max_examples=60, deadline=None)

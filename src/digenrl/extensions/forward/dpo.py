@@ -123,7 +123,7 @@ class DPO(PolicyModule):
             and self.reference_every is not None
             and (batch.version + 1) % self.reference_every == 0
         ):
-            self._reference.follow(self.policy.trained_parameters(), 0.0)
+            self._reference.follow(self.policy.trained_parameters())
 
 
 class OfflineDPO(DPO):

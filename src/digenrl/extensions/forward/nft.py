@@ -104,7 +104,7 @@ class NFT(PolicyModule):
         """Start the old policy as a copy of the trained one."""
         super().on_train_start()
         if not self._old.tensors:
-            self._old.follow(self.policy.trained_parameters(), 0.0)
+            self._old.follow(self.policy.trained_parameters())
 
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool

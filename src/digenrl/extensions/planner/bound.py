@@ -60,7 +60,7 @@ def solve_bound(
     gains = [work[stage] * smallest[stage] for stage in paid]
     objective = [-gain / sum(gains) for gain in gains] + [0.0] * len(names)
     found = linprog(objective, rows, [1.0] + [0.0] * (len(rows) - 1), options=_TOLERANCES)
-    shares = found.x[len(paid) :] / found.x[len(paid) :].sum()
+    shares = found.x[len(paid) :]
     weights = {name: float(share) / pools[name] for name, share in zip(names, shares, strict=True)}
     least = {stage: min(t * weights[n] for n, t in times.items()) for stage, times in able.items()}
     return sum(work[stage] * value for stage, value in least.items())
