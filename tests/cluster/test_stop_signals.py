@@ -1,0 +1,74 @@
+"""Counted stop signals, without a process that they would end."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from digenrl.cluster import signals
+from digenrl.cluster.signals import STOPS, StopSignals, handled_signals
+
+
+class Ended(Exception):
+    """The process would be gone."""
+
+
+def test_signals_of_one_second_are_one_and_the_one_beyond_patience_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def gone(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    monkeypatch.setattr(os, "_exit", gone)
+    reading, writing = os.pipe()
+    seen = StopSignals()
+    assert (seen.count, seen.number, seen.exit_code) == (0, 0, 0)
+    seen._handle(signal.SIGTERM, None)  # in the first second of the clock, too
+    now = 0.9
+    seen._handle(signal.SIGHUP, None)
+    assert (seen.count, seen.number, seen.exit_code) == (1, 15, 143)
+    now = 1.0
+    seen._handle(signal.SIGINT, None)
+    assert (seen.count, seen.number, seen.exit_code) == (2, 15, 143)
+    seen.leave_after(1, writing, "gone by {signal}")
+    now = 2.0
+    seen._handle(signal.SIGINT, None)
+    now = 3.0
+    seen.count_all()
+    seen._handle(signal.SIGINT, None)
+    seen.leave_after(0, writing, "gone by {signal}")
+    now = 4.0
+    with pytest.raises(Ended, match="130"):
+        seen._handle(signal.SIGINT, None)
+    assert os.read(reading, 99) == b"gone by SIGINT\n"
+    os.close(writing)
+    os.close(reading)
+    now = 5.0
+    with pytest.raises(Ended, match="129"):  # nobody reads it any more
+        seen._handle(signal.SIGHUP, None)
+    assert [seen.requests.get() for _ in range(seen.count)] == [15, 2, 2, 2, 2, 1]
+
+
+def test_handlers_are_those_of_the_innermost_context_and_nohup_is_obeyed() -> None:
+    def handlers() -> list[object]:
+        return [signal.getsignal(number) for number in STOPS]
+
+    before, one = handlers(), StopSignals()
+    with one:
+        inside = handlers()
+        assert inside == [one._handle] * len(STOPS)
+        with one, StopSignals() as other:
+            assert handlers() == [other._handle] * len(STOPS)
+        assert handlers() == inside
+    assert handlers() == before
+    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert set(STOPS) - set(handled_signals()) == {signal.SIGHUP}
+    finally:
+        signal.signal(signal.SIGHUP, hup)
+    assert handled_signals() == STOPS
