@@ -4,6 +4,7 @@ docs/algorithms.md and I3, I4, I5."""
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -165,6 +166,11 @@ def test_effective_samples_are_kishs_share_of_joint_ratios() -> None:
     found = module.collected()
     assert float(found["effective_samples"]) == pytest.approx(1 / shift.numel(), rel=1e-3)
     assert "joint_ratio" not in found
+    shift[0, :2] = torch.tensor([100.0, 39.0]) / 12  # one beyond e^40 counts as e^40
+    module.training_step(batch([replace(blocks[0], log_probs=blocks[0].log_probs - shift)]), 0)
+    e = math.exp(-1.0)
+    wanted = (1 + e) ** 2 / (1 + e**2) / shift.numel()
+    assert float(module.collected()["effective_samples"]) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_block_of_weight_zero_changes_nothing_even_if_it_holds_nan(moved: tuple) -> None:
@@ -564,14 +570,19 @@ def test_bad_combinations_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     video = ToyPolicy(latent_shape=(16, 9, 30, 4))
     with caplog.at_level(logging.WARNING, logger="digenrl.algorithms.grpo"):
         grpo(video, clip_range=1e-3)
+        grpo(ToyPolicy(), clip_range=9e-4)
         assert not caplog.records
-        grpo(ToyPolicy(latent_shape=(4096, 16)), clip_range=0.2)
-    assert "means per dimension (D=65536)" in caplog.text
+        grpo(ToyPolicy(latent_shape=(4096, 16)), clip_range=0.1)
+        grpo(ToyPolicy(), clip_range=8e-4)
+    large, small = (record.getMessage() for record in caplog.records)
+    assert "looks too large: log-probs here are means per dimension (D=65536)" in large
+    assert "looks too small" in small
 
 
 def test_dropout_stays_off_in_training() -> None:
     policy = ToyPolicy()
     policy.transformer.append(torch.nn.Dropout(0.5))
-    module = grpo(policy).train()
-    assert module.training
+    module = grpo(policy).eval()
+    assert not module.training
+    assert module.train().training
     assert not policy.transformer[-1].training

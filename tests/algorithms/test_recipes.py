@@ -4,12 +4,15 @@ variants are YAML alone."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
+from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.copies import Ema
 from digenrl.algorithms.grpo import GRPO
@@ -83,6 +86,9 @@ def test_published_values_are_there() -> None:
     assert isinstance(flow, GRPO)
     assert flow.clip == (1e-4, 1e-4)
     assert flow.updates_per_batch == 2
+    assert (flow.needs_final, flow.rewarded) == (False, True)
+    needs = flow.surrogate
+    assert [needs.needs_means, needs.needs_proximal, needs.needs_gaussian] == [False] * 3
     guard = build("grpo_guard")
     assert isinstance(guard, GRPO)
     assert guard.clip == (2e-6, 2e-6)
@@ -104,7 +110,22 @@ def test_parts_can_be_changed_from_the_command_line() -> None:
         "train",
         overrides=["~experiment", "~hardware", "algorithm=flow_grpo", "+algorithm/ema=default"],
     )
-    assert isinstance(instantiate(whole.algorithm.ema), Ema)
+    ema = instantiate(whole.algorithm.ema)
+    assert isinstance(ema, Ema)
+    usual = Ema()
+    assert (ema.decay, ema.every, ema.times) == (usual.decay, usual.every, usual.times)
+
+
+def test_defaults_of_the_code_are_those_of_the_files() -> None:
+    written = OmegaConf.load(CONFIGS / "algorithm" / "flow_grpo.yaml")
+    given = {name: each.default for name, each in signature(GRPO).parameters.items()}
+    own = {name: value for name, value in given.items() if value is not Parameter.empty}
+    assert {name: value for name, value in own.items() if written[name] != value} == {
+        "kl_weight": 0.0,
+        "updates_per_batch": 1,
+    }
+    usual = OmegaConf.load(CONFIGS / "algorithm" / "advantage" / "group.yaml")
+    assert instantiate(usual) == Advantage()
 
 
 def test_guard_on_cps_is_refused_from_yaml_too() -> None:
