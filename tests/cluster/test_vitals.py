@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,6 +14,10 @@ import pytest
 import torch
 
 from digenrl.cluster import vitals
+from digenrl.cluster.control import Control
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.world import Session, World
 from digenrl.record.progress import Progress
 
 
@@ -72,6 +79,58 @@ def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None) -> None
     monitor.stop()
     assert time.monotonic() - began < 5.0
     assert not psutil.pid_exists(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "key"),
+    [
+        (0, signal.SIGTERM, "signal"),
+        (1, signal.SIGTERM, "ask/1"),
+        (1, signal.SIGINT, "signal"),
+        (5, signal.SIGINT, "ask/5"),
+    ],
+)
+def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
+    rank: int, number: int, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout may leave at some signals, and a rollout that joined at all."""
+    handshake, pauses, due = Handshake(), list[float](), [number]
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+    control = Control(StoreClient(server.host, server.port, handshake), -1)
+    progress = Progress()
+    session = Session(server.host, server.port, handshake, tmp_path, 0.0, progress=progress)
+
+    def request(pause: float) -> int | None:
+        pauses.append(pause)
+        time.sleep(0.002)
+        return due.pop() if due else None
+
+    def until(key: str, wanted: Callable[[str | None], bool]) -> None:
+        deadline = time.monotonic() + 20.0
+        while not wanted(control.get(key)):
+            assert time.monotonic() < deadline, key
+            time.sleep(0.002)
+
+    monkeypatch.setattr(vitals, "wait_for_request", request)
+    world = World(rank, trainers=1, rollouts=1)
+    with progress.stage("decode"):
+        progress.said = "decoding"
+        vitals.start_heartbeat(session, world)
+        until(key, lambda value: value == str(int(number)))
+        until(f"beat/{rank}", lambda value: json.loads(value or "[0]")[0] > 2)
+        (doing,) = json.loads(control.get(f"beat/{rank}") or "")[1]
+    assert {key, "signal", f"ask/{rank}"} - {key} == {
+        other for other in ("signal", f"ask/{rank}") if control.get(other) is None
+    }
+    assert "decode" in doing
+    assert control.get(f"state/{rank}") == "decoding"
+    assert control.get(f"facts/{rank}") in (None, json.dumps(vitals.facts(progress)))
+    assert pauses[:3] == [1.0, *[0.1 if key != "signal" else 1.0] * 2]
+    assert not session.leave.is_set()
+    control.set(f"leave/{rank}", "signal")
+    if rank:
+        assert session.leave.wait(20.0)
+    server.close()
 
 
 def test_marking_costs_microseconds() -> None:

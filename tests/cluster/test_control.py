@@ -1,0 +1,142 @@
+"""Waits of a rank for others, what it reports, and what a launcher prepares."""
+
+from __future__ import annotations
+
+import io
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from digenrl.cluster import control as module
+from digenrl.cluster.control import Aborted, Control, PeerLost
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.launcher import check_open_files, mask_secrets
+from digenrl.cluster.store import StoreClient, StoreServer
+
+
+class Clock:
+    """Time that passes in sleeps alone, and what happens meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+        self.script: dict[float, Callable[[], object]] = {}
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+        for second in [s for s in self.script if s <= self.now]:
+            self.script.pop(second)()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "sleep", clock.sleep)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def controls() -> Iterator[tuple[Control, Control]]:
+    handshake = Handshake()
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+    store = StoreClient(server.host, server.port, handshake)
+    yield Control(store, -1), Control(store, 1, patience=3.0)
+    server.close()
+
+
+def test_a_wait_ends_with_the_value_the_cause_the_death_or_the_patience(
+    clock: Clock, controls: tuple[Control, Control]
+) -> None:
+    host, rank = controls
+    clock.script[1.0] = lambda: host.set("news", "good")
+    assert rank.wait_for("news", "the news") == "good"
+    assert clock.slept[:8] == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.05, 0.05]
+    clock.script[2.0] = lambda: host.lose(2)
+    with pytest.raises(PeerLost, match="rank 2 is lost: more news will not come"):
+        rank.wait_for("more", "more news", rank=2)
+    began = clock.now
+    with pytest.raises(Aborted, match=r"rank 1 waited 3 s \(limits.start_s\) for more news"):
+        rank.wait_for("more", "more news", rank=3)
+    assert 3.0 < clock.now - began < 3.1
+    clock.script[clock.now + 1.0] = lambda: host.abort("it is over")
+    began = clock.now
+    assert host.goes_on_without(2, 5.0)
+    assert not host.goes_on_without(3, 0.5)
+    assert 0.5 <= clock.now - began < 0.6
+    with pytest.raises(Aborted, match="rank 1 stops: it is over"):
+        rank.goes_on_without(3, 5.0)
+
+
+def test_the_first_cause_stays_and_an_error_of_a_trainer_ends_the_run(
+    controls: tuple[Control, Control],
+) -> None:
+    host, rank = controls
+    rank.report(False, ValueError("small"))
+    said = "raised ValueError: small; see logs/rank-001.log"
+    assert (host.get("cause/1"), host.get("abort")) == (said, None)
+    host.check()
+    rank.report(True, ValueError("small"))
+    assert host.get("abort") == f"rank 1 (trainer) {said}"
+    host.abort("later")
+    assert host.get("abort") == f"rank 1 (trainer) {said}"
+    assert not rank.stopping
+    rank.request_stop("enough")
+    rank.request_stop("more than enough")
+    assert rank.stopping
+    assert host.get("stop") == "enough"
+    for joined in (5, 4):
+        host.join(joined)
+    host.set("work/5", "busy")
+    host.lose(5)
+    assert (host.get("work/5"), host.joined(), host.lost_ranks()) == ("", [5, 4], {5})
+    assert host.survivors([0, 5, 2]) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ((88, 200), None),
+        ((87, 88), (88, 88)),
+        ((50, resource.RLIM_INFINITY), (88, resource.RLIM_INFINITY)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ],
+)
+def test_open_files_are_raised_as_far_as_two_ranks_need(
+    limits: tuple[int, int], raised: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, to: set_to.append(to))
+    check_open_files(2)
+    assert set_to == [raised] * (raised is not None)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (80, 87))
+    with pytest.raises(
+        ValueError, match=r"2 ranks need 88 open files .* allows 87: .*ulimit -n 88"
+    ):
+        check_open_files(2)
+
+
+def test_what_a_rank_prints_is_masked_and_a_full_disk_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None:
+            self.write("")
+
+    out, kept = Full(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", kept)
+    mask_secrets()
+    assert sys.stdout is out
+    print("lost", flush=True)
+    assert sys.stderr.write("Authorization: Bearer abcdefghijklmnop123\n") == 42
+    assert "abcdefgh" not in kept.getvalue()
+    assert kept.getvalue().startswith("Authorization")
