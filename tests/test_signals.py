@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from digenrl.cluster.signals import LEAVES
@@ -21,7 +20,7 @@ from digenrl.cluster.vitals import BEAT_EVERY_S
 from digenrl.config import EXIT_CODE
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.storm import STOPS, storm
-from tests.training import PATIENCE_S, SMALL, Train, assert_failed, commands, fault, state_of
+from tests.training import PATIENCE_S, SMALL, Train, commands, fault, state_of
 
 pytestmark = pytest.mark.processes
 
@@ -177,26 +176,6 @@ def test_under_nohup_a_closed_terminal_changes_nothing(running: Any) -> None:
     train.wait_for_step(1)
     os.killpg(train.pid, signal.SIGHUP)
     assert train.finish() == 0, train.stderr
-
-
-def test_a_rank_that_exits_with_code_0_before_the_end_is_dead(running: Any) -> None:
-    train = running(*SMALL, *fault("reward", 1, "leave", call=3), fork=True)
-    assert_failed(train, "rank 1 (rollout) exited with code 0 before the run ended")
-
-
-def test_a_monitor_suspended_by_hand_does_not_outlive_the_run(running: Any) -> None:
-    train = running(*SMALL, fork=True)
-    train.wait_for_step(1)
-    ranks = train.ranks()
-    (monitor,) = (child for child in psutil.Process(train.pid).children() if child not in ranks)
-    monitor.suspend()
-    try:
-        assert train.finish() == 0, train.stderr
-        psutil.wait_procs([monitor], timeout=2.0)
-        assert state_of(monitor.pid) == "gone"
-    finally:
-        if monitor.is_running():
-            monitor.kill()
 
 
 def test_too_few_open_files_are_refused_with_the_number_that_is_needed(running: Any) -> None:

@@ -216,7 +216,7 @@ def runner_of(
     )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6), st.integers(1, 20))
 @pytest.mark.heavy
 def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], groups: int) -> None:
