@@ -79,7 +79,10 @@ ANYWHERE = (
     "tests/test_train_cli.py",
 )
 """Runs of all kinds, beside all tests of a room."""
-BESIDE = {"rollout": ("tests/strategy/test_evaluating.py",)}
+BESIDE = {
+    "rollout": ("tests/strategy/test_evaluating.py",),
+    "cluster": ("tests/test_signals.py", "tests/test_restarts.py"),
+}
 """Tests of a room in other folders than its own, for the far round."""
 KILLED, SURVIVED, TIMED_OUT = "killed", "survived", "timed out"
 
@@ -174,7 +177,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 LARGE = 1e3
 """Fractions from here on are doubled: one more means nothing."""
-SYMMETRIC = ("max", "min", "math.gcd", "math.lcm")
+SYMMETRIC = ("max", "min", "math.gcd", "math.lcm", "torch.maximum", "torch.minimum")
 """Functions that answer the same whatever the order of their arguments."""
 SILENT = (ast.Raise, ast.JoinedStr, ast.Assert, ast.arg)
 """Nodes below which nothing is changed: texts of errors, and what only the types read."""
