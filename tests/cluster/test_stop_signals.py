@@ -58,6 +58,7 @@ def test_handlers_are_those_of_the_innermost_context_and_nohup_is_obeyed() -> No
     def handlers() -> list[object]:
         return [signal.getsignal(number) for number in STOPS]
 
+    hup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     before, one = handlers(), StopSignals()
     with one:
         inside = handlers()
@@ -66,9 +67,9 @@ def test_handlers_are_those_of_the_innermost_context_and_nohup_is_obeyed() -> No
             assert handlers() == [other._handle] * len(STOPS)
         assert handlers() == inside
     assert handlers() == before
-    hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert handled_signals() == STOPS
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert set(STOPS) - set(handled_signals()) == {signal.SIGHUP}
     finally:
         signal.signal(signal.SIGHUP, hup)
-    assert handled_signals() == STOPS
