@@ -199,6 +199,20 @@ def part(rank: int, said: str = "") -> Callable[[Run], None]:
     return happen
 
 
+def heard(rank: int) -> Callable[[Run], None]:
+    return lambda run: run.silent.remove(rank)
+
+
+def sleeps(seconds: float, *after: Callable[[Run], object]) -> Callable[[Run], None]:
+    """The launcher itself is suspended so long."""
+
+    def happen(run: Run) -> None:
+        run.now += seconds
+        run._script[run.now + 0.25] = both(*after)
+
+    return happen
+
+
 def quiet(rank: int) -> Callable[[Run], None]:
     return lambda run: run.silent.add(rank)
 
@@ -310,6 +324,23 @@ MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str
         failed("rank 2 (rollout) stopped responding (its machine gave no sign of life for 5 s)"), {"abort": 8.25},
         [("joined", 2)],
     ),
+    "dies while it may leave": (
+        {2: ASKS, 4: die(1), 6: done(0, 2)}, {"rollouts": 2}, ("completed", None, 0, False), {"leave/1": 2.75},
+        [("lost", 1)],
+    ),
+    "a trainer waits in silence": (
+        {2: both(die(1), quiet(0)), 20: both(join(2), heard(0)), 22: both(done(0), part(2))}, {"patience_s": 30.0},
+        ("completed", None, 0, False), {},
+        [("lost", 1), ("warning", f"{GONE}, {LAST}; waiting 30 s for another (digenrl join)"), ("joined", 2)],
+    ),
+    "a launcher that slept": (
+        {
+            1: both(join(2), quiet(2)), 3.5: sleeps(50.0, heard(2)),
+            60: quiet(0), 66: sleeps(50.0, heard(0)),
+            120: lambda run: run.suspended.add(1), 121.5: sleeps(50.0, lambda run: run.suspended.clear()),
+            180: both(done(0, 1), part(2)),
+        }, {}, ("completed", None, 0, False), {}, [("joined", 2)],
+    ),
     "silent": (
         {2: quiet(0)}, {}, failed("rank 0 (trainer) stopped responding (it gave no sign of life for 8 s)"),
         {0: 11.0, 1: 15.5}, [],
@@ -339,3 +370,4 @@ def test_who_comes_goes_and_falls_silent(make: Callable[..., Run], case: str) ->
     seen = {**run.seen, **killed}
     assert {key: seen.get(key) for key in wanted} == wanted
     assert run.events() == events
+    assert run.control.get("ranks") == str(len(run.ranks))
