@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 import socket
 import sys
@@ -13,7 +14,7 @@ import pytest
 from digenrl.cluster import control as module
 from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import check_open_files, mask_secrets
+from digenrl.cluster.launcher import check_open_files, keep_memory, mask_secrets
 from digenrl.cluster.store import StoreClient, StoreServer
 
 
@@ -119,6 +120,18 @@ def test_open_files_are_raised_as_far_as_two_ranks_need(
         ValueError, match=r"2 ranks need 88 open files .* allows 87: .*ulimit -n 88"
     ):
         check_open_files(2)
+
+
+def test_freed_memory_is_kept() -> None:
+    """Mapping pages again takes as long as sending them: a second buffer gets the first one's."""
+    if (child := os.fork()) == 0:
+        keep_memory()
+        faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+        for _ in range(2):
+            bytearray(16 << 20)
+            faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        os._exit(int(faults[2] - faults[1] > 400 or faults[1] - faults[0] < 2000))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_what_a_rank_prints_is_masked_and_a_full_disk_is_no_error(

@@ -38,7 +38,11 @@ def test_a_rank_counts_the_graphs_that_it_compiles() -> None:
         plain(torch.zeros(rows))
         seen.append(vitals.facts(Progress())["graphs"] - seen[0])
     assert seen[1:] == [1, 1, 2]
-    assert vitals.facts(Progress())["peak_gib"] == {}
+    rank = Progress()
+    assert vitals.facts(rank)["peak_gib"] == {}
+    rank.peaks.update({"train": 3 << 29, "decode": 123_456_789})
+    assert vitals.facts(rank)["peak_gib"] == {"decode": 0.115, "train": 1.5}
+    assert (vitals.facts_key(3), vitals.watch_key(3)) == ("facts/3", "watch/3")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from digenrl.cluster import launcher, vitals
-from digenrl.cluster.claims import note_version
+from digenrl.cluster.claims import StoredClaims, note_version
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, Launch, RunOutcome
@@ -24,7 +23,10 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import Members, end_key
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import heartbeat_key, watch_key
+from digenrl.schedule import ScheduleSpec, queue
+from digenrl.schedule.claims import Claims
 
+TASKS = queue(ScheduleSpec(2, 2, 2, 4, 3), 0, 0)
 LIMITS = Limits(stage_factor=None, silent_s=8.0, join_s=20.0, stage_floor_s=40.0, absent_s=5.0)
 TERM, LAST = signal.SIGTERM, "the last rollout"
 KILLED = "was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)"
@@ -74,7 +76,7 @@ class Run:
         self.now, self._every, self._script, self.server = 0.0, every, dict(script), store
         self.handshake = handshake
         self.control = Control(StoreClient(store.host, store.port, handshake), -1)
-        self.silent, self.suspended = set(silent), set[int]()
+        self.silent, self.suspended, self.stuck = set(silent), set[int](), set[int]()
         self.guests: dict[int, StoreClient] = {}
         """Rollouts that joined."""
         self.seen: dict[str, float] = {}
@@ -105,6 +107,7 @@ class Run:
             self.control.set(heartbeat_key(rank), json.dumps([self.now, []]))
         for rank in self.guests.keys() - self.silent:
             self.control.set(watch_key(rank), str(self.now))
+        for rank in self.guests.keys() - self.silent - self.stuck:
             self.control.set(heartbeat_key(rank), json.dumps([self.now, []]))
         for second in [s for s in self._script if s <= self.now]:
             self._script.pop(second)(self)
@@ -116,12 +119,18 @@ class Run:
         watch = launcher._Watch(self.spec, self.ranks, self.control, self.members)  # type: ignore[arg-type]
         found = watch.run()
         self._look()
+        self.seen["end"] = self.now
         return found
 
     def events(self) -> list[tuple[str, Any]]:
         path = self.spec.run_dir / "events.jsonl"
         rows = map(json.loads, path.read_text().splitlines() if path.exists() else ())
         return [(row["kind"], row.get("rank", row.get("message"))) for row in rows]
+
+
+def takes(rank: int) -> Callable[[Run], object]:
+    """It claims a task of step 0."""
+    return lambda run: Claims(StoredClaims(run.control), rank).take(0, TASKS, range(len(TASKS)))
 
 
 def die(rank: int, code: int = -9, cause: str = "") -> Callable[[Run], None]:
@@ -167,6 +176,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         monkeypatch.setattr(vitals.time, "monotonic", lambda: runs[-1].now)
         return runs[-1]
 
+    def sleep(seconds: float) -> None:
+        runs[-1].now += seconds
+
+    monkeypatch.setattr(launcher.time, "sleep", sleep)
     monkeypatch.setattr(vitals, "cpu_seconds", lambda pid: 0.0)
     monkeypatch.setattr(
         vitals, "is_suspended", lambda pid: pid is not None and pid - 1000 in runs[-1].suspended
@@ -194,7 +207,7 @@ def part(rank: int, said: str = "") -> Callable[[Run], None]:
             run.control.set(end_key(rank), said)
         run.guests.pop(rank)._socket.close()
         while rank in run.server.connected():
-            time.sleep(0.001)
+            os.sched_yield()
 
     return happen
 
@@ -252,6 +265,10 @@ ENDS: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float]]] = {
         {2: die(0)}, {"pid": None},
         failed("rank 0 (trainer) is gone, with its process or its machine; see logs/rank-000.log"), {"abort": 2.0},
     ),
+    "elsewhere, in order": (
+        {2: die(0, 0)}, {"pid": None},
+        failed("rank 0 (trainer) exited with code 0 before the run ended; see logs/rank-000.log"), {"abort": 2.0},
+    ),
     "one of two": ({2: die(1), 4: done(0, 2)}, {"rollouts": 2}, ("completed", None, 0, False), {}),
     "the last": ({2: die(1)}, {}, failed(f"{GONE}, {LAST}"), {"stop": 2.0, 0: 2.0}),
     "the last, trained": ({1: FIRST, 2: die(1)}, {}, failed(f"{GONE}, {LAST}"), {"give_up": 2.25, 0: 8.5}),
@@ -291,6 +308,7 @@ def test_how_a_run_ends_and_when(make: Callable[..., Run], case: str) -> None:
 
 
 ASKS = sets("ask/1", "15")
+TWICE = "task 0 of step 0 (group 0) lost 2 owners, the last being rank 2"
 MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str, Any]]]] = {
     "leaves": (
         {2: ASKS, 4: leave(1), 5: die(2), 6: done(0, 3)}, {"rollouts": 3, "max_lost": 1},
@@ -322,6 +340,20 @@ MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str
     "a joined one is out of reach": (
         {1: join(2), 3: quiet(2)}, {"max_lost": 0},
         failed("rank 2 (rollout) stopped responding (its machine gave no sign of life for 5 s)"), {"abort": 8.25},
+        [("joined", 2)],
+    ),
+    "a task is lost twice": (
+        {1: takes(1), 2: die(1), 3: takes(2), 4: die(2)}, {"rollouts": 3},
+        failed(f"{TWICE}, which {KILLED}: the task itself is the likely cause. Look at its prompt and its reward."),
+        {"abort": 4.0},
+        [("lost", 1)],
+    ),
+    "a joined one stays too long": (
+        {1: join(2), 3: done(0, 1)}, {}, ("completed", None, 0, False), {"end": 13.0}, [("joined", 2)],
+    ),
+    "a joined one computes nothing": (
+        {1: join(2), 2: lambda run: run.stuck.add(2)}, {"max_lost": 0},
+        failed("rank 2 (rollout) stopped responding (it gave no sign of life for 40 s)"), {"abort": 43.0},
         [("joined", 2)],
     ),
     "dies while it may leave": (
@@ -368,6 +400,6 @@ def test_who_comes_goes_and_falls_silent(make: Callable[..., Run], case: str) ->
     assert astuple(run.ends()) == outcome
     killed = {rank: each.killed for rank, each in run.ranks.items() if each.killed is not None}
     seen = {**run.seen, **killed}
-    assert {key: seen.get(key) for key in wanted} == wanted
+    assert {key: seen.get(key) for key in wanted} == pytest.approx(wanted)
     assert run.events() == events
     assert run.control.get("ranks") == str(len(run.ranks))
