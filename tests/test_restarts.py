@@ -36,12 +36,13 @@ def events(train: Train, kind: str) -> list[dict[str, Any]]:
     return [row for row in train.rows("events.jsonl") if row["kind"] == kind]
 
 
+@pytest.mark.slow  # by default one is killed in its last save; test_resume compares the bits
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("every", "words"),
     [
         (2, ("schedule=gap",)),
-        pytest.param(1000, ("allocation.trainers=2",), marks=pytest.mark.slow),
+        (1000, ("allocation.trainers=2",)),
     ],
     ids=["from-a-checkpoint", "from-the-beginning"],
 )

@@ -28,28 +28,28 @@ POLICIES = "tests/gpu/test_policies.py"
 SIZE = {"devices": 6, "memory_mib": 512}
 LEFT_OUT = "not the_clock and not (test_policies and compiled)"
 """Inductor's test, and the clock's, whose matrices take a processor minutes."""
-FULL = "first_ratios and full"
-"""Tests of `POLICIES` with all weights, which take longer; a sharded world trains all weights too."""
+LONGER = "first_ratios and (full or sd35 or qwen or hunyuan)"
+"""Tests of `POLICIES` with all weights (which a sharded world trains too), and of further families."""
 
 
 def test_inside_a_process_that_has_the_device() -> None:
     """One process, because its start costs seconds. Runs come first: they fork it, which is only
     possible before it has used the device."""
-    forking = (f"{INSIDE}/test_{name}.py" for name in ("runs", "memory", "peaks"))
+    forking = (f"{INSIDE}/test_{name}.py" for name in ("runs", "memory"))
     using = (f"{INSIDE}/test_{name}.py" for name in ("strict", "parts", "commands"))
-    chosen = f"{LEFT_OUT} and not ({FULL})"
+    chosen = f"{LEFT_OUT} and not ({LONGER})"
     passed(*forking, *using, POLICIES, "-m", "not slow", "-k", chosen, **SIZE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["runs", "memory", "families", "commands"])
+@pytest.mark.parametrize("name", ["runs", "memory", "peaks", "families", "commands"])
 def test_what_takes_longer(name: str) -> None:
     passed(f"{INSIDE}/test_{name}.py", "-m", "slow", **SIZE)
 
 
 @pytest.mark.slow
-def test_all_weights_in_bf16() -> None:
-    passed(POLICIES, "-k", FULL, **SIZE)
+def test_first_ratios_of_all_weights_and_of_further_families() -> None:
+    passed(POLICIES, "-k", LONGER, **SIZE)
 
 
 def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]:

@@ -74,13 +74,13 @@ def assert_replays(run_dir: Path, ranks: int) -> Counter[str]:
 
 
 def test_I13_replaying_recorded_runs_gives_every_decision_again(tmp_path: Path) -> None:
-    """One trainer and two rollout ranks: naive, with everything on, and asynchronous."""
-    modes = {"sync": ("schedule=sync",), "full": ON_POLICY, "async": (*FULL, "max_rl_steps=3")}
+    """One trainer and two rollout ranks: with everything on, and asynchronous."""
+    modes = {"full": ON_POLICY, "async": (*FULL, "max_rl_steps=3")}
     jobs = [Job(name, configured(*LIGHT, *words), slow_rollouts) for name, words in modes.items()]
     for job, cluster in run_series(tmp_path, 1, 2, jobs):
         assert_same_cells(completed(cluster), reference_of(job.config))
         counts = assert_replays(cluster.run_dir, ranks=3)
-        assert (counts["lend"] > 0) == (job.name != "sync")
+        assert counts["lend"] > 0
         if job.name == "full":
             own = records(cluster.run_dir)["rank-000.jsonl"]
             opened = [row["answer"] for row in own if row.get("decision") == "opens"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from digenrl import accelerator, run
@@ -36,6 +37,7 @@ def build(rank: run.Rank, world: World) -> None:
         rank.trainer.callbacks.append(Planted())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_line_has_the_most_that_each_rank_held_in_each_stage(tmp_path: Path) -> None:
     cluster = run_cluster(tmp_path, 1, 1, configured(), after_build=build)
     completed(cluster)
