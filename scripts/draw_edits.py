@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from torchvision.transforms.v2.functional import to_pil_image
 
 from reward_models import drawn_scenes
-from reward_models.drawn_edits import edits_of
+from scripts.drawn_edits import edits_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "src" / "digenrl" / "prompts"
 SIDE, SCALE, PLACES = 64, 4, 3

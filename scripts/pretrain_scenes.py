@@ -39,7 +39,6 @@ from digenrl.extensions.tasks.scenes import (
     pack,
     text_features,
 )
-from reward_models.drawn_edits import EDITS, Edit
 from reward_models.drawn_scenes import (
     KINDS,
     SCENES,
@@ -58,6 +57,7 @@ from reward_models.scene_judges import (
     build_judge,
     spread,
 )
+from scripts.drawn_edits import EDITS, Edit
 from scripts.flow_matching import Batch, sampled, save, train
 
 CHUNK = 2048

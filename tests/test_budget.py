@@ -122,7 +122,7 @@ ROOMS = {
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1093),
+    "extensions/page": Room(1000, ("extensions/page",), ceiling=1075),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1461),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1705
@@ -149,7 +149,7 @@ ROOMS = {
     "extensions/shares": Room(100, ("extensions/shares",)),
     "extensions/terminal": Room(80, ("extensions/terminal",)),
     "extensions/workbench, store": Room(630, ("extensions/workbench", "extensions/store")),
-    "reward_models": Room(1500, ("reward_models",), ceiling=1879),
+    "reward_models": Room(1500, ("reward_models",), ceiling=1822),
     "hot path": Room(7500, HOT_PATH),
     "core": Room(
         13000,
@@ -162,7 +162,7 @@ ROOMS = {
         ceiling=12866,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28083),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28008),
 }
 """Room -> its budget. The last four rows are sums."""
 

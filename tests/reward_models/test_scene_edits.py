@@ -11,11 +11,11 @@ from torch import Tensor
 from digenrl.data import load_prompts
 from digenrl.rewards.protocol import source_images
 from digenrl.types import Prompt
-from reward_models.drawn_edits import EDITS, edits_of
 from reward_models.drawn_scenes import PAPER, asked_scene, draw
 from reward_models.region import outside
 from reward_models.scene_edits import SceneEdit, ScenePreserved
 from reward_models.scene_judges import SceneJudge, detect
+from scripts.drawn_edits import EDITS, edits_of
 
 PROMPTS = list(load_prompts("drawn_edits.jsonl"))[::3]
 SIZE = torch.zeros(len(PROMPTS), 3, 24, 24)

@@ -23,7 +23,6 @@ from reward_models.drawn_scenes import (
     draw_places,
     draw_scenes,
     margin,
-    near_misses,
 )
 from reward_models.scene_judges import (
     SceneDetector,
@@ -32,6 +31,7 @@ from reward_models.scene_judges import (
     detect,
     share_of_assertions,
 )
+from tests.near_misses import near_misses
 
 pytestmark = pytest.mark.heavy
 

@@ -23,8 +23,8 @@ from reward_models.drawn_scenes import (
     draw,
     draw_places,
     draw_scenes,
-    near_misses,
 )
+from tests.near_misses import near_misses
 
 PICTURE = torch.zeros(3, 100, 100)
 

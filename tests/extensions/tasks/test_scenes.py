@@ -22,10 +22,10 @@ from digenrl.extensions.tasks.scenes import (
 )
 from digenrl.rewards.protocol import source_images
 from digenrl.types import CellBlock, Prompt
-from reward_models.drawn_edits import EDITS
 from reward_models.drawn_scenes import PAPER, SCENES, draw, draw_places, draw_scenes
 from reward_models.scene_edits import SAME
 from reward_models.scene_judges import JUDGE_FILE, OFF_PAPER, SceneDetector, SceneStatistics, spread
+from scripts.drawn_edits import EDITS
 from scripts.pretrain_scenes import sample_edits, sample_scenes
 from tests.sampling import sample
 
