@@ -123,7 +123,7 @@ ROOMS = {
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
     "extensions/page": Room(1000, ("extensions/page",), ceiling=1075),
-    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1461),
+    "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1420),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1705
     ),
@@ -162,7 +162,7 @@ ROOMS = {
         ceiling=12866,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=28008),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27967),
 }
 """Room -> its budget. The last four rows are sums."""
 

@@ -27,7 +27,7 @@ REMOVED: dict[str, str] = {
     ),
     "reward.cache_size": "samples of a run differ, so that hardly a score was found again",
     "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
-    "reward.rewards.*.scorer.quarantine": "the log has the cause of each malformed answer",
+    "reward.rewards.*.scorer.quarantine": "events.jsonl has the causes of missing scores",
     "schedule.gradients": "trainers compute every trained step again, as replay did",
     "schedule.handoff": (
         "rollouts that leave and loans that end give their tasks away; else moving them gained "

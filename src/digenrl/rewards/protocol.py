@@ -43,8 +43,7 @@ MISSING_IMAGE = "name a file in the field {role} of its line, in a .jsonl prompt
 
 
 class RewardError(RuntimeError):
-    """A reward cannot be trusted (wrong shape, changed identity, repeated malformed answers), so
-    the run must stop."""
+    """A reward cannot be trusted (wrong shape, changed identity), so the run must stop."""
 
 
 class RewardUnavailable(RewardError):

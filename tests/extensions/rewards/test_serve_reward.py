@@ -16,7 +16,7 @@ import torch
 
 from digenrl.config import ConfigError, load
 from digenrl.extensions.rewards.cli.serve_reward import main, service_token
-from digenrl.extensions.rewards.client import RewardClient
+from digenrl.extensions.rewards.remote import RemoteScorer
 from digenrl.types import Prompt
 from reward_models.jpeg_size import JpegSize
 
@@ -43,8 +43,8 @@ def service(repository):
 def test_it_scores_as_the_scorer_does(service):
     media = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     prompts = [Prompt("a"), Prompt("b")]
-    client = RewardClient([service[1]])
-    assert torch.equal(client.score(media, prompts), JpegSize()(media, prompts))
+    client = RemoteScorer([service[1]])
+    assert torch.equal(client(media, prompts), JpegSize()(media, prompts))
     assert client.identity().model_id.startswith("jpeg_size")
     client.close()
 

@@ -16,7 +16,7 @@ import torch
 
 from digenrl.data import load_prompts
 from digenrl.extensions.rewards import frames
-from digenrl.extensions.rewards.client import ClientOptions, RewardClient
+from digenrl.extensions.rewards.remote import RemoteScorer
 from digenrl.extensions.rewards.service import RewardService, ServiceLimits, is_loopback, serve
 from digenrl.rewards.protocol import Identity, RewardError, RewardUnavailable, source_images
 from digenrl.rewards.suite import RewardSuite
@@ -38,8 +38,8 @@ def test_scores_are_those_of_the_scorer_bit_by_bit():
     media = MEDIA.clone()
     media[2] = 0
     with running(RewardService(Brightness())) as url:
-        client = RewardClient([url])
-        scores = client.score(media, PROMPTS)
+        client = RemoteScorer([url])
+        scores = client(media, PROMPTS)
         assert client.identity() == RewardService(Brightness()).identity
         client.close()
         assert httpx.get(url + "/health", trust_env=False).json() == {"status": "ok"}
@@ -67,14 +67,14 @@ def test_a_batch_is_cut_to_the_limits_of_the_service():
         return media.flatten(1).mean(1)
 
     with running(RewardService(scorer, ServiceLimits(max_samples=2))) as url:
-        client = RewardClient([url])
-        torch.testing.assert_close(client.score(MEDIA, PROMPTS), MEDIA.flatten(1).mean(1))
+        client = RemoteScorer([url])
+        torch.testing.assert_close(client(MEDIA, PROMPTS), MEDIA.flatten(1).mean(1))
         client.close()
         assert sorted(calls) == [1, 2, 2]
     with running(RewardService(scorer, ServiceLimits(max_pixels=15))) as url:
-        client = RewardClient([url])
+        client = RemoteScorer([url])
         with pytest.raises(RewardError, match="raise its limits"):
-            client.score(MEDIA, PROMPTS)
+            client(MEDIA, PROMPTS)
         client.close()
 
 
@@ -86,9 +86,9 @@ def test_a_token_is_needed_everywhere_but_for_health(monkeypatch):
             assert post(url, FRAME, Authorization=given).status_code == 401
         assert post(url, FRAME, Authorization="Bearer right").status_code == 200
         monkeypatch.setenv("DIGENRL_REWARD_TOKEN", "wrong")
-        client = RewardClient([url])
+        client = RemoteScorer([url])
         with pytest.raises(RewardError, match="token"):
-            client.score(MEDIA, PROMPTS)
+            client(MEDIA, PROMPTS)
         client.close()
 
 
@@ -177,8 +177,8 @@ def test_more_requests_than_places_get_429_and_then_a_place():
         assert refused.status_code == 429
         assert refused.headers["Retry-After"] == "0.05"
         threading.Timer(0.2, gate.set).start()
-        client = RewardClient([url], ClientOptions(max_attempts=100))
-        torch.testing.assert_close(client.score(MEDIA, PROMPTS), MEDIA.flatten(1).mean(1))
+        client = RemoteScorer([url], max_attempts=100)
+        torch.testing.assert_close(client(MEDIA, PROMPTS), MEDIA.flatten(1).mean(1))
         client.close()
         first.join(5)
         assert answers == [200]
@@ -224,9 +224,9 @@ def test_an_unavailable_scorer_is_503_which_clients_take_as_missing():
 
     with running(RewardService(scorer)) as url:
         assert post(url, FRAME).status_code == 503
-        client = RewardClient([url], ClientOptions(max_attempts=2, backoff_s=0.01))
+        client = RemoteScorer([url], max_attempts=2)
         with pytest.raises(RewardUnavailable, match="503"):
-            client.score(MEDIA, PROMPTS)
+            client(MEDIA, PROMPTS)
         client.close()
 
 
@@ -321,9 +321,9 @@ def test_images_go_once_to_a_scorer_that_asks_and_never_to_another():
     asked = [edits[0], edits[0], edits[1], edits[2]]
     media = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     with running(RewardService(Likeness())) as url, running(RewardService(Brightness())) as other:
-        client, without = RewardClient([url]), RewardClient([other])
-        assert torch.equal(client.score(media, asked), Likeness()(media, asked))
-        assert torch.equal(without.score(media, asked), Brightness()(media, asked))
+        client, without = RemoteScorer([url]), RemoteScorer([other])
+        assert torch.equal(client(media, asked), Likeness()(media, asked))
+        assert torch.equal(without(media, asked), Brightness()(media, asked))
         frame = bytearray(frames.encode_request(media, asked, "request", images=True))
         files = {image.digest: image.size for prompt in asked for image in prompt.images}
         plain = frames.encode_request(media, asked, "request")

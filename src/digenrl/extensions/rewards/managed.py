@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from digenrl import accelerator
-from digenrl.extensions.rewards.client import RewardClient
 from digenrl.extensions.rewards.process import ProcessScorer
+from digenrl.extensions.rewards.remote import RemoteScorer
 from digenrl.extensions.rewards.settings import gpus_of
 from digenrl.rewards.protocol import RewardError
 
@@ -36,7 +36,7 @@ class ManagedScorer(ProcessScorer):
         others: as of `ProcessScorer`.
     """
 
-    def _start(self) -> RewardClient:
+    def _start(self) -> RemoteScorer:
         """Return a client of the machine's child, which is started if there is none."""
         if self._client is not None and (self._child is None or self._child.poll() is None):
             return self._client
@@ -54,7 +54,7 @@ class ManagedScorer(ProcessScorer):
                 self._lost(TimeoutError(), self._start_s)
             time.sleep(_POLL_S)
 
-    def _own(self, folder: Path, lock: int) -> RewardClient:
+    def _own(self, folder: Path, lock: int) -> RemoteScorer:
         """Start the child that holds `lock`, and tell the other ranks of it."""
         held = [lock]
         try:

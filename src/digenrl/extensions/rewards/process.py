@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.accelerator import device_index
 
 from digenrl import accelerator
-from digenrl.extensions.rewards.client import ClientOptions, RewardClient, Unanswered
+from digenrl.extensions.rewards.remote import RemoteScorer, Unanswered
 from digenrl.rewards.protocol import (
     Identity,
     RewardError,
@@ -67,7 +67,7 @@ class ProcessScorer:
             max_deaths,
         )
         self._child: subprocess.Popen[str] | None = None
-        self._client: RewardClient | None = None
+        self._client: RemoteScorer | None = None
         self._identity: Identity | None = None
         self._deaths = 0
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class ProcessScorer:
         with self._lock:
             client = self._start()
             try:
-                scores = client.score(media, prompts)
+                scores = client(media, prompts)
             except Unanswered as error:
                 self._lost(error, self._call_s)
             except RewardUnavailable:
@@ -112,7 +112,7 @@ class ProcessScorer:
             assert self._identity is not None
             return self._identity
 
-    def _start(self) -> RewardClient:
+    def _start(self) -> RemoteScorer:
         """Return a client of a child with a built scorer. A restarted child must have the old
         identity."""
         if self._client is not None and self._child is not None and self._child.poll() is None:
@@ -144,10 +144,12 @@ class ProcessScorer:
         except (OSError, KeyError) as error:
             self._lost(error, self._start_s)
 
-    def _connect(self, url: str, token: str) -> RewardClient:
+    def _connect(self, url: str, token: str) -> RemoteScorer:
         """Return a client of a child, which must have the identity of its predecessors."""
-        options = ClientOptions(deadline_s=self._call_s, attempt_s=self._call_s, max_attempts=1)
-        self._client = RewardClient([url], options, self._identity, token=token)
+        pinned: dict[str, Any] = {} if self._identity is None else vars(self._identity)
+        self._client = RemoteScorer(
+            [url], self._call_s, self._call_s, max_attempts=1, token=token, **pinned
+        )
         try:
             self._identity = self._client.identity()
         except Unanswered as error:
