@@ -112,11 +112,11 @@ ROOMS = {
     "algorithms, rollout": Room(1250, ("algorithms", "rollout")),
     "models": Room(1600, ("models",)),
     "rewards": Room(650, ("rewards",)),
-    "record": Room(500, ("record",), ceiling=538),
+    "record": Room(500, ("record",)),
     "callbacks": Room(500, ("callbacks",)),
     "config": Room(1500, ("config",), ceiling=1568),
     "cli": Room(500, ("cli",), ceiling=513),
-    "report": Room(600, ("report",), ceiling=648),
+    "report": Room(600, ("report",), ceiling=647),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3449),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
@@ -159,10 +159,9 @@ ROOMS = {
                 - {"extensions", "__pycache__"}
             )
         ),
-        ceiling=12866,
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27967),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27918),
 }
 """Room -> its budget. The last four rows are sums."""
 

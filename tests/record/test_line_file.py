@@ -1,5 +1,5 @@
-"""A rank's own record: thinned by whole steps, ended where it would not replay, and never an error
-on a full disk."""
+"""A rank's own record: bounded, ended where it would not replay, and never an error on a full
+disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from digenrl.record.line_file import LineFile, kept_steps
+from digenrl.record.line_file import LineFile
 from digenrl.record.run_dir import append_event, append_jsonl, limit_events, tell_unwritten
 from digenrl.record.span_log import SpanLog
 from digenrl.report.build import rebuild
@@ -70,16 +70,16 @@ def in_child(act: Callable[[], None]) -> None:
 
 
 @pytest.mark.heavy
-def test_a_thinned_record_keeps_first_and_newest_steps_and_all_seconds(tmp_path: Path) -> None:
-    record(tmp_path, 2000, LIMIT)
+def test_a_long_record_keeps_its_first_steps_and_all_seconds(tmp_path: Path) -> None:
+    record(tmp_path, 1500, LIMIT)
+    record(tmp_path, 500, LIMIT)  # the run begins again
     assert all(file.stat().st_size <= 1.1 * LIMIT for file in (tmp_path / "spans").iterdir())
     run = read_run(tmp_path)
     assert run.warnings == ("config.yaml is missing",)
     for rank in (0, 1):
         steps = sorted({span.step for span in run.spans if span.rank == rank and span.step >= 0})
-        assert steps[:12] == list(range(12))
-        assert steps[-50:] == list(range(1950, 2000))
-        assert len(steps) < 1000
+        assert steps == list(range(len(steps)))
+        assert 50 < len(steps) < 1000
     assert build_summary(run)["bubble"] == {
         "trainer": {"tail": pytest.approx(2000 * 2 * 0.2, rel=1e-3)}
     }
@@ -89,19 +89,6 @@ def test_a_thinned_record_keeps_first_and_newest_steps_and_all_seconds(tmp_path:
 def test_a_short_record_keeps_everything(tmp_path: Path) -> None:
     record(tmp_path, 100, LIMIT)
     assert {span.step for span in read_run(tmp_path).spans} >= set(range(100))
-
-
-@pytest.mark.parametrize(
-    "sizes", [{}, {0: 10**6}, dict.fromkeys(range(1000), 100), {0: 1, 1: 10**6, 2: 1}]
-)
-def test_what_is_kept_fits(sizes: dict[int, int]) -> None:
-    kept = kept_steps(sizes, 8000)
-    assert sum(sizes[step] for step in kept) <= 4000
-
-
-def test_the_first_eighth_and_the_newest_three_are_kept() -> None:
-    kept = kept_steps(dict.fromkeys(range(1000), 100), 8000)
-    assert kept == {*range(10), *range(970, 1000)}
 
 
 def test_routine_events_are_refused_and_counted_beyond_the_limit(tmp_path: Path) -> None:

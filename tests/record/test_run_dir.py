@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from digenrl.record import run_dir
-from digenrl.record.line_file import LineFile, thin
+from digenrl.record.line_file import LineFile
 from digenrl.record.run_dir import (
     append_event,
     append_jsonl,
@@ -198,30 +198,3 @@ def test_a_line_file_goes_on_after_a_torn_line_and_counts_its_bytes(tmp_path: Pa
     assert again.write(b'{"n":3}\n')
     assert path.read_bytes() == b'{"n":1}\n{"torn"\n{"n":2}\n{"n":3}\n'
     assert again.size == 32
-
-
-def test_thinning_sums_what_it_drops_by_stage_and_cause_and_keeps_where_attempts_begin(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "rank-003.jsonl"
-
-    def row(stage: str, end: float, **more: Any) -> bytes:
-        base = {"rank": 3, "role": "trainer", "stage": stage, "start": end - 0.5, "end": end}
-        return json.dumps(base | more, separators=(",", ":")).encode() + b"\n"
-
-    rows = [row("train", float(step + 1), step=step, pad="x" * 40) for step in range(20)]
-    rows.insert(9, row("wait", 9.25, cause="tail"))
-    rows.insert(12, row("publish", 11.0, version=10))
-    rows.append(row("train", 2.0, step=11, pad="x" * 40))
-    path.write_bytes(b"".join(rows))
-    size = len(rows[0])
-    thin(path, 16.0 * size)
-    first, *kept = path.read_bytes().splitlines(keepends=True)
-    assert json.loads(first) == {
-        "left_out": {"train": 6.5, "wait tail": 0.5, "publish": 0.5}, "rank": 3, "role": "trainer",
-    }  # fmt: skip
-    assert [json.loads(line)["step"] for line in kept] == [0, 1, *range(15, 20), 11]
-    thin(path, 8.0 * size)
-    first, *kept = path.read_bytes().splitlines(keepends=True)
-    assert [json.loads(line)["step"] for line in kept] == [0, 18, 19, 11]
-    assert json.loads(first)["left_out"] == {"train": 8.5, "wait tail": 0.5, "publish": 0.5}

@@ -1,7 +1,6 @@
 """Log of one rank's spans: a JSON line per span. A crash loses no more than a second.
 
-A file that grows beyond its limit is thinned. Whole steps are dropped, and the first and the newest
-steps stay.
+Beyond the limit of its file a rank keeps the sums of its seconds, and writes them when it ends.
 """
 
 from __future__ import annotations
@@ -16,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from digenrl.record.line_file import LineFile, thin
+from digenrl.record.line_file import LineFile
 from digenrl.record.progress import Progress
 from digenrl.record.run_dir import unix_time
 
 _BLOCK = 1000
 """Most lines that wait in memory."""
+LEFT_OUT = "left_out"
+"""Key of the line with the sums of the spans beyond the limit: {"stage cause": seconds}."""
 Took = Callable[[float], None]
 """Takes the seconds of a span."""
 
@@ -34,7 +35,7 @@ class SpanLog:
         epoch: wall-clock second that the launcher calls zero. Durations use the monotonic clock
             only.
         progress: object in which stages in progress are marked.
-        limit: most bytes of the file.
+        limit: bytes of the file from which on spans are only summed.
         mark: marks the end of the work given to the device so far, as `digenrl.accelerator.mark`.
     """
 
@@ -51,7 +52,7 @@ class SpanLog:
         self.rank, self.role, self.progress = rank, role, progress or Progress()
         self._offset = unix_time() - epoch - time.monotonic()
         self._file = None if path is None else LineFile(path)
-        self._limit = self._thin_at = limit
+        self._limit, self._left_out = limit, defaultdict[str, float](float)
         self._lines: list[bytes] = []
         self._flushed = 0.0
         self._lock = threading.Lock()
@@ -124,25 +125,19 @@ class SpanLog:
             self.seconds[stage, str(args.get("cause", ""))] += end - start
             if self._file is None:
                 return
-            self._lines.append(json.dumps(row | args, separators=(",", ":")).encode() + b"\n")
+            if self._file.size > self._limit:
+                label = f"{stage} {args['cause']}" if "cause" in args else stage
+                self._left_out[label] += end - start
+                return
+            self._lines.append(_line(row | args))
             if end - self._flushed > 1.0 or len(self._lines) >= _BLOCK:
                 self._flush(self._file)
                 self._flushed = end
 
     def _flush(self, file: LineFile) -> None:
         block, self._lines = b"".join(self._lines), []
-        if not block or not file.write(block) or file.size <= self._thin_at:
-            return
-        file.close()
-        try:
-            thin(file.path, self._limit)
-            self._thin_at = self._limit
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-        ):  # no room for the thinner file beside it, or somebody wrote into it
-            self._thin_at = file.size + self._limit / 8
+        if block:
+            file.write(block)
 
     def take_seconds(self) -> dict[tuple[str, str], float]:
         """Return the seconds by (stage, cause) since the last call."""
@@ -154,6 +149,14 @@ class SpanLog:
         self.read(wait=True)
         with self._lock:
             if self._file is not None:
+                if self._left_out:
+                    self._lines.append(
+                        _line({LEFT_OUT: self._left_out, "rank": self.rank, "role": self.role})
+                    )
                 self._flush(self._file)
                 self._file.close()
                 self._file = None
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"

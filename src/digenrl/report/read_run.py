@@ -21,8 +21,8 @@ from typing import Annotated, Any, TypeGuard
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from digenrl.record.line_file import LEFT_OUT
 from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
+from digenrl.record.span_log import LEFT_OUT
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 from digenrl.report.find import files_of, open_own
 
@@ -180,7 +180,7 @@ class SpanFiles:
 
     def __iter__(self) -> Iterator[Span]:
         for file in self.files:
-            yield from _spans(file, self.offsets, Refused(), {})
+            yield from _spans(file, self.offsets, Refused(), [])
 
 
 @dataclass(frozen=True)
@@ -355,12 +355,12 @@ def _survey(
     seconds = defaultdict[tuple[str, int], defaultdict[str, float]](lambda: defaultdict(float))
     ends = dict[int, float]()
     for file in spans.files:
-        refused, left_out = Refused(), dict[tuple[str, int], Row]()
+        refused, left_out = Refused(), list[tuple[tuple[str, int], Row]]()
         for span in _spans(file, spans.offsets, refused, left_out):
             seconds[span.role, span.rank][label_of(span)] += span.seconds
             if finishes(span):
                 ends[span.step] = max(ends.get(span.step, 0.0), span.end)
-        for place, sums in left_out.items():
+        for place, sums in left_out:
             for label, spent in sums.items():
                 seconds[place][label] += spent
         refused.warn(file, warnings)
@@ -385,12 +385,15 @@ _LABELS = {*STAGES, *(f"wait {cause}" for cause in WAIT_CAUSES)} - {"wait"}
 
 
 def _spans(
-    path: Path, offsets: Sequence[float], refused: Refused, left_out: dict[tuple[str, int], Row]
+    path: Path,
+    offsets: Sequence[float],
+    refused: Refused,
+    left_out: list[tuple[tuple[str, int], Row]],
 ) -> Iterator[Span]:
     """Yield the spans of one rank, attempt by attempt, with seconds from the run's first start.
 
     The clock of each attempt begins at zero. Lines are written as spans end, so an `end` that falls
-    back by more than a second marks the next attempt. `left_out` takes the seconds of steps that
+    back by more than a second marks the next attempt. `left_out` takes the seconds of spans that
     the record lacks.
     """
     attempt, previous = 0, 0.0
@@ -402,8 +405,7 @@ def _spans(
                     is_number(spent) for spent in seconds.values()
                 ):
                     raise ValueError(f"{LEFT_OUT} = {seconds}: use seconds by stage")
-                if seconds:
-                    left_out[str(row["role"]), int(row["rank"])] = seconds
+                left_out.append(((str(row["role"]), int(row["rank"])), seconds))
                 continue
             span = Span.from_dict(row)
         except (ValueError, TypeError, OverflowError, AttributeError, KeyError) as error:
