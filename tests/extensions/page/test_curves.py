@@ -59,17 +59,6 @@ def test_one_slow_step_does_not_flatten_the_others(run: Run) -> None:
     assert figure.axes[0].get_ylim()[1] < 10
 
 
-@pytest.mark.parametrize("allowed", [0, 1])
-def test_the_allowed_staleness_is_the_schedules(run: Run, allowed: int) -> None:
-    with paper_style():
-        figure = curves.staleness(replace(run, config={"schedule": {"async_steps": allowed}}))
-    assert figure is not None
-    (level,) = figure.axes[0].lines
-    assert level.get_ydata()[0] == allowed
-
-
-@pytest.mark.parametrize(
-    "plot", [curves.reward, curves.policy, curves.diversity, curves.staleness, curves.step_time]
-)
+@pytest.mark.parametrize("plot", [curves.reward, curves.policy, curves.diversity, curves.step_time])
 def test_nothing_is_drawn_of_nothing(run: Run, plot: object) -> None:
     assert plot(replace(run, steps=(), evals=())) is None  # type: ignore[operator]

@@ -38,11 +38,11 @@ def draw_line(
     axes.plot(steps, smoothed(values, max(3, len(values) // 12) | 1), color=colour, label=label)
 
 
-def draw_level(axes: Axes, level: float, note: str, colour: str) -> None:
+def draw_level(axes: Axes, level: float, note: str) -> None:
     """Draw a dashed horizontal line with `note` above its right end."""
-    axes.axhline(level, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.axhline(level, color=FAINT, linewidth=1.0, linestyle=(0, (4, 3)))
     axes.annotate(note, (0.99, level), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                  textcoords="offset points", ha="right", fontsize=8, color=colour)  # fmt: skip
+                  textcoords="offset points", ha="right", fontsize=8, color=FAINT)  # fmt: skip
 
 
 def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step") -> None:
@@ -179,32 +179,10 @@ def diversity(run: Run) -> Figure | None:
     for axes, (key, title, label, colour) in zip(grid, panels, strict=False):
         steps, values = run.column(key, "eval")
         level, note = (1.0, "real data") if key == "diversity_ratio" else (values[0], "base model")
-        draw_level(axes, level, note, FAINT)
+        draw_level(axes, level, note)
         axes.plot(steps, values, color=colour, marker="o", markersize=4)
         finish_axes(axes, title, label)
         axes.margins(y=0.18)
-    return figure
-
-
-def staleness(run: Run) -> Figure | None:
-    """Draw the age, in versions, of the oldest trajectory that each RL step trained."""
-    steps, values = run.column("staleness_max")
-    if not values:
-        return None
-    figure = Figure(figsize=(WIDTH, 1.9), layout="constrained")
-    axes = figure.subplots()
-    axes.stairs(values, [steps[0] - 0.5, *(step + 0.5 for step in steps)], fill=True, color=BLUE)
-    draw_level(axes, run.staleness_allowed, "allowed at most", VERMILION)
-    finish_axes(axes, "Staleness of consumed weights", "versions")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=3))
-    axes.set_ylim(0, max(1.35, max(values) * 1.2))
-    if max(values) == 0:
-        axes.annotate(
-            "0 throughout: every step on policy",
-            (0.01, 0.08),
-            xycoords="axes fraction",
-            color=FAINT,
-        )
     return figure
 
 

@@ -67,7 +67,6 @@ PICTURES: dict[str, tuple[str, Plot]] = {
     f"{PLOTS}/timeline.png": ("Role timeline", timeline.timeline),
     f"{PLOTS}/time_by_rank.png": ("Time by rank", timeline.time_by_rank),
     f"{PLOTS}/step_time.png": ("Speed", curves.step_time),
-    f"{PLOTS}/staleness.png": ("Staleness", curves.staleness),
 }
 """File inside the run directory -> (heading in the report, how to draw it), in the order of the
 report."""
