@@ -28,7 +28,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward tiny \
+.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -101,9 +101,6 @@ score: $(STAMP)  ## Score pictures or videos. REWARD=ocr IMAGES=directory PROMPT
 serve-reward: $(STAMP)  ## Serve a reward over HTTP. REWARD=ocr
 	$(call need,REWARD,REWARD=ocr)
 	@$(PY) -m digenrl serve-reward "reward=$$REWARD" $(ARGS)
-
-tiny: $(STAMP)  ## Build the tiny model of every family (made on first use otherwise)
-	@$(PY) -m digenrl tiny $(ARGS)
 
 pretrain: $(STAMP)  ## Train the digits base model and its judges again, into the committed files
 	@OMP_NUM_THREADS=1 $(PY) -m scripts.pretrain_digits $(ARGS)

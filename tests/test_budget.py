@@ -161,7 +161,7 @@ ROOMS = {
         ),
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27903),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27880),
 }
 """Room -> its budget. The last four rows are sums."""
 

@@ -41,7 +41,6 @@ COMMANDS = {
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
     "serve-reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),
     "new": ("kind = required", "experiment | hardware | model | reward", "name = required"),
-    "tiny": ("[FAMILY ...]",),
     "check": ("self-check", "lists all that this run lacks"),
     "fetch": ("list = false", "and download nothing"),
     "list": ("first sentence of its file", "none left out"),

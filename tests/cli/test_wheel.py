@@ -49,11 +49,13 @@ def test_a_wheel_works_outside_a_checkout(tmp_path: Path, repository: Path) -> N
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 
-    where = subprocess.run(
-        [sys.executable, "-c", "import digenrl; print(digenrl.__file__)"], cwd=away, env=environment,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert where.stdout.startswith(str(site))
+    def python(code: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=away, env=environment, capture_output=True, text=True,
+            check=True,
+        ).stdout.strip()  # fmt: skip
+
+    assert python("import digenrl; print(digenrl.__file__)").startswith(str(site))
     digenrl("new", "reward", "brightness")
     words = ["--config-dir", "configs", "reward=brightness", "allow_targets=[brightness]"]
     run = digenrl(
@@ -61,4 +63,5 @@ def test_a_wheel_works_outside_a_checkout(tmp_path: Path, repository: Path) -> N
     )
     assert (Path(run) / "report.html").exists()
     assert digenrl("resume", run, "max_rl_steps=2", "allow_targets=[brightness]") == run
-    assert (Path(digenrl("tiny", "sd3").split("\t")[1]) / "model_index.json").exists()
+    build = python("from digenrl.extensions.tiny.builds import ensure; print(ensure('sd3'))")
+    assert (Path(build) / "model_index.json").exists()
