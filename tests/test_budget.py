@@ -161,7 +161,7 @@ ROOMS = {
         ),
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27880),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27853),
 }
 """Room -> its budget. The last four rows are sums."""
 

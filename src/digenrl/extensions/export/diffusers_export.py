@@ -1,16 +1,12 @@
-"""Write trained weights in the layout that a plain diffusers pipeline loads, and check them by
-reading them back."""
+"""Write trained weights in the layout that a plain diffusers pipeline loads."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft.utils import get_peft_model_state_dict
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +18,7 @@ LORA_FILE, FIRST = "pytorch_lora_weights.safetensors", ".lora_A.weight"
 
 
 class ExportError(RuntimeError):
-    """The weights that were read back differ from those that were written."""
+    """The weights cannot be written in the layout that was asked for."""
 
 
 def export_policy(policy: Policy, folder: Path) -> list[Path]:
@@ -30,8 +26,8 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
 
     An adapter becomes `pytorch_lora_weights.safetensors` with its configuration in the header.
     Without the header diffusers would assume alpha = rank, a scale that the policy was not trained
-    with. Full weights become `transformer/`, in their own dtype. Raises ExportError when a tensor
-    or the scale does not survive the round trip.
+    with. Full weights become `transformer/`, in their own dtype. Raises ExportError for adapters
+    that no pipeline reads.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if policy.lora is None:
@@ -50,7 +46,6 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
             transformer_lora_adapter_metadata=metadata,
             weight_name=file.name,
         )
-        _check_lora(file, layers, policy.lora.rank, policy.lora.alpha)
         files.append(file)
     return files
 
@@ -113,40 +108,10 @@ def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
     return files
 
 
-def _check_lora(file: Path, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
-    with safe_open(file, framework="pt") as stored:
-        names, metadata = set(stored.keys()), stored.metadata() or {}
-        expected = {f"transformer.{name}": value for name, value in layers.items()}
-        if names != set(expected):
-            raise ExportError(
-                f"{file} holds other tensors than the adapter: {sorted(names ^ set(expected))[:4]}"
-            )
-        for name, value in expected.items():
-            if not torch.equal(stored.get_tensor(name), value.detach().cpu()):
-                raise ExportError(f"{file}: {name} changed on the way to disk")
-    configuration = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-    found = (configuration.get("transformer.r"), configuration.get("transformer.lora_alpha"))
-    if found != (rank, alpha):
-        raise ExportError(
-            f"{file} says rank, alpha = {found}, the policy has {(rank, alpha)}: its scale would "
-            "be lost"
-        )
-
-
 def _export_transformers(policy: Policy, folder: Path) -> list[Path]:
-    held, written = policy.transformer.state_dict(), list[Path]()
+    written = list[Path]()
     for subfolder, prefix in policy.components.items():
-        target, seen = folder / subfolder, set()
+        target = folder / subfolder
         part(policy, prefix).save_pretrained(target)
-        files = sorted(target.glob("*.safetensors"))
-        for file in files:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118  # safe_open is no mapping
-                    own = f"{prefix}{name}"
-                    seen.add(own)
-                    if own in held and not torch.equal(stored.get_tensor(name), held[own].cpu()):
-                        raise ExportError(f"{file}: {name} changed on the way to disk")
-        if missing := sorted(name for name in held if name.startswith(prefix) and name not in seen):
-            raise ExportError(f"{target} lacks {len(missing)} tensors, first {missing[0]}")
-        written += [target / "config.json", *files]
+        written += [target / "config.json", *sorted(target.glob("*.safetensors"))]
     return written
