@@ -28,7 +28,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report watch eval benchmark export score serve-reward \
+.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report eval benchmark export score serve-reward \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -75,10 +75,6 @@ fetch: $(STAMP)  ## Download what an experiment needs from the hub: weights, rew
 report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run's files. RUN=
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl report "run=$$RUN" $(ARGS)
-
-watch: $(STAMP)  ## A live page of a run, in a browser of this machine: curves, pictures, timeline, logs. RUN=
-	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
-	@$(PY) -m digenrl watch "run=$$RUN" $(ARGS)
 
 eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)

@@ -122,7 +122,7 @@ ROOMS = {
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),
     "extensions/tasks": Room(1300, ("extensions/tasks",)),
-    "extensions/page": Room(1000, ("extensions/page",), ceiling=1060),
+    "extensions/page": Room(1000, ("extensions/page",)),
     "extensions/rewards": Room(1220, ("extensions/rewards",), ceiling=1420),
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1705
@@ -161,7 +161,7 @@ ROOMS = {
         ),
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27853),
+    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27678),
 }
 """Room -> its budget. The last four rows are sums."""
 

@@ -57,7 +57,6 @@ def test_a_shell_reads_what_is_printed(monkeypatch: pytest.MonkeyPatch, shell: s
     [
         ({"RUN": "a b/ä"}, ["join", "run=a b/ä"]),
         ({"RUN": "a b/ä"}, ["report", "run=a b/ä"]),
-        ({"RUN": "a b/ä"}, ["watch", "run=a b/ä"]),
         ({"RUN": "a b/ä", "DATA": "ö p.txt"}, ["eval", "run=a b/ä", "data=ö p.txt"]),
         ({"RUN": "a b/ä", "SUITE": "scenes"}, ["benchmark", "run=a b/ä", "suite=scenes"]),
         ({"RUN": "a b/ä", "FORMAT": "kohya"}, ["export", "run=a b/ä", "format=kohya"]),

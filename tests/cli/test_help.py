@@ -23,7 +23,6 @@ COMMANDS = {
     "plan": ("plan.show = 10", "whole number >= 1", "candidates printed", "schedule.gap = 1"),
     "profile": ("pool = null", "Pool of the profile", "schedule.gap = 1"),
     "report": ("run = required", "path of a run directory"),
-    "watch": ("port = null", "log_kib = 16", "seconds between two drawings"),
     "join": (
         "run = required",
         "address = null",

@@ -90,7 +90,7 @@ def test_trace_has_a_track_per_rank_and_an_event_per_span(built: Path) -> None:
 
 
 def test_rebuilding_changes_nothing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(run: Run, name: str, _: object, pictures: dict[str, bytes], __: bool) -> None:
+    def kept(run: Run, name: str, _: object, pictures: dict[str, bytes]) -> None:
         if (run.path / name).exists():
             pictures[name] = (run.path / name).read_bytes()
 

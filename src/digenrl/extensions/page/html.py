@@ -24,20 +24,12 @@ from digenrl.report.tables import DASH, alarms, duration, facts, number, ratios
 _MAX_EVENTS = 60
 
 
-def render(
-    run: Run,
-    summary: Mapping[str, Any],
-    pictures: Mapping[str, bytes],
-    template: str = "report.html.j2",
-    **more: Any,
-) -> str:
+def render(run: Run, summary: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     """Return the whole page. Every text from the run is escaped, so a prompt or a cause cannot
     become markup.
 
     Args:
         pictures: name (as in `PICTURES`) -> PNG.
-        template: name of the page's template. Another template extends "report.html.j2" and takes
-            `more`.
     """
     pages = Environment(
         loader=PackageLoader("digenrl.extensions.page", ""),
@@ -49,8 +41,7 @@ def render(
     times = [event["time"] for event in run.events if is_number(event.get("time"))]
     shown: list[Showing | None] = []
     attempt("the gallery", lambda: shown.append(showing(run)), summary["warnings"])
-    return pages.get_template(template).render(
-        **more,
+    return pages.get_template("report.html.j2").render(
         title=summary["experiment"],
         status=summary["status"],
         path=run.path,

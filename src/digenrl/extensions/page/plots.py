@@ -72,42 +72,30 @@ PICTURES: dict[str, tuple[str, Plot]] = {
 report."""
 
 
-def drawn(run: Run, plot: Plot) -> bytes | None:
-    """Return a picture as PNG."""
-    with paper_style():
-        figure = plot(run)
-        if figure is None:
-            return None
-        png = io.BytesIO()
-        figure.savefig(png, format="png")
-    return png.getvalue()
+def draw_all(run: Run, warnings: list[str]) -> dict[str, bytes]:
+    """Draw every picture that the run's files allow, write it, and return them as PNG by name.
+    Failures are added to `warnings`.
 
-
-def draw_all(run: Run, warnings: list[str], write: bool = True) -> dict[str, bytes]:
-    """Draw every picture that the run's files allow, and return them as PNG by name. Failures are
-    added to `warnings`.
-
-    With `write` they are files of the run too. A picture without data is then removed, so that no
-    picture of an earlier state of the run stays.
+    A picture without data is removed, so that no picture of an earlier state of the run stays.
     """
     pictures: dict[str, bytes] = {}
     for name, (_, plot) in PICTURES.items():
-        attempt(name, partial(_draw, run, name, plot, pictures, write), warnings)
+        attempt(name, partial(_draw, run, name, plot, pictures), warnings)
     return pictures
 
 
-def _draw(run: Run, name: str, plot: Plot, pictures: dict[str, bytes], write: bool) -> None:
+def _draw(run: Run, name: str, plot: Plot, pictures: dict[str, bytes]) -> None:
     path = run.path / name
-    if write and path.parent.is_symlink():
+    if path.parent.is_symlink():
         raise OSError(errno.ELOOP, f"{path.parent.name} is a link, which is not followed")
-    png = drawn(run, plot)
-    if png is not None:
-        pictures[name] = png
-    if not write:
-        return
-    if png is None:
-        path.unlink(missing_ok=True)
-        return
+    with paper_style():
+        figure = plot(run)
+        if figure is None:
+            path.unlink(missing_ok=True)
+            return
+        png = io.BytesIO()
+        figure.savefig(png, format="png")
+    pictures[name] = png.getvalue()
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
-        temporary.write_bytes(png)
+        temporary.write_bytes(pictures[name])
