@@ -114,7 +114,7 @@ ROOMS = {
     "rewards": Room(650, ("rewards",)),
     "record": Room(500, ("record",)),
     "callbacks": Room(500, ("callbacks",)),
-    "config": Room(1500, ("config",), ceiling=1568),
+    "config": Room(1500, ("config",), ceiling=1567),
     "cli": Room(500, ("cli",), ceiling=513),
     "report": Room(600, ("report",), ceiling=647),
     "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3449),
@@ -161,7 +161,7 @@ ROOMS = {
         ),
     ),
     "families, judges ... since the budgets": Room(SINCE_LINES, SINCE),
-    "everything": Room(26000 + SINCE_LINES, ("",), ceiling=27678),
+    "everything": Room(26000 + SINCE_LINES, ("",)),
 }
 """Room -> its budget. The last four rows are sums."""
 

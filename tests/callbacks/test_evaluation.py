@@ -236,16 +236,14 @@ def test_measure_leaves_missing_scores_out_and_counts_them() -> None:
     pictures = Pictures(
         torch.zeros(2, 1, 2, 2, dtype=torch.uint8), prompts, rewards, torch.tensor([1.0, torch.nan])
     )
-    numbers = measure(pictures, {"x": 0.5}, heldout="z")
+    numbers = measure(pictures, {"x": 0.5})
     assert numbers["reward"] == 0.5
     assert numbers["missing"] == 1
     assert numbers["kl"] == 1.0
     assert "kl" not in measure(replace(pictures, kl=pictures.kl.fill_(torch.nan)), {"x": 0.5})
     assert (numbers["heldout"], numbers["heldout/y"]) == (0.5, 0.5)
     assert "heldout/x" not in numbers
-    assert measure(pictures, {"x": 0.5})["heldout"] == numbers["heldout/y"]
-    with pytest.raises(ValueError, match=r"heldout_reward='x'.*y, z"):
-        measure(pictures, {"x": 0.5}, heldout="x")
+    assert numbers["heldout/z"] == 0.5
     with pytest.raises(ValueError, match=r"\['reward'\]"):
         measure(pictures, {"x": 0.5}, statistics=[lambda media, rows: {"reward": 0.0}])
 

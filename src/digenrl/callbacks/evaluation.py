@@ -45,17 +45,16 @@ def measure(
     pictures: Pictures,
     weights: Mapping[str, float],
     statistics: Sequence[Statistic] = (),
-    heldout: str | None = None,
 ) -> dict[str, float]:
     """Return the numbers of an eval line.
 
     `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these
-    means. `heldout/<name>` is the mean of a reward without weight. `heldout` repeats the one that
-    the argument names (None: the first). `missing` counts NaN scores, which no mean includes. `kl`,
-    if it was measured, is in nats per sample between policy and base model.
+    means. `heldout/<name>` is the mean of a reward without weight, and `heldout` repeats the first.
+    `missing` counts NaN scores, which no mean includes. `kl`, if it was measured, is in nats per
+    sample between policy and base model.
 
     Raises:
-        ValueError: `heldout` names no reward without weight, or two statistics give the same key.
+        ValueError: two statistics give the same key.
     """
     means = {
         name: float(torch.nanmean(scores.double())) for name, scores in pictures.rewards.items()
@@ -65,14 +64,8 @@ def measure(
     }
     numbers |= {f"reward/{name}": means[name] for name in weights}
     unoptimised = [name for name in means if name not in weights]
-    if heldout is not None and heldout not in unoptimised:
-        raise ValueError(
-            f"callbacks.evaluation.heldout_reward={heldout!r} is no reward without weight, these "
-            "are: "
-            f"{', '.join(unoptimised) or 'none'}"
-        )
     if unoptimised:
-        numbers["heldout"] = means[heldout or unoptimised[0]]
+        numbers["heldout"] = means[unoptimised[0]]
         numbers |= {f"heldout/{name}": means[name] for name in unoptimised}
     if not bool(pictures.kl.isnan().all()):
         numbers["kl"] = float(torch.nanmean(pictures.kl.double()))
@@ -159,7 +152,6 @@ class Evaluation(pl.Callback):
         max_prompts: number of prompts to evaluate, the first of the file; None = all.
         seed: seed of the noise. It is equal in every run, so that runs compare sample by sample.
         steps: ODE steps; None = `sampling.eval.steps`.
-        heldout_reward: the reward without weight that becomes `heldout`; None = the first.
         statistics: more numbers per evaluation, for example
             `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
@@ -186,7 +178,6 @@ class Evaluation(pl.Callback):
         max_prompts: int | None = None,
         seed: int = 1234,
         steps: int | None = None,
-        heldout_reward: str | None = None,
         statistics: Sequence[Statistic] = (),
         saved_per_prompt: int = 16,
         shown_prompts: int = 8,
@@ -211,7 +202,7 @@ class Evaluation(pl.Callback):
             tuple(loaded[:max_prompts]), samples_per_prompt, seed, steps, kl_samples, batch
         )
         """Samples that every evaluation draws."""
-        self.every, self.heldout_reward, self.statistics = every, heldout_reward, tuple(statistics)
+        self.every, self.statistics = every, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
         self._first: Pictures | None = None
@@ -361,7 +352,7 @@ class Evaluation(pl.Callback):
 
     def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
         """Return the numbers of an eval line; see the function `measure`."""
-        return measure(pictures, engine.reward_weights, self.statistics, self.heldout_reward)
+        return measure(pictures, engine.reward_weights, self.statistics)
 
     def _gather(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
         """Return the pictures of all ranks on trainer 0, and its own on each other. Repeated

@@ -8,6 +8,7 @@ from typing import Any
 _THIN_LINES = ("network.delta", "network.compress", "network.whole_every", "network.thin_mb_s")
 _RECORDS = ("record.trajectories", "record.trajectories_mib", "replay")
 REMOVED: dict[str, str] = {
+    "callbacks.evaluation.heldout_reward": "the first reward of `heldout` counts; name it first",
     "handshake": "its limits suit every run: 10 s to prove oneself, 60 s to be answered",
     "record.logger_finish_s": "30 s are enough for a logger that works",
     "record.logger_pending": "a logger that is 1000 calls behind does not catch up",
@@ -29,10 +30,7 @@ REMOVED: dict[str, str] = {
     "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
     "reward.rewards.*.scorer.quarantine": "events.jsonl has the causes of missing scores",
     "schedule.gradients": "trainers compute every trained step again, as replay did",
-    "schedule.handoff": (
-        "rollouts that leave and loans that end give their tasks away; else moving them gained "
-        "nothing"
-    ),
+    "schedule.handoff": "rollouts that leave give tasks away; else moving them gained nothing",
     "schedule.order": "fragments are trained in the order of their groups",
 }
 """Dotted key (also a group of keys; `*` is any name), or `key=value`, -> its replacement, or the
