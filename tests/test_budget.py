@@ -127,7 +127,7 @@ ROOMS = {
     "extensions/bench, sweeps, tools": Room(
         1300, ("extensions/bench", "extensions/sweeps", "extensions/tools"), ceiling=1705
     ),
-    "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=779),
+    "extensions/launchers": Room(600, ("extensions/launchers",), ceiling=762),
     "extensions/links": Room(330, ("extensions/links",)),
     "extensions/forward, offpolicy": Room(
         350, ("extensions/forward", "extensions/offpolicy"), ceiling=416

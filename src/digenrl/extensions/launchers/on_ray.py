@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -261,7 +260,6 @@ def seated(
 
         seats = [seat(rank) for rank in range(places.first)]
         _wait_for_places(places, [actor.ready.remote() for actor in seats])
-        _say_what_lacks(places)
 
         def fill(rank: int, run_dir: Path, life: RayRank | None) -> None:
             how = life, partial(seat, rank), run_dir, places.respawn_s, over
@@ -318,27 +316,6 @@ def _fill(
             return
         life.kill()  # an actor whose method raised still holds its place
         life, pause_s = None, 2 * pause_s
-
-
-def _say_what_lacks(places: Places) -> None:
-    """Print a line if the cluster has fewer resources than all rollouts want."""
-    import ray
-
-    has, wanted = ray.cluster_resources(), Counter[str]()
-    for want in places.wants:
-        wanted.update(want)
-    lacks = [
-        f"{has.get(name, 0):g} of {amount:g} {name}"
-        for name, amount in wanted.items()
-        if has.get(name, 0) < amount
-    ]
-    if lacks:
-        print(
-            f"the cluster has {', '.join(lacks)} that allocation.rollouts.max wants: the run "
-            f"begins with {places.first} ranks, and other rollouts join as nodes come",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
