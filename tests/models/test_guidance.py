@@ -16,6 +16,8 @@ from digenrl.models.policy import NEGATIVE, Policy
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, make, randomise_lora
 
+pytestmark = pytest.mark.heavy
+
 OWN = [
     name
     for name, policy in FAMILIES.items()

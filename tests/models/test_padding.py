@@ -15,6 +15,8 @@ from digenrl.models.policy import NEGATIVE
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, MASKED, make, randomise_lora
 
+pytestmark = pytest.mark.heavy
+
 SHORT, LONG = (
     Prompt("a sign"),
     Prompt('a red circle on a blue background, and "a green square" beside it'),

@@ -13,6 +13,8 @@ from torch import nn
 from digenrl.cli.main import main
 from tests.models.tiny_policies import FAMILIES, LORA, make, prompt
 
+pytestmark = pytest.mark.heavy
+
 BITS = {"nf4": 4, "int8": 8}
 LIBRARY = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
