@@ -46,8 +46,6 @@ _RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 _JSON_ALLOWANCE = 2048
 """Bytes of JSON reserved per sample, beside its prompt, when a batch is cut to the service's body
 limit."""
-
-
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 10.0
 """Bounds of a URL's pause after its first failure, and of any pause."""
 _MAX_ANSWER_BYTES = 1 << 20
@@ -125,7 +123,7 @@ class RemoteScorer:
         attempt_s = deadline_s / 2 if attempt_s is None else attempt_s
         if not urls or min(deadline_s, attempt_s, max_attempts) <= 0:
             raise ValueError(
-                f"urls = {list(urls)}, deadline_s = {deadline_s}, attempt_s = {attempt_s}, "
+                f"{len(urls)} urls, deadline_s = {deadline_s}, attempt_s = {attempt_s}, "
                 f"max_attempts = {max_attempts}: give one URL or more, and positive bounds."
             )
         if dtype not in frames.WIRE_DTYPES:
