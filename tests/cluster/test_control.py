@@ -7,6 +7,8 @@ import os
 import resource
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,11 +24,13 @@ class Clock:
     """Time that passes in sleeps alone, and what happens meanwhile."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.pause = 0.0, time.sleep
         self.slept: list[float] = []
         self.script: dict[float, Callable[[], object]] = {}
 
     def sleep(self, seconds: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return self.pause(seconds)
         self.slept.append(seconds)
         self.now += seconds
         for second in [s for s in self.script if s <= self.now]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
     rank: int, number: int, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rollout may leave at some signals, and a rollout that joined at all."""
-    handshake, pauses, due = Handshake(), list[float](), [number]
+    handshake, pauses, due = Handshake(rank=rank), list[float](), [number]
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
     control = Control(StoreClient(server.host, server.port, handshake), -1)
     progress = Progress()
@@ -134,7 +135,12 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
     control.set(f"leave/{rank}", "signal")
     if rank:
         assert session.leave.wait(20.0)
+    server.exclude(rank)
     server.close()
+    for thread in threading.enumerate():
+        if thread.name == f"heartbeat-{rank}":
+            thread.join(20.0)
+            assert not thread.is_alive()
 
 
 def test_marking_costs_microseconds() -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -176,8 +178,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         monkeypatch.setattr(vitals.time, "monotonic", lambda: runs[-1].now)
         return runs[-1]
 
+    pause = time.sleep
+
     def sleep(seconds: float) -> None:
-        runs[-1].now += seconds
+        if threading.current_thread() is threading.main_thread():
+            runs[-1].now += seconds
+        else:
+            pause(seconds)
 
     monkeypatch.setattr(launcher.time, "sleep", sleep)
     monkeypatch.setattr(vitals, "cpu_seconds", lambda pid: 0.0)
@@ -319,6 +326,9 @@ MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str
     ),
     "asks in a stop": (
         {1: FIRST, 2: ASKS, 2.25: signalled, 4: done(0, 1)}, {}, stopped(TERM), {"leave/1": None}, [],
+    ),
+    "asks in a stop that a rank passed on": (
+        {1: FIRST, 2: ASKS, 2.25: sets("signal", "15"), 4: done(0, 1)}, {}, stopped(TERM), {"leave/1": None}, [],
     ),
     "the last leaves": (
         {2: ASKS, 4: leave(1)}, {},
