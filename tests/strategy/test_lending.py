@@ -209,6 +209,17 @@ def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weig
     ]
 
 
+def test_a_loan_is_of_the_step_and_the_update_that_wait_for_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, lent = Trainer(store, tmp_path), list[tuple[int, int]]()
+    waits = iter([None, None, (1,)])
+    monkeypatch.setattr(trainer.lending, "_wait", lambda *_: next(waits))
+    monkeypatch.setattr(trainer.lending, "_lend", lambda *step: lent.append(step))
+    assert trainer.lending.next_fragment(trainer.board, 1, [(1,)]) == (1,)
+    assert lent == [(0, 1)] * 2
+
+
 def test_a_trainer_that_is_no_use_waits_and_asks_once_for_each_change(
     store: Store, tmp_path: Path
 ) -> None:

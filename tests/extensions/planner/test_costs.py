@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import replace
 from importlib import resources
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
+from digenrl.extensions.planner import costing as costing_module
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
 from digenrl.extensions.planner.enumeration import step_batches
@@ -123,6 +125,29 @@ def test_who_lends_between_updates_holds_the_published_adapter_too(
     )
     more = 4 * work.trained_parameters if updates > 1 and rank else 0
     assert lending - alone == pytest.approx(more)
+
+
+def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU and of a host; and blocks keep everything exactly as long as that fits."""
+    monkeypatch.setattr(costing_module, "USABLE", 1.0)
+    kept = Recompute(offload=0.5)
+    roomy = Costing(WORK, Hardware((POOL,)))
+    candidate = roomy.candidate(2, 0, recompute=kept)
+    gpu = max(memory.gib for memory in roomy.memory(candidate).values())
+    host = max(roomy.host_gib(candidate).values())
+    for memory_gib, host_gib, where in (
+        (gpu, host, ""),
+        (math.nextafter(gpu, 0.0), host, "needs"),
+        (gpu, math.nextafter(host, 0.0), "on its host"),
+    ):
+        pool = replace(POOL, memory_gib=memory_gib, host_gib=host_gib)
+        assert where in " ".join(Costing(WORK, Hardware((pool,))).misfits(candidate))
+        assert bool(Costing(WORK, Hardware((pool,))).misfits(candidate)) == bool(where)
+    everything = roomy.candidate(2, 0, recompute=Recompute())
+    gpu = max(memory.gib for memory in roomy.memory(everything).values())
+    for memory_gib, whole in ((gpu, True), (math.nextafter(gpu, 0.0), False)):
+        tight = Costing(WORK, Hardware((replace(POOL, memory_gib=memory_gib),)))
+        assert tight.keeps_everything(tight.candidate(2, 0)) == whole
 
 
 def test_steps_in_one_forward_share_what_sharding_exposes() -> None:
