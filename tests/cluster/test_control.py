@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from digenrl.cluster import control as module
 from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import check_open_files, keep_memory, mask_secrets
+from digenrl.cluster.launcher import check_open_files, keep_memory, mask_secrets, run_rank
 from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.world import Session, World
 
 
 class Clock:
@@ -124,6 +126,48 @@ def test_open_files_are_raised_as_far_as_two_ranks_need(
         ValueError, match=r"2 ranks need 88 open files .* allows 87: .*ulimit -n 88"
     ):
         check_open_files(2)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, ""),
+        (ValueError("small"), "ValueError: small"),
+        (Aborted("rank 1 stops: it is over"), "rank 1 stops: it is over"),
+    ],
+)
+def test_a_rank_writes_into_its_log_and_says_how_it_ended(
+    error: Exception | None, said: str, tmp_path: Path
+) -> None:
+    handshake = Handshake()
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+    control = Control(StoreClient(server.host, server.port, handshake), -1)
+    session = Session(server.host, server.port, handshake, tmp_path, 0.0)
+    log = tmp_path / "logs" / "rank-001.log"
+    log.parent.mkdir()
+
+    def body(world: World, given: Session) -> None:
+        print(f"out of {world.rank} in {given.run_dir.name}, api_key=abcdefghijklmnop")
+        os.write(2, b"from C\n")
+        if error is not None:
+            raise error
+
+    if (child := os.fork()) == 0:
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        os._exit(run_rank(body, World(1, 1, 1), session))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (error is not None)
+    text = log.read_text()
+    assert f"out of 1 in {tmp_path.name}" in text
+    assert "abcdefgh" not in text
+    assert "from C\n" in text
+    assert said in text
+    assert ("Traceback" in text) == isinstance(error, ValueError)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert log.stat().st_mode & 0o777 == 0o644 & ~umask
+    assert (control.get("left/1") is not None) == (error is None)
+    assert (control.get("cause/1") is not None) == isinstance(error, ValueError)
+    server.close()
 
 
 def test_freed_memory_is_kept() -> None:
