@@ -1,5 +1,7 @@
-"""What the launcher makes of deaths, silence, signals and rollouts that come and go: its own watch, on a
-real store, with ranks and a clock that the test moves."""
+"""What the launcher makes of deaths, silence, signals and rollouts that come and go.
+
+Its own watch runs here on a real store. The test moves the ranks and the clock.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,7 @@ class Run:
 
 
 def takes(rank: int) -> Callable[[Run], object]:
-    """It claims a task of step 0."""
+    """Claim a task of step 0."""
     return lambda run: Claims(StoredClaims(run.control), rank).take(0, TASKS, range(len(TASKS)))
 
 

@@ -128,7 +128,7 @@ def test_who_lends_between_updates_holds_the_published_adapter_too(
 
 
 def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU and of a host; and blocks keep everything exactly as long as that fits."""
+    """Try the limit of a GPU and of a host. Blocks keep everything as long as that fits."""
     monkeypatch.setattr(costing_module, "USABLE", 1.0)
     kept = Recompute(offload=0.5)
     roomy = Costing(WORK, Hardware((POOL,)))
