@@ -151,6 +151,8 @@ def test_advantages_are_clipped_before_the_kept_ones_are_scaled() -> None:
     found = reward_statistics(result, {"r": lonely})
     assert float(found["advantage_saturation"]) == pytest.approx(1 / 64)
     assert float(found["zero_variance_share"]) == 0.0
+    empty = {"r": torch.full((2, 3), NAN)}
+    assert reward_statistics(selection(empty, {"r": 1.0}), empty) == {}
 
 
 RULES = [
@@ -175,6 +177,7 @@ GROUPS: list[Group] = [
     {i: {"a": a, "b": 0.0} for i, a in enumerate((1.0, 1.0, -1.0, -1.0, 0.0))},  # 1 is not cut
     {i: {"a": 0.1, "b": 0.7} for i in (0, 2, 3)},  # alike
     {i: {"a": float(i), "b": 2.0 - 2 * i} for i in range(5)},  # alike in the sum alone
+    {0: {"a": 0.9, "b": 0.2}, 3: {"a": 0.1, "b": 0.3}, 4: {"a": 0.4, "b": 0.6}},
     {1: {"a": 0.3, "b": 0.2}, 4: {"a": 0.5, "b": 0.1}},
     {2: {"a": 0.4, "b": 0.9}},
     {},
@@ -266,7 +269,7 @@ def test_bad_options_are_named() -> None:
         Advantage(renormalise=True)
     with pytest.raises(ValueError, match=r"missing: \['r'\]"):
         Advantage()({"other": rewards()}, {"r": 1.0})
-    assert Advantage(eps=0.0, best_and_worst=1).eps == 0.0
+    assert Advantage(eps=0.0, clip=0.5, best_and_worst=1).eps == 0.0
     for wrong in ({"eps": -0.5}, {"clip": 0.0}, {"best_and_worst": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Advantage(**wrong)
