@@ -296,9 +296,9 @@ class _Search:
                 if after is not None:
                     _, now, lent, inside, loans = after
                     ready = self.ready(after)
-            if ready == float("inf"):
-                return ready
             now = (ready if ready > now else now) + state.train_seconds[fragment]
+            if now + self._train_after[fragment + 1] > self.best + 1e-6:  # no better than another
+                return float("inf")
         return now
 
     def explore(self, point: _Point, without: float) -> float:

@@ -130,42 +130,41 @@ class Costing:
             return candidate.recompute
         return self._fastest(pool, *self._batches(candidate, pool))
 
-    def keeps_everything(self, candidate: Candidate) -> bool:
-        """Return whether no trainer computes activations again."""
-        pools = self.trainers(candidate)
-        return all(self.recompute(candidate, pool) == Recompute() for pool, _ in pools)
-
     @_once
     def _fastest(self, pool: Pool, *batches: Any) -> Recompute:
         units = int(self.work.sizes["blocks"])
 
-        def fits(choice: Recompute) -> bool:
-            return self._trainer_memory(choice, *batches).gib <= USABLE * pool.memory_gib
-
         def mixed(more: str, less: str, part: int) -> Recompute:
-            shares = {more: (units - part) / units, less: part / units}
-            return Recompute(**{mode: share for mode, share in shares.items() if mode != ALL})
+            blocks = (more, units - part), (less, part)
+            return Recompute(**{mode: n / units for mode, n in blocks if mode != ALL})
 
-        if fits(Recompute()):
+        def missing(*mixture: Any) -> float:
+            return self._trainer_memory(mixed(*mixture), *batches).gib - USABLE * pool.memory_gib
+
+        if missing(ALL, INPUTS, 0) <= 0.0:
             return Recompute()
-        # In a mixture of two modes, some blocks keep more and the others less. Memory falls with
-        # every block that keeps less, so bisection finds the fewest of them.
+        # In a mixture of two modes, some blocks keep more and the others less. Memory falls about
+        # in proportion to the blocks that keep less, so a secant finds the fewest of them.
         # Compiled blocks show no operators, of which the other modes keep some.
         choices, modes = [], (ALL, INPUTS) if self.work.engine == "compiled" else MODES
         for more, less in itertools.combinations(modes, 2):
-            if fits(mixed(more, less, units)):
-                low, high = 0, units
-                while low < high:
-                    middle = (low + high) // 2
-                    low, high = (
-                        (low, middle) if fits(mixed(more, less, middle)) else (middle + 1, high)
-                    )
-                choices.append(mixed(more, less, low))
-        if not choices:
-            return Recompute(inputs=1.0)
+            low, high = 0, units
+            above, below = missing(more, less, low), missing(more, less, high)
+            if above <= 0.0 or below > 0.0:  # where all keep `more`, that mixes with ALL too
+                continue
+            while high - low > 1:
+                middle = min(
+                    max(low + 1, low + int((high - low) * above / (above - below))), high - 1
+                )
+                there = missing(more, less, middle)
+                low, above = (middle, there) if there > 0.0 else (low, above)
+                high, below = (high, below) if there > 0.0 else (middle, there)
+            choices.append(mixed(more, less, high))
         _, size, batch, *_, context = batches
         return min(
-            choices, key=lambda choice: self._cell_seconds(pool, size, batch, choice, context)
+            choices,
+            key=lambda choice: self._cell_seconds(pool, size, batch, choice, context),
+            default=Recompute(inputs=1.0),
         )
 
     def blocks_at_once(self, candidate: Candidate, pool: Pool) -> int:

@@ -23,14 +23,12 @@ def colocated(costing: Costing) -> Iterator[Candidate]:
         or len(costing.hardware.places) > 1
     ):
         return
-    gpus, sizes = costing.hardware.gpus, task_sizes(costing)
-    for size in sizes:
+    for size in task_sizes(costing):
         for split in (
             (False, True) if not _unequal(costing) else (False,)
         ):  # an equal split repeats less encoding
-            base = costing.candidate(
-                gpus, 0, task_size=size, gap=0, shares=_unequal(costing), static_claims=split
-            )
+            choices = {"shares": _unequal(costing), "static_claims": split}
+            base = costing.candidate(costing.hardware.gpus, 0, task_size=size, gap=0, **choices)
             yield from _held(costing, base)
 
 
@@ -259,18 +257,15 @@ def fitted(costing: Costing, candidate: Candidate) -> Candidate | None:
     Of equally fast K the largest is taken. Encoders stay on the GPU where that makes no cell
     slower.
     """
-    best: tuple[float, Candidate] | None = None
-    for size in step_batches(costing, candidate):
-        for encoders in (True, False):
-            trial = candidate.but(tsp_batch=size, encoders=encoders)
-            if costing.misfits(trial):
-                continue
-            seconds = costing.cell_seconds(trial)
-            if best is None or seconds < best[0] * 0.999:
-                best = seconds, trial
-            if costing.keeps_everything(trial):
-                break
-    return best[1] if best is not None else None
+    sizes = step_batches(costing, candidate)
+    if costing.misfits(candidate.but(tsp_batch=sizes[-1], encoders=False)):  # needs the least
+        return None
+    best, least = candidate, math.inf
+    for size, encoders in itertools.product(sizes, (True, False)):
+        trial = candidate.but(tsp_batch=size, encoders=encoders)
+        if not costing.misfits(trial) and (seconds := costing.cell_seconds(trial)) < least * 0.999:
+            best, least = trial, seconds
+    return best
 
 
 def step_batches(costing: Costing, candidate: Candidate) -> list[int]:

@@ -127,5 +127,7 @@ def _lasting(
         rows = ({table[rank] for rank in ranks} for ranks in units)
         return [sum([max(column) for column in zip(*own, strict=True)]) for own in rows]
 
-    updates = range(spec.updates_per_batch)
-    return [[seconds(fragment) for fragment in fragments(spec, update)] for update in updates]
+    return [
+        [seconds(fragment) for fragment in fragments(spec, update)]
+        for update in range(spec.updates_per_batch)
+    ]

@@ -172,13 +172,11 @@ class VirtualGeneration:
         self._post(worker.free_at, "finish", (rank.rank, worker.token))
 
     def finish(self, worker: Worker, now: float) -> Task:
-        """End and return the task of `worker`, marked as received. The caller says what comes next:
-        `offer`, `idle` or `announce`."""
-        assert worker.claim is not None
+        """End and return the task of `worker`. The caller says what comes next: `offer`, `idle` or
+        `announce`."""
         assert worker.task is not None
         task = worker.task
         self.record(worker, now)
-        worker.claims.received(task.version, worker.claim.position)
         self.made.append((task.step, task.index, worker.rank.rank, task.version))
         worker.claim = worker.task = None
         worker.token += 1
@@ -201,6 +199,10 @@ class VirtualGeneration:
         gone."""
         rank = worker.rank.rank
         self.store.lost.add(rank)
+        for step, number, by, version in self.made:
+            if by == rank:
+                queued = [(task.step, task.index) for task in self._plan(version)]
+                worker.claims.received(version, queued.index((step, number)))
         worker.claims.lose(rank, "died", trainers=1)
         self._left.clear()
         worker.claim = worker.task = None

@@ -210,16 +210,22 @@ Loads = tuple[tuple[tuple[int, int], ...], ...]
 """loads[trainer][micro-batch] = (cells, blocks)."""
 
 
+@functools.lru_cache(maxsize=4096)
 def _loads(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]) -> Loads:
     """Return the loads of `fragment`.
 
-    Equal trainers share all fragments of a length in the same way, each beginning `turn` trainers
-    later (`place`), so the first of them is placed for all.
+    All fragments of a length are shared in the same way, equal trainers each beginning `turn`
+    trainers later (`place`), so the first of them is placed for all.
     """
-    if spec.shares or spec.measured_shares or (spec.task_size == 1 and useful < 1.0):
-        return _placed(spec, trainers, useful, fragment)
-    loads = _placed(spec, trainers, useful, tuple(range(len(fragment))))
-    turn = fragment[0] // spec.fragment_groups * spec.context % trainers
+    placement = place(spec, trainers, tuple(range(len(fragment))))
+    if spec.task_size == 1 and useful < 1.0:
+        placement = without.__wrapped__(placement, _useless(spec, useful, fragment))
+    loads = tuple(
+        tuple([(sum([len(block.steps) for block in micro]), len(micro)) for micro in own])
+        for own in placement
+    )
+    equal = not spec.measured_shares and len(set(spec.shares)) < 2
+    turn = fragment[0] // spec.fragment_groups * spec.context % trainers if equal else 0
     return loads[-turn:] + loads[:-turn]
 
 
@@ -230,31 +236,19 @@ def placing(spec: ScheduleSpec) -> ScheduleSpec:
     return replace(spec, tag=False, async_steps=0, stale_fraction=0.0, skip_zero=True)
 
 
-@functools.lru_cache(maxsize=4096)
-def _placed(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int, ...]) -> Loads:
-    """Return the loads of `fragment` from its placement."""
-    placement = place(spec, trainers, fragment)
-    if spec.task_size == 1:
-        placement = without(placement, _useless(spec, useful, fragment))
-    return tuple(
-        tuple([(sum([len(block.steps) for block in micro]), len(micro)) for micro in own])
-        for own in placement
-    )
-
-
 def _useless(
     spec: ScheduleSpec, useful: float, fragment: tuple[int, ...]
 ) -> frozenset[tuple[int, int]]:
-    """Return the one-sample tasks (group, part) without a gradient: the share 1 - `useful` of each
-    portion.
+    """Return the one-sample tasks (place in `fragment`, part) without a gradient: the share 1 -
+    `useful` of each portion.
 
     The tasks are drawn at random for each portion, but are the same in every RL step.
     """
     count = spec.tasks_per_portion - round(spec.tasks_per_portion * useful)
     return frozenset(
-        (group, part)
-        for group, portion in zip(spec.groups_of(fragment), fragment, strict=True)
-        for part in random.Random(portion).sample(spec.parts_of(portion), count)
+        (place, part)
+        for place, portion in enumerate(fragment)
+        for part in random.Random(portion).sample(range(spec.tasks_per_portion), count)
     )
 
 
@@ -275,7 +269,12 @@ class Disturbance:
 
     def factors(self) -> Callable[[int], float]:
         """Return a run's rank -> factor on its next duration: jitter times the straggler factor."""
-        gauss, exp, slow = random.Random(self.seed).gauss, math.exp, self.stragglers.get
+        slow, uniform = self.stragglers.get, random.Random(self.seed).random
         if not self.jitter:
             return lambda rank: slow(rank, 1.0)
-        return lambda rank: exp(gauss(0.0, self.jitter)) * slow(rank, 1.0)
+        # Box and Muller, as `random.gauss` draws, in a third of its time.
+        turns = (uniform() * math.tau for _ in itertools.count())
+        pairs = ((turn, math.sqrt(-2.0 * math.log(1.0 - uniform()))) for turn in turns)
+        wave = (math.cos, math.sin)
+        draws = (math.exp(of(turn) * far * self.jitter) for turn, far in pairs for of in wave)
+        return lambda rank: next(draws) * slow(rank, 1.0)

@@ -136,7 +136,6 @@ class _VirtualRun:
         self._events: list[tuple[float, int, int, str, Any]] = []
         self._sequence, self.now = 0, 0.0
         self.spans: list[tuple[int, str, float, float, int, Mapping[str, Any]]] = []
-        self._roles = {rank.rank: rank.role for rank in cluster.ranks}
         roles = Roles(
             len(cluster.trainers),
             len(cluster.rollouts),
@@ -151,7 +150,6 @@ class _VirtualRun:
         self.gen = VirtualGeneration(
             spec, cluster, self.policy, self.plan, self._factor, self._post, self._span
         )
-        ids = [rank.rank for rank in cluster.trainers]
         self.units = [Unit(ranks) for ranks in cluster.units]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
         whole = cluster.whole
@@ -174,7 +172,7 @@ class _VirtualRun:
         self.cells = self.policy.cells
         self.pending = functools.cache(self._pending)
         self.later = functools.cache(functools.partial(later_fragments, spec))
-        for rank in ids:
+        for rank in self.unit_of:
             self.policy.expected("switch", rank, cluster.switch_seconds)
             groups = self.pending(rank, 0)[0]
             if cells := self.cells(groups)[rank]:
@@ -244,13 +242,14 @@ class _VirtualRun:
                 self.gen.record(worker, self.now)
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
-        spans: list[Span] = []
-        for rank, stage, start, end, step, args in self.spans if self.trace else ():
-            spans.append(Span(rank, self._roles[rank], stage, start, end, step, dict(args)))
-        made, trained = tuple(self.gen.made), tuple(self.trained)
+        spans = [
+            Span(rank, self.cluster.ranks[rank].role, *when, dict(args))
+            for rank, *when, args in (self.spans if self.trace else ())
+        ]
         return Simulated(
-            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first), made, trained, self.staleness,  # noqa: E501
-            self.ledger, tuple(self.messages),
+            tuple(self.step_ends), tuple(spans), first, True, self._seconds(first),
+            tuple(self.gen.made), tuple(self.trained), self.staleness, self.ledger,
+            tuple(self.messages),
         )  # fmt: skip
 
     def _seconds(self, first: int) -> dict[tuple[str, str, str], float]:
@@ -266,10 +265,8 @@ class _VirtualRun:
         return table
 
     def _situation(self) -> str:
-        units, groups = (
-            sorted({unit.state for unit in self.units}),
-            len(self.completed[self.version]),
-        )
+        units = sorted({unit.state for unit in self.units})
+        groups = len(self.completed[self.version])
         where = f"virtual run stopped at {self.now:.3f} s in step {self.version}: trainers {units}"
         return f"{where}, {groups} of {self.spec.prompts} groups complete."
 
@@ -349,19 +346,11 @@ class _VirtualRun:
         self.gen.announce(worker)
         self._done_at[worker.rank.rank] = self.now
         if not any(self.gen.workers[rank].busy for rank in unit.ranks):
-            for rank in (
-                unit.ranks
-            ):  # sharded trainers leave generation together, so all wait for the slowest
-                self._span(
-                    rank,
-                    "wait",
-                    self._done_at.pop(rank, self.now),
-                    self.now,
-                    self.version,
-                    {"cause": "straggler"},
-                )
-            unit.state, unit.since = "idle", self.now
-            self._advance(unit)
+            # Sharded trainers leave generation together, so all wait for the slowest.
+            for rank in unit.ranks:
+                done = self._done_at.pop(rank, self.now)
+                self._span(rank, "wait", done, self.now, self.version, {"cause": "straggler"})
+            self._on_trained(unit)
 
     def _on_complete(self, payload: tuple[int, int]) -> None:
         step, group = payload
