@@ -243,8 +243,8 @@ class _VirtualRun:
             self.gen.end_idle(worker, self.now)
         self.ledger.check()
         spans = [
-            Span(rank, self.cluster.ranks[rank].role, *when, dict(args))
-            for rank, *when, args in (self.spans if self.trace else ())
+            Span(rank, self.cluster.ranks[rank].role, stage, start, end, step, dict(args))
+            for rank, stage, start, end, step, args in (self.spans if self.trace else ())
         ]
         return Simulated(
             tuple(self.step_ends), tuple(spans), first, True, self._seconds(first),
