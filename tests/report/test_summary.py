@@ -46,10 +46,10 @@ def test_summary_of_a_finished_run(finished: Path) -> None:
     )
 
 
-def test_a_run_that_nobody_ended_has_failed(crashed: Path) -> None:
+def test_a_run_that_nobody_ended_is_unfinished(crashed: Path) -> None:
     summary = build_summary(read_run(crashed))
-    assert summary["status"] == "failed"
-    assert "no end was recorded" in summary["cause"]
+    assert summary["status"] == "unfinished"
+    assert "its launcher was killed" in summary["cause"]
     assert summary["rl_steps"] == 9
     assert len(summary["warnings"]) == 3
 

@@ -179,7 +179,7 @@ def outcome(run: Run) -> tuple[str, str | None]:
         return ("stopped", str(cause)) if cause else ("completed", None)
     seen = max(_times(run), default=None)
     ago = f", last sign of life {time.time() - seen:.0f} s ago" if seen is not None else ""
-    return "failed", f"no end was recorded: the launcher was killed, or the run still goes on{ago}"
+    return "unfinished", f"it goes on, or its launcher was killed{ago}"
 
 
 def wall_seconds(run: Run) -> float | None:

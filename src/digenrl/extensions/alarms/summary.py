@@ -14,8 +14,9 @@ DIVERSITY_RANGE = (0.70, 1.15)
 def alarms(summary: Mapping[str, Any]) -> list[str]:
     """Return the warnings, the most serious first; [] for a run without warnings."""
     found: list[str] = []
-    if summary["status"] == "failed":
-        found.append(f"The run failed: {summary['cause']}.")
+    said = {"failed": "The run failed", "unfinished": "The run has recorded no end"}
+    if summary["status"] in said:
+        found.append(f"{said[summary['status']]}: {summary['cause']}.")
     oldest, allowed = summary["staleness_max"], summary["staleness_allowed"]
     if is_number(oldest) and oldest > allowed:
         found.append(

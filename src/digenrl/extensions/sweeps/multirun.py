@@ -187,7 +187,7 @@ def _run(job: SweepJob, program: Sequence[str], stop: _Signals) -> None:
     job.summary = result_of(job.run_dir)
     job.status = str(job.summary.get("status", "failed"))
     job.cause = job.summary.get("cause")
-    if code != 0 and job.status == "completed":
+    if code != 0 and job.status in ("completed", "unfinished"):
         job.status = "failed"
     if job.status == "failed" and not job.cause:
         job.cause = f"exit code {code}: {_last_line(job.log)}"
