@@ -18,7 +18,8 @@ from torch import Tensor
 
 from digenrl.algorithms.copies import Ema
 from digenrl.algorithms.grpo import GRPO
-from digenrl.algorithms.surrogates import Clipped
+from digenrl.algorithms.objectives import rectified_weight
+from digenrl.algorithms.surrogates import Cells, Clipped
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import static_grid
@@ -128,7 +129,7 @@ def test_gradient_equals_the_formula(moved: tuple) -> None:
     torch.testing.assert_close(got, torch.cat([g.flatten() for g in expected]), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["std", "longcat"])
+@pytest.mark.parametrize("kind", ["std", "longcat", "rectified"])
 def test_losses_are_weighed_step_by_step(kind: str, moved: tuple) -> None:
     """std: the policy loss by std/sqrt(h), the KL not at all; longcat: by sqrt(s/(1-d))/sqrt(h),
     the KL by its square, the first step's d being sigmas[1]. Together they differ by the noise
@@ -144,13 +145,49 @@ def test_losses_are_weighed_step_by_step(kind: str, moved: tuple) -> None:
             w = (sigma / (1 - guard) / (sigma - following)) ** 0.5
             policy_part = gradient(grpo(policy), cells)
             kl_part = gradient(grpo(policy, kl_weight=0.1), cells) - policy_part
-            total += (
-                0.7 * w * policy_part + kl_part
-                if kind == "std"
-                else w * policy_part + w**2 * kl_part
-            )
+            flash = rectified_weight(FlowSDE(0.7), block.sigmas, block.steps)[k]
+            own, of_kl = {"std": (0.7 * w, 1), "longcat": (w, w**2), "rectified": (flash, 1)}[kind]
+            total += own * policy_part + of_kl * kl_part
     got = gradient(weighed, [batch(blocks, rewards, 40.0)])
     torch.testing.assert_close(got, total, atol=1e-10, rtol=1e-8)
+
+
+def test_proximal_log_probs_are_those_of_the_weights_that_a_batch_begins_with() -> None:
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Watching(Clipped):
+        needs_proximal = True
+
+        def loss(self, cells: Cells) -> Tensor:
+            assert cells.proximal_log_prob is not None
+            seen.append((cells.proximal_log_prob, cells.log_prob.detach()))
+            return super().loss(cells)
+
+    policy = ToyPolicy()
+    blocks, begun = roll(policy)[:1], torch.empty(0)
+    module = grpo(policy, surrogate=Watching(), updates_per_batch=2)
+    for version in (0, 1):
+        for update in (0, 1):
+            module.training_step(batch(blocks, update=update, version=version), 0)
+            proximal, present = seen[-1]
+            begun = present if update == 0 else begun
+            assert torch.equal(proximal, begun)
+            assert torch.equal(proximal, present) == (update == 0)
+            with torch.no_grad():
+                for parameter in policy.trained_parameters().values():
+                    parameter.add_(0.05)
+    once = grpo(policy, surrogate=Watching())
+    once.training_step(batch(blocks), 0)
+    assert not once._batch_start.tensors, "a copy that nobody needs"
+
+
+def test_cells_without_an_advantage_are_useful_to_a_kl_alone() -> None:
+    rewards = {"r": torch.tensor([[0.1, 0.1, 0.1], [0.0, 0.5, 1.0]])}
+    without, with_kl = grpo(ToyPolicy()), grpo(ToyPolicy(), kl_weight=0.5)
+    assert without.useful(rewards, {"r": 1.0}).tolist() == [[False] * 3, [True, False, True]]
+    assert with_kl.useful(rewards, {"r": 1.0}).tolist() == [[True] * 3] * 2
+    assert without.teaches(rewards, {"r": 1.0}).tolist() == [False, True]
+    assert not without.needs_means
 
 
 def test_effective_samples_are_kishs_share_of_joint_ratios() -> None:
