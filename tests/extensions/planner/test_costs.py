@@ -146,8 +146,9 @@ def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.M
     everything = roomy.candidate(2, 0, recompute=Recompute())
     gpu = max(memory.gib for memory in roomy.memory(everything).values())
     for memory_gib, whole in ((gpu, True), (math.nextafter(gpu, 0.0), False)):
-        tight = Costing(WORK, Hardware((replace(POOL, memory_gib=memory_gib),)))
-        assert tight.keeps_everything(tight.candidate(2, 0)) == whole
+        pool = replace(POOL, memory_gib=memory_gib)
+        tight = Costing(WORK, Hardware((pool,)))
+        assert (tight.recompute(tight.candidate(2, 0), pool) == Recompute()) == whole
 
 
 def test_steps_in_one_forward_share_what_sharding_exposes() -> None:
