@@ -6,8 +6,11 @@ import csv
 import math
 from dataclasses import replace
 from importlib import resources
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from omegaconf import OmegaConf
 
 from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
@@ -15,12 +18,16 @@ from digenrl.extensions.planner import costing as costing_module
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
 from digenrl.extensions.planner.enumeration import step_batches
+from digenrl.extensions.planner.floor import training_floor
 from digenrl.extensions.planner.gpus import GPUS, reaches
 from digenrl.extensions.planner.outcome import SLOWER_GENERATION, evaluate
+from digenrl.extensions.planner.reading import sized
+from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Line, Pool, assign, parse_hardware
 from digenrl.recompute import Recompute
+from digenrl.schedule import ScheduleSpec
 
 WORK = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64)
 POOL = Pool("p", "H100-SXM", 8, "auto", 80, 989, 3.35, 450, 25, 8)
@@ -315,3 +322,31 @@ def test_rewards_on_gpus_of_their_own_are_charged_in_gpus_and_seconds() -> None:
     bound = costing(1, judged=("edit_reward",))
     slow = evaluate(bound, bound.candidate(7, 7), bound.bound(), steps=2)
     assert slow.result.step_s < bound.costs.judged_seconds() == slow.step_s
+
+
+def test_the_slowest_trainer_trains_its_part_of_the_whole_and_of_the_last_fragment() -> None:
+    """Fragments of two groups and of one: of 24 and 12 blocks each of two trainers gets half."""
+    spec = ScheduleSpec(3, 4, 1, 4, 3, gap=2, tsp_shard=True)
+    ranks = (
+        VirtualRank(0, "trainer", "p", 1.0, cell_seconds=1.0),
+        VirtualRank(1, "trainer", "p", 1.0, cell_seconds=9.0),
+        VirtualRank(2, "rollout", "p", 1.0),
+    )
+    assert training_floor(spec, Cluster(ranks))[1] == [(12 + 6) * 9.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "build", "memory_gib", "known"),
+    [
+        ("flux1_dev", "real", 80, True),
+        ("flux1_dev", "tiny", 80, False),
+        ("nobodys", "real", 80, False),
+        ("flux1_dev", "real", None, False),
+    ],
+)
+def test_a_run_can_be_planned_where_its_sizes_and_its_memory_are_known(
+    model: str, build: str, memory_gib: int | None, known: bool
+) -> None:
+    pools = {"a": {"memory_gib": 24}, "b": {"memory_gib": memory_gib}}
+    config = OmegaConf.create({"model": {"build": build}, "hardware": {"pools": pools}})
+    assert sized(cast(Any, SimpleNamespace(choices={"model": model}, config=config))) == known
