@@ -83,10 +83,6 @@ KEYS: dict[str, Case] = {
         ["steps=8"],
         ["steps = 8", "nearest: sampling.steps, allowed: whole number"],
     ),
-    "reward without a scorer": (
-        ["experiment=digits_flowgrpo", "+reward.rewards.judge_z={weight: 1.0}"],
-        ["`judge_z` has no `scorer`"],
-    ),
     "rewards that are no group": (
         ["reward.rewards=5"],
         ["reward.rewards = 5: is a whole number; allowed: a group of keys"],
@@ -103,10 +99,6 @@ KEYS: dict[str, Case] = {
     "no SDE": (["~algorithm.sde"], ["algorithm.sde: missing"]),
     "no choice of steps": (["~algorithm.train_steps"], ["algorithm.train_steps: missing"]),
     "no advantages": (["~algorithm.advantage"], ["algorithm.advantage: missing"]),
-    "unknown key of a reward": (
-        ["experiment=digits_flowgrpo", "+reward.rewards.judge_a.wieght=2"],
-        ["unknown key `wieght`; known: scorer, weight, placement"],
-    ),
     "removed key": (
         ["schedule.order=arrival"],
         ["schedule.order = arrival: was removed; fragments are"],
@@ -590,6 +582,21 @@ SETTLED: dict[str, Case] = {
 def test_message_before_ranks_start(case: Case) -> None:
     """What only shows when `auto` has become numbers, and what the hardware profile lacks."""
     check_settled(*case)
+
+
+@pytest.mark.skipif(not installed("rewards"), reason="the core asks when it builds the suite")
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("+reward.rewards.judge_z={weight: 1.0}", "`judge_z` has no `scorer`"),
+        (
+            "+reward.rewards.judge_a.wieght=2",
+            "unknown key `wieght`; known: scorer, weight, placement",
+        ),
+    ],
+)
+def test_entries_of_a_reward(word: str, said: str) -> None:
+    assert said in " ".join(problems_of("experiment=digits_flowgrpo", word))
 
 
 @pytest.mark.skipif(not installed("methods"), reason="needs the extension")
