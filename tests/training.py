@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import psutil
+from _pytest.logging import LogCaptureHandler
 
 from tests.conftest import ROOT
 from tests.strategy.faults import InjectedError
@@ -143,6 +144,8 @@ def _main(root: Path, command: str, words: list[str]) -> None:
         from digenrl.extensions.page.plots import PICTURES
 
         PICTURES.clear()  # drawing takes seconds
+    # In a test every record is kept, torch's DEBUG records of each save too: .2 MiB an RL step.
+    LogCaptureHandler.emit = lambda *_: None  # type: ignore[method-assign]
     os.setsid()
     os.chdir(root)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
