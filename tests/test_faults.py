@@ -55,7 +55,7 @@ def some(*chosen: tuple[object, ...], of: list[tuple[Any, ...]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("point", "rank", "action"),
     some(
-        ("denoise", 2, "kill"), ("accumulate", 0, "stop"),
+        ("accumulate", 0, "stop"),
         of=[(point, rank, action) for point, rank in ANYWHERE for action in ACTIONS],
     ),
 )  # fmt: skip
@@ -68,7 +68,7 @@ def test_launcher(running: Any, point: str, rank: int, action: str) -> None:
 @pytest.mark.parametrize(
     ("point", "rank", "action"),
     some(
-        ("reduce", 1, "stop"), ("publish", 0, "raise"),
+        ("reduce", 1, "stop"),
         of=[(point, rank, action) for point in (*TRAINING, *GENERATING) for rank in (0, 1) for action in ACTIONS],
     ),
 )  # fmt: skip

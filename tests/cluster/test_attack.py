@@ -15,7 +15,8 @@ import torch
 from tests.strategy.processes import assert_same_cells, completed, configured, run_cluster
 from tests.strategy.test_equality import LIGHT, reference_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.heavy]
+# By default test_handshake.py tries what a stranger can do, without a run.
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 ATTACKER = Path(__file__).with_name("attacker.py")
 
 

@@ -52,7 +52,9 @@ def test_a_block_keeps_the_rows_that_have_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("trainers", "words"),
     [
-        pytest.param(2, ("schedule.gap=1", "schedule.tsp.shard=true"), id="ddp"),
+        pytest.param(
+            2, ("schedule.gap=1", "schedule.tsp.shard=true"), id="ddp", marks=pytest.mark.slow
+        ),
         pytest.param(
             2,
             ("schedule.gap=1", "parallel.sharding=fsdp", "schedule.tsp.shard=true"),

@@ -69,6 +69,7 @@ def test_a_quantized_base_is_the_same_whenever_it_is_made() -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_rollouts_and_trainers_share_a_quantized_base(tmp_path: Path) -> None:
     words = (
