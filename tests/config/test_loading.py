@@ -164,6 +164,7 @@ def test_a_stored_configuration_goes_on_without_the_keys_that_were_removed(tmp_p
     assert tree.schedule == config.load([]).config.schedule
     for key, value, said in (
         ("data.zero_variance_groups", "refill", r"refill: was removed; no experiment"),
+        ("schedule.gradients", "generation", r"generation: was removed; trainers compute"),
         ("schedule.never", 17, r"schedule\.never"),
     ):
         changed = tree.copy()

@@ -30,14 +30,15 @@ REMOVED: dict[str, str] = {
     "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
     "reward.rewards.*.scorer.quarantine": "events.jsonl has the causes of missing scores",
     "schedule.gradients": "trainers compute every trained step again, as replay did",
+    "schedule.gradients=generation": "trainers compute every trained step again",
     "schedule.handoff": "rollouts that leave give tasks away; else moving them gained nothing",
     "schedule.order": "fragments are trained in the order of their groups",
 }
 """Dotted key (also a group of keys; `*` is any name), or `key=value`, -> its replacement, or the
 reason for its removal.
 
-A stored run goes on without these keys, whatever they hold. What decided about more than time and
-records is therefore listed as `key=value`.
+A stored run goes on without these keys, whatever they hold. A value that decided about more than
+time and records is therefore listed as `key=value`, and refused.
 """
 
 _METHODS, _FORWARD = "digenrl.extensions.methods", "digenrl.extensions.forward"
@@ -63,5 +64,6 @@ def reason(key: str, value: Any = None) -> str | None:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     parts = key.split(".")
     names = (f"{key}={text}", *(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
-    fitting = (its for name in names for old, its in REMOVED.items() if fnmatchcase(name, old))
-    return next(fitting, None)
+    return next(
+        (its for name in names for old, its in REMOVED.items() if fnmatchcase(name, old)), None
+    )

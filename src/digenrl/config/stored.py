@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.compose import composed, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.removed import MOVED, reason
+from digenrl.config.removed import MOVED, REMOVED, reason
 from digenrl.config.schema import RESUMABLE, may_change, schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
@@ -127,11 +127,12 @@ def _complete(tree: DictConfig) -> list[str]:
 
 
 def _forget(tree: DictConfig, path: str = "") -> list[str]:
-    """Remove the removed keys, with whatever they hold, in place, and return them as key=value."""
+    """Remove the removed keys, whatever they hold but a removed value, in place, and return them as
+    key=value."""
     left_out = []
     for key, value in list(tree.items_ex(resolve=False)):
         its = path + str(key)
-        if reason(its) is not None:
+        if reason(its) is not None and f"{its}={value}" not in REMOVED:
             left_out.append(f"{its}={tree.pop(key)}")
         elif isinstance(value, DictConfig):
             left_out += _forget(value, f"{its}.")
