@@ -29,8 +29,8 @@ class Meters(Metric):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**({"dist_sync_fn": gather_all_tensors} | options))
-        self.add_state("sums", torch.tensor([]), dist_reduce_fx="sum")
-        self.add_state("peaks", torch.tensor([]), dist_reduce_fx="max")
+        self.add_state("sums", torch.zeros(0, 2, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("peaks", torch.zeros(0, dtype=torch.float64), dist_reduce_fx="max")
         self._sums: dict[str, tuple[Tensor, float]] = {}
         self._peaks: dict[str, Tensor] = {}
 
