@@ -146,7 +146,7 @@ def pretrain_base(settings: Settings) -> ScenesPolicy:
 
 def _round(network: nn.Module) -> None:
     """Round the weights to what the file keeps of them."""
-    network.load_state_dict({name: v.half().float() for name, v in network.state_dict().items()})
+    network.load_state_dict(_halved(network))
 
 
 def _optimizers(network: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
