@@ -13,6 +13,7 @@ from digenrl import config
 from digenrl.config.compose import composed
 from digenrl.config.removed import MOVED
 from digenrl.config.schema import RESUMABLE
+from digenrl.config.stored import unconfirmed_hosts
 from digenrl.config.targets import target_problems
 from digenrl.extension import installed
 from digenrl.extensions.help.pages import configuration_help
@@ -62,61 +63,52 @@ def test_an_interpolation_is_refused_unresolved(
 
 
 @either
-@pytest.mark.parametrize(
-    ("url", "host"),
-    [
-        ("http://judge.example:8700/x", "judge.example:8700"),
-        ("HTTPS://judge.example", "judge.example"),
-        ("http://127.0.0.1.example:1", "127.0.0.1.example:1"),
-        ("http://127.0.0.1:1\\@judge.example/", r"127.0.0.1:1\@judge.example"),
-        ("http://0.0.0.0:8700", "0.0.0.0:8700"),
-        ("http://127.0.0.1:8700", None),
-        ("http://localhost:8700/v1", None),
-        ("http://[::1]:8700", None),
-    ],
-)
-def test_a_stored_host_off_this_machine_must_be_confirmed(
-    run: Path, load: Load, url: str, host: str | None
-) -> None:
+def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load) -> None:
+    url, host = "http://127.0.0.1:1\\@judge.example/", r"127.0.0.1:1\@judge.example"
     edited(
         run, ("reward.urls", {"judge_a": [url]}), ("confirm_hosts", [host])
     )  # what is stored confirms nothing
-    if host is not None:
-        with pytest.raises(config.ConfigError) as caught:
-            load(run, [])
-        assert f"reward.urls.judge_a[0]: names {host}" in str(caught.value)
-        assert f"add confirm_hosts=[{host}] to the command line" in str(caught.value)
-    confirmed = load(run, [] if host is None else [f"confirm_hosts=['{host}']"])
+    with pytest.raises(config.ConfigError) as caught:
+        load(run, [])
+    assert f"reward.urls.judge_a[0]: names {host}" in str(caught.value)
+    assert f"add confirm_hosts=[{host}] to the command line" in str(caught.value)
+    confirmed = load(run, [f"confirm_hosts=['{host}']"])
     assert confirmed.config.reward.urls.judge_a == [url]
     assert load(run, [SERVED % "http://mine.example:1"]).config.reward.urls.judge_a == [
         "http://mine.example:1"
     ]
 
 
-@either
 @pytest.mark.parametrize(
-    ("address", "foreign"),
+    ("path", "text", "host"),
     [
-        ("head.example:6379", True),
-        ("10.0.0.7:6379", True),
-        ("[2001:db8::7]:6379", True),
-        ("head", True),
-        ("127.0.0.1:6379", False),
-        ("localhost:6379", False),
-        ("auto", False),
+        ("urls", "http://judge.example:8700/x", "judge.example:8700"),
+        ("urls", "HTTPS://judge.example", "judge.example"),
+        ("urls", "http://127.0.0.1.example:1", "127.0.0.1.example:1"),
+        ("urls", "http://0.0.0.0:8700", "0.0.0.0:8700"),
+        ("urls", "http://127.0.0.1:8700", None),
+        ("urls", "http://localhost:8700/v1", None),
+        ("urls", "http://[::1]:8700", None),
+        ("ray.address", "head.example:6379", "head.example:6379"),
+        ("ray.address", "10.0.0.7:6379", "10.0.0.7:6379"),
+        ("ray.address", "[2001:db8::7]:6379", "[2001:db8::7]:6379"),
+        ("ray.address", "head", "head"),
+        ("ray.address", "127.0.0.1:6379", None),
+        ("ray.address", "localhost:6379", None),
+        ("ray.address", "auto", None),
     ],
 )
-def test_a_stored_host_without_a_scheme_must_be_confirmed(
-    run: Path, load: Load, address: str, foreign: bool
+def test_a_host_is_known_by_its_place_and_with_or_without_a_scheme(
+    path: str, text: str, host: str | None
 ) -> None:
-    edited(run, ("ray.address", address))
-    if foreign:
-        with pytest.raises(config.ConfigError) as caught:
-            load(run, [])
-        assert f"ray.address: names {address}" in str(caught.value)
-    assert (
-        load(run, [f"confirm_hosts=['{address}']"] if foreign else []).config.ray.address == address
+    head, _, leaf = path.partition(".")
+    tree = {head: {leaf: text} if leaf else text}
+    told = unconfirmed_hosts(tree, tree, [])
+    assert [line.partition(", ")[0] for line in told] == [f"{path}: names {host}"] * (
+        host is not None
     )
+    assert not unconfirmed_hosts(tree, tree, [str(host)]), "it is confirmed"
+    assert not unconfirmed_hosts({}, tree, []), "nobody stored it"
 
 
 def test_a_token_comes_from_our_own_variables_only(run: Path) -> None:

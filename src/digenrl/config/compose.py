@@ -186,7 +186,6 @@ def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) 
         ConfigError: Hydra refused the composition.
     """
     config = copy.deepcopy(_composed(config_name, tuple(groups), tuple(own)))
-    HydraConfig.instance().set_config(config)
     OmegaConf.set_readonly(config.hydra, False)  # hydra.run.dir is applied with the other values
     return config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel
 
@@ -63,6 +64,7 @@ def defaults_of(config_name: str) -> dict[str, str]:
     """Return key -> its default value, for the keys that have one."""
     try:
         tree = composed(config_name, [])
+        HydraConfig.instance().set_config(tree)
     except ConfigError:  # a group has no default: what the primary file itself says
         primary = OmegaConf.load(config_directory() / f"{config_name}.yaml")
         assert isinstance(primary, DictConfig)

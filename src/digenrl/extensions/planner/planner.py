@@ -99,13 +99,14 @@ def make_plan(
 def _collecting_nothing() -> Iterator[None]:
     """Switch the garbage collector off: a plan leaves no reference cycles, and collecting is a
     sixth of its time. What is left behind counts as old, so that it is not searched at once."""
-    enabled = gc.isenabled()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()
 
