@@ -12,6 +12,7 @@ import gc
 import json
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,7 @@ from digenrl.cluster.launcher import Launch, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
+from digenrl.rollout.engine import Generation
 from digenrl.strategy.checkpoint_io import newest_valid
 from digenrl.types import TrainBatch
 
@@ -249,6 +251,18 @@ def run_cluster(
     patience = float(config.allocation.patience_s)
     outcome = launch(Launch(trainers, rollouts, rank_main, run_dir, patience_s=patience))
     return Cluster(outcome, read_record(probes), run_dir)
+
+
+def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.06) -> None:
+    """Each denoising step of a rollout rank takes so many seconds longer; a trainer's takes 5 ms
+    longer."""
+    advance = rank.strategy.engine.advance
+
+    def slower(generation: Generation) -> Generation:
+        time.sleep(0.005 if world.is_trainer else seconds)
+        return advance(generation)
+
+    rank.strategy.engine.advance = slower  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

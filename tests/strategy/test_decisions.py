@@ -14,9 +14,9 @@ import pytest
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.extension import installed
-from digenrl.rollout.engine import Generation
 from digenrl.schedule.policy import LEND, TRAIN
 from tests.schedule.replaying import replay
+from tests.strategy.conftest import EVERYTHING
 from tests.strategy.processes import (
     Cluster,
     Job,
@@ -25,6 +25,7 @@ from tests.strategy.processes import (
     configured,
     run_cluster,
     run_series,
+    slow_rollouts,
 )
 from tests.strategy.test_equality import LIGHT, reference_of
 from tests.strategy.test_losses import inject
@@ -33,21 +34,6 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not installed("decisions"), reason="needs the extension"),
 ]
-
-FULL = ("schedule=full", "schedule.tsp.batch=1")
-ON_POLICY = (*FULL, "schedule.async_steps=0")
-
-
-def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.06) -> None:
-    """Each denoising step of a rollout rank takes so many seconds longer; a trainer's takes 5 ms
-    longer."""
-    advance = rank.strategy.engine.advance
-
-    def slower(generation: Generation) -> Generation:
-        time.sleep(0.005 if world.is_trainer else seconds)
-        return advance(generation)
-
-    rank.strategy.engine.advance = slower  # type: ignore[method-assign]
 
 
 def records(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
@@ -73,27 +59,19 @@ def assert_replays(run_dir: Path, ranks: int) -> Counter[str]:
     return counts
 
 
-def test_I13_replaying_recorded_runs_gives_every_decision_again(tmp_path: Path) -> None:
-    """One trainer and two rollout ranks: with everything on, and asynchronous."""
-    modes = {"full": ON_POLICY, "async": (*FULL, "max_rl_steps=3")}
-    jobs = [Job(name, configured(*LIGHT, *words), slow_rollouts) for name, words in modes.items()]
-    for job, cluster in run_series(tmp_path, 1, 2, jobs):
-        assert_same_cells(completed(cluster), reference_of(job.config))
+def test_I13_replaying_recorded_runs_gives_every_decision_again(
+    everything: dict[str, Cluster],
+) -> None:
+    for name, cluster in everything.items():
         counts = assert_replays(cluster.run_dir, ranks=3)
-        assert counts["lend"] > 0
-        if job.name == "full":
-            own = records(cluster.run_dir)["rank-000.jsonl"]
-            opened = [row["answer"] for row in own if row.get("decision") == "opens"]
-            assert opened[0] == 0, "no cost is known before the first step"
-            assert max(opened) > 0, "an idle trainer begins a step faster than rollouts"
-            changed = [dict(row) for row in records(cluster.run_dir)["rank-000.jsonl"]]
-            row = next(
-                row
-                for row in changed
-                if row.get("decision") == "next_move" and row["answer"] == TRAIN
-            )
-            row["answer"] = LEND
-            assert replay(changed) == [(row, TRAIN)], "a record that was tampered with is told"
+        assert counts["lend"] > 0, name
+    own = records(everything["full"].run_dir)["rank-000.jsonl"]
+    opened = [row["answer"] for row in own if row.get("decision") == "opens"]
+    assert opened[0] == 0, "no cost is known before the first step"
+    assert max(opened) > 0, "an idle trainer begins a step faster than rollouts"
+    row = next(row for row in own if row.get("decision") == "next_move" and row["answer"] == TRAIN)
+    row["answer"] = LEND
+    assert replay(own) == [(row, TRAIN)], "a record that was tampered with is told"
 
 
 @pytest.mark.slow
@@ -106,7 +84,7 @@ def test_I13_the_record_of_colocated_ranks_gives_every_decision_again(tmp_path: 
 
 @pytest.mark.slow
 def test_I13_the_record_of_a_run_with_a_death_gives_every_decision_again(tmp_path: Path) -> None:
-    config = configured(*LIGHT, *ON_POLICY)
+    config = configured(*LIGHT, *EVERYTHING["full"])
     death = inject(("denoise", 2, "kill", 3))
     cluster = run_cluster(tmp_path, 1, 2, config, before=death, after_build=slow_rollouts)
     assert_same_cells(completed(cluster), reference_of(config))

@@ -14,8 +14,14 @@ import torch
 
 from digenrl import run
 from digenrl.cluster.world import World
-from tests.strategy.processes import Cluster, Job, completed, configured, run_series
-from tests.strategy.test_decisions import slow_rollouts
+from tests.strategy.processes import (
+    Cluster,
+    Job,
+    completed,
+    configured,
+    run_series,
+    slow_rollouts,
+)
 from tests.strategy.test_equality import LIGHT
 
 pytestmark = pytest.mark.processes

@@ -1,0 +1,30 @@
+"""Runs that several files look at."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from tests.strategy.processes import Cluster, Job, completed, configured, run_series, slow_rollouts
+from tests.strategy.test_equality import LIGHT
+
+_ALL = ("schedule=full", "schedule.tsp.batch=1")
+EVERYTHING = {"full": (*_ALL, "schedule.async_steps=0"), "async": (*_ALL, "max_rl_steps=3")}
+"""Every mechanism is on: without asynchrony, and with it."""
+
+
+@pytest.fixture(scope="session")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cluster]:
+    """Name in `EVERYTHING` -> the completed run of one trainer and two slow rollouts, with its
+    files."""
+    path, found = tmp_path_factory.mktemp("everything"), {}
+    jobs = [
+        Job(name, configured(*LIGHT, *words), slow_rollouts) for name, words in EVERYTHING.items()
+    ]
+    for job, cluster in run_series(path, 1, 2, jobs):
+        completed(cluster)
+        kept = shutil.copytree(cluster.run_dir, path / f"{job.name}-kept")
+        found[job.name] = replace(cluster, run_dir=kept)
+    return found
