@@ -16,8 +16,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from digenrl import config as configuration
 from tests.conftest import ROOT
+from tests.test_configs import published
 
 pytestmark = pytest.mark.heavy
 
@@ -85,18 +85,9 @@ def same(row: dict[str, str]) -> bool:
     return bool(value(row["ours"]) == value(row["published"]))
 
 
-@cache
-def loaded(experiment: str) -> Any:
-    """The configuration as a run would have it on the smallest profile for everything."""
-    words = [f"experiment={experiment}", "hardware=node_8xh100", "logger=none"]
-    if experiment.endswith("_geneval"):
-        words += [f"reward.rewards.geneval.scorer.{key}=here" for key in ("path", "colours")]
-    return configuration.load(words).config
-
-
 def at(experiment: str, key: str) -> Any:
     """The experiment's value; of a mixture of rewards the weights."""
-    found = OmegaConf.select(loaded(experiment), key, throw_on_missing=True)
+    found = OmegaConf.select(published(experiment), key, throw_on_missing=True)
     plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
     return (
         {name: entry["weight"] for name, entry in plain.items()}

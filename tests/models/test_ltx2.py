@@ -8,7 +8,7 @@ import torch
 from tests.models.real_policies import decoder_moves
 
 
-@pytest.mark.heavy
+@pytest.mark.slow  # fast, on the strict device: tests/device/inside/test_parts.py
 def test_a_large_decoder_leaves_the_device_after_each_task() -> None:
     """Its VAE has more than a gibibyte, which trainers and rollouts need for other things."""
     there, back = torch.device("cuda", 0), torch.device("cpu")

@@ -48,7 +48,12 @@ def noise_of(policy, rows: int) -> torch.Tensor:
     return torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
 
 
-CASES = [(family, *scales) for family, row in ROWS.items() for scales in row.guidance]
+CASES = [
+    pytest.param(family, *scales, marks=() if scales == row.guidance[-1] else pytest.mark.slow)
+    for family, row in ROWS.items()
+    for scales in row.guidance
+]
+"""Each family with the most guidance that it knows; with less, slow."""
 
 
 @pytest.mark.parametrize(("family", "guidance", "true_cfg"), CASES)

@@ -60,7 +60,7 @@ def test_a_wait_in_lockstep_survives_the_limit_of_a_collective(tmp_path: Path) -
     assert max(waits) > 1.5 * LIMIT_S, "nobody waited longer than a collective may"
 
 
-@pytest.mark.parametrize("unequal", [True, False])
+@pytest.mark.parametrize("unequal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_replicas_on_unequal_gpus_take_the_first_ones_weights(
     tmp_path: Path, unequal: bool
 ) -> None:

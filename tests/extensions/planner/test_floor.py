@@ -27,8 +27,8 @@ FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pi
     ("async_steps", "split", "trained"),
     [
         (0, "groups", None),
-        (1, "groups", None),
         (1, "samples", 4),
+        pytest.param(1, "groups", None, marks=pytest.mark.slow),
         *(
             pytest.param(n, *how, marks=pytest.mark.slow)
             for n in (0, 1)
