@@ -57,7 +57,7 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def tell(world: World, session: Session) -> None:
-    """Write what this rank was given; print a secret; and wait for the others."""
+    """Write what this rank was given and print a secret, then wait for the others."""
     control = Control(StoreClient(*session.store), world.rank)
     until(lambda: control.get("ranks"))
     access = session.run_dir / "access.json"
