@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
 from digenrl.extensions.planner import costing as costing_module
+from digenrl.extensions.planner import enumeration
+from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
 from digenrl.extensions.planner.enumeration import step_batches
@@ -350,3 +352,35 @@ def test_a_run_can_be_planned_where_its_sizes_and_its_memory_are_known(
     pools = {"a": {"memory_gib": 24}, "b": {"memory_gib": memory_gib}}
     config = OmegaConf.create({"model": {"build": build}, "hardware": {"pools": pools}})
     assert sized(cast(Any, SimpleNamespace(choices={"model": model}, config=config))) == known
+
+
+def test_every_eighth_of_the_gpus_is_tried_where_nothing_fits_around_the_balance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[tuple[int, set[int]]]()
+
+    def none(costing: Costing, base: Candidate, numbers: set[int]) -> list[Candidate]:
+        asked.append((base.spec.task_size, numbers))
+        return []
+
+    monkeypatch.setattr(enumeration, "_allocations", none)
+    for gpus, numbers in ((4, {1, 2, 3}), (16, {2, 4, 6, 8, 10, 12, 14})):
+        costing = Costing(WORK, Hardware((replace(POOL, count=gpus),)))
+        assert not list(enumeration.disaggregated(costing, 0))
+        assert asked.pop() == (1, numbers)
+        assert not list(enumeration.disaggregated(costing, 0, {3}))
+        assert asked.pop() == (1, {3})
+
+
+def test_splits_without_odd_blocks_are_tried_where_blocks_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sixteen blocks of an update for each trainer are not few."""
+    work = replace(WORK, prompts=64, updates=1)
+    costing = Costing(work, Hardware((replace(POOL, count=64, per_node=64),)))
+    base = costing.candidate(1, 63, task_size=4, tsp_batch=5)
+    spec = base.spec
+    blocks = spec.groups_per_update * spec.tasks_per_portion * spec.blocks_per_task
+    for balance, few in ((blocks / 16, False), (blocks / 16 + 0.01, True)):
+        monkeypatch.setattr(enumeration, "_balance", lambda *words, balance=balance: balance)
+        assert (len(enumeration._around_balance(costing, base)) > 5) == few

@@ -1,0 +1,216 @@
+"""How the planner reads a configuration, and what it makes of `schedule.auto`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from digenrl import config as configuration
+from digenrl.config import Composed
+from digenrl.extensions.planner import advice, reading
+from digenrl.extensions.planner.advice import PlannerAdvisor, planned_schedule
+from digenrl.extensions.planner.memory import rollout_memory
+from digenrl.extensions.planner.plan_text import explanation, overrides
+from digenrl.extensions.planner.planner import sync_run
+from digenrl.extensions.planner.reading import candidate_of, costing_of, given, workload
+from digenrl.recompute import Recompute
+
+WORDS = (
+    "experiment=flux1_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8",
+    "data.group_size=8", "sampling.task_size=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Composed:
+    return configuration.load(WORDS, "plan")
+
+
+def but(composed: Composed, **values: Any) -> Composed:
+    """Return the configuration with other values at its keys, whose dots are written as `__`."""
+    config: Any = OmegaConf.create(OmegaConf.to_container(composed.config))
+    for key, value in values.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return replace(composed, config=config)
+
+
+@pytest.mark.parametrize(
+    ("words", "trained"),
+    [
+        ({}, 6),
+        ({"algorithm__advantage__best_and_worst": None}, None),
+        ({"algorithm__advantage__best_and_worst": 4}, None),
+        ({"data__group_size": 7}, 6),
+        ({"schedule__skip_zero": False}, None),
+        ({"algorithm__kl_weight": 0.1}, None),
+        ({"without": "surrogate"}, None),
+    ],
+)
+def test_samples_whose_cells_are_skipped_are_not_trained(
+    loaded: Composed, words: dict[str, Any], trained: int | None
+) -> None:
+    """The six samples with an advantage, of eight. All must be trained for another loss term, for
+    an algorithm without a surrogate, and where no cell is skipped."""
+    base = {"algorithm__advantage__best_and_worst": 3, "schedule__skip_zero": True}
+    config = but(loaded, **base | {"algorithm__kl_weight": 0.0} | words).config
+    config.algorithm.pop(str(config.get("without")), None)
+    assert reading._trained_samples(config) == trained
+
+
+def test_evaluations_go_to_rollouts_where_each_has_room(
+    loaded: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of a trainer is not asked, and encoders that stay on the GPU take room."""
+    monkeypatch.setattr(reading, "USABLE", 1.0)
+    work = replace(workload(loaded), rollouts_evaluate=True)
+    for offloaded, size, rows in ((True, 2, 2), (False, 2, 2), (True, "auto", 1)):
+        need = rollout_memory(work, rows, not offloaded).gib
+        (pool,) = loaded.config.hardware.pools.values()
+        for memory, fits in ((need, True), (math.nextafter(need, 0.0), False)):
+            pools = {
+                "small": {**pool, "memory_gib": 1, "role": "trainer"},
+                "one": {**pool, "memory_gib": memory, "role": "rollout"},
+                "other": {**pool, "memory_gib": 80, "role": "auto"},
+            }
+            config = but(loaded, sampling__task_size=size, model__offload_encoders=offloaded).config
+            config.hardware.pools = pools
+            assert reading._has_room(config, replace(work, rollouts_evaluate=False)) == fits
+
+
+def test_encoders_that_stay_leave_smaller_tasks(
+    loaded: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills the memory fits, and where nothing fits a task is one sample."""
+    monkeypatch.setattr(advice, "USABLE", 1.0)
+    monkeypatch.setattr(advice, "NEARLY", 0.0)  # the largest that fits
+    work = replace(workload(loaded), rollouts_evaluate=False)
+    resident, away = (rollout_memory(work, 4, stay).gib for stay in (True, False))
+    assert away < rollout_memory(work, 8, False).gib < rollout_memory(work, 1, True).gib < resident
+    for memory, offloaded, size in (
+        (resident, False, 4),
+        (math.nextafter(resident, 0.0), False, 2),
+        (away, True, 4),
+        (away, None, 4),
+        (away, False, 1),
+    ):
+        words = {"hardware__pools__h100__memory_gib": memory}
+        composed = but(loaded, **words, model__offload_encoders=offloaded)
+        if offloaded is None:
+            del composed.config.model["offload_encoders"]
+        assert PlannerAdvisor().task_size(composed, (2, 4, 8)) == size
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ({}, {}),
+        ({"allocation__trainers": 3}, {"trainers": 3, "rollouts": 5}),
+        ({"allocation__rollouts": 3}, {"trainers": 5, "rollouts": 3}),
+        ({"allocation__trainers": 9}, {"trainers": 9, "rollouts": 0}),
+        ({"allocation__rollouts": {"min": 1, "max": 2}}, {"trainers": 6, "rollouts": 2}),
+        ({"allocation__trainers": 1, "allocation__rollouts": 2}, {"trainers": 1, "rollouts": 2}),
+        ({"schedule__skip_zero": False}, {"skip_zero": False}),
+        ({"schedule__tag": True}, {"tag": True}),
+        ({"schedule__gap": 2}, {"gap": 2}),
+        ({"schedule__tsp__batch": 2}, {"tsp_batch": 2}),
+        ({"schedule__tsp__batch": "auto"}, {}),
+        ({"schedule__claims": "split"}, {"static_claims": True}),
+        ({"schedule__shares": "measured"}, {"shares": True}),
+        ({"model__offload_encoders": False}, {"encoders": True}),
+        ({"model__offload_encoders": True}, {}),
+        ({"model__gradient_checkpointing": "auto"}, {}),
+        ({"model__gradient_checkpointing": True}, {"recompute": Recompute(inputs=1.0)}),
+        ({"parallel__sharding": "fsdp"}, {"sharding": "fsdp"}),
+        ({"parallel__sharding": "auto"}, {}),
+    ],
+)  # fmt: skip
+def test_what_a_plan_must_keep_is_what_the_user_has_set(
+    loaded: Composed, words: dict[str, Any], found: dict[str, Any]
+) -> None:
+    """The size of a task has no usual value, so it is kept only where the command line names it."""
+    plain = {"model__gradient_checkpointing": "auto", "parallel__sharding": "auto"}
+    composed = replace(but(loaded, **plain | words), overrides=())
+    costing = costing_of(loaded)
+    assert given(composed, costing) == {"skip_zero": True} | found
+    named = replace(composed, overrides=("sampling.task_size=2", "+schedule.gap=0"))
+    kept = given(named, costing)
+    assert kept == {"skip_zero": True, "gap": 0, "task_size": 2} | found
+
+
+def test_a_candidate_is_the_configurations(loaded: Composed) -> None:
+    found = candidate_of(loaded.config, 3, 5, 4)
+    assert (found.trainers, found.rollouts, found.spec.trained_steps) == (3, 5, 4)
+    assert (found.encoders, found.shares, found.static_claims) == (False, False, False)
+    assert (found.shard_group, found.spec.shares, found.spec.measured_shares) == (None, (), False)
+    other = but(loaded, parallel__shard_group=2, schedule__shares=[1.0, 2.0, 1.0]).config
+    del other.model["offload_encoders"]
+    del other.model["gradient_checkpointing"]
+    found = candidate_of(other, 3, 5, 4)
+    assert (found.encoders, found.shares, found.shard_group) == (False, True, 2)
+    assert (found.recompute, found.spec.shares) == (Recompute(), ())
+    other.model.gradient_checkpointing = ["auto", {"inputs": 0.5}, "auto"]  # settled for each
+    assert candidate_of(other, 3, 5, 4).recompute is None
+
+
+def test_a_schedule_of_auto_is_the_plans_best_but_for_what_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On two of the profile's eight GPUs, with one step of asynchrony, which alone lets the plan
+    have asynchronous runs."""
+    named = ("schedule.async_steps=1", "schedule.auto=true", "schedule.tsp.batch=2")
+    composed = configuration.load([*WORDS, *named], "plan")
+    plan = planned_schedule(composed, 2)
+    assert plan is not None
+    assert plan.costing.hardware.gpus == 2
+    kinds = {(o.candidate.spec.async_steps, o.candidate.spec.tsp_batch) for o in plan.outcomes}
+    assert kinds == {(0, 2), (1, 2)}
+    monkeypatch.setattr(advice, "make_plan", lambda *words: plan)
+    best, made = plan.outcomes[0], PlannerAdvisor().choose(composed, 2)
+    _, why, _ = explanation(plan, asynchronous=True)
+    assert why != explanation(plan, asynchronous=False)[1]
+    sync = sync_run(plan.costing, 2)
+    assert sync is not None
+    assert made.planned == {
+        "schedule": best.candidate.name, "step_s": best.step_s, "sync_step_s": sync.step_s,
+    }  # fmt: skip
+    (said,) = made.notes[len(composed.notes) :]
+    assert said.startswith(f"schedule=auto: {best.candidate.name}, 2+0, is the best of ")
+    assert f" runs, {sync.step_s / best.step_s:.2f} x schedule=sync (predicted). " in said
+    assert f" {why} It sets " in said
+    words = said.partition(" It sets ")[2].removesuffix(".").split()
+    assert {"allocation.trainers=2", "schedule.auto=false"} < set(words) < set(overrides(best))
+    assert not any(word.startswith(("schedule.tsp.batch", "sampling.task_size")) for word in words)
+    assert all(word.split("=")[0] not in named for word in words)
+    assert made.config.allocation.trainers == 2
+    assert made.config.schedule.auto is False
+    without = replace(plan, outcomes=plan.outcomes[1:])
+    monkeypatch.setattr(advice, "sync_run", lambda *_: None)
+    assert " runs (predicted). " in advice._chosen(composed, without).notes[-1]
+
+
+def test_a_schedule_of_auto_is_planned_where_the_gpus_are_those_of_the_profile(
+    loaded: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Any]()
+    monkeypatch.setattr(advice, "make_plan", lambda *words: asked.append(words))
+    assert planned_schedule(loaded) is planned_schedule(loaded, 8) is None
+    assert [(words[0].hardware.gpus, words[1], words[3]) for words in asked] == [
+        (8, None, False)
+    ] * 2
+    assert asked[0][2] == given(loaded, asked[0][0])
+    (pool,) = loaded.config.hardware.pools.values()
+    two = but(loaded)
+    two.config.hardware.pools = {"one": pool, "other": pool}
+    planned_schedule(two, 16)
+    assert asked.pop()[0].hardware.gpus == 16
+    planned_schedule(two, 8)
+    planned_schedule(but(loaded, hardware__pools__h100__gpu="cpu"))
+    planned_schedule(but(loaded, hardware__pools__h100__memory_gib=None))
+    assert len(asked) == 2
+    tight = but(loaded, hardware__pools__h100__memory_gib=9)
+    monkeypatch.undo()
+    assert planned_schedule(tight, 1) is None
