@@ -262,7 +262,7 @@ def of_run(spec: ScheduleSpec, cluster: Cluster, disturbance: Disturbance) -> It
     settled = steady(spec, cluster, disturbance=disturbance)
     yield f"steady {shown((settled.step_s, settled.steps, settled.settled))}"
     cut = steady(spec, cluster, cutoff_s=0.9 * settled.step_s)
-    yield f"cut {shown((len(cut.step_ends), cut.settled))}"
+    yield f"cut {shown((len(cut.step_ends), cut.step_s, cut.settled))}"
 
 
 def of_coarse() -> Iterator[str]:
@@ -451,6 +451,26 @@ def test_figures_are_those_of_before(section: str) -> None:
     stored = STORED.read_text(encoding="utf-8").split("\n\n")
     known = {title: lines for title, *lines in (part.strip().split("\n") for part in stored)}
     assert list(SECTIONS[section]()) == known[section]
+
+
+@pytest.mark.parametrize("name", ["plain", "stale", "far", "split"])
+def test_what_ranks_do_and_wait_for_fills_the_measured_steps(name: str) -> None:
+    """Tasks that are in progress at the end count up to it."""
+    spec, cluster, _ = RUNS[name]
+    found = steady(spec, cluster)
+    spent = Counter[str]()
+    for (pool, _, _), seconds in found.seconds.items():
+        spent[pool] += seconds  # type: ignore[assignment]
+    for pool, ranks in Counter(rank.pool for rank in cluster.ranks).items():
+        assert spent[pool] == pytest.approx(ranks * found.steps * found.step_s)
+
+
+@pytest.mark.parametrize(("name", "first"), [("plain", 1), ("stale", 3)])
+def test_a_run_that_never_settles_is_measured_behind_its_first_steps(name: str, first: int) -> None:
+    spec, cluster, _ = RUNS[name]
+    spec = replace(spec, tag=False)
+    found = steady(spec, cluster, most=9, disturbance=Disturbance(jitter=0.5))
+    assert (len(found.step_ends), found.first, found.settled) == (9, first, True)
 
 
 if __name__ == "__main__":

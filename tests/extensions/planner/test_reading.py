@@ -66,9 +66,9 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
 ) -> None:
     """The pool of a trainer is not asked, and encoders that stay on the GPU take room."""
     monkeypatch.setattr(reading, "USABLE", 1.0)
-    work = replace(workload(loaded), rollouts_evaluate=True)
-    for offloaded, size, rows in ((True, 2, 2), (False, 2, 2), (True, "auto", 1)):
-        need = rollout_memory(work, rows, not offloaded).gib
+    work = replace(workload(loaded), rollouts_evaluate=True, evaluated=1)
+    for offloaded, size, rows in ((True, 2, 2), (False, 2, 2), (None, 2, 2), (True, "auto", 1)):
+        need = rollout_memory(work, rows, offloaded is False).gib
         (pool,) = loaded.config.hardware.pools.values()
         for memory, fits in ((need, True), (math.nextafter(need, 0.0), False)):
             pools = {
@@ -78,6 +78,8 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
             }
             config = but(loaded, sampling__task_size=size, model__offload_encoders=offloaded).config
             config.hardware.pools = pools
+            if offloaded is None:
+                del config.model["offload_encoders"]
             assert reading._has_room(config, replace(work, rollouts_evaluate=False)) == fits
 
 

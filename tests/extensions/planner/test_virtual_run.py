@@ -242,6 +242,13 @@ def test_a_trainer_death_is_refused() -> None:
         simulate(ScheduleSpec(**BASE), even(1, 1), 1, Disturbance(failures=((0.5, 0),)))
 
 
+def irregular(mean: float, growth: float = 1.0, spread: float = 1.0) -> list[float]:
+    """Ten steps and the same ten in another order, without any period, after a long one."""
+    parts = [0.0, 3.0, -2.0, 1.0, 4.0, -3.0, 2.0, -4.0, -1.5, 0.5]
+    steps = [mean * (1.0 + 0.01 * spread * part) for part in parts]
+    return [9.0, *steps, *(growth * steps[i] for i in (6, 1, 8, 0, 9, 4, 7, 2, 5, 3))]
+
+
 @pytest.mark.parametrize(
     ("steps", "first"),
     [
@@ -255,6 +262,13 @@ def test_a_trainer_death_is_refused() -> None:
         ([1.0], None),
         ([2.0, 2.0], 0),
         ([2.0, 3.0], None),
+        (irregular(2.0), 1),
+        (irregular(2.0, 1.001), 1),
+        (irregular(2.0, 1.003), None),
+        (irregular(2.0, 0.997), None),
+        (irregular(2.0, spread=1.5), None),
+        (irregular(1.4985), 1),
+        (irregular(1.4), None),
     ],
     ids=[
         "equal",
@@ -267,6 +281,13 @@ def test_a_trainer_death_is_refused() -> None:
         "one",
         "two",
         "unlike",
+        "irregular",
+        "irregular, creeping",
+        "irregular, growing",
+        "irregular, shrinking",
+        "wild",
+        "irregular, short",
+        "irregular, consuming",
     ],
 )
 def test_a_window_of_steps_is_steady(steps: list[float], first: int | None) -> None:
