@@ -22,7 +22,7 @@ from digenrl.cluster import launcher, vitals
 from digenrl.cluster.claims import StoredClaims, note_version
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
-from digenrl.cluster.launcher import EXIT_STOPPED, Launch, RunOutcome
+from digenrl.cluster.launcher import Launch, RunOutcome
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import Members, end_key
 from digenrl.cluster.store import StoreClient, StoreServer
@@ -259,7 +259,7 @@ def stopped(number: signal.Signals, more: str = "") -> tuple[str, str, int, bool
 ENDS: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float]]] = {
     "well": ({2: done(0, 1)}, {}, ("completed", None, 0, False), {}),
     "by itself": (
-        {2: both(sets("stop", "no rewards"), done(0, 1))}, {}, ("stopped", "no rewards", EXIT_STOPPED, False), {},
+        {2: both(sets("stop", "no rewards"), done(0, 1))}, {}, ("stopped", "no rewards", os.EX_TEMPFAIL, False), {},
     ),
     "trainer killed": ({2: die(0)}, {}, failed(f"rank 0 (trainer) {KILLED}"), {"abort": 2.0, 1: 6.25}),
     "trainer raised": ({2: die(0, 1, "raised E")}, {}, failed("rank 0 (trainer) raised E"), {"abort": 2.0, 1: 6.25}),

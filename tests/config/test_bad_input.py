@@ -399,6 +399,10 @@ RELATIONS: dict[str, Case] = {
         ["data.prompts_per_batch=4", "algorithm.updates_per_batch=2", "data.oversample=3"],
         ["data.oversample = 3", "algorithm.updates_per_batch = 2", "0, 2, 4"],
     ),
+    "ports that end before they begin": (
+        ["network.ports=[29700,29600]"],
+        ["network.ports", "[29700, 29600] begins after its end, expected [first, last]"],
+    ),
     "equal parts and lending": (
         ["schedule.claims=split", "schedule.tag=true"],
         [

@@ -99,6 +99,7 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
     run = config.prepare_run_dir(config.load([*words, f"hydra.run.dir={tmp_path}/run-0"]))
     again = config.load([f"resume={run}", "max_rl_steps=77"])
     assert again.resumed
+    assert again.config.resume == str(run)
     assert again.run_dir == run
     assert (again.config.seed, again.config.data.group_size, again.config.model.lora.rank) == (
         5,

@@ -277,12 +277,43 @@ def test_a_peer_that_is_gone_is_reported(controls: list[Control], links: list[So
         links[0].send(8, cells(3))
 
 
+def test_what_is_queued_is_sent_before_a_link_closes_but_not_in_an_aborted_run(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    links[0].send(1, cells(1))
+    links[0].drain(5.0)
+    _, sender = links[0].open(1)
+    assert not sender.is_alive()
+    assert received(links[1]).meta["number"] == 1
+    _, waiting = links[0].open(8)  # which never says where it is
+    controls[1].abort("it is over")
+    began = time.monotonic()
+    links[0].drain(5.0)
+    assert time.monotonic() - began < 2.0
+    waiting.join(5.0)
+
+
 def test_what_is_sent_to_a_lost_rank_is_dropped(
     controls: list[Control], links: list[SocketLink]
 ) -> None:
     controls[0].lose(8)
     for number in range(5):  # one more than the queue holds
         links[0].send(8, cells(number))
+    assert links[0].receive(0.0) is None
+
+
+def test_a_peer_that_the_run_goes_on_without_is_given_up_in_silence(
+    controls: list[Control], links: list[SocketLink]
+) -> None:
+    """Its connection breaks before the launcher has said that it is lost."""
+    with socket.create_server((HOST, 0)) as closed:
+        controls[0].set("address/8", f"{HOST}:{closed.getsockname()[1]}")
+    _, sender = links[0].open(8)
+    time.sleep(0.1)
+    assert sender.is_alive(), "it waits for the verdict"
+    controls[0].lose(8)
+    sender.join(5.0)
+    assert not sender.is_alive()
     assert links[0].receive(0.0) is None
 
 
