@@ -67,6 +67,18 @@ def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
     ]  # a tie has one taker
 
 
+def test_a_rank_that_joined_generates_as_long_as_it_is_there() -> None:
+    """With the speed that it says; a first rollout is waited for, though it has not begun."""
+    policy = SchedulePolicy(SPEC, Roles(1, 1), lambda version: ())
+    for rank in (1, 2):
+        policy.saw_rank(rank, Work(0, 2.0))
+    assert policy._generators == {1, 2}
+    assert policy._costs == {("generate", 2): 2.0}
+    for rank in (1, 2):
+        policy.saw_rank(rank, None)
+    assert policy._generators == {1}
+
+
 def trainer_policy(
     trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **roles: Any
 ) -> SchedulePolicy:

@@ -164,6 +164,11 @@ def test_a_message_may_have_as_many_bytes_and_dimensions_as_the_limit() -> None:
     assert decode(reader(data), 64).tensors["x"].numel() == 64
     with pytest.raises(WireError, match="the limit is 63 bytes"):
         decode(reader(data), 63)
+    encode(Message(MessageKind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS)}))
+    said = "a" * (MAX_META_BYTES - len(b'{"names":[],"meta":{"said":""}}'))
+    assert len(written(Message(MessageKind.CELLS, {"said": said}, {}))) > MAX_META_BYTES
+    with pytest.raises(WireError, match="too large"):
+        encode(Message(MessageKind.CELLS, {"said": f"{said}a"}, {}))
 
 
 def test_what_cannot_travel_fails_in_its_authors_stack() -> None:

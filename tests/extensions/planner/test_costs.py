@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
+from digenrl.extensions.planner import advice, enumeration
 from digenrl.extensions.planner import costing as costing_module
-from digenrl.extensions.planner import enumeration
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.costs import COLLECTIVE_SECONDS, CONNECTION_GB_S, Costs
@@ -384,3 +384,15 @@ def test_splits_without_odd_blocks_are_tried_where_blocks_are_few(
     for balance, few in ((blocks / 16, False), (blocks / 16 + 0.01, True)):
         monkeypatch.setattr(enumeration, "_balance", lambda *words, balance=balance: balance)
         assert (len(enumeration._around_balance(costing, base)) > 5) == few
+
+
+@pytest.mark.parametrize(("fits", "chosen"), [(5, 5), (3, 3), (0, None)])
+def test_the_fastest_steps_per_forward_that_fit_are_taken(
+    fits: int, chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches are paid once a forward, so that here more steps are always faster."""
+    costing = Costing(replace(WORK, height=128, width=128), Hardware((POOL,)))
+    misfits = {k: ["trainer on p needs more"] if k > fits else ["rollout"] for k in range(1, 6)}
+    monkeypatch.setattr(Costing, "misfits", lambda self, trial: misfits[trial.spec.tsp_batch])
+    found = advice._steps_that_fit(costing, costing.candidate(1, 7, recompute=Recompute()))
+    assert (found and found.spec.tsp_batch) == chosen
