@@ -98,6 +98,12 @@ def test_the_stored_run_needs_the_directory_no_more(own: Path, tmp_path: Path) -
             "reward = flatt: there is no such reward; nearest: flat",
         ),
         (
+            "experiment/other.yaml",
+            EXPERIMENT.replace("flat", "flatt"),
+            ["experiment=other"],
+            "train: reward = flatt: there is no such reward; nearest: flat",
+        ),
+        (
             "reward/flat.yaml",
             REWARD.replace("reward_models.jpeg_size", "mine"),
             ["reward=flat"],

@@ -105,6 +105,14 @@ def test_each_prompt_may_draw_its_own_step_which_its_samples_share() -> None:
     assert shared.plan(0, 3, 20, 1) == shared.plan(0, 3, 20, 2)
 
 
+def test_a_share_of_a_pool_is_of_the_steps_that_are_in_it() -> None:
+    assert RandomSubset(0.5, first=2, stop=8).count(10) == 3
+    assert RandomSubset(0.1, first=2, stop=8).count(10) == 1
+    assert RandomSubset(size=6, first=2, stop=8).count(10) == 6
+    with pytest.raises(ValueError, match=r"size=7 does not fit the pool of 6 steps \[2, 8\)"):
+        RandomSubset(size=7, first=2, stop=8).count(10)
+
+
 def test_untrained_steps_follow_their_option() -> None:
     """Section 1.2: the last step is Euler (x0_hat) unless last="sde"; DanceGRPO keeps noise on
     untrained steps."""
