@@ -27,6 +27,7 @@ from digenrl.cluster.network import Network
 from digenrl.cluster.signals import STOPS
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
+from digenrl.extensions.launchers.access import ACCESS
 from tests.cluster.test_network import LOOPBACK
 
 pytestmark = pytest.mark.processes
@@ -60,7 +61,7 @@ def tell(world: World, session: Session) -> None:
     """Write what this rank was given and print a secret, then wait for the others."""
     control = Control(StoreClient(*session.store), world.rank)
     until(lambda: control.get("ranks"))
-    access = session.run_dir / "access.json"
+    access = session.run_dir / ACCESS
     found = {
         "world": vars(world),
         "host": (session.host, session.store_host, session.network.interface),
@@ -91,7 +92,7 @@ def test_ranks_are_told_who_they_are_and_nothing_is_left_of_them(tmp_path: Path)
 
     def end() -> None:
         seen.append([psutil.pid_exists(told(tmp_path, rank)["pid"]) for rank in range(3)])
-        seen.append((tmp_path / "access.json").exists())
+        seen.append((tmp_path / ACCESS).exists())
 
     before, began = [signal.getsignal(number) for number in STOPS], time.time()
     outcome = launched(
@@ -100,7 +101,7 @@ def test_ranks_are_told_who_they_are_and_nothing_is_left_of_them(tmp_path: Path)
     )  # fmt: skip
     assert outcome == ("completed", None, 0)
     assert seen == [[False] * 3, True]
-    assert not (tmp_path / "access.json").exists()
+    assert not (tmp_path / ACCESS).exists()
     for rank in range(3):
         found = told(tmp_path, rank)
         assert found["world"] == {"rank": rank, "trainers": 2, "rollouts": 1, "local_rank": rank}
@@ -124,7 +125,7 @@ def test_ranks_are_told_who_they_are_and_nothing_is_left_of_them(tmp_path: Path)
 def raises(world: World, session: Session) -> None:
     """The trainer waits for ever, and the rollout removes the access file and fails."""
     if not world.is_trainer:
-        access = session.run_dir / "access.json"
+        access = session.run_dir / ACCESS
         until(access.exists)
         access.unlink()
         raise ValueError("no such luck")
