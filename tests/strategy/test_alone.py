@@ -46,10 +46,13 @@ WORDS = (
 
 
 class NoHandler(pl.Callback):
-    """Fails where Lightning handles SIGTERM, and so would broadcast it before each micro-batch."""
+    """Fails where Lightning handles SIGTERM, and so would broadcast it before each micro-batch; and
+    where a step could not be dropped: the weights before it are kept, as it trains an adapter."""
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        parts = trainer.strategy.parts  # type: ignore[attr-defined]
+        assert parts.stop_vote._droppable()
 
 
 def alone(directory: Path, checkpoint: Path | None = None) -> Cluster:
