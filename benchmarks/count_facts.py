@@ -45,6 +45,8 @@ tokens."""
 DEVICE = "cuda"
 """Forwards are counted on this device, which need not exist. A fused RMS norm keeps no fp32 copy
 there, as it does on the CPU, and autocast has a list of operators of its own."""
+BACKWARD = "cpu"
+"""Backward passes are counted on this device: none runs on one without a driver."""
 RANK = 64
 """Of the adapters whose activations are counted."""
 HEAD = "# Counted by `python -m benchmarks.count_facts MODEL`."
@@ -261,8 +263,8 @@ def activations(
         for mode in MODES:
             cells.keep(mode)
             table[mode] = fit(cells.kept())
-    with FakeTensorMode():  # no backward pass runs on a device without a driver
-        cells.place("cpu")
+    with FakeTensorMode():
+        cells.place(BACKWARD)
         cells.keep(ALL)
         beside = fit(cells.beside())
         for mode in MODES if repeats else ():
@@ -300,12 +302,12 @@ def model_facts(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = _families.network(name)
     counted = {trained: activations(name, trained) for trained in ("full", *PRESETS)}
-    heaviest = max(
-        sum(p.numel() for p in block.parameters()) for part in lists(model) for block in part
-    )
+    of_blocks = [sum(p.numel() for p in b.parameters()) for part in lists(model) for b in part]
+    parameters = sum(p.numel() for p in model.parameters())
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "largest_block_parameters": heaviest,
+        "parameters": parameters,
+        "largest_block_parameters": max(of_blocks),
+        "outside_parameters": parameters - sum(of_blocks),
         "tensors": sum(1 for _ in model.parameters()),
         "lora_parameters_per_rank": lora_per_rank(name, model),
         "flops": [

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from benchmarks import _families, count_facts
 from benchmarks._shared import options
@@ -195,9 +196,12 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         trained: count_facts.activations(model, trained, repeats=False)
         for trained in ("full", "attn_ff")
     }
+    of_blocks = [sum(p.numel() for p in block.parameters()) for block in lists]
+    parameters = sum(p.numel() for p in network.parameters())
     counts = {
-        "parameters": sum(p.numel() for p in network.parameters()),
-        "largest_block_parameters": max(sum(p.numel() for p in b.parameters()) for b in lists),
+        "parameters": parameters,
+        "largest_block_parameters": max(of_blocks),
+        "outside_parameters": parameters - sum(of_blocks),
         "lora_parameters_per_rank": count_facts.lora_per_rank(model, network),
         "kept_bytes": {trained: each[0] for trained, each in counted.items()},
         "beside_bytes": {trained: each[1] for trained, each in counted.items()},
@@ -306,7 +310,9 @@ def main() -> None:
     given = options(sys.argv[1:], DEFAULTS, {})
     # Real tensors are faster than fake ones at this size, and nobody asks for FLOPs.
     count_facts.FakeTensorMode = nullcontext  # type: ignore[assignment, misc]
-    count_facts.DEVICE = "cpu"  # whose operators the strict device runs
+    # The strict device's autocast has a GPU's list of operators, and its attention is the CPU's one kernel.
+    count_facts.DEVICE = count_facts.BACKWARD = "strict"
+    count_facts.attend = nn.functional.scaled_dot_product_attention
     count_facts.MANY_TOKENS = count_facts.CASES[0]
     count_facts.RANK = RANK
     count_facts.MODES = ("all", "products", "inputs")  # type: ignore[assignment]

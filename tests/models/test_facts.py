@@ -26,6 +26,7 @@ SIZES = {
 COUNTS = {
     "parameters",
     "largest_block_parameters",
+    "outside_parameters",
     "tensors",
     "lora_parameters_per_rank",
     "flops",

@@ -116,6 +116,19 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     assert rollout_memory(WAN, 2, False).frozen == 2 * base
 
 
+@pytest.mark.parametrize("rank", [64, None])
+def test_layers_outside_the_blocks_are_held_whole_by_sharded_trainers(rank: int | None) -> None:
+    """An adapter's trainer has them twice as a backward pass begins; of all weights they bound what
+    is held when their gradients are scattered."""
+    tiny, published = replace(FLUX, lora_rank=rank, height=16, width=16, most_text=1), FLUX.sizes
+    outside, block = (published[f"{part}_parameters"] for part in ("outside", "largest_block"))
+    held = trainer_memory(tiny, 8, 1, 1, INPUTS, False, False)
+    assert held.gathered == 2 * block * (2 if rank else 8) + (4 * outside if rank else 0)
+    alone = trainer_memory(tiny, 10**6, 1, 1, INPUTS, False, False)
+    assert alone.total - RESERVED >= (4 if rank else 8) * outside
+    assert trainer_memory(tiny, 1, 1, 1, INPUTS, False, False).gathered == 0
+
+
 GRADES = (False, "products", "attention", True)
 
 

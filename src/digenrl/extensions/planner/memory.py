@@ -229,11 +229,16 @@ def trainer_memory(
     # No rank generates during a micro-batch, so generation may use the room of its activations.
     aside = generating_bytes(work, makes, encoders) - kept if makes else 0
     # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are
-    # scattered.
-    gathered = 2 * (4 + 4 if full else 2) * work.sizes["largest_block_parameters"] * (shards > 1)
-    # When activations are gone, the optimizer's step takes another copy of the trained weights, as
-    # did the flat gradient of replicas before it (tests/device/inside/test_parts.py).
-    update = 4 * share - kept - gathered
+    # scattered. The layers outside the blocks are gathered through both passes, and when the second
+    # begins they also lie in the buffer in which they arrive. Where all weights are trained, what
+    # they hold counts as casts, beside the activations.
+    block, outside = (work.sizes[f"{part}_parameters"] for part in ("largest_block", "outside"))
+    gathered = (2 * (4 + 4 if full else 2) * block + (0 if full else 4) * outside) * (shards > 1)
+    # When activations are gone, the layers outside scatter their gradients: they hold weights and
+    # gradients in 16 bit, and in fp32 what is sent and received. Then the optimizer's step takes
+    # another copy of the trained weights, as did the flat gradient of replicas before it
+    # (tests/device/inside/test_parts.py).
+    update = max(4 * share, outside * (8 + 4 / shards) * (full and shards > 1)) - kept - gathered
     return Memory(
         frozen=0 if full else math.ceil(work.base_bytes * parameters / shards),
         trained=4 * share,

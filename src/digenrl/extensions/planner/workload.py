@@ -300,18 +300,15 @@ class Workload:
     def beside_bytes(self, rows: int, context: int = 1) -> float:
         """Return the bytes beside those that blocks keep at the peak of a forward and backward
         pass, if they keep all."""
-        return self._fitted(self._beside("beside_bytes"), rows, context)
+        return self._fitted(self.sizes["beside_bytes"][self._counted()], rows, context)
 
     def forward_bytes(self, rows: int) -> float:
         """Return the peak bytes of a denoising step of `rows` samples, with weights in 16 bit."""
-        return self._fitted(self._beside("forward_bytes"), rows)
+        return self._fitted(self.sizes["forward_bytes"][self._counted()], rows)
 
-    def _beside(self, key: str) -> Mapping[str, float]:
-        # Adapters on attention alone need less than these.
-        found: Mapping[str, float] = self.sizes[key][
-            "full" if self.lora_rank is None else "attn_ff"
-        ]
-        return found
+    def _counted(self) -> str:
+        # Adapters on attention alone need less than those on both.
+        return "full" if self.lora_rank is None else "attn_ff"
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
         tokens = self.tokens / context
