@@ -31,7 +31,7 @@ OPTIONS = {
 SCHEDULES = {
     "sync": (1, 1, ("schedule=sync",)),
     "colocated": (2, 0, ("schedule=colocated", "schedule.gap=0")),
-    "gap": (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true")),
+    "gap": (2, 1, ("schedule.gap=1", "schedule.tsp.shard=true")),
     "full": (2, 1, ("schedule=full", "schedule.async_steps=0")),
     "async": (1, 2, ("schedule=full",)),
     "fsdp": (2, 1, ("schedule=gap_tsp", "parallel.sharding=fsdp")),
