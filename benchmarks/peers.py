@@ -298,7 +298,7 @@ def main(words: list[str]) -> int:
             "processes, schedule              ",
             "step s",
             "samples/s",
-            *(["flow_grpo", "ratio"] if peer else []),
+            *(["flow_grpo", "ratio", "range"] if peer else []),
         )
     )
     own: dict[str, list[float]] = {name: [] for name in CASES}
@@ -315,10 +315,13 @@ def main(words: list[str]) -> int:
         cells = [name, f"{step_s:.2f}", f"{SAMPLES / step_s:.1f}"]
         if peer:
             peer_s = statistics.median(theirs[processes])
+            ratios = [a / b for a, b in zip(theirs[processes], own[name], strict=True)]
             cells += [f"{SAMPLES / peer_s:.1f}", f"{peer_s / step_s:.2f}"]
+            cells += [f"{min(ratios):.2f} to {max(ratios):.2f}"]
         report.row(*cells)
     report.say(
-        f"Medians of {given['sittings']} sittings in turns, {rl_steps} RL steps each. Both: 4 "
+        f"Medians of {given['sittings']} sittings in turns, {rl_steps} RL steps each, and the "
+        "range of their ratios. Both: 4 "
         "prompts x 8 samples, "
         f"64 px, {STEPS} steps of which {STEPS - 1} trained, LoRA of rank 32, fp32, a JPEG reward, "
         "141 text tokens, "
