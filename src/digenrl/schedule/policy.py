@@ -376,8 +376,8 @@ class SchedulePolicy:
 
     def _blind(self, rank: int) -> bool:
         """Return whether trainer `rank` cannot tell what a loan is worth, or may not lend."""
-        known = ("train", rank) in self._costs and self._known_speed(self._generators)
-        return not known or self._trainers[rank].monitor.off
+        timed = any(("generate", o) in self._costs for o in self._generators if o in self._ranks)
+        return not timed or ("train", rank) not in self._costs or self._trainers[rank].monitor.off
 
     @_noted("decision")
     def lend(
@@ -414,9 +414,9 @@ class SchedulePolicy:
             return 1
         if self._blind(rank):
             return 0
-        rollouts = self._known_speed(sorted(self._generators))
         moment = (step, now, len(pending))
         if self._same_moment is None or self._same_moment[0] != moment:
+            rollouts = self._known_speed(sorted(self._generators))
             others = self._known_speed(
                 other for other in range(self.roles.trainers) if other != rank
             )

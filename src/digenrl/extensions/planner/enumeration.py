@@ -52,12 +52,14 @@ def disaggregated(
         )
         if not typical.spec.gap:  # only a whole stale batch overlaps with training
             typical = typical.but(stale_fraction=1.0)
-        found = False
-        for base in _schedules(costing, typical):
-            for candidate in _allocations(costing, base, numbers or _around_balance(costing, base)):
-                found = True
-                yield candidate
-        if not found:  # memory decides, not the balance
+        stale = (0.5, 1.0) if async_steps and typical.spec.gap else (typical.spec.stale_fraction,)
+        splits = (
+            (base, numbers or _around_balance(costing, base))
+            for base in _schedules(costing, typical)
+        )
+        fitting = [near for split in splits for near in _allocations(costing, *split)]
+        yield from (candidate.but(stale_fraction=part) for candidate in fitting for part in stale)
+        if not fitting:  # memory decides, not the balance
             every = {max(1, gpus * eighth // 8) for eighth in range(1, 8)}
             yield from _allocations(
                 costing, typical.but(task_size=task_sizes(costing)[0]), numbers or every
@@ -78,13 +80,8 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
         else {typical.spec.gap}
     )
     sizes = task_sizes(costing)[: 1 if _few_tasks(costing) else None]
-    stale = (
-        {0.5, 1.0}
-        if typical.spec.async_steps and typical.spec.gap
-        else {typical.spec.stale_fraction}
-    )
-    for size, gap, tag, part in itertools.product(sizes, gaps, (False, True), sorted(stale)):
-        yield typical.but(task_size=size, gap=gap, tag=tag, stale_fraction=part)
+    for size, gap, tag in itertools.product(sizes, gaps, (False, True)):
+        yield typical.but(task_size=size, gap=gap, tag=tag)
 
 
 def _allocations(costing: Costing, base: Candidate, numbers: set[int]) -> Iterator[Candidate]:
@@ -102,9 +99,10 @@ def _around_balance(costing: Costing, base: Candidate) -> set[int]:
     """Return numbers of trainers to try: around the balance of generation and training, and whole
     pools."""
     gpus, balance = costing.hardware.gpus, _balance(costing, base)
-    offsets = [-0.06, -0.03, 0.0, 0.03, 0.06]
-    if base.spec.tag:  # what lending trainers generate, rollout ranks need not
-        offsets = [-0.03, 0.0, 0.03, 0.06, 0.09, 0.12]
+    # What lending trainers generate, rollout ranks need not.
+    offsets = (
+        (-0.03, 0.0, 0.03, 0.06, 0.09, 0.12) if base.spec.tag else (-0.06, -0.03, 0.0, 0.03, 0.06)
+    )
     numbers = {min(gpus - 1, max(1, round(balance + share * gpus))) for share in offsets}
     node = min(
         pool.per_node for pool in costing.hardware.pools
@@ -197,7 +195,7 @@ def neighbours(costing: Costing, candidate: Candidate) -> Iterator[Candidate]:
             yield from _held(costing, candidate.but(task_size=size))
     for size in step_batches(costing, candidate):
         yield candidate.but(tsp_batch=size)
-    yield candidate.but(encoders=not candidate.encoders)
+    yield candidate.but(encoders=True)  # `fitted` off-loads them only where cells are faster for it
     if candidate.rollouts == 0:
         yield candidate.but(gap=0)
         yield candidate.but(tsp_shard=not candidate.spec.tsp_shard)

@@ -90,12 +90,8 @@ class CandidateOutcome:
         ]
         # Rollouts spend this part of their wait for weights while the update itself runs, when it
         # is too late to evaluate.
-        after = (
-            cluster.reduce_seconds
-            + cluster.optimizer_seconds
-            + cluster.snapshot_seconds
-            + cluster.publish_seconds
-        )
+        after = cluster.reduce_seconds + cluster.optimizer_seconds + cluster.snapshot_seconds
+        after += cluster.publish_seconds
         return max(
             0.0, once - max(0.0, sum(waits) / self.result.steps / candidate.rollouts - after)
         )
@@ -120,12 +116,9 @@ class CandidateOutcome:
             disturbance: what to disturb. The name of a role slows one of its ranks by `SLOW_RANK`.
             steps: RL steps to simulate; None = until the step no longer changes.
         """
-        spec, cluster = (
-            self.costing.spec(self.candidate),
-            cluster or self.costing.cluster(self.candidate),
-        )
+        cluster = cluster or self.costing.cluster(self.candidate)
         real = len(cluster.ranks)
-        spec, cluster = coarsen(spec, cluster, COARSE_RANKS)
+        spec, cluster = coarsen(self.costing.spec(self.candidate), cluster, COARSE_RANKS)
         if isinstance(disturbance, str):
             last = (cluster.trainers if disturbance == "trainer" else cluster.rollouts)[-1].rank
             # One rank of the coarse cluster stands for several. Of these only one is slow, which
@@ -284,9 +277,8 @@ def evaluate(
     result = steady(spec, cluster, steps, most, trace=trace, cutoff_s=cutoff_s)
     if exact:
         return CandidateOutcome(costing, candidate, result, bound_s)
-    result = replace(
-        result, made=(), trained=()
-    )  # a search keeps many of these, and needs only their seconds
+    # A search keeps many of these, and needs only their seconds.
+    result = replace(result, made=(), trained=())
     return CandidateOutcome(
         costing, candidate, result, bound_s, result.step_s, cluster.whole is not None
     )

@@ -164,12 +164,14 @@ def _make_plan(
     floor."""
     for candidates in coarse:
         best = tried(candidates)
-        for _ in range(ROUNDS):
-            around = [
-                near
-                for outcome in _centres(best)
-                for near in neighbours(costing, outcome.candidate)
+        for number in range(ROUNDS):
+            # A kind that its neighbours brought nowhere near the best is left.
+            centres = [
+                o.candidate
+                for o in _centres(best)
+                if not number or o.expected_s <= RIVAL * best[0].expected_s
             ]
+            around = [near for centre in centres for near in neighbours(costing, centre)]
             before, best = _rivals(best), tried(around, best)
             if all(
                 seconds >= WORTHWHILE * before.get(held, math.inf)
@@ -285,13 +287,11 @@ def sync_run(costing: Costing, gpus: int) -> CandidateOutcome | None:
 
     Nothing overlaps, and a forward trains a single denoising step.
     """
-    found = []
-    for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp")):
-        candidate = costing.candidate(
-            trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False
-        )
-        if allowed(costing, candidate) and not costing.misfits(candidate):
-            found.append(candidate)
+    every = (
+        costing.candidate(trainers, gpus - trainers, sharding=sharding, gap=0, tsp_shard=False)
+        for trainers, sharding in itertools.product(range(1, gpus), ("ddp", "hsdp", "fsdp"))
+    )
+    found = (c for c in every if allowed(costing, c) and not costing.misfits(c))
     return fastest(costing, found, costing.bound())
 
 
@@ -300,10 +300,9 @@ def fastest(
 ) -> CandidateOutcome | None:
     """Return the fastest of `candidates`. A candidate whose floor exceeds the best so far is not
     simulated."""
-    floors = {candidate: costing.floor(candidate) for candidate in dict.fromkeys(candidates)}
     best: CandidateOutcome | None = None
-    for candidate, floor in sorted(floors.items(), key=lambda item: item[1]):
-        if best is not None and floor >= best.step_s:
+    for candidate in sorted(dict.fromkeys(candidates), key=costing.floor):
+        if best is not None and costing.floor(candidate) >= best.step_s:
             break
         outcome = evaluate(costing, candidate, bound_s)
         best = outcome if best is None or outcome.step_s < best.step_s else best
