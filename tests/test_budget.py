@@ -54,7 +54,7 @@ class Room:
 
 
 LOOSE = (
-    "accelerator types run parts data devices settle advisor extension hardware facts recompute images "
+    "accelerator types run parts data devices settle advisor extension garbage hardware facts recompute images "
     "__init__ __main__"
 )
 """Files of the core that stand beside the rooms."""
@@ -102,7 +102,7 @@ SINCE_LINES = 1675
 
 ROOMS = {
     "types, run, data, devices ...": Room(
-        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1388
+        1100, (*(f"{name}.py" for name in LOOSE.split()), "prompts"), ceiling=1404
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1901),
@@ -115,9 +115,9 @@ ROOMS = {
     "record": Room(500, ("record",)),
     "callbacks": Room(500, ("callbacks",)),
     "config": Room(1500, ("config",), ceiling=1566),
-    "cli": Room(500, ("cli",), ceiling=513),
+    "cli": Room(500, ("cli",), ceiling=515),
     "report": Room(600, ("report",), ceiling=647),
-    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3447),
+    "extensions/planner": Room(3300, ("extensions/planner",), ceiling=3434),
     "extensions/zoo, tiny, export": Room(
         1900, ("extensions/zoo", "extensions/tiny", "extensions/export")
     ),

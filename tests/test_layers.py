@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accelerator": set(),
     "facts": set(),
     "extension": set(),
+    "garbage": set(),
     "hardware": set(),
     "config": {"prompts", "record", "images", "schedule", "facts", "extension"},
     "diffusion": {"types"},
@@ -61,7 +62,7 @@ TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point
 upwards."""
 
-STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute", "extension")
+STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute", "extension", "garbage")
 TORCH_FREE = (
     "digenrl.schedule",
     "digenrl.record.spans",

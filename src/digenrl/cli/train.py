@@ -18,6 +18,7 @@ import sys
 
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.extension import extension
+from digenrl.garbage import no_garbage
 
 
 def main(words: list[str]) -> int:
@@ -44,7 +45,8 @@ def train(words: list[str], signals: StopSignals) -> int:
     composed = load_or_exit(words, doc=__doc__)
     before_forks()
     # torch and Lightning load here, once, before the ranks are forked.
-    from digenrl.cli import ending, job, start
+    with no_garbage():
+        from digenrl.cli import ending, job, start
 
     try:
         settled = job.settle(composed)

@@ -9,11 +9,9 @@ each kind.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +29,7 @@ from digenrl.extensions.planner.enumeration import (
 from digenrl.extensions.planner.floor import busiest_seconds
 from digenrl.extensions.planner.outcome import COARSE_RANKS, CandidateOutcome, evaluate
 from digenrl.extensions.planner.virtual_cluster import coarsen
+from digenrl.garbage import no_garbage
 
 NEAR = 2
 """Candidates of each kind whose neighbours are tried. A kind is given by lending, sharding, and the
@@ -91,24 +90,8 @@ def make_plan(
     Raises:
         PlanError: no candidate fits. The message says how much memory is missing, and where.
     """
-    with _collecting_nothing():
+    with no_garbage():
         return _make_plan(costing, steps, fixed or {}, asynchronous)
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """Switch the garbage collector off: a plan leaves no reference cycles, and collecting is a
-    sixth of its time. What is left behind counts as old, so that it is not searched at once."""
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if not frozen:
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
 
 
 def _make_plan(
