@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.strategy.processes import Cluster, Job, completed, configured, run_series, slow_rollouts
-from tests.strategy.test_equality import LIGHT
+if TYPE_CHECKING:
+    from tests.strategy.processes import Cluster
 
 _ALL = ("schedule=full", "schedule.tsp.batch=1")
 EVERYTHING = {"full": (*_ALL, "schedule.async_steps=0"), "async": (*_ALL, "max_rl_steps=3")}
@@ -19,6 +20,10 @@ EVERYTHING = {"full": (*_ALL, "schedule.async_steps=0"), "async": (*_ALL, "max_r
 def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Cluster]:
     """Name in `EVERYTHING` -> the completed run of one trainer and two slow rollouts, with its
     files."""
+    # This file is read also where an extension that runs need was deleted.
+    from tests.strategy.processes import Job, completed, configured, run_series, slow_rollouts
+    from tests.strategy.test_equality import LIGHT
+
     path, found = tmp_path_factory.mktemp("everything"), {}
     jobs = [
         Job(name, configured(*LIGHT, *words), slow_rollouts) for name, words in EVERYTHING.items()
