@@ -106,7 +106,7 @@ ROOMS = {
     ),
     "schedule": Room(1100, ("schedule",)),
     "strategy": Room(1600, ("strategy",), ceiling=1901),
-    "transport": Room(700, ("transport",), ceiling=722),
+    "transport": Room(700, ("transport",), ceiling=720),
     "cluster": Room(1500, ("cluster",)),
     "diffusion": Room(550, ("diffusion",)),
     "algorithms, rollout": Room(1250, ("algorithms", "rollout")),

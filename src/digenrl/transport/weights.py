@@ -255,12 +255,7 @@ class Arrivals:
                     "same model.path, configuration, seed and versions of torch and diffusers."
                 )
             return Version(number, announced, {})
-        digest = _combined(
-            [
-                part.digest or xxhash.xxh3_64_hexdigest(tensor_bytes(part.tensors["data"]))
-                for part in arrived
-            ]
-        )
+        digest = _combined([part.digest or "" for part in arrived])
         if digest != announced or any(part.meta["version"] != number for part in arrived):
             raise WeightsError(
                 f"weights of version {number} arrived with digest {digest}, sent as {announced}."
