@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from digenrl.cluster import control as module
 from digenrl.cluster.control import Aborted, Control, PeerLost
@@ -77,6 +79,21 @@ def test_a_wait_ends_with_the_value_the_cause_the_death_or_the_patience(
     assert 0.5 <= clock.now - began < 0.6
     with pytest.raises(Aborted, match="rank 1 stops: it is over"):
         rank.goes_on_without(3, 5.0)
+
+
+def test_who_waits_for_a_key_looks_soon_and_then_less_often(
+    clock: Clock, controls: tuple[Control, Control]
+) -> None:
+    """What process groups do at their rendezvous."""
+    store = controls[1].store
+    clock.script[0.005] = lambda: store.set("a", "1")
+    store.set("b", "2")
+    store.wait(["a", "b"], timedelta(seconds=1.0))
+    assert clock.slept == [0.001, 0.002, 0.004]
+    with pytest.raises(dist.DistStoreError, match="nobody set a, c in time"):
+        store.wait(["a", "c"], timedelta(seconds=1.0))
+    assert 1.0 < clock.now < 1.1
+    assert max(clock.slept) == 0.05
 
 
 def test_the_first_cause_stays_and_an_error_of_a_trainer_ends_the_run(

@@ -54,6 +54,26 @@ def test_signals_of_one_second_are_one_and_the_one_beyond_patience_ends_the_proc
     assert [seen.requests.get() for _ in range(seen.count)] == [15, 2, 2, 2, 2, 1]
 
 
+def test_a_request_is_waited_for_in_short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept, pending = [0.0], list[float](), {0.5: signal.SIGTERM}
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    def due() -> set[signal.Signals]:
+        return {signal.SIGCHLD, *(number for at, number in pending.items() if at <= now[0])}
+
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signals.time, "sleep", sleep)
+    monkeypatch.setattr(signal, "sigpending", due)
+    monkeypatch.setattr(signal, "sigwait", lambda numbers: numbers.pop())
+    assert signals.wait_for_request(0.25) is None
+    assert slept == pytest.approx([0.1, 0.1, 0.05])
+    assert signals.wait_for_request(9.0) == signal.SIGTERM
+    assert now[0] == pytest.approx(0.55)
+
+
 def test_handlers_are_those_of_the_innermost_context_and_nohup_is_obeyed() -> None:
     def handlers() -> list[object]:
         return [signal.getsignal(number) for number in STOPS]

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
 from digenrl import config
+from digenrl.config.output_dir import prepare_run_dir_or_exit
 from digenrl.config.removed import REMOVED
 from digenrl.config.schema import TrainKeys
 from digenrl.config.stored import read_stored
@@ -92,6 +94,17 @@ def test_run_directories_of_one_second_do_not_meet(tmp_path: Path) -> None:
     stored = OmegaConf.load(second / "config.yaml")
     assert stored == composed.config
     assert [path.name for path in second.iterdir()] == ["config.yaml"]
+
+
+def test_a_directory_that_cannot_be_made_ends_a_command_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    composed = replace(config.load([]), run_dir=tmp_path / "file" / "run-0")
+    with pytest.raises(SystemExit, match="2"):
+        prepare_run_dir_or_exit(composed)
+    said = f"output_root: cannot write {tmp_path / 'file'} (File exists); set output_root="
+    assert said in capsys.readouterr().err
 
 
 def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:

@@ -132,3 +132,9 @@ def test_pieces_of_an_evaluation_are_claimed_as_tasks_are() -> None:
         two.lose(0, "died", 2)
     one.forget(5)
     assert one.accepts(queue, Claim(1, 0, 1)) is False
+    counters = ("claim/v3", "head/v3", "ahead/v3", "claim/v4")
+    for name in counters:
+        store.count(name, 2)
+    store.add_returned(3, [1])
+    store.forget_queue(3)
+    assert [*map(store.count, counters), *store.returned(3)] == [0, 0, 0, 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +101,32 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
     assert search(state).gain > 0
     costly = replace(state, switch_seconds=100.0)
     assert search(costly) == Decision(0, 41.0, 41.0)  # 4 rounds of 2 tasks, then the last fragment
+
+
+@pytest.mark.parametrize(
+    ("free", "rollout", "tasks", "train", "lend", "switch"),
+    [
+        (4.0, 5.0, (4, 4), 1.0, 4.0, 0.0),
+        (4.0, 5.0, (4, 4), 2.0, 4.0, 0.0),
+        (4.0, 5.0, (2, 2, 2), 3.0, 1.0, 0.5),
+        (4.0, 3.0, (2, 2, 2), 2.0, 1.0, 0.0),
+    ],
+)
+def test_the_unit_of_time_decides_nothing(
+    free: float, rollout: float, tasks: tuple[int, ...], train: float, lend: float, switch: float
+) -> None:
+    """Where a loan before a later fragment gains too, no gain is too small to be one. The other
+    unit, of 1024 s, is exact."""
+    found = []
+    for unit in (1.0, 1024.0):
+        state = LendingState(
+            (free / unit,), (rollout / unit,), sum(tasks), tasks, (0.0,) * len(tasks),
+            (train / unit,) * len(tasks), lend / unit, 1, switch_seconds=switch / unit,
+        )  # fmt: skip
+        lent, seconds, without = astuple(search(state))
+        found.append((lent, seconds * unit, without * unit))
+    assert found[0] == found[1]
+    assert found[0][0] > 0
 
 
 def test_of_equally_good_loans_that_outlast_the_wait_the_smallest_is_made() -> None:

@@ -91,6 +91,7 @@ def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_updat
     trainer.state.version, trainer.state.updates_done = 3, 1
     trainer.inbox.open(3).left_out[0] = "zero_variance"
     trainer.with_gradients()
+    trainer.vote.begin_update = lambda: trainer.done.append("vote")  # type: ignore[method-assign]
     progress, before = trainer.spans.progress, trainer.spans.progress.now()[0].number
     ended: list[str] = []
     trainer.ledger.end_fragment = lambda: ended.append("fragment")  # type: ignore[method-assign]
@@ -100,6 +101,7 @@ def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_updat
     assert progress.now()[0].number > before
     trainer.steps.backward_done()
     assert ended == ["fragment"]
+    assert trainer.done == ["end", "end", "vote"]
     assert trainer.gradients() == {0.5}, "two trainers, of which the group has one"
     trainer.state.updates_done = 0
     trainer.with_gradients()

@@ -160,7 +160,7 @@ def test_a_message_may_have_as_many_bytes_and_dimensions_as_the_limit() -> None:
     many = announced([str(i) for i in range(MAX_TENSORS)])
     rows = row(6, 1, 1) * MAX_TENSORS
     assert len(decode(reader(raw(many, MAX_TENSORS) + rows + b"7" * MAX_TENSORS), LIMIT).tensors)
-    data = written(Message(MessageKind.CELLS, {}, {"x": torch.zeros(64, dtype=torch.uint8)}))
+    data = written(Message(MessageKind.CELLS, {}, {"x": torch.zeros(1, 64, 1, dtype=torch.uint8)}))
     assert decode(reader(data), 64).tensors["x"].numel() == 64
     with pytest.raises(WireError, match="the limit is 63 bytes"):
         decode(reader(data), 63)
