@@ -289,6 +289,12 @@ def fit(figures: list[float]) -> dict[str, float]:
     }
 
 
+def stored_buffers(model: nn.Module) -> int:
+    """Return the numbers of the tables that a checkpoint has beside the weights."""
+    stored = model.state_dict().keys()
+    return sum(table.numel() for name, table in model.named_buffers() if name in stored)
+
+
 def lists(model: nn.Module) -> list[nn.ModuleList]:
     """Of blocks, of one network or of both experts."""
     found = [part for part in model.children() if isinstance(part, nn.ModuleList)]
@@ -303,11 +309,13 @@ def model_facts(name: str) -> dict[str, Any]:
         model = _families.network(name)
     counted = {trained: activations(name, trained) for trained in ("full", *PRESETS)}
     of_blocks = [sum(p.numel() for p in b.parameters()) for part in lists(model) for b in part]
+    buffers = stored_buffers(model)
     parameters = sum(p.numel() for p in model.parameters())
     return {
         "parameters": parameters,
         "largest_block_parameters": max(of_blocks),
         "outside_parameters": parameters - sum(of_blocks),
+        **({"buffers": buffers} if buffers else {}),
         "tensors": sum(1 for _ in model.parameters()),
         "lora_parameters_per_rank": lora_per_rank(name, model),
         "flops": [

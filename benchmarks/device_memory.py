@@ -202,6 +202,7 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         "parameters": parameters,
         "largest_block_parameters": max(of_blocks),
         "outside_parameters": parameters - sum(of_blocks),
+        "buffers": count_facts.stored_buffers(network),
         "lora_parameters_per_rank": count_facts.lora_per_rank(model, network),
         "kept_bytes": {trained: each[0] for trained, each in counted.items()},
         "beside_bytes": {trained: each[1] for trained, each in counted.items()},

@@ -42,7 +42,7 @@ def test_every_family_has_a_row_and_every_model_an_option() -> None:
         assert set(row.published) == set(FACTS[family].models), family
         assert set(row.published) <= options
         for sizes in FACTS[family].models.values():
-            assert sizes.keys() - {"period", "padded"} == SIZES | COUNTS
+            assert sizes.keys() - {"period", "padded", "buffers"} == SIZES | COUNTS
 
 
 @pytest.mark.parametrize("family", FAMILIES)

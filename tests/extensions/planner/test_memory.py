@@ -129,6 +129,15 @@ def test_layers_outside_the_blocks_are_held_whole_by_sharded_trainers(rank: int 
     assert trainer_memory(tiny, 1, 1, 1, INPUTS, False, False).gathered == 0
 
 
+@pytest.mark.parametrize("rank", [64, None])
+def test_every_rank_holds_the_tables_that_a_network_stores(rank: int | None) -> None:
+    """SD3.5's positions of 384 x 384 patches, in the dtype in which its weights are read."""
+    work = Workload("sd35_medium", 512, 512, 1, 10, 9, 16, 16, 1, True, rank)
+    weights, table = 2 * work.sizes["parameters"] if rank else 0, 384**2 * 1536 * (2 if rank else 4)
+    assert rollout_memory(work, 1, False).frozen == weights + table
+    assert trainer_memory(work, 8, 1, 1, INPUTS, False, False).frozen == weights // 8 + table
+
+
 GRADES = (False, "products", "attention", True)
 
 

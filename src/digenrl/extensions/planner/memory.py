@@ -110,6 +110,12 @@ def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int =
     )
 
 
+def buffer_bytes(work: Workload) -> int:
+    """Return the bytes of the tables that the network stores beside its weights, in their dtype.
+    Nobody shares them."""
+    return (4 if work.lora_rank is None else 2) * int(work.sizes.get("buffers", 0))
+
+
 def text_encoder_bytes(work: Workload) -> int:
     """Return the bytes of text encoders in bf16; 0 where prompts are stored, because encoders have
     left memory."""
@@ -140,8 +146,10 @@ def decode_bytes(work: Workload) -> int:
 def scorer_bytes(work: Workload, heldout: bool) -> int:
     """Return the bytes of the reward models on a rank that scores, including `heldout` ones on a
     rank that evaluates."""
-    names = {*work.rewards, *(work.heldout if heldout else ())}
-    return sum(4 * SCORER_PARAMETERS.get(name, 0) for name in names)
+    return sum(
+        4 * SCORER_PARAMETERS.get(name, 0)
+        for name in {*work.rewards, *(work.heldout if heldout else ())}
+    )
 
 
 def version_bytes(work: Workload) -> int:
@@ -175,9 +183,11 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     Args:
         encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
-    encoding = 0 if encoders else text_encoder_bytes(work)
     made = max(work.forward_bytes(rows * work.passes // work.launches), decode_bytes(work))
-    return int(FRAGMENTATION * max(made + stored_bytes(work, rows), encoding))
+    return int(
+        FRAGMENTATION
+        * max(made + stored_bytes(work, rows), 0 if encoders else text_encoder_bytes(work))
+    )
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:
@@ -190,7 +200,8 @@ def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:
     evaluated = work.evaluated if work.rollouts_evaluate else 0
     moment = generating_bytes(work, max(task_size, evaluated), encoders)
     return Memory(
-        frozen=int(work.base_bytes * work.sizes["parameters"]) if work.lora_rank else 0,
+        frozen=buffer_bytes(work)
+        + (int(work.base_bytes * work.sizes["parameters"]) if work.lora_rank else 0),
         trained=2 * work.trained_parameters,
         rewards=scorer_bytes(work, heldout=evaluated > 0),
         workspace=int(moment + RESERVED) + (text_encoder_bytes(work) + vae_bytes(work)) * encoders,
@@ -240,7 +251,8 @@ def trainer_memory(
     # (tests/device/inside/test_parts.py).
     update = max(4 * share, outside * (8 + 4 / shards) * (full and shards > 1)) - kept - gathered
     return Memory(
-        frozen=0 if full else math.ceil(work.base_bytes * parameters / shards),
+        frozen=buffer_bytes(work)
+        + (0 if full else math.ceil(work.base_bytes * parameters / shards)),
         trained=4 * share,
         gradients=4 * (share if full else trained),
         optimizer=8 * share,
