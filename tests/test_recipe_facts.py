@@ -27,7 +27,8 @@ from omegaconf import OmegaConf
 from digenrl.algorithms.surrogates import Cells
 from digenrl.schedule.spec import ScheduleSpec
 from scripts import recipe_facts
-from tests.test_recipe_contract import EVIDENCE, loaded, rows, same, value
+from tests.test_configs import published
+from tests.test_recipe_contract import EVIDENCE, rows, same, value
 
 pytestmark = pytest.mark.heavy
 
@@ -581,7 +582,7 @@ ALTERED = {
 
 @pytest.mark.parametrize("experiment", RECIPES)
 def test_a_recipe_does_what_its_source_does(experiment: str) -> None:
-    assert not wrong(experiment, loaded(experiment))
+    assert not wrong(experiment, published(experiment))
 
 
 @pytest.mark.parametrize(
@@ -589,7 +590,7 @@ def test_a_recipe_does_what_its_source_does(experiment: str) -> None:
     [(experiment, change) for experiment in RECIPES for change in ALTERED[experiment]],
 )
 def test_another_value_is_seen(experiment: str, change: str) -> None:
-    config = loaded(experiment).copy()
+    config = published(experiment).copy()
     OmegaConf.set_readonly(config, False)
     key, _, text = change.partition("=")
     if key.endswith("train_steps._target_"):
