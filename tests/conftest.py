@@ -100,6 +100,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def searched_once() -> Iterator[None]:
+    """What a file of tests leaves behind is searched once, too."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """What was frozen before a fork is freed again, or libraries report it as leaked."""
     gc.unfreeze()

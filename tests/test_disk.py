@@ -168,6 +168,7 @@ def test_a_run_may_go_on_over_a_full_disk_and_saves_when_there_is_room(
     assert len(summary.steps) + lost == 30, "the gap was not counted"
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_a_first_checkpoint(running: Any, disk: Path) -> None:
     filler = fill(disk)
     os.truncate(filler, filler.stat().st_size - (200 << 10))

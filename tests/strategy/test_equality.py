@@ -361,16 +361,16 @@ def test_equality_matrix_under_one_step_asynchrony(tmp_path: Path, ranks: str) -
     check(having(PAIRWISE, ranks=ranks), tmp_path, "schedule.async_steps=1", "max_rl_steps=3")
 
 
+@pytest.mark.slow  # by default I7's run, and the one whose updates share samples
 @pytest.mark.parametrize(
     ("trainers", "rollouts", "words"),
     [
-        pytest.param(1, 1, ("schedule.gap=1",), marks=pytest.mark.slow),
+        (1, 1, ("schedule.gap=1",)),
         (2, 2, ("schedule.gap=1", "schedule.tsp.shard=true", "schedule.tag=true")),
-        pytest.param(
+        (
             1,
             3,
             ("schedule.gap=0", "schedule.stale_fraction=0.3", "algorithm.updates_per_batch=2"),
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["1+1", "2+2-everything", "1+3-two-updates"],

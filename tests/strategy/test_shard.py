@@ -93,7 +93,7 @@ def test_hsdp_on_a_two_by_two_mesh_equals_the_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trainers", "words", "reduced"),
     [
-        pytest.param(2, ("parallel.sharding=ddp",), 1, id="ddp"),
+        pytest.param(2, ("parallel.sharding=ddp",), 1, id="ddp", marks=pytest.mark.slow),
         pytest.param(2, ("parallel.sharding=fsdp",), 1, id="fsdp"),
         pytest.param(4, HSDP, 2, id="hsdp", marks=pytest.mark.slow),
     ],
