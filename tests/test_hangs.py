@@ -34,6 +34,7 @@ def running(tmp_path: Path) -> Iterator[Any]:
     yield from commands(tmp_path)
 
 
+@pytest.mark.slow  # the watch itself: tests/cluster/test_watch.py
 def test_a_scorer_that_never_returns_is_a_rollouts_death_and_a_disk_a_trainers(
     running: Any,
 ) -> None:

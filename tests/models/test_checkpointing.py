@@ -69,6 +69,7 @@ def test_gradients_are_the_same_bits_and_fewer_bytes_are_kept(
     [("attention",), pytest.param(("products", True), marks=pytest.mark.slow)],
     ids=str,
 )
+@pytest.mark.slow
 def test_half_precision_autocast_recomputes_the_same_bits(grades: tuple[str | bool, ...]) -> None:
     plain = gradients(make("flux", lora="full", dtype="bfloat16"))[0]
     for grade in grades:

@@ -118,6 +118,7 @@ def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path)
         assert str(outcome.cause).startswith("rank 1 (rollout) was killed by signal 9")
 
 
+@pytest.mark.slow
 def test_a_task_that_kills_two_rollouts_ends_the_run_and_is_named(tmp_path: Path) -> None:
     def poison(rank: run.Rank, world: World) -> None:
         advance = rank.strategy.engine.advance

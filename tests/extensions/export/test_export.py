@@ -177,6 +177,7 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
     assert "| heldout_last | 0.5 |" in card
 
 
+@pytest.mark.slow
 def test_the_average_is_exported_only_where_there_is_one(tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     make_run(run, "experiment=wan21_flowgrpo", "hardware=cpu_tiny", "algorithm.ema.every=1")

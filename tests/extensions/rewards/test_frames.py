@@ -54,6 +54,7 @@ def honest_response(scores: list[float]) -> dict:
     )
 
 
+@pytest.mark.heavy
 @quick
 @given(
     st.lists(prompt, min_size=1, max_size=3),

@@ -82,6 +82,7 @@ def test_ranks_share_a_process_and_whoever_asks_after_its_death_starts_it_again(
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_process_that_keeps_dying_ends_the_run() -> None:
     scorer = ManagedScorer({"_target_": "tests.extensions.rewards.services.Moody"}, max_deaths=2)
     try:

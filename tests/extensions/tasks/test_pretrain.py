@@ -35,6 +35,7 @@ def test_training_a_judge_is_deterministic_and_leaves_the_generator_alone() -> N
         assert torch.equal(left, right)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("task", ["scenes", "edits"])
 def test_the_last_steps_of_scenes_and_edits_learn_from_wrong_captions(
     task: str, monkeypatch: pytest.MonkeyPatch
