@@ -289,6 +289,18 @@ def fit(figures: list[float]) -> dict[str, float]:
     }
 
 
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Return how many parameters there are: all, those of the largest block, and those outside the
+    blocks."""
+    of_blocks = [sum(p.numel() for p in b.parameters()) for part in lists(model) for b in part]
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        "parameters": parameters,
+        "largest_block_parameters": max(of_blocks),
+        "outside_parameters": parameters - sum(of_blocks),
+    }
+
+
 def stored_buffers(model: nn.Module) -> int:
     """Return the numbers of the tables that a checkpoint has beside the weights."""
     stored = model.state_dict().keys()
@@ -308,13 +320,9 @@ def model_facts(name: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = _families.network(name)
     counted = {trained: activations(name, trained) for trained in ("full", *PRESETS)}
-    of_blocks = [sum(p.numel() for p in b.parameters()) for part in lists(model) for b in part]
     buffers = stored_buffers(model)
-    parameters = sum(p.numel() for p in model.parameters())
     return {
-        "parameters": parameters,
-        "largest_block_parameters": max(of_blocks),
-        "outside_parameters": parameters - sum(of_blocks),
+        **parameter_counts(model),
         **({"buffers": buffers} if buffers else {}),
         "tensors": sum(1 for _ in model.parameters()),
         "lora_parameters_per_rank": lora_per_rank(name, model),

@@ -187,7 +187,6 @@ def count(experiment: str, width: int, depth: int) -> Facts:
     facts = _known(replace(facts, conditioning=shapes), model, sizes)
     with torch.device("meta"):
         network = _families.network(model)
-    lists = [block for part in count_facts.lists(network) for block in part]
     side = int(math.sqrt(workload(known).tokens))
     count_facts.CASES = (
         (2, side, text), (2, 2 * side, text), (2, side, 2 * text), (4, side, text)
@@ -196,12 +195,8 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         trained: count_facts.activations(model, trained, repeats=False)
         for trained in ("full", "attn_ff")
     }
-    of_blocks = [sum(p.numel() for p in block.parameters()) for block in lists]
-    parameters = sum(p.numel() for p in network.parameters())
     counts = {
-        "parameters": parameters,
-        "largest_block_parameters": max(of_blocks),
-        "outside_parameters": parameters - sum(of_blocks),
+        **count_facts.parameter_counts(network),
         "buffers": count_facts.stored_buffers(network),
         "lora_parameters_per_rank": count_facts.lora_per_rank(model, network),
         "kept_bytes": {trained: each[0] for trained, each in counted.items()},

@@ -376,8 +376,8 @@ class SchedulePolicy:
 
     def _blind(self, rank: int) -> bool:
         """Return whether trainer `rank` cannot tell what a loan is worth, or may not lend."""
-        timed = any(("generate", o) in self._costs for o in self._generators if o in self._ranks)
-        return not timed or ("train", rank) not in self._costs or self._trainers[rank].monitor.off
+        known = ("train", rank) in self._costs and any(map(self._has_speed, self._generators))
+        return not known or self._trainers[rank].monitor.off
 
     @_noted("decision")
     def lend(
@@ -527,11 +527,11 @@ class SchedulePolicy:
     def _known_speed(self, ranks: Iterable[int]) -> dict[int, Work]:
         """Return what each rank of `ranks` does, of the ranks that are there and whose seconds per
         task are known."""
-        return {
-            rank: self._ranks[rank]
-            for rank in ranks
-            if rank in self._ranks and ("generate", rank) in self._costs
-        }
+        return {rank: self._ranks[rank] for rank in ranks if self._has_speed(rank)}
+
+    def _has_speed(self, rank: int) -> bool:
+        """Return whether `rank` is there and its seconds per task are known."""
+        return rank in self._ranks and ("generate", rank) in self._costs
 
 
 def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:

@@ -183,11 +183,9 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     Args:
         encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
+    encoding = 0 if encoders else text_encoder_bytes(work)
     made = max(work.forward_bytes(rows * work.passes // work.launches), decode_bytes(work))
-    return int(
-        FRAGMENTATION
-        * max(made + stored_bytes(work, rows), 0 if encoders else text_encoder_bytes(work))
-    )
+    return int(FRAGMENTATION * max(made + stored_bytes(work, rows), encoding))
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:

@@ -90,8 +90,12 @@ class CandidateOutcome:
         ]
         # Rollouts spend this part of their wait for weights while the update itself runs, when it
         # is too late to evaluate.
-        after = cluster.reduce_seconds + cluster.optimizer_seconds + cluster.snapshot_seconds
-        after += cluster.publish_seconds
+        after = (
+            cluster.reduce_seconds
+            + cluster.optimizer_seconds
+            + cluster.snapshot_seconds
+            + cluster.publish_seconds
+        )
         return max(
             0.0, once - max(0.0, sum(waits) / self.result.steps / candidate.rollouts - after)
         )
