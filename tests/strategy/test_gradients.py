@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from digenrl.cluster.world import World
 from digenrl.record.progress import Progress
 from digenrl.strategy import gradients
-from digenrl.strategy.agreement import Agreement
 from digenrl.strategy.shard import mixed_precision
+from digenrl.strategy.stop_vote import Agreement
 from digenrl.transport.weights import WeightsError
 from tests.cluster.test_claims import Store
 

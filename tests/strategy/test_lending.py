@@ -18,11 +18,10 @@ from digenrl.cluster.control import Aborted
 from digenrl.schedule import ScheduleSpec, next_fragment, place
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.ranks import Roles, Work
-from digenrl.strategy.agreement import Agreement
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stop_vote import Agreement, StopVote
 from digenrl.strategy.stream import Inbox
 from digenrl.strategy.tasks import Lending, PublishedCopy
 from digenrl.transport.cells import StepBoard
@@ -89,7 +88,7 @@ class Trainer(Rollout):
         network = runner._engine.policy
         self.published = PublishedCopy(network, cast(Any, self), spec, sharding)
         agreement = Agreement(self.control, world, self.spans.progress)
-        vote = StopVote(self.control, world, roles.lockstep, lambda: True)
+        vote = StopVote(self.control, world, self.spans.progress, roles.lockstep, lambda: True)
         self.lending = Lending(ties, runner, self.inbox, self.published, agreement, vote)
 
     # The hooks, and the algorithm

@@ -23,14 +23,13 @@ from digenrl.rollout.evaluation import FixedSamples, tensors_of
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.claims import Claims, evaluation_pieces, evaluation_queue
 from digenrl.schedule.ranks import Roles
-from digenrl.strategy.agreement import Agreement
 from digenrl.strategy.evaluating import Evaluations
 from digenrl.strategy.publishing import Publisher, relayed
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stop_vote import Agreement, StopVote
 from digenrl.transport.link import Routes
 from digenrl.transport.weights import attest
 from digenrl.transport.wire import Message, MessageKind
@@ -257,7 +256,7 @@ class Evaluated(Publishing):
         world, spans = self.runner._world, self.spans
         ledger = StepLedger(SPEC, world, spans, self.runner.policy, directory)
         self.ledger = ledger
-        vote = StopVote(self.control, world, False, lambda: True)
+        vote = StopVote(self.control, world, spans.progress, False, lambda: True)
         agreement = Agreement(self.control, world, spans.progress)
         self.evaluations = Evaluations(
             self.ties,

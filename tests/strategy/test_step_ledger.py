@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from digenrl.cluster.world import World
+from digenrl.record.progress import Progress
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, group_tasks, queue
 from digenrl.schedule.claims import Claim, Claims, MemoryClaims
@@ -302,7 +303,7 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     while inbox.receive(0.0):
         pass
     store = Store()
-    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), False, lambda: True)
+    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     source = AsTheyCome(10.0)
     stream = FragmentStream(spec, 6, TrainerState(version=3), inbox, source, ledger, vote)
     assert len(stream) == 12, "6 micro-batches of each of 2 updates"
@@ -327,7 +328,7 @@ def test_a_replica_begins_with_fragments_that_concern_it(tmp_path: Path) -> None
             board.add(arrived := part(task))
             ledger.issue(arrived)
     store = Store()
-    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), False, lambda: True)
+    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     source = AsTheyCome(None)
     stream = FragmentStream(SPEC, 6, TrainerState(version=3), inbox, source, ledger, vote)
     assert {block.group for batch in stream for block in batch.blocks} == {1}

@@ -50,7 +50,8 @@ class Training(Publishing):
         super().__init__(store, directory, spec, roles)
         self.launcher.add("arrived", 99)
         self.droppable = True
-        self.vote = StopVote(self.control, self.runner._world, sharded, lambda: self.droppable)
+        world, progress = self.runner._world, self.spans.progress
+        self.vote = StopVote(self.control, world, progress, sharded, lambda: self.droppable)
         self.steps = Steps(
             self.ties, self.ledger, self.shares, self.inbox, self.vote, self.publisher
         )

@@ -9,6 +9,7 @@ import pytest
 
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.world import World
+from digenrl.record.progress import Progress
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.types import StepGivenUp
 from tests.cluster.test_claims import Store
@@ -25,8 +26,10 @@ class Trainer:
     """One of two trainers; each call runs in a thread of its own."""
 
     def __init__(self, control: Control, rank: int, sharded: bool) -> None:
-        self.control, self.droppable = control, True
-        self.vote = StopVote(control, World(rank, 2, 1), sharded, lambda: self.droppable)
+        self.control, self.progress, self.droppable = control, Progress(), True
+        self.vote = StopVote(
+            control, World(rank, 2, 1), self.progress, sharded, lambda: self.droppable
+        )
 
     def call(self, what: Callable[[], object]) -> Callable[[], type | None]:
         """Return what waits for the end of `what`, and returns the class of its error."""
@@ -63,6 +66,8 @@ def test_a_piece_begins_when_all_have_come_to_it(store: Store, sharded: bool, fi
         early, late = trainers[first].vote, trainers[1 - first].vote
         ended = trainers[first].call(lambda: (getattr(early, begin)(), waiting.set()))  # noqa: B023
         assert not waiting.wait(0.05), "it has begun alone"
+        (its,) = [stretch for stretch in trainers[first].progress.now() if stretch.stage]
+        assert its.waits, "it is not to blame when the other hangs"
         late_ended = trainers[1 - first].call(getattr(late, begin))
         assert (ended(), late_ended()) == (None, None)
 

@@ -1,4 +1,5 @@
-"""Giving a step up: every trainer drops the step in progress at the same place, or none does.
+"""What trainers do together: trainer 0's choices (`Agreement`), and giving a step up. Every trainer
+drops the step in progress at the same place, or none does (`StopVote`).
 
 A trainer that left alone would leave the others in a collective for ever. So the work is counted in
 pieces that need all trainers: an update (replicas), a micro-batch (sharded weights), a denoising
@@ -18,6 +19,7 @@ from collections.abc import Callable
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
+from digenrl.record.progress import Progress
 from digenrl.types import StepGivenUp
 
 _POLL_S = 0.001
@@ -39,14 +41,15 @@ class StopVote:
     """
 
     def __init__(
-        self, control: Control, world: World, sharded: bool, droppable: Callable[[], bool]
+        self,
+        control: Control,
+        world: World,
+        progress: Progress,
+        sharded: bool,
+        droppable: Callable[[], bool],
     ) -> None:
-        self._control, self._world, self._sharded, self._droppable = (
-            control,
-            world,
-            sharded,
-            droppable,
-        )
+        self._control, self._world, self._progress = control, world, progress
+        self._sharded, self._droppable = sharded, droppable
         self._piece = 0
         """Number of the next piece."""
         self._looked = 0.0
@@ -103,12 +106,13 @@ class StopVote:
         key, awaited = ("granted", 1) if rank else ("arrived", others)
         self._control.add("arrived", int(rank > 0))
         came = time.monotonic()
-        while True:
-            come = int(self._control.get(key) or 0) >= awaited * (self._piece + 1)
-            self.check()  # only now: who has come has said before whether it can go on
-            if come:
-                break
-            pause(min(max(_POLL_S, _SHARE * (time.monotonic() - came)), _SELDOM_S))
+        with self._progress.stage("wait straggler"):
+            while True:
+                come = int(self._control.get(key) or 0) >= awaited * (self._piece + 1)
+                self.check()  # only now: who has come has said before whether it can go on
+                if come:
+                    break
+                pause(min(max(_POLL_S, _SHARE * (time.monotonic() - came)), _SELDOM_S))
         self._piece += 1
         if rank == 0:
             self._control.set("granted", str(self._piece))
@@ -121,3 +125,35 @@ class StopVote:
         """Begin the reduction of an update's gradients. Raises: see `check`."""
         if not self._sharded:
             self.begin()
+
+
+class Agreement:
+    """One trainer's view of the decisions, which are numbered alike on every trainer.
+
+    Decisions travel over the control store. A collective would not do: trainer 0 may need longer
+    for a decision than a collective may last. A replica may be several decisions behind.
+    """
+
+    def __init__(self, control: Control, world: World, progress: Progress) -> None:
+        self._control, self._world, self._progress = control, world, progress
+        self._taken = 0
+        """Decisions taken so far."""
+        self._forgotten = 0
+        """Decisions whose keys have been deleted."""
+
+    def choose(self, choice: int) -> int:
+        """Return trainer 0's `choice` on every trainer."""
+        self._taken += 1
+        key = f"agreed/{self._taken}"
+        if self._world.rank != 0:
+            with self._progress.stage("wait straggler"):
+                return int(self._control.wait_for(key, "trainer 0 to decide what all do next"))
+        self._control.set(key, str(choice))
+        return choice
+
+    def forget(self) -> None:
+        """Delete the keys of all decisions so far. Call this after a collective: all have read the
+        keys then."""
+        for number in range(self._forgotten, self._taken) if self._world.rank == 0 else ():
+            self._control.delete(f"agreed/{number + 1}")
+        self._forgotten = self._taken

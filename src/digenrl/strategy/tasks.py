@@ -32,10 +32,9 @@ from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.policy import ASK, LEND, TRAIN, SchedulePolicy
 from digenrl.schedule.ranks import Work
-from digenrl.strategy.agreement import Agreement
 from digenrl.strategy.setup import Ties
 from digenrl.strategy.shared import Fragment, Learner
-from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stop_vote import Agreement, StopVote
 from digenrl.strategy.stream import Inbox
 from digenrl.transport.cells import Placement, StepBoard, owned_positions, pack
 from digenrl.transport.link import Link

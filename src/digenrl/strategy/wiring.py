@@ -14,7 +14,6 @@ from digenrl.extension import extension, installed
 from digenrl.record.run_dir import DECISIONS
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
-from digenrl.strategy.agreement import Agreement
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.evaluating import Evaluations
 from digenrl.strategy.publishing import Publisher
@@ -23,7 +22,7 @@ from digenrl.strategy.shared import Hooks, Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.steps import Checkpoints, Steps
-from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.stop_vote import Agreement, StopVote
 from digenrl.strategy.stream import FragmentStream, Inbox
 from digenrl.strategy.tasks import Lending, PublishedCopy, TaskRunner
 from digenrl.transport.cells import StepBoard
@@ -107,9 +106,9 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
         spec, world, policy, plan, place, engine, setup.sampler, control, link, spans, known_s
     )
     # What trainers do together.
-    agreement = Agreement(control, world, session.progress)
-    adapter = engine.policy.lora is not None
-    stop_vote = StopVote(control, world, setup.lockstep, lambda: state.updates_done == 0 or adapter)
+    together = control, world, session.progress
+    agreement, adapter = Agreement(*together), engine.policy.lora is not None
+    stop_vote = StopVote(*together, setup.lockstep, lambda: state.updates_done == 0 or adapter)
     publisher = Publisher(ties, runner, shares, published)
     # What arrives, and what is trained of it.
     inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner))

@@ -65,6 +65,17 @@ def test_a_stretch_has_the_floor_and_ten_times_the_longest_of_its_stage_on_any_r
         assert "raise limits.stage_factor" in judged(20, slow, fast)[1]
 
 
+def test_a_rank_that_is_gone_gives_the_others_no_more_time(judged: Judge) -> None:
+    gone, other = known("decode"), known("decode")
+    with gone.stage("decode"), other.stage("decode"):
+        for _ in range(4):
+            assert judged(25, other, gone) == {}
+            other.tick()
+        # 100 s of a rank that finished nothing; ten times 24 s of one that did
+        assert judged(235, other) == {}
+        assert "raise limits.stage_factor" in judged(20, other)[0]
+
+
 def test_ticks_and_nested_stages_are_progress(judged: Judge) -> None:
     rank = known("train", "eval", "score digits")
     with rank.stage("train"):

@@ -43,9 +43,9 @@ class HangDetector:
                     else min(_FIRST, self._limits.stage_factor)
                 )
                 lasted = self._lasted.pop(place).seconds
-                self._grown[stretch.stage] = max(
-                    self._grown.get(stretch.stage, 0.0), factor * lasted
-                )
+                if place[0] in doing:  # a rank that is gone has not finished its stretch
+                    grown = self._grown.get(stretch.stage, 0.0)
+                    self._grown[stretch.stage] = max(grown, factor * lasted)
         found: dict[int, str] = {}
         for (rank, thread), stretch in self._last.items():
             timer = self._lasted.setdefault((rank, thread), ConditionTimer(2.0 * BEAT_EVERY_S))
