@@ -11,6 +11,9 @@ from digenrl.extensions.planner.planner import Plan
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import AUTO, Recompute
 
+EXPLAINED = 2.0
+"""Factor on the best step time above which plan.json has no `limits` of a candidate, the best of a
+kind aside: they take six simulations, and nobody chooses a run that is so slow."""
 NEAR_DUPLICATE = 0.01
 """Relative difference of step times below which two candidates of one schedule are shown as one."""
 
@@ -48,8 +51,8 @@ def _recompute_word(recompute: Recompute | None) -> str:
     return str(value).lower()
 
 
-def row(outcome: CandidateOutcome) -> dict[str, Any]:
-    """Return one candidate's entry in plan.json."""
+def row(outcome: CandidateOutcome, explained: bool = True) -> dict[str, Any]:
+    """Return one candidate's entry in plan.json; its `limits` are empty if not `explained`."""
     return {
         "overrides": overrides(outcome),
         "schedule": outcome.candidate.name,
@@ -72,7 +75,7 @@ def row(outcome: CandidateOutcome) -> dict[str, Any]:
         },
         "recompute": {pool: kept.config for pool, kept in recomputed(outcome).items()},
         "bubble": outcome.bubble,
-        "limits": outcome.limits,
+        "limits": outcome.limits if explained else [],
     }
 
 
@@ -128,8 +131,9 @@ def as_json(
     costing = plan.costing
     best = {kind: plan.best(kind) for kind in ("colocated", "on_policy", "async")}
     ranked = chosen(plan, asynchronous)
+    slow = EXPLAINED * ranked[0].step_s
     return {
-        "candidates": [row(outcome) for outcome in ranked],
+        "candidates": [row(outcome, outcome.step_s <= slow) for outcome in ranked],
         "configured": None if asked is None else row(asked),
         "refused": refused,
         "best": {kind: row(outcome) if outcome else None for kind, outcome in best.items()},
@@ -212,8 +216,8 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     )
     lines = [
         f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
-        f"{booking.evaluations} "
-        f"evaluations by {evaluators}): {booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
+        f"{booking.evaluations} evaluations by {evaluators}): "
+        f"{booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
         f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if "
         f"durations vary by 5%, {winner.slow_rank_s:.2f} s if one rank is 15% slower.",
     ]
@@ -305,10 +309,10 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
         ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"
     )
     if winner.candidate.rollouts == 0:
-        others = [outcome for outcome in ranked if outcome.candidate.rollouts]
+        split = [outcome for outcome in ranked if outcome.candidate.rollouts]
         versus = (
-            f"the best disaggregated run takes {others[0].step_s:.2f} s"
-            if others
+            f"the best disaggregated run tried takes {split[0].step_s:.2f} s"
+            if split
             else "no disaggregated run fits"
         )
         why = f"Colocated wins: {versus}. Disaggregation does not pay here."

@@ -66,12 +66,9 @@ def main(words: list[str]) -> int:
     settings: Any = composed.config
     try:
         made = planned(composed)
-    except PlanError as error:
-        print(f"cannot plan: {error}", file=sys.stderr)
-        return NOTHING_FITS
     except ValueError as error:
         print(f"cannot plan: {error}", file=sys.stderr)
-        return 2
+        return NOTHING_FITS if isinstance(error, PlanError) else 2
     run_dir = configuration.prepare_run_dir_or_exit(composed)
     plan, winner, asked, asynchronous, booking = (
         made.plan,
@@ -80,7 +77,6 @@ def main(words: list[str]) -> int:
         made.asynchronous,
         made.booking,
     )
-    costing = plan.costing
     path = write(made, settings.plan.plot, run_dir)
     if machine:
         print(path.read_text(encoding="utf-8"), end="")
@@ -95,7 +91,7 @@ def main(words: list[str]) -> int:
         print(
             f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} "
             f"leaves {made.idle} of "
-            f"{costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
+            f"{plan.costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
             f"allocation.rollouts={better.rollouts}, as planned above.",
             file=sys.stderr,
         )
