@@ -38,7 +38,7 @@ REMOVED: dict[str, str] = {
 reason for its removal.
 
 A stored run goes on without these keys, whatever they hold. A value that decided about more than
-time and records is therefore listed as `key=value`, and refused.
+time and records is therefore listed as `key=value` with a reason of its own, and refused.
 """
 
 _METHODS, _FORWARD = "digenrl.extensions.methods", "digenrl.extensions.forward"

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.compose import composed, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.removed import MOVED, REMOVED, reason
+from digenrl.config.removed import MOVED, reason
 from digenrl.config.schema import RESUMABLE, may_change, schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
@@ -132,7 +132,7 @@ def _forget(tree: DictConfig, path: str = "") -> list[str]:
     left_out = []
     for key, value in list(tree.items_ex(resolve=False)):
         its = path + str(key)
-        if reason(its) is not None and f"{its}={value}" not in REMOVED:
+        if (cause := reason(its)) is not None and reason(its, value) == cause:
             left_out.append(f"{its}={tree.pop(key)}")
         elif isinstance(value, DictConfig):
             left_out += _forget(value, f"{its}.")
