@@ -23,7 +23,7 @@ Call = dict[str, Any]
 class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
     """Euler on the explicit grid, for a pipeline that calls set_timesteps(steps) by itself."""
 
-    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:  # type: ignore[override]
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
         super().set_timesteps(
             sigmas=np.linspace(1, 1 / num_inference_steps, num_inference_steps), device=device
         )
@@ -424,5 +424,7 @@ def experiments(unusual: bool = False) -> dict[str, str]:
             else None
         )
     return {
-        name: model for name, model in found.items() if any(model in row.published for row in rows)
+        name: model
+        for name, model in found.items()
+        if model and any(model in row.published for row in rows)
     }

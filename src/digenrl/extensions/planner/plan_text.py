@@ -12,8 +12,8 @@ from digenrl.extensions.planner.workload import Drawn
 from digenrl.recompute import AUTO, Recompute
 
 EXPLAINED = 2.0
-"""Factor on the best step time above which plan.json has no `limits` of a candidate, the best of a
-kind aside: they take six simulations, and nobody chooses a run that is so slow."""
+"""Factor on the best step time. In plan.json slower candidates have no `limits`, which take six
+simulations each; the best of a kind always has them."""
 NEAR_DUPLICATE = 0.01
 """Relative difference of step times below which two candidates of one schedule are shown as one."""
 
