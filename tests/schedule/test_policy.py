@@ -67,6 +67,15 @@ def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
     ]  # a tie has one taker
 
 
+@pytest.mark.parametrize("head", [0, 8])
+def test_a_rank_of_unknown_speed_takes_a_task(head: int) -> None:
+    """Also where the head of the queue alone is left, which trainers mean to make themselves."""
+    policy = SchedulePolicy(SPEC, Roles(1, 2), lambda version: ())
+    policy.saw_rank(1, Work(0, 1.0))
+    policy.saw_rank(2, Work(0))
+    assert policy.takes(2, 0, 8, 0.0, head)
+
+
 def test_a_rank_that_joined_generates_as_long_as_it_is_there() -> None:
     """With the speed that it says; a first rollout is waited for, though it has not begun."""
     policy = SchedulePolicy(SPEC, Roles(1, 1), lambda version: ())

@@ -231,7 +231,8 @@ class SchedulePolicy:
             return left > 0
         if rank < self.roles.trainers and (self.spec.gap or self.roles.lockstep):
             return True
-        if left > head and self.many_left(rank, left):
+        # Of a rank of unknown speed nobody can say what the others end before.
+        if (left > head or self._task_seconds(rank) == math.inf) and self.many_left(rank, left):
             return True
         seconds, busy = {rank: self._task_seconds(rank)}, {}
         finish = now + seconds[rank]
