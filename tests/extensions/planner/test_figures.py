@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import io
+import json
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from digenrl import config as configuration
 from digenrl.advisor import Holding
 from digenrl.extensions.planner import costs, gpus
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split
 from digenrl.extensions.planner.candidate import Candidate
+from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import booking_of
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import (
@@ -37,9 +43,17 @@ from digenrl.extensions.planner.enumeration import (
     promising,
     task_sizes,
 )
+from digenrl.extensions.planner.measured import computed_seconds, with_measured
 from digenrl.extensions.planner.memory import decode_bytes, moment_bytes, saved_bytes
 from digenrl.extensions.planner.outcome import evaluate
-from digenrl.extensions.planner.plan_text import Booking, as_json, booked, explanation, table
+from digenrl.extensions.planner.plan_text import (
+    Booking,
+    as_json,
+    booked,
+    chosen,
+    explanation,
+    table,
+)
 from digenrl.extensions.planner.planner import PlanError, _fixed, make_plan, sync_run
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given
 from digenrl.extensions.planner.remedies import remedy
@@ -325,11 +339,11 @@ def of_search(work: Workload) -> Iterator[str]:
         yield f"colocated {len(alone)} {hashed(map(named, alone))}"
         for steps in (0, 1):
             apart = list(disaggregated(costing, steps))
-            chosen = promising(costing, apart)
+            best = promising(costing, apart)
             yield f"apart {len(apart)} {hashed(map(named, apart))}"
-            yield f"promising {len(chosen)} {hashed(map(named, chosen))}"
-            yield shown(f"{c.name} {c.trainers}+{c.rollouts}" for c in chosen)
-        for candidate in (*alone[:1], *chosen[:1]):
+            yield f"promising {len(best)} {hashed(map(named, best))}"
+            yield shown(f"{c.name} {c.trainers}+{c.rollouts}" for c in best)
+        for candidate in (*alone[:1], *best[:1]):
             near = list(neighbours(costing, candidate))
             yield f"near {len(near)} {hashed(map(named, near))}"
 
@@ -364,6 +378,151 @@ def of_plan() -> Iterator[str]:
         with pytest.raises(PlanError) as refused:
             make_plan(Costing(work, Hardware(pools)))
         yield str(refused.value)
+
+
+def of_outcomes(work: Workload) -> Iterator[str]:
+    """Yield what separates the steps of a few candidates from the bound."""
+    lines = {frozenset(("fast", "slow")): LINE}
+    one = Costing(work, Hardware((replace(FAST, count=8),)))
+    two = Costing(replace(work, prompts=4), Hardware((FAST, SLOW), lines=lines))
+    many = Costing(work, Hardware((replace(FAST, count=24),)))
+    for costing, trainers, rollouts, choices in (
+        (one, 8, 0, {"sharding": "fsdp", "tsp_batch": 2, "gap": 0}),
+        (one, 2, 6, {"tag": True, "encoders": True}),
+        (one, 4, 4, {"sharding": "fsdp", "context": 2, "task_size": 2, "async_steps": 1}),
+        (two, 4, 4, {"first": "fast", "sharding": "hsdp", "async_steps": 1, "stale_fraction": 1.0}),
+        (many, 12, 12, {}),
+    )[: 5 if work is FLUX else 4]:
+        held = costing.candidate(trainers, rollouts, **choices)
+        if not allowed(costing, held):
+            continue
+        for exact in (True, False):
+            found = evaluate(costing, held, costing.bound(), exact)
+            yield f"{held.name} {shown((found.step_s, found.quick_s, found.coarse, found.settled))}"
+            waits = {cause: part for cause, part in found.bubble.items() if part > 1e-9}
+            yield shown((found.expected_s, found.efficiency, waits))
+            if exact:
+                robust = found.robust_s, found.slower_generation_s
+                yield shown((found.jitter_s, found.slow_rank_s, *robust))
+                yield shown(f"{each['cause']} {each['seconds']:.6g}" for each in found.limits)
+            yield shown(found.evaluation_s(Drawn(*n)) for n in ((5, 4, 12, 2), (90, 8, 40)))
+            yield shown(
+                (hashed(found.result.made), hashed(found.result.trained), len(found.result.spans))
+            )
+        yield shown(found.simulated(steps=steps) for steps in (None, 2))
+
+
+FOUR = replace(FAST, count=4)
+PLANS: dict[str, tuple[Costing, dict[str, Any]]] = {
+    "unequal": (
+        Costing(replace(FLUX, prompts=4, group_size=4, updates=1), Hardware((replace(FAST, count=3), replace(SLOW, count=3)))),
+        {},
+    ),
+    "on-policy": (Costing(replace(FLUX, prompts=4), Hardware((FOUR,))), {"asynchronous": False}),
+    "judged": (Costing(replace(GUIDED, prompts=4, oversample=0), Hardware((replace(FOUR, judges=1),))), {"steps": 2}),
+    "colocated": (
+        Costing(replace(VIDEO, group_size=4, prompts=2, lora_rank=16), Hardware((FOUR,))),
+        {"fixed": {"trainers": 4, "rollouts": 0}},
+    ),
+    "far": (
+        Costing(SMALL := replace(FLUX, prompts=2, group_size=4, trained_steps=2, updates=1),
+                Hardware((replace(FAST, count=2), replace(SLOW, count=2)), lines={frozenset(("fast", "slow")): LINE})),
+        {"fixed": {"async_steps": 1, "stale_fraction": 0.5}},
+    ),
+    "roles": (
+        Costing(SMALL, Hardware((replace(FAST, count=2, role="trainer"), replace(SLOW, count=2, role="rollout")))),
+        {"fixed": {"tag": True}, "asynchronous": False},
+    ),
+    "few": (Costing(replace(WAN, prompts=1, group_size=2, trained_steps=2), Hardware((FOUR,))), {}),
+}  # fmt: skip
+
+
+def of_plans(costing: Costing, options: dict[str, Any]) -> Iterator[str]:
+    plan = make_plan(costing, **options)
+    yield shown((plan.bound_s, plan.simulated, len(plan.outcomes)))
+    for outcome in plan.outcomes:
+        yield f"{outcome.candidate.name} {shown(outcome.candidate)}"
+        yield shown(
+            (outcome.step_s, outcome.expected_s, outcome.quick_s, outcome.coarse, outcome.settled)
+        )
+    yield shown(
+        [
+            each and each.candidate.name
+            for each in map(plan.best, ("colocated", "on_policy", "async"))
+        ]
+    )
+    booking = Booking(40, None, 2, Drawn(5, 4, 12))
+    for asynchronous in (False, True)[: 1 + options.get("asynchronous", True)]:
+        if chosen(plan, asynchronous):
+            yield from (*explanation(plan, asynchronous), *booked(plan, asynchronous, booking)[:2])
+            yield from table(plan, asynchronous, booking, 2)[1:]
+    for count in {2, costing.hardware.gpus}:
+        alone = sync_run(costing, count)
+        yield shown(alone and (alone.step_s, alone.candidate))
+
+
+ROWS = [
+    {"samples": 1, "seconds": 0.25}, {"samples": 4, "seconds": 0.5, "passes": 1}, {"samples": 8, "seconds": 9.0, "tokens": 7},
+    {"samples": 8, "seconds": 9.0, "engine": "compiled"},
+]  # fmt: skip
+TRAINED = [
+    {"samples": 4, "steps": 2, "seconds": 3.0, "keeps": "inputs"}, {"samples": 2, "steps": 3, "seconds": 8.0},
+    {"samples": 9, "steps": 9, "seconds": 8.0, "trained": "all"}, {"samples": 9, "steps": 9, "seconds": 8.0, "reference": True},
+]  # fmt: skip
+MEASURED = {
+    "h100_80gb_hbm3": {"flux1_dev": {"generate": ROWS, "train": TRAINED, "decode": ROWS, "encode": []}},
+    "h100_pcie": {"flux1_dev": {"encode": ROWS}},
+    "l40s": {"flux1_dev": {"encode": ROWS[:1], "score": ROWS[2:]}, "wan21_14b": {"decode": ROWS}},
+}  # fmt: skip
+
+
+def of_measured() -> Iterator[str]:
+    """Yield two pools with what was measured on their GPUs, and with what is written in a profile."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, models in MEASURED.items():
+            Path(folder, f"{name}.yaml").write_text(yaml.safe_dump({"models": models}))
+        for seconds in (
+            {},
+            {"encode": {"slow": 0.125}, "decode": {"slow": 0.5}, "train": {"fast": 2.0}},
+        ):
+            found = with_measured(Hardware((FAST, SLOW), seconds), FLUX, Path(folder))
+            yield from (f"{pool.name} {shown(pool.efficiency)}" for pool in found.pools)
+            yield shown(found.seconds)
+    own = costs.Costs(FLUX, Hardware((FAST, SLOW)))
+    for stage, keeps in (("generate", None), ("train", None), ("train", "inputs")):
+        yield shown(computed_seconds(own, FAST, stage, 4, steps, keeps) for steps in (1, 2))
+
+
+def of_command(words: tuple[str, ...]) -> Iterator[str]:
+    """Yield what `digenrl plan` prints, and short names of what it writes."""
+    out, err = io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = plan_command.main([*words, f"output_root={folder}"])
+        yield f"exit {code}"
+        for path in sorted(Path(folder).rglob("*.json")):
+            text = path.read_text(encoding="utf-8")
+            told = json.loads(text, parse_float=lambda digits: f"{float(digits):.6g}")
+            yield f"{path.name} {hashed(told)}"
+    for text in (out.getvalue(), err.getvalue()):
+        told = [line for line in text.splitlines() if folder not in line]
+        yield from (f"  {line}" for line in told if line and len(told) < 50)
+        yield f"{len(told)} lines, {text.count(folder)} paths"
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "idle": (
+        "plan.simulated_steps=4", "plan.plot=false", "plan.price_per_gpu_hour=2", "allocation.trainers=1",
+        "allocation.rollouts=2", "max_rl_steps=7", "plan.async=true",
+    ),
+    "auto": ("plan.show=1", "plan.plot=false", "schedule.auto=true", "allocation.trainers=auto", "plan.simulated_steps=4"),
+    "refused": (
+        "plan.plot=false", "hardware.pools.h100.memory_gib=34", "allocation.trainers=2", "allocation.rollouts=2",
+        "plan.simulated_steps=4", "model.gradient_checkpointing=false",
+    ),
+    "nothing": ("hardware.pools.h100.memory_gib=8",),
+    "machine": ("--json", "plan.plot=false", "plan.simulated_steps=4"),
+}  # fmt: skip
 
 
 SHORT = (
@@ -442,6 +601,10 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "halt": of_halt,
     **{f"search {name}": partial(of_search, work) for name, work in WORKS.items()},
     "plan": of_plan,
+    "measured": of_measured,
+    **{f"command {name}": partial(of_command, (*SHORT, *more)) for name, more in COMMANDS.items()},
+    **{f"outcomes {name}": partial(of_outcomes, work) for name, work in WORKS.items()},
+    **{f"plans {name}": partial(of_plans, *made) for name, made in PLANS.items()},
     **{f"read {name}": partial(of_reading, words) for name, words in READ.items()},
 }
 
