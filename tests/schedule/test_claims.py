@@ -3,11 +3,13 @@ store: tests/cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.schedule import ScheduleSpec, queue
+from digenrl.schedule import ScheduleSpec, Task, queue
 from digenrl.schedule import claims as module
 from digenrl.schedule.claims import (
     NOBODY,
@@ -15,6 +17,7 @@ from digenrl.schedule.claims import (
     ClaimError,
     Claims,
     MemoryClaims,
+    Owner,
     evaluation_pieces,
     evaluation_queue,
 )
@@ -68,6 +71,82 @@ def test_trainers_begin_with_the_head_of_a_queue_and_rollouts_behind_it() -> Non
     assert [claim and claim.position for claim in others] == [3, 4, 5, 6, 7, 1]
     assert trainer.take(0, TASKS, WHOLE, ahead=True) == Claim(2, 0, 0)
     assert trainer.take(0, TASKS, WHOLE, ahead=True) is None
+
+
+class Meanwhile(MemoryClaims):
+    """A store in which other ranks do something right before a change of a name."""
+
+    happens: tuple[str, Callable[[], object]] | None = None
+
+    def _let_others(self, call: str) -> None:
+        if self.happens is not None and self.happens[0] == call:
+            (_, others), self.happens = self.happens, None
+            others()
+
+    def count(self, name: str, amount: int = 0) -> int:
+        if amount:
+            self._let_others("count")
+        return super().count(name, amount)
+
+    def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
+        self._let_others("change")
+        return super().change(version, position, old, new)
+
+
+def test_a_rank_that_comes_second_to_the_last_task_gets_none() -> None:
+    """Its count is beyond the queue's end, and what is there goes to nobody when it dies."""
+    store = Meanwhile()
+    one, two = Claims(store, 0), Claims(store, 1)
+    last, part = TASKS[:1], range(1)
+    store.happens = "count", lambda: two.take(0, last, part)
+    assert one.take(0, last, part) is None
+    assert (store.owner(0, 0) or NO_OWNER).rank == 1
+    assert store.count("claim/v0") == 2
+    assert one.lose(0, "died", 1) == []
+    assert store.returned(0) == [1]
+    assert (one.returned(0, 1), one.take(0, last, part)) == (0, None)
+
+
+NO_OWNER = Owner(NOBODY, 0, NOBODY, -1, -1, -1)
+
+
+def test_a_rank_that_dies_before_it_enters_its_name_loses_the_task_once() -> None:
+    store = Meanwhile()
+    one, two = Claims(store, 0), Claims(store, 1)
+    store.happens = "change", lambda: two.lose(0, "died", 1)
+    assert one.take(0, TASKS, WHOLE) == Claim(1, 0, 0), "the next one; the first is free again"
+    assert store.owner(0, 0) == NO_OWNER
+    assert two.take(0, TASKS, WHOLE) == Claim(0, 1, 0)
+
+
+def test_a_rank_whose_task_was_taken_meanwhile_gives_nothing_away() -> None:
+    store = Meanwhile()
+    one, two = Claims(store, 0), Claims(store, 1)
+    claim = one.take(0, TASKS, WHOLE)
+    assert claim is not None
+    store.happens = "change", lambda: two.lose(0, "died", 1)
+    assert not one.give(0, claim, 1)
+    again = two.take(0, TASKS, WHOLE)
+    assert again == Claim(0, 1, 1)
+    store.happens = "change", lambda: one.lose(1, "died", 1)
+    with pytest.raises(ClaimError, match="lost 2 owners"):
+        two.confirm(0, 0, 1)
+
+
+def test_a_store_in_memory_changes_only_what_it_should() -> None:
+    store = MemoryClaims()
+    assert (store.newest_version(), store.lost_ranks(), store.owner(0, 0)) == (0, set(), None)
+    entry = Owner.of(3, 0, TASKS[0])
+    assert not store.change(0, 0, entry, NO_OWNER)
+    assert store.owner(0, 0) is None
+    assert store.change(0, 0, None, entry)
+    assert not store.change(0, 0, None, NO_OWNER)
+    assert store.owner(0, 0) == entry
+    claims = Claims(store, 3)
+    claims.received(0, 0)
+    assert [claims.held_by(0, 0, trainers) for trainers in (1, 2)] == [True, False]
+    piece = Task(step=2, index=1, group=1, first_sample=0, samples=0, version=-3)
+    assert evaluation_pieces(2, 2)[1] == piece
 
 
 @settings(deadline=None)

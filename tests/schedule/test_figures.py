@@ -237,8 +237,8 @@ def of_policy(draw: Drawing) -> Iterator[Any]:
                 )  # fmt: skip
                 policy.saw_rank(rank, work if draw.true(0.9) else None)
             case 3:
-                head = draw.of([0, left[1]])
-                yield policy.takes(rank, step, draw.of([1, 2, left[1]]), now, head)
+                some = draw.of([1, 2, left[1]])
+                yield policy.takes(rank, step, some, now), policy.takes(rank, step, some, now, some)
                 yield policy.many_left(rank, left[1])
             case 4:
                 yield policy.first_free(now), policy.successor(rank, step, step, now)
@@ -260,6 +260,41 @@ def of_policy(draw: Drawing) -> Iterator[Any]:
                 yield policy.step_ended(trainer, now)
                 policy.step_begun(trainer)
     yield sorted(policy._generators), hashed(list(policy._costs.items())), hashed(rows)
+
+
+def of_takes(draw: Drawing) -> Iterator[Any]:
+    """A few tasks are left, and other ranks are nearly done with theirs."""
+    spec = ScheduleSpec(4, 4, 2, 4, 3, draw.number(1, 2), gap=draw.number(0, 2), tag=True)
+    for _ in range(12):
+        trainers, rollouts = draw.number(1, 2), draw.number(1, 3)
+        roles = Roles(trainers, rollouts, keeps_copy=draw.true())
+        policy = SchedulePolicy(spec, roles, lambda version: queue(spec, version, 3))
+        now, least = draw.seconds(2.0), draw.of([0.5, 1.0, 2.0])
+        for rank in range(trainers + rollouts):
+            group, until = draw.number(-1, 3), now + draw.seconds(3.0) - 0.5
+            policy.expected("generate", rank, seconds := least + draw.seconds(2.0))
+            policy.expected("train", rank, draw.seconds(1.0))
+            known = seconds if draw.true(0.9) else 0.0
+            policy.saw_rank(rank, Work(draw.number(0, 2), known, draw.number(0, 2), group, until))
+        left = draw.number(1, 4)
+        for rank in range(trainers + rollouts):
+            yield [policy.takes(rank, 1, left, now, head) for head in (0, left - 1, left)]
+            yield (
+                policy.many_left(rank, 2 * left),
+                policy.successor(rank, 1, draw.number(0, 1), now),
+            )
+        pending = later_fragments(spec, -1)
+        sides = draw.number(0, 3), draw.number(0, 8)
+        working = policy._known_speed(policy._generators)
+        if working:
+            yield astuple(policy._state(0, working, {}, 1, pending, sides, now, 2))
+        yield policy.must_generate(0, 1, left - 1), policy.predicted_end(0, 1, pending, sides, now)
+        for _ in range(4):
+            yield policy.lend(0, 1, pending, sides, now), policy.loan_facts(0, now)
+            now += draw.seconds(4.0)
+            yield policy.step_ended(0, now), policy._trainers[0].monitor.loans
+            policy.step_begun(0)
+            yield policy.opens(0, 1, pending, sides, now)
 
 
 def of_claims(draw: Drawing) -> Iterator[Any]:
@@ -338,6 +373,7 @@ KINDS: dict[str, tuple[Callable[[Drawing], Iterator[Any]], int]] = {
     "ranks": (of_ranks, 6),
     "cells": (of_cells, 40),
     "policy": (of_policy, 160),
+    "takes": (of_takes, 30),
     "claims": (of_claims, 60),
     "monitor": (of_monitor, 4),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, queue
-from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy
+from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy, header
 from digenrl.schedule.ranks import Roles, Work, declines
 from digenrl.schedule.search import Decision, LendingMonitor
 from digenrl.schedule.timesteps import cells_by_rank
@@ -83,6 +83,8 @@ def test_a_rank_that_joined_generates_as_long_as_it_is_there() -> None:
         policy.saw_rank(rank, Work(0, 2.0))
     assert policy._generators == {1, 2}
     assert policy._costs == {("generate", 2): 2.0}
+    policy.measured("generate", 2, 4.0)
+    assert policy._costs == {("generate", 2): 4.0}, "what its pool lets expect is a guess"
     for rank in (1, 2):
         policy.saw_rank(rank, None)
     assert policy._generators == {1}
@@ -99,6 +101,13 @@ def trainer_policy(
     for rank in range(trainers + rollouts):
         policy.measured("generate", rank, TASK_S)
     return policy
+
+
+def test_what_nobody_has_said_yet() -> None:
+    assert Work() == (-1, 0.0, -1, -1, 0.0)
+    roles = Roles(1, 2)
+    assert (roles.lockstep, roles.split, roles.keeps_copy) == (False,) * 3
+    assert header(SPEC, roles, 7) == {"spec": asdict(SPEC), "roles": asdict(roles), "last_step": 7}
 
 
 def test_the_rollout_rank_that_is_free_first() -> None:
