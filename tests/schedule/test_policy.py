@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, queue
 from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy, header
-from digenrl.schedule.ranks import Roles, Work, declines
+from digenrl.schedule.ranks import Roles, Work, declines, finished_before
 from digenrl.schedule.search import Decision, LendingMonitor
 from digenrl.schedule.timesteps import cells_by_rank
 
@@ -56,6 +58,21 @@ def test_many_left_never_contradicts_the_count(
         policy.saw_rank(other, Work(0, cost))
     if policy.many_left(rank, left):
         assert not declines(rank, now, dict(enumerate(seconds)), {}, left)
+
+
+@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
+def test_tasks_are_counted_exactly_where_a_division_is_not(rank: int, other: int) -> None:
+    """(1.7 - 0) / 0.1 is less than 17, and 17 x 0.1 is more than 1.7: in tenths, with the neighbours of
+    each moment, as if one counted."""
+    for free, seconds, n in itertools.product((0.0, 0.1, 0.7, 2.3), range(1, 12), range(24)):
+        cost = seconds / 10
+        end = free + n * cost
+        for time in (end, math.nextafter(end, 9.0), math.nextafter(end, -1.0), round(end, 1)):
+            ends = (free + number * cost for number in range(1, 30))
+            counted = sum((each, rank) < (time, other) for each in ends)
+            assert finished_before(free, cost, rank, time, other) == counted
+    for never in (0.0, -1.0, math.inf):
+        assert finished_before(0.0, never, rank, 9.0, other) == 0
 
 
 def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:

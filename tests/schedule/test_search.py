@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from digenrl.schedule.search import (
     Decision,
+    LendingMonitor,
     LendingState,
     _Point,
     _Search,
@@ -82,6 +83,11 @@ def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
     assert search(replace(state(9.0, 8), may_lend=False)).lend == 0
     decision = search(state(9.0, 8))
     assert decision.gain == 0.0
+
+
+def test_a_lender_is_alone_and_switches_for_nothing_unless_somebody_says_so() -> None:
+    assert astuple(LendingState((), (), 0, (), (), (), 2.0))[7:] == (1, 0, 0.0, 0, 0, False, True)
+    assert astuple(LendingMonitor()) == (3, 0, 0.0, 0.0, False)
 
 
 def test_older_tasks_come_first() -> None:
