@@ -42,7 +42,8 @@ def test_each_kind_of_work_sleeps_in_proportion_to_its_rows(
     policy = EmulatedPolicy(DURATIONS, adapter=True)
     latents = torch.zeros(3, *LATENT)
     with torch.no_grad():
-        policy.predict(latents[:1], torch.zeros(1), {})
+        velocity = policy.predict(latents[:1], torch.zeros(1), {})
+        assert velocity.shape == latents[:1].shape
         assert took() == [0.1]
         with policy.reference():
             policy.predict(latents, torch.zeros(3), {})

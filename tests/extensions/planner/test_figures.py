@@ -9,6 +9,7 @@ what has moved, and how far, and writes the new figures:
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import io
 import json
@@ -26,6 +27,7 @@ import yaml
 
 from digenrl import config as configuration
 from digenrl.advisor import Holding
+from digenrl.extensions import planner
 from digenrl.extensions.planner import costs, gpus
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split
 from digenrl.extensions.planner.candidate import Candidate
@@ -461,6 +463,28 @@ def of_plans(costing: Costing, options: dict[str, Any]) -> Iterator[str]:
         yield shown(alone and (alone.step_s, alone.candidate))
 
 
+def of_assumptions() -> Iterator[str]:
+    """Yield every constant of the planner's modules, and every value that a caller may leave out."""
+    for path in sorted(Path(planner.__path__[0]).glob("*.py")):
+        module = importlib.import_module(f"{planner.__name__}.{path.stem}")
+        yield path.stem
+        for name, value in vars(module).items():
+            if name.strip("_").isupper() and not (
+                inspect.isclass(value) or inspect.ismodule(value)
+            ):
+                yield f"  {name} {shown(value)}"
+            own = getattr(value, "__module__", "") == module.__name__ and callable(value)
+            if not own or (inspect.isclass(value) and issubclass(value, Exception)):
+                continue
+            methods = [each for each in vars(value).values() if inspect.isfunction(each)]
+            for function in [value, *methods] if inspect.isclass(value) else [value]:
+                asked = inspect.signature(function).parameters.values()
+                known = {p.name: p.default for p in asked if p.default is not p.empty}
+                plain = {name: v for name, v in known.items() if not callable(v) and v != ()}
+                if plain and "__" not in function.__name__:
+                    yield f"  {function.__name__} {shown(plain)}"
+
+
 ROWS = [
     {"samples": 1, "seconds": 0.25}, {"samples": 4, "seconds": 0.5, "passes": 1}, {"samples": 8, "seconds": 9.0, "tokens": 7},
     {"samples": 8, "seconds": 9.0, "engine": "compiled"},
@@ -601,6 +625,7 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     "halt": of_halt,
     **{f"search {name}": partial(of_search, work) for name, work in WORKS.items()},
     "plan": of_plan,
+    "assumptions": of_assumptions,
     "measured": of_measured,
     **{f"command {name}": partial(of_command, (*SHORT, *more)) for name, more in COMMANDS.items()},
     **{f"outcomes {name}": partial(of_outcomes, work) for name, work in WORKS.items()},

@@ -10,18 +10,22 @@ from typing import Literal
 import pytest
 
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.floor import busiest_seconds, floor_seconds, training_floor
+from digenrl.extensions.planner.floor import (
+    _makespan,
+    busiest_seconds,
+    floor_seconds,
+    training_floor,
+)
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Pool
-
-pytestmark = pytest.mark.heavy
 
 FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)
 SLOW = Pool("slow", "RTX", 4, "auto", 80, 165, 1.0, 32, 25, 8)
 FLUX = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64, rewards=("pickscore",))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("pools", [(SLOW,), (FAST, SLOW)], ids=["equal", "unequal"])
 @pytest.mark.parametrize(
     ("async_steps", "split", "trained"),
@@ -64,6 +68,16 @@ def test_no_simulated_step_is_shorter_than_its_floor(
     # part of a task.
     assert min(ratios) >= (0.98 if async_steps else 1.0 - 1e-9)
     assert min(ratios) < 1.2  # a floor far below everything would be no help
+
+
+def test_whole_tasks_take_as_long_in_every_unit() -> None:
+    """Ranks of 2, 3 and 3 s per task have made 3 tasks after 3 s, 4 after 4 s and 7 after 6 s."""
+    for unit in (1.0, 1024.0, 1 / 1024):
+        found = [_makespan(tasks, [2 * unit, 3 * unit, 3 * unit]) for tasks in (0, 1, 3, 4, 5, 7)]
+        assert found == pytest.approx([s * unit for s in (0, 2, 3, 4, 6, 6)], rel=1e-4)
+        assert all(
+            s <= 1.0000001 * most * unit for s, most in zip(found, (0, 2, 3, 4, 6, 6), strict=True)
+        )
 
 
 def test_replicas_that_divide_the_steps_of_a_task_share_all_blocks_of_an_update() -> None:
