@@ -47,6 +47,13 @@ def test_the_first_groups_that_teach_take_the_places_in_every_order_of_arrival(
         assert all((fates[group] == SURPLUS) == (group > full) for group in groups)
 
 
+def test_an_update_has_groups_of_its_own_unless_updates_share_all() -> None:
+    spec = ScheduleSpec(6, 4, 2, 4, 3, updates_per_batch=2)
+    assert [update_groups(spec, update) for update in (0, 1)] == [range(3), range(3, 6)]
+    every = ScheduleSpec(6, 4, 2, 4, 3, updates_per_batch=2, updates_split="samples")
+    assert [update_groups(every, update) for update in (0, 1)] == [range(6), range(6)]
+
+
 def test_groups_that_cannot_lack_a_place_do_not_wait() -> None:
     spec = ScheduleSpec(5, 4, 2, 4, 3, oversample=2)
     assert decided(spec, dict.fromkeys([2, 4])) == [2]

@@ -51,6 +51,18 @@ def test_i10_identity(events: list[tuple[int, str]]) -> None:
     ledger.check(before=kept[0] if kept else len(events))
 
 
+def test_i10_a_ledger_says_how_many_samples_left() -> None:
+    ledger = Ledger()
+    assert (ledger.issued, ledger.trained, ledger.dropped, ledger.in_flight) == (0, 0, {}, 0)
+    for part, samples in enumerate((3, 4, 5)):
+        ledger.issue(0, 1, samples, part)
+    assert ledger.train(0, 1, [0]) == 3
+    assert ledger.drop(0, 1, "odd", [2]) == 5
+    assert (ledger.in_flight, ledger.open) == (4, {(0, 1): {1: 4}})
+    assert ledger.drop(0, 1, "odd") == 4
+    assert (ledger.issued, ledger.trained, ledger.dropped, ledger.open) == (12, 3, {"odd": 9}, {})
+
+
 def test_i10_double_and_unknown_groups_raise() -> None:
     ledger = Ledger()
     ledger.issue(0, 1, 8)

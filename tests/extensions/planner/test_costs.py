@@ -52,6 +52,15 @@ def test_published_speeds_are_met() -> None:
         assert sum(0.85 <= ratio <= 1.15 for ratio in gains) >= len(gains) - 1
 
 
+def test_a_step_reads_every_weight_from_memory_once() -> None:
+    """A slow memory bounds a task of any size."""
+    slow = Pool("slow", "H100", 1, "auto", 80, 1e6, 0.001, 450, 25, 8)
+    for base_bytes in (2.0, 4.0):
+        work = replace(WORK, base_bytes=base_bytes, engine="engine", height=64, width=64)
+        least = base_bytes * work.sizes["parameters"] / 1e9
+        assert Costs(work, Hardware((slow,))).step_seconds(slow, 1) == pytest.approx(least)
+
+
 def test_gpus_that_differ_by_their_links_compute_alike() -> None:
     """Export variants, and Grace's Hopper of the same chip."""
     for one, other in (("A100", "A800"), ("H100", "H800")):

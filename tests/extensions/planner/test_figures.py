@@ -111,6 +111,8 @@ def shown(value: Any) -> str:
             return " ".join(f"{shown(key)}={shown(v)}" for key, v in value.items())
         case str() | bytes():
             return str(value)
+        case set() | frozenset():
+            return shown(sorted(map(shown, value)))
         case Iterable():
             return f"({', '.join(map(shown, value))})"
     return str(value)
@@ -469,9 +471,7 @@ def of_assumptions() -> Iterator[str]:
         module = importlib.import_module(f"{planner.__name__}.{path.stem}")
         yield path.stem
         for name, value in vars(module).items():
-            if name.strip("_").isupper() and not (
-                inspect.isclass(value) or inspect.ismodule(value)
-            ):
+            if name.strip("_").isupper() and " at 0x" not in repr(value):
                 yield f"  {name} {shown(value)}"
             own = getattr(value, "__module__", "") == module.__name__ and callable(value)
             if not own or (inspect.isclass(value) and issubclass(value, Exception)):
