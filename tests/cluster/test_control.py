@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from digenrl.cluster import control as module
 from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import check_open_files, keep_memory, mask_secrets, run_rank
-from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.world import Session, World
 
 
@@ -94,6 +95,62 @@ def test_who_waits_for_a_key_looks_soon_and_then_less_often(
         store.wait(["a", "c"], timedelta(seconds=1.0))
     assert 1.0 < clock.now < 1.1
     assert max(clock.slept) == 0.05
+
+
+def test_frames_hold_values_of_every_length(controls: tuple[Control, Control]) -> None:
+    store = controls[1].store
+    values = {
+        str(size): bytes(size % 251 for _ in range(size)) for size in (0, 1, 255, 256, 70_000)
+    }
+    for key, value in values.items():
+        store.set(key, value)
+    assert store.read([*values, "nobody"]) == [*values.values(), None]
+    assert [store.get(key) for key in values] == [*values.values()]
+    assert (store.check(["0", "255"]), store.check(["0", "nobody"])) == (True, False)
+    assert store.clone() is store
+    assert (store.add("n", -3), store.add("n", 5), store.get("n")) == (-3, 2, b"2")
+    assert [
+        store.swap("s", *words) for words in (("a", "b"), ("", "b"), ("", "c"), ("b", "c"))
+    ] == [False, True, False, True]
+    assert [store.delete_key("s") for _ in range(2)] == [True, False]
+
+
+def test_an_answer_that_nobody_has_read_is_not_the_next_calls(
+    controls: tuple[Control, Control], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = controls[1].store
+    store.set("a", "old")
+    receive = store._frames.receive
+    monkeypatch.setattr(store._frames, "receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        store.set("a", "new")
+    monkeypatch.setattr(store._frames, "receive", receive)
+    with pytest.raises(StoreLost, match="does not answer any more"):
+        store.get("a")
+
+
+def test_who_is_connected_is_known_by_rank_and_may_be_shut_out() -> None:
+    handshake = Handshake()
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+    host = StoreClient(server.host, server.port, handshake)
+    guests = [
+        StoreClient(server.host, server.port, replace(handshake, rank=rank)) for rank in (0, 4, 4)
+    ]
+    for guest in guests:
+        guest.set("here", "1")
+    assert server.connected() == {0, 4}
+    guests[1]._socket.close()
+    guests[2].set("still", "here")
+    assert server.connected() == {0, 4}
+    server.exclude(4)
+    with pytest.raises(StoreLost):
+        guests[2].set("still", "there")
+    assert host.read(["still", "here"]) == [b"here", b"1"]
+    guests[0].set("me", "too")
+    with pytest.raises(ValueError, match=r"no request b'sing' of 1 fields"):
+        server._answer(b"sing", b"a")
+    server.close()
+    server.close()
 
 
 def test_the_first_cause_stays_and_an_error_of_a_trainer_ends_the_run(

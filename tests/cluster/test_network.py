@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +105,50 @@ def test_an_interface_that_does_not_exist_is_answered_with_those_that_do() -> No
         ValueError, match=rf"interface = ib7: does not exist .*{LOOPBACK} \(127\.0\.0\.1.*=null"
     ):
         Network(interface="ib7").check(2)
+
+
+def test_others_can_use_an_address_that_is_not_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPv4 first; without a configured interface gloo is told who has the address."""
+    entry = namedtuple("entry", "family address")
+    four, six = socket.AF_INET, socket.AF_INET6
+    there = {
+        "lo": [entry(four, "127.0.0.1")],
+        "ib0": [entry(six, "fe80::1"), entry(six, "fd00::1"), entry(four, "10.0.0.9"), entry(99, "aa:bb")],
+        "ib1": [entry(six, "fd00::2"), entry(six, "fe80::2")],
+        "down": [entry(six, "fe80::3")],
+    }  # fmt: skip
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    assert [Network(interface=name).address("") for name in ("ib0", "ib1")] == [
+        "10.0.0.9",
+        "fd00::2",
+    ]
+    known = r"there are lo \(127\.0\.0\.1\), ib0 \(10\.0\.0\.9, fd00::1\), ib1 \(fd00::2\)\. Name"
+    with pytest.raises(ValueError, match=rf"interface = down: has no address on .*; {known}"):
+        Network(interface="down").address("")
+    with pytest.raises(ValueError, match=rf"interface = ib2: does not exist on .*; {known}"):
+        Network(interface="ib2").address("")
+    for host, told in (("10.0.0.9", "ib0"), ("fd00::2", "ib1"), ("10.0.0.8", None)):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            monkeypatch.delenv(name, raising=False)
+        Network().announce(host)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == told
+        assert "NCCL_SOCKET_IFNAME" not in os.environ
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
+def test_a_listener_takes_the_first_free_port_of_a_range(ports: tuple[int, int]) -> None:
+    network = Network(ports=ports)
+    listeners = [network.listen("127.0.0.1") for _ in range(3)]
+    taken = [listener.getsockname()[1] for listener in listeners]
+    assert taken == [*range(ports[0], ports[1] + 1)]
+    with pytest.raises(OSError, match=r"every port is taken on 127\.0\.0\.1; widen") as refused:
+        network.listen("127.0.0.1")
+    assert refused.value.errno == errno.EADDRINUSE
+    for listener in listeners:
+        listener.close()
+    with pytest.raises(OSError, match="assign requested") as refused:
+        Network(ports=ports).listen("192.0.2.1")
+    assert refused.value.errno == errno.EADDRNOTAVAIL
 
 
 @pytest.mark.slow

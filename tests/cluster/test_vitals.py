@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +21,7 @@ import torch
 from digenrl.cluster import vitals
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
 from digenrl.record.progress import Progress
@@ -145,6 +150,83 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
         if thread.name == f"heartbeat-{rank}":
             thread.join(20.0)
             assert not thread.is_alive()
+
+
+def test_a_condition_is_timed_by_the_observers_own_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr(vitals.time, "monotonic", lambda: now[0])
+    timer, found = vitals.ConditionTimer(1.0), []
+    for pause, true in (
+        (0.25, True),
+        (0.5, True),
+        (9.0, True),
+        (1.0, False),
+        (0.5, True),
+        (1.0, True),
+    ):
+        now[0] += pause
+        found.append(timer.observe(true))
+    assert found == [0.25, 0.75, 1.75, 0.0, 0.5, 1.5]
+    assert timer.seconds == 1.5
+
+
+def test_a_process_is_suspended_works_or_is_gone() -> None:
+    if (child := os.fork()) == 0:
+        while True:
+            signal.pause()
+    try:
+        assert not vitals.is_suspended(child)
+        os.kill(child, signal.SIGSTOP)
+        os.waitpid(child, os.WUNTRACED)
+        assert vitals.is_suspended(child)
+        assert 0.0 <= vitals.cpu_seconds(child) < 5.0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    for gone in (child, None):
+        assert not vitals.is_suspended(gone)
+        assert vitals.cpu_seconds(gone) == 0.0
+    used = psutil.Process().cpu_times()
+    assert (
+        used.user + used.system <= vitals.cpu_seconds(os.getpid()) < used.user + used.system + 5.0
+    )
+
+
+def test_a_rank_that_hangs_writes_its_stacks_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another machine cannot be asked. What stopped responding is not asked either."""
+    handshake, now = Handshake(), [0.0]
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+    control = Control(StoreClient(server.host, server.port, handshake), -1)
+    asked, slept, seen = list[Any](), list[float](), list[Any]()
+    monkeypatch.setattr(
+        vitals, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
+    )
+    monkeypatch.setattr(vitals.os, "kill", lambda *to: asked.append(to))
+    monkeypatch.setattr(vitals, "is_suspended", lambda pid: pid == 102)
+    monkeypatch.setattr(vitals, "cpu_seconds", lambda pid: 1.0)
+    limits = Limits(suspended_s=3.0, silent_s=8.0, stage_floor_s=40.0)
+    monitor = vitals.HeartbeatMonitor(control, {0: 100, 1: None, 2: 102}, limits)
+    stuck = {0: "hangs in decode", 1: "hangs in train", 2: "hangs"}
+    monitor._hangs = lambda doing: seen.append(dict(doing)) or (stuck if now[0] >= 4.0 else {})
+    stretch = Progress()
+    with stretch.stage("decode"):
+        (doing,) = stretch.now()
+    control.set("beat/0", json.dumps([1, [astuple(doing)]]))
+    control.set("beat/1", "0")
+    found = []
+    for _ in range(9):
+        now[0] += 0.5
+        found.append(monitor.unresponsive([0, 1, 2]))
+    server.close()
+    suspended = {2: "stopped responding (process 102 is suspended)"}
+    assert found[:7] == [{}] * 7
+    assert found[7] == suspended
+    stacks = "hangs in decode; its log has the stacks of its threads"
+    assert found[8] == suspended | {0: stacks, 1: "hangs in train"}
+    assert seen == [{0: [doing], 1: [], 2: []}] * 5, "once a second"
+    assert (asked, slept) == ([(100, signal.SIGUSR2)], [0.2])
 
 
 def test_marking_costs_microseconds() -> None:
