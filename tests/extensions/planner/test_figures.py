@@ -41,10 +41,13 @@ from digenrl.extensions.planner.enumeration import (
     allowed,
     colocated,
     disaggregated,
+    fitted,
     neighbours,
     promising,
+    step_batches,
     task_sizes,
 )
+from digenrl.extensions.planner.floor import busiest_seconds, floor_seconds, training_floor
 from digenrl.extensions.planner.measured import computed_seconds, with_measured
 from digenrl.extensions.planner.memory import decode_bytes, moment_bytes, saved_bytes
 from digenrl.extensions.planner.outcome import evaluate
@@ -66,6 +69,7 @@ from digenrl.hardware import Hardware, Line, Pool
 from digenrl.recompute import Recompute
 from digenrl.schedule import ScheduleSpec
 from digenrl.settle import with_task_size
+from tests.schedule.test_figures import Drawing
 
 STORED = Path(__file__).with_name("figures.txt")
 
@@ -352,6 +356,134 @@ def of_search(work: Workload) -> Iterator[str]:
             yield f"near {len(near)} {hashed(map(named, near))}"
 
 
+def drawn_run(draw: Drawing) -> tuple[ScheduleSpec, Cluster, Disturbance]:
+    """Return a small run whose schedule, ranks and mishaps are drawn."""
+    spec, trainers = draw.spec(), draw.number(1, 4)
+    rollouts = draw.of([0, 1, 2, 3, 4])
+    lockstep, together = (
+        draw.true(0.4),
+        draw.of([n for n in (0, 1, 2, 4) if not n or trainers % n == 0]),
+    )
+    context = draw.of([1, 2]) if trainers % 2 == 0 and together in (0, 2, 4) and lockstep else 1
+    shares = tuple(draw.number(1, 3) + 0.5 for _ in range(trainers)) if draw.true(0.3) else ()
+    spec = replace(
+        spec,
+        context=context,
+        shares=() if context > 1 else shares,
+        async_steps=min(spec.async_steps, rollouts),
+    )
+    pools = {role: (draw.seconds(2.0, 0.25), draw.times(4, 0.5)) for role in ("a", "b", "c")}
+    ranks = []
+    for number in range(trainers + rollouts):
+        pool = "a" if number < trainers else draw.of("bc")
+        step, (encode, decode, score, adopt) = pools[pool]
+        cells = (draw.seconds(1.0, 0.25), draw.seconds(0.25)) if number < trainers else (0.0, 0.0)
+        far = draw.times(2, 0.5) if pool == "c" else (0.0, 0.0)
+        role = "trainer" if number < trainers else "rollout"
+        ranks.append(
+            VirtualRank(number, role, pool, step, encode, decode, score, *cells, adopt, *far)
+        )
+    free = dict(zip(SET, draw.times(len(SET), 0.5), strict=True))
+    cluster = Cluster(
+        tuple(ranks), lockstep, together if lockstep else 0, **free, useful=draw.of([1.0, 1.0, 0.5]),
+        lends_between_updates=draw.true(0.3), static_claims=not rollouts and draw.true(0.4),
+    )  # fmt: skip
+    dies = rollouts > 1 and draw.true(0.4)
+    mishap = Disturbance(
+        draw.of([0.0, 0.0, 0.1]), draw.number(0, 3), {draw.number(0, trainers): 1.5} if draw.true(0.3) else {},
+        ((draw.seconds(30.0), trainers),) if dies else (), draw.seconds(3.0),
+    )  # fmt: skip
+    return spec, cluster, mishap
+
+
+def of_drawn_runs() -> Iterator[str]:
+    """Yield a line of seconds of each drawn run, with bounds, and with what a coarser one takes."""
+    for seed in range(48):
+        spec, cluster, mishap = drawn_run(Drawing(seed))
+        try:
+            found = simulate(spec, cluster, 3, mishap, trace=True)
+        except DeadlockError as halted:
+            yield f"{seed} {halted}"[:200]
+            continue
+        parts = found.made, found.trained, [vars(span) for span in found.spans], found.messages
+        low = (
+            *training_floor(spec, cluster),
+            floor_seconds(spec, cluster),
+            busiest_seconds(spec, cluster),
+        )
+        calm = steady(spec, cluster, most=8)
+        coarse = steady(*coarsen(spec, cluster, 2), most=8)
+        steps = found.step_s, calm.step_s, calm.steps, calm.settled, coarse.step_s
+        yield f"{seed} {shown(steps)} {hashed((parts, found.seconds, low, found.step_ends))}"
+        yield f"  {shown(low)} {shown({cause[1:]: s for cause, s in calm.seconds.items() if s > 1e-9})}"[
+            :200
+        ]
+
+
+def drawn_costing(draw: Drawing) -> Costing:
+    """Return a workload on pools of which some hold it and some do not."""
+    work = draw.of(WORKS.values())
+    updates, size = draw.number(1, 2), draw.of([2, 4, 6])
+    work = replace(
+        work, prompts=updates * draw.number(1, 4), group_size=size, updates=updates, oversample=0,
+        trained_samples=draw.of([None, 2]), guidance=draw.true(), lora_rank=draw.of([None, 16, 64]), reference=draw.true(),
+        ema=draw.true(), evaluated=draw.number(0, 4), rollouts_evaluate=draw.true(), whole_batch=draw.true(0.2),
+        engine=draw.of(["eager", "compiled", "engine"]), base_bytes=draw.of([2.0, 0.5625]), storage_bytes=draw.of([2, 4]),
+        trained_steps=draw.number(1, work.steps), stored_prompts=draw.true(),
+    )  # fmt: skip
+    fast = replace(
+        FAST,
+        count=draw.of([1, 2, 3, 4, 8]),
+        memory_gib=draw.of([40, 80, 140]),
+        per_node=draw.of([2, 4]),
+    )
+    slow = replace(
+        SLOW,
+        count=draw.number(1, 4),
+        role=draw.of(["auto", "rollout"]),
+        memory_gib=draw.of([48, 96]),
+    )
+    lines = {frozenset(("fast", "slow")): LINE} if draw.true(0.3) else {}
+    judges = 1 if work.judged else 0
+    pools = (replace(fast, judges=judges),) if draw.true() else (replace(fast, judges=judges), slow)
+    return Costing(work, Hardware(pools, lines=lines if len(pools) > 1 else {}))
+
+
+def of_drawn_searches() -> Iterator[str]:
+    """Yield what a search asks about each drawn workload, and short names of what it would try."""
+    for seed in range(24):
+        draw = Drawing(seed)
+        costing = drawn_costing(draw)
+        gpus, trained = costing.hardware.gpus, costing.work.trained_steps
+        yield f"{seed} {shown((costing.bound(), task_sizes(costing)))} {gpus} GPUs"
+        for trainers in {1, draw.number(1, gpus), gpus}:
+            held = costing.candidate(
+                trainers, gpus - trainers, sharding=draw.of(["ddp", "hsdp", "fsdp"]) if trainers > 1 else "ddp",
+                tsp_batch=draw.number(1, trained), tag=draw.true(), task_size=draw.of(task_sizes(costing)),
+                encoders=draw.true(), gap=draw.number(0, 1), async_steps=draw.number(0, 1) if trainers < gpus else 0,
+            )  # fmt: skip
+            if not allowed(costing, held):
+                continue
+            fits = fitted(costing, held)
+            yield shown(
+                (held.name, trainers, bool(costing.misfits(held)), step_batches(costing, held))
+            )
+            if fits is None:
+                yield f"  {remedy(costing, held)}"
+                continue
+            seconds = costing.cell_seconds(fits), costing.floor(fits), costing.bound_of_roles(fits)
+            gib = [use.gib for use in costing.memory(fits).values()]
+            yield f"  {shown((fits.spec.tsp_batch, fits.encoders, *seconds, gib))}"
+            near = [shown(each) for each in neighbours(costing, fits)]
+            yield f"  near {len(near)} {hashed(near)} {shown(costing.host_gib(fits))}"
+        if gpus < 7:
+            tried = [*colocated(costing), *disaggregated(costing, draw.number(0, 1))]
+            best = [
+                f"{each.name} {each.trainers}+{each.rollouts}" for each in promising(costing, tried)
+            ]
+            yield f"  tried {len(tried)} {hashed(map(shown, tried))} {shown(best)}"
+
+
 SMALL = replace(FLUX, prompts=2, group_size=4, trained_steps=2, updates=1)
 TWO = (replace(FAST, count=2), replace(SLOW, count=1, judges=1))
 
@@ -622,13 +754,15 @@ SECTIONS: dict[str, Callable[[], Iterator[str]]] = {
     **{f"costing {name}": partial(of_costing, work) for name, work in WORKS.items()},
     **{f"run {name}": partial(of_run, *run) for name, run in RUNS.items()},
     "coarse": of_coarse,
+    "drawn runs": of_drawn_runs,
+    "drawn searches": of_drawn_searches,
     "halt": of_halt,
     **{f"search {name}": partial(of_search, work) for name, work in WORKS.items()},
     "plan": of_plan,
     "assumptions": of_assumptions,
     "measured": of_measured,
     **{f"command {name}": partial(of_command, (*SHORT, *more)) for name, more in COMMANDS.items()},
-    **{f"outcomes {name}": partial(of_outcomes, work) for name, work in WORKS.items()},
+    **{f"outcomes {name}": partial(of_outcomes, WORKS[name]) for name in ("flux", "guided")},
     **{f"plans {name}": partial(of_plans, *made) for name, made in PLANS.items()},
     **{f"read {name}": partial(of_reading, words) for name, words in READ.items()},
 }
