@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.cluster.claims import StoredClaims, note_version
+from digenrl.cluster.claims import StoredClaims, announce, note_version, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import World
 from digenrl.schedule import ScheduleSpec, Task, queue
-from digenrl.schedule.claims import Claim, ClaimError, Claims
+from digenrl.schedule.claims import Claim, ClaimError, Claims, MemoryClaims
 from digenrl.schedule.policy import SchedulePolicy
-from digenrl.schedule.ranks import Roles
+from digenrl.schedule.ranks import Roles, Work
 from digenrl.strategy.tasks import TaskRunner
+from tests.schedule.test_figures import Drawing, life_of_claims
 
 SPEC = ScheduleSpec(prompts=3, group_size=4, task_size=2, denoise_steps=4, trained_steps=3)
 TASKS = queue(SPEC, 0, 0)
@@ -187,6 +188,40 @@ def test_old_queues_leave_the_store(store: Store) -> None:
     trainer.forget(1000)
     assert control.get("claim/v0") is None
     assert control.get("returned/v0") is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_store_of_a_run_answers_as_one_in_memory(store: Store, seed: int) -> None:
+    launcher, _ = store.controls(0)
+    note_version(launcher, 1)
+    stored, memory = StoredClaims(launcher), MemoryClaims(version=1)
+    assert (stored.newest_version(), stored.lost_ranks()) == (1, frozenset())
+    lives = (
+        [*life_of_claims(Drawing(seed), claims, lose)]
+        for claims, lose in ((stored, launcher.lose), (memory, memory.lost.add))
+    )
+    one, other = lives
+    assert one == other
+    stored.forget_queue(0)
+    assert [*map(stored.count, ("claim/v0", "head/v0", "ahead/v0")), *stored.returned(0)] == [
+        0,
+        0,
+        0,
+    ]
+
+
+def test_what_ranks_do_is_told_to_all(store: Store) -> None:
+    launcher, _ = store.controls(0)
+    assert StoredClaims(launcher).newest_version() == 0
+    works = {0: Work(3, 0.1 + 0.2, 4, 1, 7.25), 1: None, 2: Work(), 5: Work(1, 1e-9)}
+    for rank, work in works.items():
+        announce(launcher, rank, work)
+    assert work_of(launcher, range(3)) == {rank: works[rank] for rank in range(3)}
+    for rank in (5, 6):
+        launcher.join(rank)
+    assert work_of(launcher, [2, 0]) == {2: Work(), 0: works[0], 5: works[5], 6: None}
+    launcher.lose(0)
+    assert work_of(launcher, [0])[0] is None
 
 
 class Clock:

@@ -32,6 +32,7 @@ from digenrl.schedule.claims import (
     Claim,
     ClaimError,
     Claims,
+    ClaimStore,
     MemoryClaims,
     evaluation_pieces,
     evaluation_queue,
@@ -297,10 +298,12 @@ def of_takes(draw: Drawing) -> Iterator[Any]:
             yield policy.opens(0, 1, pending, sides, now)
 
 
-def of_claims(draw: Drawing) -> Iterator[Any]:
-    """Ranks that claim, hand over, finish, leave and die, in two queues and an evaluation's."""
+def life_of_claims(
+    draw: Drawing, store: ClaimStore, lose: Callable[[int], object]
+) -> Iterator[Any]:
+    """Ranks that claim, hand over, finish, leave and die, in two queues and an evaluation's, on a
+    store whose newest version is 1. `lose` marks a rank as lost there."""
     spec = replace(draw.spec(), async_steps=1)
-    store = MemoryClaims(version=1)
     host, ranks = Claims(store, -1), [Claims(store, rank) for rank in range(4)]
     queues = {
         0: queue(spec, 0, 2),
@@ -343,8 +346,8 @@ def of_claims(draw: Drawing) -> Iterator[Any]:
                 own, claim = held.pop(draw.of(mine))
                 ranks[rank].release(own, claim)
                 yield ranks[0].accepts(own, claim)
-            case 8 if len(store.lost) < 3:
-                store.lost.add(rank)
+            case 8 if len(store.lost_ranks()) < 3:
+                lose(rank)
                 try:
                     yield host.lose(rank, "died", 2) if draw.true() else host.collect(rank)
                 except ClaimError as error:
@@ -352,9 +355,17 @@ def of_claims(draw: Drawing) -> Iterator[Any]:
             case 9:
                 yield [host.left(v, len(t), range(len(t))) for v, t in queues.items()]
                 yield [(host.returned(v, len(t)), host.head_left(v)) for v, t in queues.items()]
-    yield sorted((key, tuple(owner)) for key, owner in store._owners.items())
+    for version in (2, 3):
+        host.forget(version)
+        yield [[store.owner(v, p) for p in range(len(tasks))] for v, tasks in queues.items()]
+
+
+def of_claims(draw: Drawing) -> Iterator[Any]:
+    store = MemoryClaims(version=1)
+    yield from life_of_claims(draw, store, store.lost.add)
+    host = Claims(store, -1)
     yield sorted(store._counts.items()), sorted((v, sorted(p)) for v, p in store._returned.items())
-    for version in (2, 3, 1001, 1002):
+    for version in (1001, 1002):
         host.forget(version)
         yield len(store._owners), len(store._counts), len(store._returned)
 
