@@ -23,6 +23,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import _families
@@ -32,7 +33,7 @@ from digenrl.diffusion.sde import FlowSDE
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.models.policy import cast_parameters
-from digenrl.recompute import ALL, MODES, parse_recompute
+from digenrl.recompute import ALL, INPUTS, MODES, parse_recompute
 
 PRESETS = {"attn": "attention", "attn_ff": "attention_ff"}
 """Of adapters: key of the facts -> value of `model.lora.targets`."""
@@ -222,17 +223,18 @@ class Cells:
         pairs = zip(self.forward(self.large), self.forward(self.small), strict=True)
         return [(large.kept - small.kept) / self.added for large, small in pairs]
 
-    def beside(self) -> list[float]:
-        """Return the bytes beside those that units keep at the peak of both passes."""
+    def beside(self, kept: list[float]) -> list[float]:
+        """Return the bytes beside those that units keep at the peak of both passes: those of a
+        block that is computed again, too."""
         found = []
-        for case, kept in zip(CASES, self.kept(), strict=True):
+        for case, each in zip(CASES, kept, strict=True):
 
             def step(case: tuple[int, int, int] = case) -> None:
                 _inputs, loss = self.cell(self.large, *case)
                 loss.backward()
 
-            peak = count_bytes(self.large, step)[1].peak
-            found.append(peak - (self.least + self.added) * kept)
+            peak = tables(self.large) + count_bytes(self.large, step)[1].peak
+            found.append(peak - (self.least + self.added) * each)
         return found
 
     def linear_flops(self, model: nn.Module) -> tuple[int, int]:
@@ -246,31 +248,46 @@ class Cells:
 
 def activations(
     name: str, trained: str, repeats: bool = True
-) -> tuple[dict[str, Any], dict[str, float], dict[str, float], dict[str, float]]:
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, float], dict[str, float]]:
     """Count bytes per latent token, per text token, per row and per forward.
 
-    Return what blocks keep -> bytes of one unit of blocks, by differences of two builds; the bytes
-    beside them at the peak of a cell's two passes, if blocks keep all; what they keep -> share of
-    the forward's FLOPs, attention aside, that the backward pass repeats (without `repeats`: of all
-    nothing); and the bytes at the peak of a denoising step.
+    Return what blocks keep -> bytes of one unit of blocks, by differences of two builds; all or
+    inputs -> bytes beside them at the peak of a cell's two passes; what they keep -> share of the
+    forward's FLOPs, attention aside, that the backward pass repeats (without `repeats`: nothing);
+    and the bytes at the peak of a denoising step.
     """
-    table, spent, cells = dict[str, Any](), dict[str, float](), Cells(name, trained)
+    table, kept, beside = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    spent, cells = dict[str, float](), Cells(name, trained)
     fused = mock.patch.object(nn.functional, "scaled_dot_product_attention", attend)
     with FakeTensorMode(), fused if DEVICE != "cpu" else nullcontext():
         cells.place(DEVICE)
         with torch.no_grad():
-            peak = fit([each.peak for each in cells.forward(cells.generates)])
+            rotary = tables(cells.generates)
+            peak = fit([rotary + each.peak for each in cells.forward(cells.generates)])
         for mode in MODES:
             cells.keep(mode)
-            table[mode] = fit(cells.kept())
+            kept[mode] = cells.kept()
+            table[mode] = fit(kept[mode])
     with FakeTensorMode():
-        cells.place(BACKWARD)
-        cells.keep(ALL)
-        beside = fit(cells.beside())
-        for mode in MODES if repeats else ():
+        if BACKWARD != DEVICE:
+            cells.place(BACKWARD)
+        for mode in MODES:
             cells.keep(mode)
-            (few, few_both), (many, many_both) = map(cells.linear_flops, (cells.small, cells.large))
-            spent[mode] = (many_both - few_both) / (many - few)
+            if mode in (ALL, INPUTS):
+                kept[mode] = cells.kept() if BACKWARD != DEVICE else kept[mode]
+                beside[mode] = fit(cells.beside(kept[mode]))
+            if repeats:
+                (few, few_both), (many, many_both) = map(
+                    cells.linear_flops, (cells.small, cells.large)
+                )
+                spent[mode] = (many_both - few_both) / (many - few)
+    # A block that is computed again keeps what it keeps on `DEVICE`.
+    sizes = _families.models()[name].models[name]
+    units = 1 if "period" in sizes else sizes["attention_blocks"] / sizes["blocks"]
+    beside[INPUTS] = {
+        key: beside[INPUTS][key] + (table[ALL][key] - here) / units
+        for key, here in fit(kept[ALL]).items()
+    }
     return table, beside, {mode: round(n - spent[ALL], 6) for mode, n in spent.items()}, peak
 
 
@@ -305,6 +322,19 @@ def stored_buffers(model: nn.Module) -> int:
     """Return the numbers of the tables that a checkpoint has beside the weights."""
     stored = model.state_dict().keys()
     return sum(table.numel() for name, table in model.named_buffers() if name in stored)
+
+
+def tables(model: nn.Module) -> int:
+    """Return the bytes of the tables that a network makes once and does not store: those of
+    positions."""
+    stored = {tensor.untyped_storage()._cdata for tensor in model.state_dict().values()}
+    made = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for module in model.modules()
+        for tensor in tree_leaves({**vars(module), "_parameters": None, "_modules": None})
+        if isinstance(tensor, Tensor)
+    }
+    return sum(size for key, size in made.items() if key not in stored)
 
 
 def lists(model: nn.Module) -> list[nn.ModuleList]:

@@ -1,25 +1,31 @@
 """The planner's memory model held against the strict device's peak counter (tests/device), which
 counts every byte.
 
-    python -m benchmarks.device_memory [experiments=flux1_flowgrpo] [width=2] [depth=4]
+    python -m benchmarks.device_memory [experiments=flux1_flowgrpo] [decoders=] [again=counts|held]
 
-A model's build is its tiny one, `width` times wider (16 x 2 x width numbers a token) and `depth`
+A model's build is its tiny one, `WIDTH` times wider (16 x 2 x width numbers a token) and `DEPTH`
 units of blocks deep. Its sizes are counted as those of published builds are
 (benchmarks/count_facts.py), and real runs of two trainers and one rollout say what ranks held.
 By default every family is run: `FAMILIES` in all `CASES`, the others in a `FEW` of them. Then each
-decoder that takes whole pictures decodes at published width. Prints a table; about half a minute of a core for
-each row. Needs g++.
+decoder that takes whole pictures decodes at published width.
+
+What was counted and held is kept in benchmarks/results/device_memory.jsonl, and only what is not
+there is counted (a minute or two of a core for each model) and run (a minute for each case);
+`again` takes it anew for the named experiments. The table that is printed has every case that is
+kept, with the plan as it is now. Needs g++.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import math
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,7 +36,7 @@ import torch
 from torch import nn
 
 from benchmarks import _families, count_facts
-from benchmarks._shared import options
+from benchmarks._shared import RESULTS, options
 from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
@@ -51,7 +57,7 @@ from digenrl.extensions.tiny import builds
 from digenrl.facts import Facts, families, of_module
 from digenrl.models import pipeline
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.recompute import parse_recompute
+from digenrl.recompute import MODES, Recompute, parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from tests.device import build
 from tests.device.environment import MARK, environment
@@ -65,15 +71,23 @@ OTHERS = ("flux1_kontext_flowgrpo", "flux2_klein_flowgrpo", "zimage_flowgrpo",
           "qwen_image_edit_flowgrpo", "qwen_image21_flowgrpo", "hunyuan15_flowgrpo", "ltx2_flowgrpo",
           "ltx23_flowgrpo", "wan21_i2v_flowgrpo", "wan22_a14b_flowgrpo",
           "minimax_h3_flowgrpo")  # fmt: skip
-DEFAULTS = {
-    "experiments": ",".join((*FAMILIES, *OTHERS)),
-    "decoders": "all",
-    "width": "2",
-    "depth": "4",
-}
+DEFAULTS = {"experiments": ",".join((*FAMILIES, *OTHERS)), "decoders": "all", "again": ""}
+WIDTH, DEPTH = 2, 4
+AIM = 0.95, 1.15
+"""Of the plan over what is held (issue 28)."""
+KEPT = RESULTS / "device_memory.jsonl"
+COUNTS, DECODER = "counts", "decoder"
+Kept = dict[tuple[str, str], dict[str, Any]]
+"""(experiment, case's name) -> role -> bytes that a rank held; (experiment, COUNTS) -> what was
+counted; (model, DECODER) -> planned and held bytes."""
+HEAD = """| model | rank | sharding | trained | blocks keep | samples of a task | steps in a forward \
+| plan MiB | held MiB | plan / held |
+|---|---|---|---|---|---|---|---|---|---|"""
 WIDTHS = ("num_attention_heads", "n_heads", "n_kv_heads", "dim", "ffn_dim", "caption_projection_dim",
           "audio_num_attention_heads", "cross_attention_dim", "audio_cross_attention_dim",
           "added_kv_proj_dim")  # fmt: skip
+CONNECTED = ("video_hidden_dim", "video_connector_num_attention_heads", "audio_hidden_dim",
+             "audio_connector_num_attention_heads")  # fmt: skip
 WORDS = (
     "hardware=cpu_tiny", "schedule=sync", "callbacks=default", "~callbacks.evaluation",
     "callbacks.checkpoint.every=1000", "logger=none", "reward=jpeg", "max_rl_steps=2",
@@ -101,7 +115,8 @@ class Case:
     @property
     def name(self) -> str:
         trained = "all" if self.full else "LoRA"
-        return f"{self.sharding} | {trained} | {self.keeps} | {self.task} | {self.steps}"
+        keeps = {"false": "all", "true": "inputs"}.get(self.keeps, self.keeps)
+        return f"{self.sharding} | {trained} | {keeps} | {self.task} | {self.steps}"
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -131,29 +146,29 @@ def composed(experiment: str, *words: str) -> Composed:
     return configuration.load([f"experiment={experiment}", *WORDS, *words])
 
 
-def middle(model: str, width: int, depth: int) -> Facts:
+def middle(model: str) -> Facts:
     """Return the facts of the model with its tiny build made wider and deeper, under its name
     everywhere in this process."""
     facts, kind = _families.models()[model], _families.adapter(_families.models()[model])
     tiny, sizes = dict(builds.part(facts, "transformer")), dict(facts.models[model])
-    tiny |= {name: tiny[name] * width for name in WIDTHS if name in tiny}
+    tiny |= {name: tiny[name] * WIDTH for name in WIDTHS if name in tiny}
     published, (first, *others) = sizes["network"], kind.depths
     few = [name for name in others if name in published]
-    tiny |= {first: depth} | {name: depth * published[name] // published[first] for name in few}
+    tiny |= {first: DEPTH} | {name: DEPTH * published[name] // published[first] for name in few}
     if "dual_attention_layers" in tiny:
-        tiny["dual_attention_layers"] = list(range(depth // 2))
+        tiny["dual_attention_layers"] = list(range(DEPTH // 2))
         sizes["period"] = 2
     if "n_refiner_layers" in tiny:
         del tiny["n_refiner_layers"]  # the published number
-    blocks = sizes["blocks"] - published[first] + depth
+    blocks = sizes["blocks"] - published[first] + DEPTH
+    parts = dict(facts.tiny) | dict.fromkeys(kind.components, tiny)
+    if not tiny.get("use_prompt_embeddings", True):  # blocks read the connectors' text as it is
+        connectors = builds.part(facts, "connectors")
+        parts["connectors"] = dict(connectors) | {n: connectors[n] * WIDTH for n in CONNECTED}
     network = {key: value for key, value in tiny.items() if key != "class"}
     made = {"network": network, "blocks": blocks, "hidden": 0,
             "attention_blocks": blocks * sizes["attention_blocks"] // sizes["blocks"]}  # fmt: skip
-    return _known(
-        replace(facts, tiny=dict(facts.tiny) | dict.fromkeys(kind.components, tiny)),
-        model,
-        sizes | made,
-    )
+    return _known(replace(facts, tiny=parts), model, sizes | made)
 
 
 def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
@@ -166,11 +181,13 @@ def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
     return wide
 
 
-def count(experiment: str, width: int, depth: int) -> Facts:
-    """Return the facts of the middle build, with the conditioning that its own prompts have."""
+def count(experiment: str) -> dict[str, Any]:
+    """Return what is counted of the middle build, with the conditioning that its own prompts
+    have."""
+    gc.freeze()  # or every collection would walk through all modules
     known = composed(experiment, *LORA)
     config, model = cast(Any, known.config), known.choices["model"]
-    facts = middle(model, width, depth)
+    facts = _families.models()[model]
     policy: DiffusersPolicy = configuration.instantiate(config.model)
     sampler = PromptData(config.data, config.seed).sampler
     prompts = [prompt for step in range(config.max_rl_steps) for prompt in sampler.batch(step)]
@@ -184,7 +201,7 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         )
     text = max(each["text"].shape[1] for each in encoded)
     sizes = dict(facts.models[model]) | {"text_tokens": text}
-    facts = _known(replace(facts, conditioning=shapes), model, sizes)
+    _known(replace(facts, conditioning=shapes), model, sizes)
     with torch.device("meta"):
         network = _families.network(model)
     side = int(math.sqrt(workload(known).tokens))
@@ -195,7 +212,8 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         trained: count_facts.activations(model, trained, repeats=False)
         for trained in ("full", "attn_ff")
     }
-    counts = {
+    return {
+        "text_tokens": text,
         **count_facts.parameter_counts(network),
         "buffers": count_facts.stored_buffers(network),
         "lora_parameters_per_rank": count_facts.lora_per_rank(model, network),
@@ -203,7 +221,10 @@ def count(experiment: str, width: int, depth: int) -> Facts:
         "beside_bytes": {trained: each[1] for trained, each in counted.items()},
         "forward_bytes": {trained: each[3] for trained, each in counted.items()},
     }
-    return replace(facts, models={model: sizes | counts})
+
+
+def parse(keeps: str) -> Recompute:
+    return parse_recompute({"false": False, "true": True}.get(keeps, keeps))
 
 
 def planned(experiment: str, case: Case, trainer: bool) -> float:
@@ -213,9 +234,8 @@ def planned(experiment: str, case: Case, trainer: bool) -> float:
     work = replace(workload(composed(experiment, *case.words)), most_text=None)
     if trainer:
         shards = 2 if case.sharding == "fsdp" else 1
-        recompute = parse_recompute({"false": False, "true": True}.get(case.keeps, case.keeps))
         steps = min(case.steps, work.trained_steps)
-        found = trainer_memory(work, shards, case.task, steps, recompute, False, False)
+        found = trainer_memory(work, shards, case.task, steps, parse(case.keeps), False, False)
         return found.total - RESERVED
     weights = rollout_memory(work, case.task, encoders=False)
     return (
@@ -283,18 +303,63 @@ def watched(rank: run.Rank, world: World) -> None:
     run.Rank.fit, RolloutEngine.advance = to_the_end, forwards  # type: ignore[method-assign, assignment]
 
 
-def measured(path: Path, experiment: str) -> Iterator[tuple[Case, dict[int, int]]]:
-    """Return each case with rank -> peak bytes."""
-    cases = {
-        str(number): case for number, case in enumerate(FEW if experiment in OTHERS else CASES)
-    }
+def measured(experiment: str, cases: Mapping[str, Case]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Return the name of each case with the most bytes that a rank of each role held."""
     jobs = [
-        Job(name, composed(experiment, *case.words).config, watched) for name, case in cases.items()
+        Job(str(number), composed(experiment, *case.words).config, watched)
+        for number, case in enumerate(cases.values())
     ]
-    # Each in ranks of its own: the process keeps something of the case before.
-    for job, done in (pair for one in jobs for pair in run_series(path, 2, 1, [one])):
-        assert done.outcome.status == "completed", f"{done.outcome.cause}\n{logs(done.run_dir)}"
-        yield cases[job.name], {r: int((done.run_dir / f"peak-{r}").read_text()) for r in range(3)}
+    with tempfile.TemporaryDirectory() as folder:
+        # Each in ranks of its own: the process keeps something of the case before.
+        for name, job in zip(cases, jobs, strict=True):
+            for _, done in run_series(Path(folder), 2, 1, [job]):
+                assert done.outcome.status == "completed", (
+                    f"{done.outcome.cause}\n{logs(done.run_dir)}"
+                )
+                held = [int((done.run_dir / f"peak-{rank}").read_text()) for rank in range(3)]
+                yield name, {"trainer": max(held[:2]), "rollout": held[2]}
+
+
+def take(kept: Kept, experiment: str, again: str) -> None:
+    """Count and run what is not kept of an experiment's model."""
+    chosen = {case.name: case for case in (FEW if experiment in OTHERS else CASES)}
+    grades = {parse(case.keeps).modes(1)[0] for case in chosen.values()}
+    count_facts.MODES = tuple(mode for mode in MODES if mode in grades)  # type: ignore[assignment]
+    for name in chosen if again == "held" else ():
+        kept.pop((experiment, name), None)
+    if again == "counts" or (experiment, COUNTS) not in kept:
+        keep(kept, experiment, COUNTS, aside(count, experiment))
+    missing = {name: case for name, case in chosen.items() if (experiment, name) not in kept}
+    for name, held in measured(experiment, missing):
+        keep(kept, experiment, name, held)
+
+
+def stored() -> Kept:
+    """Return what is kept of the commands before."""
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    return {(of, name): found for of, name, found in map(json.loads, lines)}
+
+
+def keep(kept: Kept, of: str, name: str, found: dict[str, Any]) -> None:
+    kept[of, name] = found
+    lines = (json.dumps([*key, each]) for key, each in kept.items())
+    KEPT.write_text("\n".join(lines) + "\n")
+
+
+def table(kept: Kept) -> Iterator[tuple[str, float, int]]:
+    """Return the name of each row, with its bytes by the plan as it is now and those held."""
+    for experiment in (*FAMILIES, *OTHERS):
+        model = composed(experiment).choices["model"]
+        if (experiment, COUNTS) in kept:
+            facts = _families.models()[model]
+            _known(facts, model, dict(facts.models[model]) | kept[experiment, COUNTS])
+        for case in CASES:
+            for role, held in kept.get((experiment, case.name), {}).items():
+                plan = planned(experiment, case, role == "trainer")
+                yield f"{model} | {role} | {case.name}", plan, held
+    for (model, name), found in kept.items():
+        if name == DECODER:
+            yield f"{model} | {name} | | | | 1 |", found["plan"], found["held"]
 
 
 def main() -> None:
@@ -311,19 +376,23 @@ def main() -> None:
     count_facts.attend = nn.functional.scaled_dot_product_attention
     count_facts.MANY_TOKENS = count_facts.CASES[0]
     count_facts.RANK = RANK
-    count_facts.MODES = ("all", "products", "inputs")  # type: ignore[assignment]
+    for experiment in (*FAMILIES, *OTHERS):
+        middle(composed(experiment).choices["model"])
+    kept = stored()
     for experiment in filter(None, given["experiments"].split(",")):
-        size = int(given["width"]), int(given["depth"])
-        facts = aside(count, experiment, *size)
-        for model, sizes in facts.models.items():
-            _known(facts, model, sizes)
-        with tempfile.TemporaryDirectory() as folder:
-            for case, peaks in measured(Path(folder), experiment):
-                for role, peak in (("trainer", max(peaks[0], peaks[1])), ("rollout", peaks[2])):
-                    plan = planned(experiment, case, role == "trainer")
-                    line(f"{experiment} | {role} | {case.name}", plan, peak)
-    for model in decoders() if given["decoders"] == "all" else filter(None, [given["decoders"]]):
-        line(f"{model} | decoder | | | | 1 |", *aside(decoded, model))
+        take(kept, experiment, given["again"])
+    for model in decoders():
+        if (model, DECODER) not in kept and given["decoders"] in (model, "all"):
+            plan, held = aside(decoded, model)
+            keep(kept, model, DECODER, {"plan": plan, "held": held})
+    rows = [*table(kept)]
+    print(HEAD)
+    for name, plan, held in rows:
+        share = plan / held
+        shown = f"{share:.2f}" if AIM[0] <= share <= AIM[1] else f"**{share:.2f}**"
+        print(f"| {name} | {plan / MIB:.2f} | {held / MIB:.2f} | {shown} |")
+    within = [AIM[0] <= plan / held <= AIM[1] for _, plan, held in rows]
+    print(f"\n{sum(within)} of {len(rows)} within")
 
 
 def aside(function: Callable[..., Any], *args: Any) -> Any:
@@ -331,11 +400,6 @@ def aside(function: Callable[..., Any], *args: Any) -> Any:
     threads, and then no rank could be forked here."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(function, *args).result()
-
-
-def line(name: str, plan: float, peak: float) -> None:
-    share = f"{plan / MIB:.1f} | {peak / MIB:.1f} | {plan / peak:.2f}"
-    print(f"| {name} | {share} |", flush=True)
 
 
 if __name__ == "__main__":

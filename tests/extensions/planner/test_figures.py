@@ -161,7 +161,12 @@ def of_work(work: Workload) -> Iterator[str]:
         kept = [work.kept_bytes(mode, rows, context) for rows in (1, 6) for context in (1, 2)]
         row = *kept, work.repeated_flops(mode), work.repeated_bytes(mode)
         yield f"{mode}: {shown(row if mode != 'all' else kept)}"
-    beside = [work.beside_bytes(rows, context) for rows in (1, 6) for context in (1, 2)]
+    beside = [
+        work.beside_bytes(mode, rows, context)
+        for mode in ("all", "inputs")
+        for rows in (1, 6)
+        for context in (1, 2)
+    ]
     yield f"beside {shown(beside)} forward {shown(map(work.forward_bytes, (1, 6)))}"
     for kept in KEPT:
         both = [(f(work, 6, kept), f(work, 6, kept, 2)) for f in (saved_bytes, moment_bytes)]

@@ -17,12 +17,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.count_facts import attend, without_attention
 from benchmarks.live_bytes import count_bytes
 from digenrl.config import load
+from digenrl.diffusion import denoise
+from digenrl.diffusion.sde import FlowSDE
+from digenrl.diffusion.sigmas import static_grid
+from digenrl.diffusion.steps import StepPlan
 from digenrl.extensions.planner.memory import (
     GIB,
     RESERVED,
     decode_bytes,
     generating_bytes,
+    moment_bytes,
     rollout_memory,
+    stored_bytes,
     trainer_memory,
     vae_bytes,
 )
@@ -31,6 +37,7 @@ from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.models import checkpointing
 from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import Recompute, parse_recompute
+from tests.algorithms.toy_policy import ToyPolicy, condition
 
 pytestmark = pytest.mark.heavy
 
@@ -73,6 +80,36 @@ def test_branches_that_run_one_after_the_other_need_the_room_of_one() -> None:
         }.items()
     }
     assert room["apart"] == room["one"] < 0.6 * room["both"]
+
+
+@pytest.mark.parametrize(("trained", "spare"), [((0, 2, 4), 0), ((1, 2, 3), 2), ((0, 1, 2, 4), 0)])
+def test_latents_of_scattered_steps_are_held_before_and_behind_each(
+    trained: tuple[int, ...], spare: int
+) -> None:
+    """Two neighbours share one, so that a window of steps holds less than is planned."""
+    policy, plan = ToyPolicy(), StepPlan(trained, trained)
+    state = denoise.start(denoise.SampleKey(0, 0, 1, (0, 1)), policy.latent_shape)
+    for _ in range(6):
+        state = denoise.advance(policy, condition(), state, static_grid(6), FlowSDE(0.7), plan)
+    before = denoise.finish(state, plan)
+    held = {*state.kept_latents, *state.kept_next_latents, state.latents}
+    both = before.latents.shape[1] + before.next_latents.shape[1]
+    work = replace(FLUX, trained_steps=len(trained))
+    one = 2 * work.latent_elements * work.storage_bytes
+    assert stored_bytes(work, 2) // one == len(held) + both + spare
+
+
+def test_the_peak_of_both_passes_is_the_larger_of_two_that_follow_each_other() -> None:
+    """That of the loss, and that of a block that is computed again; off-loading waits for one
+    block more."""
+    early, again = (FLUX.beside_bytes(mode, 2) for mode in ("all", "inputs"))
+    whole, kept = (FLUX.kept_bytes(mode, 2) for mode in ("all", "products"))
+    blocks = FLUX.sizes["attention_blocks"] / FLUX.sizes["blocks"]
+    found = [moment_bytes(FLUX, 2, parse_recompute(grade)) for grade in GRADES[:2]]
+    assert found[0] == int(max(early, again - (whole - FLUX.kept_bytes("inputs", 2)) / blocks))
+    assert found[1] == int(max(early, again - (kept - FLUX.kept_bytes("inputs", 2)) / blocks))
+    assert moment_bytes(FLUX, 2, INPUTS) == int(max(early, again))
+    assert moment_bytes(FLUX, 2, parse_recompute("offload")) == int(again + whole / blocks)
 
 
 def test_weights_gradients_and_optimizer_are_exact() -> None:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from digenrl.extensions.planner.workload import Workload
-from digenrl.recompute import ALL, MODES, OFFLOAD, Recompute
+from digenrl.recompute import ALL, INPUTS, MODES, OFFLOAD, Recompute
 
 GIB = 2**30
 USABLE = 0.9
@@ -89,25 +89,22 @@ def offloaded_bytes(work: Workload, rows: int, recompute: Recompute, context: in
 def moment_bytes(work: Workload, rows: int, recompute: Recompute, context: int = 1) -> int:
     """Return the bytes beside what the blocks keep at the peak of a forward and backward pass.
 
-    They are those of the layers before and behind the blocks, of the loss, of gradients on their
-    way, and of a block that is computed again.
-
-    With off-loading a block computes while the activations of the next return from the host. Of
-    several kinds of blocks the larger ones are a quarter above the mean, on the strict device.
-    Ranks that share tokens hold those before the first block whole, and their gradient.
+    They are those of the layers before and behind the blocks, of the loss and of gradients on their
+    way, or later those of a block that is computed again. What is counted with everything kept and
+    with the inputs alone bounds what lies between, in proportion. With off-loading a block computes
+    while the activations of the next return from the host: those of the largest block are at most
+    as far above the mean as its parameters. Ranks that share tokens hold those before the first
+    block whole, and their gradient.
     """
-    sizes, whole = work.sizes, work.kept_bytes(ALL, rows, context)
-    # A unit is one block where the kinds of blocks differ in their attentions.
-    per_unit = 1 if "period" in sizes else sizes["attention_blocks"] / sizes["blocks"]
-    used = (mode for mode, share in recompute.shares.items() if share and mode != OFFLOAD)
-    least = max(used, key=MODES.index, default=ALL)
-    again = 2 * whole if recompute.offload else whole - work.kept_bytes(least, rows, context)
-    again *= 1.25 if "period" in sizes or (recompute.offload and per_unit > 1) else 1.0
-    return int(
-        work.beside_bytes(rows, context)
-        + again / per_unit
-        + (context > 1) * 2 * rows * work.block_bytes
-    )
+    sizes, least = work.sizes, [ALL, *(mode for mode in MODES if recompute.shares[mode])][-1]
+    whole, some, little = (work.kept_bytes(mode, rows, context) for mode in (ALL, least, INPUTS))
+    beside, again = (work.beside_bytes(mode, rows, context) for mode in (ALL, INPUTS))
+    beside += (again - beside) * (whole - some) / (whole - little)
+    if recompute.offload:
+        inside = sizes["parameters"] - sizes["outside_parameters"]
+        largest = max(1 / sizes["attention_blocks"], sizes["largest_block_parameters"] / inside)
+        beside = again + sizes["blocks"] * whole * largest
+    return int(beside + (context > 1) * 2 * rows * work.block_bytes)
 
 
 def buffer_bytes(work: Workload) -> int:
@@ -171,9 +168,10 @@ def published_bytes(work: Workload, async_steps: int) -> int:
 
 
 def stored_bytes(work: Workload, rows: int) -> int:
-    """Return the bytes of the latents of `rows` samples that a rollout keeps: of each trained step,
-    and stacked twice of the task before, which is being scored (`denoise.finish`)."""
-    return rows * work.latent_elements * work.storage_bytes * (1 + 3 * work.trained_steps)
+    """Return the bytes of the latents of `rows` samples that a rollout keeps: at most those before
+    and behind each trained step, and both stacked of the task before, which is being scored."""
+    latents = 1 + min(2 * work.trained_steps, work.steps) + 2 * work.trained_steps
+    return rows * work.latent_elements * work.storage_bytes * latents
 
 
 def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
@@ -183,9 +181,11 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
     Args:
         encoders: whether text encoders stay on the GPU, where they are counted elsewhere.
     """
-    encoding = 0 if encoders else text_encoder_bytes(work)
     made = max(work.forward_bytes(rows * work.passes // work.launches), decode_bytes(work))
-    return int(FRAGMENTATION * max(made + stored_bytes(work, rows), encoding))
+    return int(
+        FRAGMENTATION
+        * max(made + stored_bytes(work, rows), 0 if encoders else text_encoder_bytes(work))
+    )
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:
@@ -242,7 +242,7 @@ def trainer_memory(
     # begins they also lie in the buffer in which they arrive. Where all weights are trained, what
     # they hold counts as casts, beside the activations.
     block, outside = (work.sizes[f"{part}_parameters"] for part in ("largest_block", "outside"))
-    gathered = (2 * (4 + 4 if full else 2) * block + (0 if full else 4) * outside) * (shards > 1)
+    gathered = ((8 if full else 4) * block + (0 if full else 4) * outside) * (shards > 1)
     # When activations are gone, the layers outside scatter their gradients: they hold weights and
     # gradients in 16 bit, and in fp32 what is sent and received. Then the optimizer's step takes
     # another copy of the trained weights, as did the flat gradient of replicas before it

@@ -90,8 +90,9 @@ def memory_by_role(outcome: CandidateOutcome) -> dict[str, float]:
 def recomputed(outcome: CandidateOutcome) -> dict[str, Recompute]:
     """Return pool of trainers -> what their blocks keep for the backward pass."""
     costing, candidate = outcome.costing, outcome.candidate
-    pools = costing.trainers(candidate)
-    return {pool.name: costing.recompute(candidate, pool) for pool, _ in pools}
+    return {
+        pool.name: costing.recompute(candidate, pool) for pool, _ in costing.trainers(candidate)
+    }
 
 
 def repeats(outcome: CandidateOutcome) -> str:

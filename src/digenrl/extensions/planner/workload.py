@@ -297,10 +297,10 @@ class Workload:
         """
         return self._fitted(self.sizes["kept_bytes"][self._trained][mode], rows, context)
 
-    def beside_bytes(self, rows: int, context: int = 1) -> float:
+    def beside_bytes(self, mode: str, rows: int, context: int = 1) -> float:
         """Return the bytes beside those that blocks keep at the peak of a forward and backward
-        pass, if they keep all."""
-        return self._fitted(self.sizes["beside_bytes"][self._counted()], rows, context)
+        pass, if they keep all or their inputs."""
+        return self._fitted(self.sizes["beside_bytes"][self._counted()][mode], rows, context)
 
     def forward_bytes(self, rows: int) -> float:
         """Return the peak bytes of a denoising step of `rows` samples, with weights in 16 bit."""
@@ -311,9 +311,8 @@ class Workload:
         return "full" if self.lora_rank is None else "attn_ff"
 
     def _fitted(self, entry: Mapping[str, float], rows: int, context: int = 1) -> float:
-        tokens = self.tokens / context
-        row = entry["row"] + entry["token"] * tokens + entry["text"] * self.text_tokens
-        return max(0.0, entry["forward"] + rows * row)
+        row = entry["row"] + entry["text"] * self.text_tokens
+        return entry["forward"] + rows * (row + entry["token"] * self.tokens / context)
 
     def decode_flops(self) -> float:
         """Return the FLOPs of one sample's VAE decode."""
