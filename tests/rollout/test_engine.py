@@ -99,6 +99,29 @@ def test_a_prompt_is_encoded_once_for_all_steps_of_its_tasks(
     assert asked == [SEVEN, ONE]
 
 
+def test_the_steps_are_those_of_the_seed_the_rl_step_and_the_prompt() -> None:
+    """Whoever exchanges two of them trains other steps than its trainers wait for."""
+
+    class Asked(AllButLast):
+        def plan(self, *facts: Any) -> Any:
+            asked.append(facts)
+            return super().plan(*facts)
+
+    asked: list[tuple[Any, ...]] = []
+    made(engine_of(Asked()))
+    assert set(asked) == {(SEED, TASK.step, 3, SEVEN.uid)}
+
+
+def test_a_closed_engine_scores_nothing_and_gives_its_scorer_the_time_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, given = engine_of(), list[float]()
+    monkeypatch.setattr(engine._scorer, "close", given.append)
+    engine.close()
+    engine.close(3.0)
+    assert given == [10.0, 3.0]
+
+
 def test_an_error_of_a_scorer_is_the_trajectorys() -> None:
     def fails(media: Tensor, prompts: Any) -> Tensor:
         raise ValueError("no score")

@@ -7,7 +7,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,10 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from digenrl.callbacks import checkpoint
 from digenrl.callbacks.checkpoint import KEY, Checkpoint
@@ -32,8 +37,9 @@ from digenrl.strategy.checkpoint_io import (
 )
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
 from digenrl.strategy.shared import TrainerState
+from tests.strategy.test_gradients import group
 
-pytestmark = pytest.mark.heavy
+__all__ = ["group"]
 
 GROWN = "state-00000.safetensors"
 FILES = (POLICY, GROWN, STATE, MANIFEST)
@@ -77,6 +83,7 @@ def test_round_trip_with_tensors_and_plain_values_only(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "last").resolve() == path
 
 
+@pytest.mark.heavy
 def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     """One bit in each byte of the payload files (every 7th of long ones), and any change of a
     manifest's facts."""
@@ -173,6 +180,7 @@ def _disk_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]
     return count
 
 
+@pytest.mark.heavy
 def test_a_crash_at_any_write_or_rename_leaves_a_resumable_run(tmp_path: Path) -> None:
     """A forked child dies by os._exit before its n-th disk operation; a valid checkpoint remains,
     `last` is one."""
@@ -205,6 +213,7 @@ def test_a_crash_at_any_write_or_rename_leaves_a_resumable_run(tmp_path: Path) -
     assert len(outcomes) > 8, "the hooks met too few disk operations to show anything"
 
 
+@pytest.mark.heavy
 def test_saving_a_step_again_never_leaves_a_gap(tmp_path: Path) -> None:
     """A resumed run writes a checkpoint of the same name; a crash in between must not lose the only
     one."""
@@ -271,6 +280,275 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
         if not (tmp_path / "checkpoints" / "last").exists():
             saved(tmp_path, 1, 1.0)
     assert DirectoryCheckpointIO().load_checkpoint(previous)["epoch"] == 1
+
+
+def _on_disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Notes what is flushed and what gets another name, in order."""
+    done: list[tuple[str, ...]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def flush(number: int) -> None:
+        done.append(("flush", Path(os.readlink(f"/proc/self/fd/{number}")).name))
+        fsync(number)
+
+    def move(path: Path, to: Path) -> Path:
+        done.append(("rename", path.name, to.name))
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", move)
+    return done
+
+
+def test_every_file_is_flushed_before_the_checkpoint_has_its_name_and_last_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = _on_disk(monkeypatch)
+    saved(tmp_path, 1, 1.0)
+    saved(tmp_path, 1, 2.0)
+    part, temporary, name = "policy-00000.part", ".tmp-step-000001", "step-000001"
+    written = [
+        ("flush", part),
+        ("flush", GROWN),
+        ("rename", part, POLICY),
+        ("flush", STATE),
+        ("flush", MANIFEST),
+    ]
+    moved = [("rename", temporary, name), ("rename", ".tmp-last", "last")]
+    assert done == [*written, *moved, *written, ("rename", name, f".old-{name}"), *moved]
+
+
+@pytest.mark.parametrize("name", ["policy-00000.part", GROWN, STATE, MANIFEST])
+def test_other_bytes_than_were_written_are_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A disk that changes a file after it was flushed."""
+    older = saved(tmp_path, 1, 1.0)
+    plain = storage.described
+
+    def flips(path: Path) -> storage.Description:
+        facts = plain(path)
+        if path.name == name:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        return facts
+
+    monkeypatch.setattr(storage, "described", flips)
+    monkeypatch.setattr(module, "described", flips)
+    with pytest.raises(OSError, match="other bytes were read back than were written") as error:
+        saved(tmp_path, 2, 2.0)
+    assert error.value.errno == errno.EIO
+    assert {path.name for path in older.parent.iterdir()} == {older.name, "last"}
+
+
+def test_what_the_disk_said_is_raised_where_not_even_the_directory_could_be_made(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(FileExistsError):
+        saved(tmp_path, 1, 1.0)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_as_many_checkpoints_are_kept_as_asked_and_a_removed_one_is_gone(
+    tmp_path: Path, keep: int
+) -> None:
+    io, root = DirectoryCheckpointIO(keep), tmp_path / "checkpoints"
+    for step in range(1, 5):
+        io.save_checkpoint(content(1.0, step), root / f"step-{step:06d}")
+    left = [f"step-{step:06d}" for step in range(5 - keep, 5)]
+    assert sorted(path.name for path in root.glob("step-*")) == left
+    io.remove_checkpoint(root / left[-1])
+    assert sorted(path.name for path in root.glob("step-*")) == left[:-1]
+    io.remove_checkpoint(root / left[-1])  # it is gone already
+
+
+def test_a_damaged_checkpoint_is_not_loaded_and_no_object_of_a_foreign_one_is_made(
+    tmp_path: Path,
+) -> None:
+    path = saved(tmp_path, 1, 1.0)
+
+    class Foreign:
+        def __reduce__(self) -> Any:
+            return (path / "executed").touch, ()
+
+    torch.save({"epoch": Foreign()}, path / STATE)
+    with pytest.raises(CheckpointError, match=STATE):
+        DirectoryCheckpointIO().load_checkpoint(path)
+    with pytest.raises(Exception, match="weights_only"):
+        module.read(path)
+    assert not (path / "executed").exists()
+
+
+def test_a_first_trainer_writes_everything_and_another_only_what_is_sharded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None
+) -> None:
+    rows = distribute_tensor(
+        torch.arange(6.0).view(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)]
+    )
+    stored = content(1.0, 3)
+    stored["state_dict"][f"{PREFIX}rows"] = rows
+    io, path = DirectoryCheckpointIO(), tmp_path / "checkpoints" / "step-000003"
+    io.begin(stored, path, torch.distributed.group.WORLD).result()
+    whole = io.load_checkpoint(path)
+    assert torch.equal(whole["state_dict"][f"{PREFIX}rows"], torch.arange(6.0).view(3, 2))
+    assert torch.equal(whole["state_dict"]["ema.weight"], torch.ones(2))
+    assert whole["epoch"] == 3
+    given: list[dict[str, Tensor]] = []
+    monkeypatch.setattr(module.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(module.dcp, "async_save", lambda own, **_: given.append(own))
+    io.begin(stored, path, torch.distributed.group.WORLD)
+    assert [set(own) for own in given] == [{f"state_dict/{PREFIX}rows"}]
+
+
+def test_a_trainer_is_told_what_a_disk_said_before_anything_else_and_the_rest_is_removed(
+    tmp_path: Path,
+) -> None:
+    full, lost = OSError(errno.ENOSPC, "No space left"), ValueError("lost")
+    for causes, told in (((lost, full), full), ((lost, ValueError("also")), lost)):
+        failed: Any = module.concurrent.futures.Future()
+        failures = {rank: (cause, None) for rank, cause in enumerate(causes)}
+        failed.set_exception(CheckpointException("failed", failures))  # type: ignore[arg-type]
+        (tmp_path / "unfinished").mkdir()
+        with pytest.raises(type(told)) as error:
+            module.Writing(failed, tmp_path / "unfinished").result()
+        assert error.value is told
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["a list", "no weights", "no state", "nothing that grows"])
+def test_a_manifest_lists_weights_and_state_and_need_list_nothing_else(
+    tmp_path: Path, change: str
+) -> None:
+    path = saved(tmp_path, 1, 2.0)
+    facts = json.loads((path / MANIFEST).read_text())
+    del facts["xxh3"]
+    gone = {"no weights": POLICY, "no state": STATE, "nothing that grows": GROWN}.get(change)
+    if gone:
+        del facts["files"][gone]
+        (path / gone).unlink()
+    else:
+        facts["files"] = list(facts["files"])
+    (path / MANIFEST).write_text(module._manifest(facts))
+    if gone == GROWN:
+        verify(path)
+    else:
+        with pytest.raises(CheckpointError, match="does not list"):
+            verify(path)
+
+
+def test_the_newest_intact_checkpoint_counts_and_damaged_ones_are_told(tmp_path: Path) -> None:
+    paths = [saved(tmp_path, step, 1.0) for step in (1, 2)]
+    root, said = paths[0].parent, list[str]()
+    for path in paths:
+        path.rename(root / f".old-{path.name}")
+    newer, older = root / ".old-step-000002", root / ".old-step-000001"
+    (root / "step-note").mkdir()
+    assert newest_valid(root, said.append) == newer
+    assert said == []
+    (newer / STATE).unlink()
+    assert newest_valid(root, said.append) == older
+    (told,) = said
+    assert told.startswith(f"passed over for {older.name}: {newer / STATE} is no file")
+    assert [module.step_of(path) for path in (newer, paths[0])] == [2, 1]
+
+
+def test_what_a_full_disk_says_is_raised_and_other_errors_stay_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(OSError, match="No space left") as error:
+        module._save_state({"epoch": torch.zeros(4096)}, Path("/dev/full"))
+    assert error.value.errno == errno.ENOSPC
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("another")
+
+    def broken(*args: Any) -> None:
+        raise storage.SafetensorError("an error with no number")
+
+    monkeypatch.setattr(module.torch, "save", fails)
+    with pytest.raises(RuntimeError, match="another"):
+        module._save_state({}, Path("/dev/null"))
+    with pytest.raises(FileNotFoundError) as missing:
+        storage.save_weights({"a": torch.zeros(4)}, Path("/absent/weights"))
+    assert (missing.value.errno, missing.value.filename) == (errno.ENOENT, "/absent/weights")
+    shared = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="share memory"):
+        storage.save_weights({"a": shared, "b": shared}, Path("/absent/weights"))
+    monkeypatch.setattr(storage, "save_file", broken)
+    with pytest.raises(storage.SafetensorError, match="no number"):
+        storage.save_weights({}, Path("/absent/weights"))
+
+
+def test_the_parts_of_two_trainers_become_the_file_that_one_would_have_written(
+    tmp_path: Path,
+) -> None:
+    """Rows of one part begin where the other's end, the second trainer's part is read first, and
+    the wide dtype comes first in the file."""
+    whole = {
+        "b.half": torch.arange(10).half().view(5, 2),
+        "a.wide": torch.arange(6.0).view(3, 2),
+        "c.few": torch.ones(1),
+    }
+    storage.save_weights(whole, tmp_path / "whole")
+    cuts = {"b.half": 3, "a.wide": 1, "c.few": 1}
+    first = {name: tensor[: cuts[name]].clone() for name, tensor in whole.items()}
+    second = {n: tensor[cuts[n] :].clone() for n, tensor in whole.items() if cuts[n] < len(tensor)}
+    offsets = {name: {"saved_offsets": [cuts[name], 0]} for name in second}
+    parts = {"policy-00001.part": (second, offsets), "policy-00000.part": (first, {})}
+    for name, (tensors, at) in parts.items():
+        storage.save_weights(tensors, tmp_path / name, at)
+    (tmp_path / GROWN).touch()
+    facts = {
+        storage.WHERE + name: SimpleNamespace(
+            size=tensor.shape, properties=SimpleNamespace(dtype=tensor.dtype)
+        )
+        for name, tensor in whole.items()
+    }
+    told: list[Any] = []
+    stages: list[str] = []
+
+    @contextmanager
+    def stage() -> Iterator[None]:
+        stages.append("begin")
+        yield
+        stages.append("end")
+
+    def complete(files: dict[str, Any]) -> None:
+        told.append((files, list(stages)))
+
+    results = [
+        [SimpleNamespace(index=SimpleNamespace(fqn=name), storage_data=name)]
+        for name in (*parts, GROWN)
+    ]
+    writer: Any = storage.PartWriter(tmp_path, stage, complete)
+    writer.finish(SimpleNamespace(state_dict_metadata=facts), results)
+    assert (tmp_path / POLICY).read_bytes() == (tmp_path / "whole").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {POLICY, GROWN, "whole"}
+    assert told == [({GROWN: GROWN, POLICY: storage.describe(tmp_path / "whole")}, ["begin"])]
+    assert stages == ["begin", "end"]
+
+
+def test_a_writer_removes_what_was_left_unfinished_and_only_the_first_makes_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    unused: Any = None
+    writer = storage.PartWriter(root / ".tmp-step-000002", unused, unused)
+    writer.set_up_storage_writer(False)
+    assert not root.exists()
+    for name in (".tmp-step-000001/deep", ".tmp-last", "step-000001"):
+        (root / name).mkdir(parents=True)
+    gone, rmtree = root / ".tmp-step-000001", shutil.rmtree
+
+    def twice(path: Path, **options: Any) -> None:
+        rmtree(path, **options)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(storage.shutil, "rmtree", twice)
+    writer.set_up_storage_writer(True)
+    assert not gone.exists()
+    left = {".tmp-step-000002", ".tmp-last", "step-000001"}
+    assert {path.name for path in root.iterdir()} == left
 
 
 class _Alone(SingleDeviceStrategy):
