@@ -4,6 +4,7 @@ process's own, so the shares are seen."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from digenrl.cluster.world import World
 from digenrl.record.progress import Progress
-from digenrl.strategy import gradients
+from digenrl.strategy import gradients, shard
 from digenrl.strategy.shard import mixed_precision
 from digenrl.strategy.stop_vote import Agreement
 from digenrl.transport.weights import WeightsError
@@ -55,6 +56,46 @@ def test_replicas_take_the_weights_of_the_first(group: None) -> None:
     assert all(torch.equal(each, other) for each, other in zip(own, parameters(), strict=True))
 
 
+def test_gradients_and_weights_of_two_trainers_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other trainer has a gradient of the second parameter, where this one has none."""
+    found, wanted = parameters(), parameters()
+
+    def reduced(flat: Tensor) -> None:
+        flat += 1.0
+
+    monkeypatch.setattr(dist, "all_reduce", reduced)
+    gradients.average(found, 2)
+    for own, other in zip(found, wanted, strict=True):
+        before = torch.zeros_like(other) if other.grad is None else other.grad
+        assert torch.equal(own.grad, (before + 1.0) / 2)
+    asked: list[int] = []
+
+    def given(weights: Tensor, source: int) -> None:
+        asked.append(source)
+        weights.fill_(7.0)
+
+    monkeypatch.setattr(dist, "broadcast", given)
+    gradients.follow_first(found, 1)
+    assert asked == []
+    gradients.follow_first(found, 2)
+    assert asked == [0] * 4
+    assert all((each == 7.0).all() for each in found)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("cpu:gloo,meta:nccl", "meta"), ("gloo", "cpu")])
+def test_digests_are_compared_where_the_trainers_collectives_are(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: str
+) -> None:
+    seen: list[Tensor] = []
+    monkeypatch.setattr(gradients.accelerator, "kind", lambda: "meta")
+    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda kind: "nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "all_gather", lambda everyone, mine: seen.extend([*everyone, mine]))
+    monkeypatch.setattr(torch, "equal", lambda one, other: True)
+    gradients.assert_equal_digests("0" * 16, 3, 7)
+    assert [each.device.type for each in seen] == [device] * 4
+
+
 @pytest.mark.parametrize(
     ("lora", "dtype"),
     [(object(), torch.float32), (object(), torch.bfloat16), (None, torch.float32)],
@@ -65,6 +106,100 @@ def test_shards_keep_their_dtypes_where_nothing_would_be_cast(lora: Any, dtype: 
     assert mixed_precision(policy) == MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
+def test_all_weights_in_16_bit_are_gathered_as_autocast_computes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only matrix products and convolutions, whose parameters autocast casts."""
+    policy: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    policy.lora, policy.dtype = None, torch.bfloat16
+    plain, given = MixedPrecisionPolicy, list[dict[str, Any]]()
+    monkeypatch.setattr(shard, "_PER_PARAMETER", True)
+    monkeypatch.setattr(shard, "MixedPrecisionPolicy", lambda **facts: given.append(facts) or plain)
+    assert mixed_precision(policy) is plain
+    (facts,) = given
+    asked = facts.pop("param_dtype_override_fn")
+    assert facts == {
+        "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False,
+    }  # fmt: skip
+    assert [asked(parameter) for parameter in policy.parameters()] == [None] * 2 + [
+        torch.float32
+    ] * 2
+
+
+def test_a_mesh_has_a_copy_of_the_weights_for_all_trainers_or_for_each_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    def mesh(*args: Any, mesh_dim_names: tuple[str, ...]) -> str:
+        made.append((*args, mesh_dim_names))
+        return "mesh"
+
+    monkeypatch.setattr(shard, "init_device_mesh", mesh)
+    assert shard.mesh_of("fsdp", 6, 4, "cuda") == shard.mesh_of("hsdp", 6, 2, "cpu") == "mesh"
+    assert shard.mesh_of("hsdp", 2, 2, "cpu") == "mesh"
+    assert made == [
+        ("cuda", (6,), ("shard",)),
+        ("cpu", (3, 2), ("replicate", "shard")),
+        ("cpu", (1, 2), ("replicate", "shard")),
+    ]
+    with pytest.raises(ValueError, match=r"must divide allocation\.trainers = 6; set it to 2,"):
+        shard.mesh_of("hsdp", 6, 4, "cpu")
+
+
+def test_every_group_of_a_mesh_has_the_limit_of_all_collectives() -> None:
+    given: list[Any] = []
+    groups = [
+        SimpleNamespace(
+            _get_backend=lambda device, number=number: SimpleNamespace(
+                _set_default_timeout=lambda limit: given.append((number, device, limit))
+            )
+        )
+        for number in range(2)
+    ]
+    mesh: Any = SimpleNamespace(device_type="cpu", get_all_groups=lambda: groups)
+    limit = timedelta(seconds=7)
+    assert shard.bounded(mesh, limit) is mesh
+    assert given == [(number, torch.device("cpu"), limit) for number in range(2)]
+
+
+@pytest.mark.parametrize("lora", [None, object()])
+def test_blocks_are_sharded_before_their_networks_and_gradients_wait_for_the_last_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, lora: Any
+) -> None:
+    done: list[Any] = []
+
+    class Sharded:
+        """What `fully_shard` makes of a network."""
+
+        def set_requires_all_reduce(self, on: bool) -> None:
+            done.append(("all_reduce", on))
+
+        def set_requires_gradient_sync(self, on: bool) -> None:
+            done.append(("gradient_sync", on))
+
+    policy: Any = SimpleNamespace(
+        wrap_units=lambda: ["block 0", "block 1"], networks=lambda: ["network", "reference"],
+        lora=lora, dtype=torch.float32, transformer=Sharded(),
+    )  # fmt: skip
+    monkeypatch.setattr(shard, "fully_shard", lambda unit, **facts: done.append((unit, facts)))
+    shard.shard(policy, "mesh")  # type: ignore[arg-type]
+    facts = {"mesh": "mesh", "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    assert done == [
+        ("block 0", facts),
+        ("block 1", facts),
+        ("network", facts | {"reshard_after_forward": True}),
+        ("reference", facts | {"reshard_after_forward": True}),
+    ]
+    done.clear()
+    shard.synchronise_gradients(policy, on=False)
+    assert done == [], "replicas: nothing to switch"
+    monkeypatch.setattr(shard, "FSDPModule", Sharded)
+    for on in (False, True):
+        shard.synchronise_gradients(policy, on=on)
+    assert done == [("gradient_sync" if lora else "all_reduce", on) for on in (False, True)]
+
+
 def test_one_trainer_communicates_nothing() -> None:
     found = parameters()
     gradients.average(found, 1)
@@ -73,7 +208,7 @@ def test_one_trainer_communicates_nothing() -> None:
     assert torch.equal(found[0].grad, parameters()[0].grad)
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("factor", [1.0, 0.5, 2.0])
 def test_gradients_are_scaled_where_there_are_any(factor: float) -> None:
     found, wanted = parameters(), parameters()
     gradients.scale(found, factor)

@@ -170,14 +170,15 @@ def test_a_version_is_told_opened_noted_sent_and_fixed_in_this_order(
     ]
 
 
+@pytest.mark.parametrize("first", [1, 4])
 @pytest.mark.parametrize("async_steps", [0, 1])
 def test_a_resumed_run_publishes_the_version_before_first_if_it_has_it(
-    store: Store, tmp_path: Path, async_steps: int
+    store: Store, tmp_path: Path, async_steps: int, first: int
 ) -> None:
     spec = replace(SPEC, async_steps=async_steps, stale_fraction=0.5 * async_steps)
     trainer = Publishing(store, tmp_path, spec)
     before = {name: torch.ones_like(p) for name, p in trainer.rollout_parameters().items()}
-    trainer.state.first_step = 4
+    trainer.state.first_step = first
     trainer.state.previous = before if async_steps else None
     for rank in (1, 2):
         trainer.runner.policy.expected("generate", rank, 1.0)
@@ -185,14 +186,14 @@ def test_a_resumed_run_publishes_the_version_before_first_if_it_has_it(
     versions = [
         value for key, value in (d for d in trainer.done if len(d) == 2) if key == "version"
     ]
-    assert versions == (["3", "4"] if async_steps else ["4"])
-    assert trainer.state.version == 4
-    assert [args[1] for args in trainer.decisions("opens")] == [4]
+    assert versions == [str(first - 1)] * async_steps + [str(first)]
+    assert trainer.state.version == first
+    assert [args[1] for args in trainer.decisions("opens")] == [first]
     if async_steps:
         assert all((p == 1.0).all() for p in trainer.state.previous.values())
     else:
         assert trainer.state.previous is None
-    assert ([1, 2], 4, False) in trainer.done, "the weights themselves"
+    assert ([1, 2], first, False) in trainer.done, "the weights themselves"
 
 
 def test_who_joins_gets_the_present_version_and_old_claims_are_forgotten(
@@ -245,6 +246,64 @@ def test_another_trainer_proves_its_weights_and_keeps_and_sends_nothing(
     assert not (tmp_path / "events.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("sharding", "proves", "gathers"),
+    [("ddp", 2, 0), ("hsdp", 2, 0), ("fsdp", None, 1)],
+)
+@pytest.mark.parametrize("unequal", [False, True])
+def test_what_another_trainer_does_for_a_version_follows_from_how_weights_are_held(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sharding: str,
+    proves: int | None,
+    gathers: int,
+    unequal: bool,
+) -> None:
+    """Replicas prove equal digests, and on unequal GPUs take trainer 0's weights before; shards
+    only take part in gathering."""
+    done: list[Any] = []
+    trainer = Publishing(store, tmp_path, roles=Roles(2, 1), rank=1)
+    setup = replace(trainer.ties.setup, sharding=sharding, shard_group=1, unequal_gpus=unequal)
+    for module, name in (
+        ("gradients", "assert_equal_digests"), ("gradients", "follow_first"), ("publishing", "take_part"),
+    ):  # fmt: skip
+        monkeypatch.setattr(
+            f"digenrl.strategy.{module}.{name}",
+            lambda *args, name=name: done.append((name, args)),
+        )
+    ties = replace(trainer.ties, setup=setup)
+    publisher = Publisher(ties, trainer.runner, trainer.shares, trainer.published)
+    publisher.begin()
+    own = trainer.rollout_parameters()
+    names = [name for name, _ in done]
+    levels = unequal and sharding == "ddp"
+    wanted = ["follow_first"] * levels + ["assert_equal_digests"] * bool(proves)
+    assert names == wanted + ["take_part"] * gathers
+    if levels:
+        weights, trainers = done[0][1]
+        assert trainers == 2
+        assert all(
+            map(torch.equal, weights, trainer.runner._engine.policy.trained_parameters().values())
+        )
+    if proves:
+        assert done[-1][1] == (digest_of(own), proves, 0)
+    else:
+        assert done[-1][1][0].keys() == own.keys()
+    done.clear()
+    trainer.averages = {name: p + 1 for name, p in own.items()}
+    assert publisher.publish_evaluated(0) == ""
+    assert [name for name, _ in done] == ["take_part"] * (sharding != "ddp")
+
+
+def test_the_published_copy_is_kept_for_loans_between_updates(store: Store, tmp_path: Path) -> None:
+    trainer, kept = Publishing(store, tmp_path), list[Any]()
+    trainer.published.keep = kept.append  # type: ignore[method-assign, assignment]
+    trainer.publisher.begin()
+    (tensors,) = kept
+    assert tensors.keys() == trainer.rollout_parameters().keys()
+
+
 # ---- evaluations
 
 
@@ -292,8 +351,11 @@ def test_trainer_0_waits_for_every_piece_once_and_hands_them_on(
     other = trainer.piece(1, version=5)
     trainer.link.at_rest += [trainer.piece(1), other, trainer.piece(1), trainer.piece(0)]
     found: list[Any] = []
+    votes: list[Any] = []
+    trainer.evaluations._stop_vote.begin = lambda: votes.append(trainer.control.get("agreed/1"))  # type: ignore[method-assign, assignment]
     paused = trainer.ledger._paused
     trainer.evaluations.finish(found.append)
+    assert votes == [None], "once, before they agree"
     assert not trainer.link.at_rest
     assert set(found[0]) == {0, 1}
     for number, pictures in found[0].items():

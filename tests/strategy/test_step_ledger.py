@@ -130,6 +130,28 @@ def complete(step: int) -> StepBoard:
     return board
 
 
+def test_a_step_without_older_weights_says_so_and_tells_the_policy_when_it_began(
+    tmp_path: Path,
+) -> None:
+    policy = SchedulePolicy(SPEC, Roles(1, 1), lambda version: queue(SPEC, version, 9))
+    begun: list[int] = []
+    policy.step_begun = begun.append  # type: ignore[method-assign]
+    spans = SpanLog(None, 0, "trainer", 0.0)
+    ledger = StepLedger(SPEC, World(0, 1, 1), spans, policy, tmp_path)
+    for step in (3, 4):
+        board = StepBoard(SPEC, placed, 0, step=step, reward_weights={"r": 1.0})
+        ledger.open(None)
+        for task in (*group_tasks(SPEC, step, 0), *group_tasks(SPEC, step, 1)):
+            board.add(arrived := part(task))
+            ledger.issue(arrived)
+        for fragment in ((0,), (1,)):
+            ledger.begin_fragment(board, fragment)
+        ledger.end_fragment()
+        ledger.close(step + 1)
+        assert (ledger.facts["staleness_max"], ledger.facts["cells_trained"]) == (0, 24)
+    assert begun == [0, 0]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trainer_0_notes_what_a_loan_promised_and_that_lending_is_off(
     tmp_path: Path, rank: int
@@ -291,7 +313,7 @@ class AsTheyCome:
 
 
 def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_empty(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = replace(SPEC, updates_per_batch=2)
     tasks = [task for group in (0, 1) for task in group_tasks(spec, 3, group)]
@@ -305,13 +327,23 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     store = Store()
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     source = AsTheyCome(10.0)
+    asked: list[Any] = []
+    plain = StepBoard.batches
+
+    def batches(board: StepBoard, fragment: tuple[int, ...], last: bool) -> Any:
+        asked.append((fragment, last))
+        return plain(board, fragment, last)
+
+    monkeypatch.setattr(StepBoard, "batches", batches)
+    vote.begin_micro_batch = lambda: asked.append("vote")  # type: ignore[method-assign]
     stream = FragmentStream(spec, 6, TrainerState(version=3), inbox, source, ledger, vote)
     assert len(stream) == 12, "6 micro-batches of each of 2 updates"
-    batches = list(stream)
+    found = list(stream)
     store.close()
     assert source.asked == [(0, [(0,)]), (1, [(1,)])]
-    assert [(batch.update, batch.version) for batch in batches] == [(0, 3)] * 6 + [(1, 3)] * 6
-    assert {block.group for batch in batches[:6] for block in batch.blocks} == {0}
+    assert asked == [((0,), True), *["vote"] * 6, ((1,), True), *["vote"] * 6]
+    assert [(batch.update, batch.version) for batch in found] == [(0, 3)] * 6 + [(1, 3)] * 6
+    assert {block.group for batch in found[:6] for block in batch.blocks} == {0}
     assert ledger.ledger.in_flight == 0
     ledger.close(4)
     assert ledger.facts["predicted_step_s"] == 13.0 - ledger._began

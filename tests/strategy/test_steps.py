@@ -7,24 +7,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from digenrl.cluster.control import Aborted
 from digenrl.cluster.vitals import facts as facts_of
 from digenrl.cluster.vitals import facts_key
-from digenrl.schedule import place, queue
+from digenrl.cluster.world import World
+from digenrl.extensions.tasks.digits import DigitsPolicy
+from digenrl.schedule import next_fragment, place, queue
 from digenrl.schedule.order import resumed_queue
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.shares import Shares
-from digenrl.strategy.steps import Steps
+from digenrl.strategy.steps import Checkpoints, Steps
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.wiring import _boards
 from digenrl.types import StepGivenUp
@@ -86,23 +94,29 @@ def test_a_micro_batch_is_told_and_computed_in_the_group_of_its_tokens(
 
 
 def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_update(
-    store: Store, tmp_path: Path, group: None
+    store: Store, tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Training(store, tmp_path, Roles(2, 1))
     trainer.state.version, trainer.state.updates_done = 3, 1
     trainer.inbox.open(3).left_out[0] = "zero_variance"
     trainer.with_gradients()
     trainer.vote.begin_update = lambda: trainer.done.append("vote")  # type: ignore[method-assign]
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: trainer.done.append("barrier"))
+    monkeypatch.setattr(
+        "digenrl.strategy.shard.synchronise_gradients",
+        lambda policy, on: trainer.done.append(("synchronise", on)),
+    )
     progress, before = trainer.spans.progress, trainer.spans.progress.now()[0].number
     ended: list[str] = []
     trainer.ledger.end_fragment = lambda: ended.append("fragment")  # type: ignore[method-assign]
     with trainer.steps.accumulation():
         trainer.steps.backward_done()
-    assert (trainer.done, trainer.gradients(), ended) == (["end"], {1.0}, [])
+    apart = [("synchronise", False), "end", ("synchronise", True)]
+    assert (trainer.done, trainer.gradients(), ended) == (apart, {1.0}, [])
     assert progress.now()[0].number > before
     trainer.steps.backward_done()
     assert ended == ["fragment"]
-    assert trainer.done == ["end", "end", "vote"]
+    assert trainer.done == [*apart, "end", "vote", "barrier"]
     assert trainer.gradients() == {0.5}, "two trainers, of which the group has one"
     trainer.state.updates_done = 0
     trainer.with_gradients()
@@ -155,6 +169,127 @@ def test_too_little_memory_gives_the_step_up_where_it_can_be_dropped(
         cause = str(trainer.control.get("stop"))
         assert "rank 0, train: use schedule.tsp.batch=1" in cause
         assert "no 3 GiB are left" in cause
+
+
+# ---- checkpoints
+
+
+class Trained:
+    """A policy with an optimizer that has taken a step, and what Lightning would store of it."""
+
+    def __init__(self, rate: float, value: float) -> None:
+        self.policy = DigitsPolicy()
+        self.parameters = self.policy.trained_parameters()
+        first, *others = self.parameters.values()
+        groups = [{"params": [first], "lr": rate}, {"params": others, "lr": rate / 2}]
+        self.optimizer = torch.optim.Adam(groups)
+        for parameter in self.parameters.values():
+            parameter.grad = torch.full_like(parameter, value)
+        self.optimizer.step()
+
+    def content(self, checkpoints: Checkpoints) -> dict[str, Any]:
+        weights = {f"policy.transformer.{name}": p for name, p in self.parameters.items()}
+        average = {name: p.detach() + 1 for name, p in self.parameters.items()}
+        return {
+            "epoch": 3,
+            "state_dict": weights,
+            "optimizer_states": [checkpoints.optimizer_state(self.optimizer)],
+            "algorithm": {"average": average, "count": torch.ones(2)},
+        }
+
+
+def test_a_resumed_trainer_has_every_weight_moment_and_average_and_its_own_learning_rate(
+    store: Store, tmp_path: Path, group: None
+) -> None:
+    old, new = Trained(0.5, 2.0), Trained(0.25, 1.0)
+    spans = Publishing(store, tmp_path).spans
+    everyone: Any = torch.distributed.group.WORLD
+    state = TrainerState(previous=dict(old.parameters))
+    noted: list[Any] = []
+
+    class Noting(DirectoryCheckpointIO):
+        def begin(self, *args: Any) -> Any:
+            noted.append(
+                (*args[1:3], [id(each) for each in args[4]], spans.progress.now()[0].stage)
+            )
+            with args[3]():
+                noted.append(spans.progress.now()[-1].stage)
+            return super().begin(*args)
+
+    before = Checkpoints(old.policy, spans, Noting(), everyone, state)
+    path = tmp_path / "checkpoints" / "step-000003"
+    before.wait()
+    waits: list[str] = []
+    before.writing = cast(Any, SimpleNamespace(result=lambda: waits.append("the one before")))
+    before.begin(old.content(before), path)
+    own = [id(each) for each in old.parameters.values()]
+    assert noted == [(path, everyone, own, "checkpoint"), "checkpoint"]
+    assert waits == ["the one before"]
+    before.wait()
+    assert before.writing is None
+    assert "wait checkpoint" in spans.progress._finished
+    state.previous = None
+    before.begin(old.content(before), tmp_path / "checkpoints" / "step-000004")
+    before.wait()
+    assert noted[-2][2] == []
+
+    after = Checkpoints(new.policy, spans, DirectoryCheckpointIO(), everyone, TrainerState())
+    addresses = [parameter.data_ptr() for parameter in new.parameters.values()]
+    found = after.load(path)
+    assert [parameter.data_ptr() for parameter in new.parameters.values()] == addresses
+    for name, parameter in new.parameters.items():
+        assert torch.equal(parameter, old.parameters[name])
+        assert torch.equal(found["algorithm"]["average"][name], parameter + 1)
+    assert torch.equal(found["algorithm"]["count"], torch.ones(2))
+    stored = found["optimizer_states"][0]
+    assert [group["params"] for group in stored["param_groups"]] == [
+        list(new.parameters)[:1],
+        list(new.parameters)[1:],
+    ]
+    names = {"state": {}, "param_groups": []}
+    for number, name in enumerate(new.parameters):
+        names["state"][number] = stored["state"][name]  # type: ignore[call-overload]
+    numbers = iter(range(len(new.parameters)))
+    names["param_groups"] = [
+        {**group, "params": [next(numbers) for _ in group["params"]]}
+        for group in stored["param_groups"]
+    ]
+    Checkpoints.load_optimizers([new.optimizer], {"optimizer_states": [names]})
+    assert [group["lr"] for group in new.optimizer.param_groups] == [0.25, 0.125]
+    for name, parameter in new.parameters.items():
+        moments = old.optimizer.state[old.parameters[name]]
+        assert moments.keys() == new.optimizer.state[parameter].keys()
+        for what, moment in moments.items():
+            assert torch.equal(moment, new.optimizer.state[parameter][what])
+    with pytest.raises(ValueError, match="shorter"):
+        Checkpoints.load_optimizers([new.optimizer, new.optimizer], {"optimizer_states": [names]})
+
+
+def test_what_a_checkpoint_is_read_to_is_a_parameter_or_like_one(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = DigitsPolicy()
+    spans, unused = Publishing(store, tmp_path).spans, cast(Any, None)
+    room = Checkpoints(policy, spans, unused, unused, TrainerState())._room
+    name, parameter = next(iter(policy.trained_parameters().items()))
+    half = torch.float16
+    own = room(f"state_dict/policy.transformer.{name}", parameter.shape, half)
+    assert own.data_ptr() == parameter.data_ptr()
+    assert not own.requires_grad
+    moment = room(f"optimizer_states/0/state/{name}/exp_avg", parameter.shape, half)
+    assert (moment.shape, moment.dtype, moment.requires_grad) == (parameter.shape, half, False)
+    assert moment.data_ptr() != parameter.data_ptr()
+    asked: list[Any] = []
+    like = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **facts: asked.append(args) or like(*args, **facts)
+    )
+    room(f"algorithm/{name}", parameter.shape, half)
+    count = room(f"optimizer_states/0/state/{name}/step", torch.Size(()), torch.float64)
+    other = room("algorithm/count", torch.Size((2,)), half)
+    assert [id(args[0]) for args in asked] == [id(parameter)], "its device and sharding"
+    assert (count.shape, count.dtype) == ((), torch.float64)
+    assert (other.shape, other.dtype) == ((2,), half)
 
 
 # ---- the Strategy itself
@@ -257,6 +392,194 @@ def test_the_recorder_gets_the_steps_numbers_and_every_ranks_memory(
     assert found["graphs"] == 3 + own
     assert peaks == {"0": {"train": 2.0}, "2": {"decode": 1.0, "generate": 1.5}}
     assert list(peaks["2"]) == ["decode", "generate"]
+
+
+class Notes:
+    """Whatever is called of it is noted, by its name, and answers with that name."""
+
+    def __init__(self, done: list[Any], **held: Any) -> None:
+        self._done = done
+        vars(self).update(held)
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*args: Any) -> str:
+            self._done.append((name, *args))
+            return name
+
+        return called
+
+
+def test_what_lightning_and_researchers_ask_for_is_asked_of_the_part_that_does_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, done = Ending(Publishing(store, tmp_path, roles=Roles(2, 1), rank=1)), list[Any]()
+    part: Any = Notes(done)
+    strategy.parts = Notes(
+        done, lending=part, steps=part, checkpoints=part, publisher=part, stream="the stream"
+    )  # type: ignore[assignment]
+    board: Any = SimpleNamespace(completed={0})
+    pending = [(0,), (1,)]
+    wanted = next_fragment(ASYNC, pending, board.completed)
+    assert strategy.cut_fragment(pending, board) == wanted == (0,)
+    assert strategy.on_bubble(board, pending) == "rounds"
+    assert strategy.block_backward_sync() == "accumulation"
+    strategy.save_checkpoint({"a": 1}, "here")
+    DisaggregatedStrategy.saved(strategy)
+    assert strategy.load_checkpoint("there") == "load"
+    assert strategy.optimizer_state("one") == "optimizer_state"
+    strategy._optimizers = cast(Any, ["one"])
+    strategy.load_optimizer_state_dict({"b": 2})
+    strategy.begin(cast(Any, SimpleNamespace(current_epoch=5)))
+    assert strategy.state.first_step == 5
+    assert done == [
+        ("rounds", board, pending),
+        ("accumulation",),
+        ("begin", {"a": 1}, Path("here")),
+        ("wait",),
+        ("load", Path("there")),
+        ("optimizer_state", "one"),
+        ("load_optimizers", ["one"], {"b": 2}),
+        ("begin",),
+    ]
+    assert strategy.restore_checkpoint_after_setup
+    state = {"weight": torch.ones(2)}
+    trainer = SimpleNamespace(training=True)
+    module: Any = SimpleNamespace(state_dict=state.copy, trainer=trainer)
+    strategy._lightning_module = module
+    assert strategy.learner is module
+    assert strategy.lightning_module_state_dict() == state
+    assert strategy.process_dataloader("data") == "the stream"
+    trainer.training = False
+    assert strategy.process_dataloader("data") == "data"
+    strategy.world = replace(strategy.world, rank=2)
+    trainer.training = True
+    assert strategy.process_dataloader("data") == "data", "a rollout"
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    strategy.set_world_ranks()
+    assert rank_zero_only.rank == 2
+
+
+def test_a_micro_batch_and_an_update_do_all_that_is_theirs_in_order(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, done = Ending(Publishing(store, tmp_path)), list[Any]()
+
+    @contextmanager
+    def inside(name: str, *args: Any) -> Iterator[None]:
+        done.append((name, *args))
+        yield
+        done.append(f"{name} ends")
+
+    ends, stopping = [False, True, True], [False, True]
+    steps = Notes(
+        done,
+        loss_scale=3.0,
+        micro_batch=partial(inside, "micro-batch"),
+        tokens_shared=partial(inside, "shared"),
+        update_done=lambda: ends.pop(0),
+    )
+    strategy.parts = Notes(done, steps=steps, agreement=Notes(done))  # type: ignore[assignment]
+    strategy.control = cast(Any, SimpleNamespace(stopping=True))
+    monkeypatch.setattr(
+        strategy, "reduce_boolean_decision",
+        lambda own, all: done.append(("any", own, all)) or stopping.pop(0),
+    )  # fmt: skip
+    trainer = SimpleNamespace(should_stop=False)
+    strategy._lightning_module = cast(Any, SimpleNamespace(trainer=trainer))
+    for name in ("training_step", "backward", "optimizer_step"):
+
+        def plain(self: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
+            done.append((f"plain {name}", *args))
+            return f"{name} made"
+
+        monkeypatch.setattr(DDPStrategy, name, plain)
+    assert strategy.training_step("batch", 1) == "training_step made"
+    assert strategy.backward(torch.tensor(2.0), "optimizer") == "backward made"
+    assert done == [
+        ("micro-batch", "batch"),
+        ("plain training_step", "batch", 1),
+        "micro-batch ends",
+        ("shared",),
+        ("plain backward", torch.tensor(6.0), "optimizer"),
+        "shared ends",
+        ("backward_done",),
+    ]
+    for closes, stops in ((False, False), (True, False), (True, True)):
+        done.clear()
+        assert strategy.optimizer_step("optimizer", "closure", "model") == "optimizer_step made"
+        step = [("plain optimizer_step", "optimizer", "closure", "model")]
+        assert done == step + [("any", True, False), ("forget",)] * closes
+        assert trainer.should_stop == stops
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_rollouts_take_the_fit_loops_place_and_trainers_publish_before_all_else(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    strategy = Ending(Publishing(store, tmp_path, roles=Roles(1, 2)))
+    strategy.world, begun = World(rank, 1, 2), list[Any]()
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+    monkeypatch.setattr(strategy, "begin", begun.append)
+    monkeypatch.setattr(strategy, "run_rollouts", lambda: begun.append("rollouts"))
+    own = pl.Callback()
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=3, min_epochs=2, logger=False, callbacks=[own],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    strategy._lightning_module = cast(Any, SimpleNamespace(trainer=trainer))
+    strategy.setup_environment()
+    assert trainer.callbacks == [own], "an evaluation by itself publishes nothing"
+    trainer.state.fn = TrainerFn.FITTING
+    loop = trainer.fit_loop
+    strategy.setup_environment()
+    if rank == 0:
+        first, second = trainer.callbacks
+        assert second is own
+        first.on_train_start(trainer, cast(Any, None))
+        assert begun == [trainer]
+        assert trainer.fit_loop is loop
+        assert loop.epoch_loop._broadcast_sigterm_tensor() is None
+        assert trainer._signal_connector.register_signal_handlers() is None
+        assert "<lambda>" in repr(loop.epoch_loop._broadcast_sigterm_tensor)
+    else:
+        assert trainer.callbacks == trainer.loggers == []
+        found = trainer.fit_loop
+        assert (found.min_epochs, found.max_epochs) == (2, 3)
+        assert found.epoch_loop is loop.epoch_loop
+        assert found._data_source is loop._data_source
+        found.run()
+        assert begun == ["rollouts"]
+        found.teardown()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "trainers", "context", "shards", "lockstep", "levelled"),
+    [
+        ("ddp", 1, 1, 1, False, True),
+        ("ddp", 2, 1, 1, False, True),
+        ("ddp", 2, 2, 1, True, True),
+        ("fsdp", 1, 1, 1, False, False),
+        ("fsdp", 2, 1, 2, True, False),
+        ("hsdp", 4, 1, 2, True, False),
+    ],
+)
+def test_how_trainers_hold_the_weights_says_what_they_do_together(
+    store: Store,
+    tmp_path: Path,
+    sharding: str,
+    trainers: int,
+    context: int,
+    shards: int,
+    lockstep: bool,
+    levelled: bool,
+) -> None:
+    setup = replace(
+        Publishing(store, tmp_path).ties.setup,
+        world=World(0, trainers, 1), sharding=sharding, shard_group=2,
+        spec=replace(ASYNC, context=context), unequal_gpus=True,
+    )  # fmt: skip
+    assert (setup.shards, setup.lockstep, setup.levelled) == (shards, lockstep, levelled)
+    assert replace(setup, unequal_gpus=False).levelled is False
 
 
 def test_boards_ask_the_algorithm_for_what_is_left_out(store: Store, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.world import World
 from digenrl.record.progress import Progress
+from digenrl.strategy import stop_vote
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.types import StepGivenUp
 from tests.cluster.test_claims import Store
@@ -85,3 +86,33 @@ def test_a_step_that_one_trainer_cannot_go_on_with_is_given_up_by_all(
     assert ended() is StepGivenUp
     with pytest.raises(StepGivenUp):
         trainers[1].vote.check()
+
+
+def test_a_loan_looks_at_the_store_at_most_every_twentieth_of_a_second(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), False, lambda: True)
+    now, looked = [0.0], list[float]()
+    monkeypatch.setattr(stop_vote.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(vote, "check", lambda: looked.append(now[0]))
+    for now[0] in (10.0, 10.03, 10.06, 10.1, 10.12):
+        vote.between_steps()
+    assert looked == [10.0, 10.06, 10.12]
+
+
+def test_the_longer_others_are_waited_for_the_seldomer_it_is_looked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twentieth of the wait so far, between a millisecond and a twentieth of a second."""
+    vote = StopVote(store.controls(2)[1][0], World(0, 2, 0), False, lambda: True)
+    waited, paused = iter([100.0, 100.0, 100.1, 100.5, 110.0]), list[float]()
+    monkeypatch.setattr(stop_vote.time, "monotonic", lambda: next(waited))
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 4:
+            vote._control.add("arrived", 1)
+
+    vote.begin(pause)
+    assert paused == pytest.approx([0.001, 0.005, 0.025, 0.05])
+    assert vote._control.get("granted") == "1"

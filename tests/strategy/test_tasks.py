@@ -87,6 +87,32 @@ def test_divided_tasks_are_claimed_in_halves_and_sharded_ranks_end_together(
     assert (first.left(0), second.left(0)) == (total // 2 - 1 if lockstep else 0, total // 2 - 1)
 
 
+def test_a_divided_queue_is_of_those_who_generate(store: Store, tmp_path: Path) -> None:
+    roles = Roles(2, 2, split=True)
+    for number, rank in enumerate((2, 3)):
+        rollout = Rollout(store.controls(4)[1][rank], rank, tmp_path, roles=roles)
+        assert rollout.runner.claim(0).index == 3 * number
+
+
+@pytest.mark.parametrize(
+    ("left", "head", "many", "looks"),
+    [(4, 4, True, True), (4, 0, True, False), (4, 0, False, True), (0, 0, False, False)],
+)
+def test_others_are_looked_at_only_where_it_may_change_whether_a_task_is_taken(
+    rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch,
+    left: int, head: int, many: bool, looks: bool,
+) -> None:  # fmt: skip
+    runner, done = rollouts[0].runner, list[Any]()
+    monkeypatch.setattr(runner, "left", lambda version: left)
+    monkeypatch.setattr(runner.claims, "head_left", lambda version: head)
+    monkeypatch.setattr(runner.policy, "many_left", lambda *facts: done.append(facts) or many)
+    monkeypatch.setattr(runner, "see", lambda: done.append("see"))
+    monkeypatch.setattr(runner.policy, "takes", lambda *facts: facts)
+    monkeypatch.setattr(runner._spans, "now", lambda: 5.0)
+    assert runner.takes(7) == (2, 7, left, 5.0, head)
+    assert done == [(2, left)] * (left != head) + ["see"] * looks
+
+
 def test_undivided_tasks_are_claimed_by_whoever_is_free(store: Store) -> None:
     first, second = runners(store)
     total = len(queue(SPEC, 0, 1))
@@ -212,6 +238,15 @@ def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Ro
     assert (handed["stage"], handed["handed_to"]) == ("generate", 3)
     giver.runner.resume(Suspended.of(giver.post.messages()[0], 2))
     assert giver.post.to == [3], "somebody else has it"
+
+
+def test_the_receiver_confirms_the_very_task_that_it_was_given(rollouts: list[Rollout]) -> None:
+    giver, receiver = rollouts
+    giver.runner.claim(1)
+    giver.runner.run(giver.runner.claim(1), interrupt=lambda task: 3)
+    receiver.runner.resume(Suspended.of(giver.post.messages()[0], 3))
+    receiver.runner.settle(wait=True)
+    assert {Part(message).claim for message in receiver.post.messages()} == {Claim(1, 3, 0)}
 
 
 def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
