@@ -337,6 +337,105 @@ def test_the_search_and_the_head_of_a_queue_are_told_what_the_others_do(
     assert end == pytest.approx(policy.predicted_end(*facts), abs=2.0)
 
 
+def test_sharded_trainers_vote_before_each_choice_and_lend_for_the_step_and_the_update(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, done = Trainer(store, tmp_path, roles=Roles(2, 1, lockstep=True)), list[Any]()
+    lending, waits = trainer.lending, iter([None, (1,)])
+    monkeypatch.setattr(lending, "_wait", lambda *_: next(waits))
+    monkeypatch.setattr(lending, "_lend", lambda *step: done.append(step))
+    monkeypatch.setattr(lending, "_wait_for_cells", lambda _, fragment: done.append(fragment))
+    monkeypatch.setattr(lending._stop_vote, "begin", done.append)
+    monkeypatch.setattr(lending._agreement, "choose", lambda own: done.append(own) or own)
+    assert lending.next_fragment(trainer.board, 1, [(0,), (1,)]) == (1,)
+    vote = trainer.inbox.receive
+    assert done == [vote, -1, (0, 1), vote, 1, (1,)]
+
+
+def test_a_waiting_trainer_looks_at_everything_in_its_order_and_waits_for_a_message_in_between(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, done = Trainer(store, tmp_path, ALONE), list[str]()
+    lending, moves = trainer.lending, iter(["wait", "train"])
+    parts: list[tuple[Any, str]] = [
+        (lending, "_see_losses"), (lending, "_cut"), (lending, "_recall"),
+        (lending._spans, "read"), (lending._runner, "settle"), (lending._stop_vote, "check"),
+    ]  # fmt: skip
+    for part, name in parts:
+        monkeypatch.setattr(part, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(lending, "_move", lambda *_: done.append("move") or next(moves))
+    monkeypatch.setattr(lending._inbox, "receive", lambda seconds: done.append(str(seconds)))
+    assert lending._wait(trainer.board, 0, [(0,)]) is None
+    looks = ["0.0", "read", "_see_losses", "_cut", "move"]
+    waits_ = ["_recall", "0.2", "settle", "check"]
+    assert done[:14] == [*looks, *waits_, *looks]
+
+
+def test_a_loss_is_shown_to_the_policy_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, seen = Trainer(store, tmp_path, roles=Roles(1, 2)), list[None]()
+    monkeypatch.setattr(trainer.runner, "see", lambda: seen.append(None))
+    counts = []
+    for lost in (None, 1, None, 2, None):
+        if lost:
+            trainer.launcher.lose(lost)
+        trainer.lending._see_losses()
+        counts.append(len(seen))
+    assert counts == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_loan_votes_as_its_trainers_do_and_its_switch_is_half_of_both_ways(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lockstep: bool
+) -> None:
+    trainer = Trainer(store, tmp_path, roles=Roles(2, 1, lockstep=lockstep))
+    lending, runner, done = trainer.lending, trainer.runner, list[Any]()
+    task = trainer.plan_tasks(0)[1]
+    tasks, clock = iter([task, None]), iter([1.0, 3.0, 10.0, 14.0])
+    vote = lending._stop_vote
+    monkeypatch.setattr(vote, "begin", lambda: done.append("begin"))
+    monkeypatch.setattr(vote, "between_steps", lambda: done.append("between"))
+    monkeypatch.setattr(runner, "claim", lambda step: done.append(step) or next(tasks))
+    monkeypatch.setattr(trainer.spans, "now", lambda: next(clock))
+
+    def run(task: Any, stage: str, interrupt: Any) -> None:
+        done.append((task, stage, interrupt(task)))
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "run_discarded", lambda task, ask: done.append((task, ask(task))))
+    monkeypatch.setattr(runner.policy, "measured", lambda *facts: done.append(facts))
+    lending._lend(0, 0)
+    voted = "begin" if lockstep else "between"
+    assert done == [0, voted, (task, "lend", None), ("switch", 0, 3.0)]
+    done.clear()
+    lending._lend(0, 0)
+    assert done == [0] + ["begin", (trainer.plan_tasks(0)[-1], None)] * lockstep
+
+
+def test_replicas_train_what_they_hold_whatever_the_others_hold(
+    store: Store, tmp_path: Path
+) -> None:
+    trainer = Trainer(store, tmp_path, roles=Roles(2, 1))
+    rollout = Rollout(trainer.controls[2], 2, tmp_path, SPEC, roles=Roles(2, 1))
+    trainer.made(rollout, 2)
+    while trainer.inbox.receive(0.0):
+        pass
+    assert trainer.lending._cut(trainer.board, [(0,), (1,)]) == (0,)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("tag", [False, True])
+@pytest.mark.parametrize("rollouts", [0, 1])
+def test_trainers_move_together_where_forwards_are_collectives_and_they_may_generate(
+    store: Store, tmp_path: Path, lockstep: bool, tag: bool, rollouts: int
+) -> None:
+    roles = Roles(2, rollouts, lockstep=lockstep)
+    trainer = Trainer(store, tmp_path, replace(SPEC, tag=tag and rollouts > 0), roles)
+    assert trainer.lending._together == (lockstep and (tag or not rollouts))
+    assert trainer.lending._stage == ("lend" if rollouts else "generate")
+
+
 def test_a_run_that_lends_to_nobody_opens_no_queue(store: Store, tmp_path: Path) -> None:
     trainer = Trainer(store, tmp_path, ALONE)
     known(trainer)
@@ -372,6 +471,7 @@ def test_the_published_adapter_is_in_use_between_updates_and_put_back_bit_for_bi
     assert copy.kept == kept
     own = policy.trained_parameters()
     published = {name: torch.full_like(p, 0.5, dtype=torch.float64) for name, p in own.items()}
+    published[next(iter(own))] = torch.full_like(own[next(iter(own))], 0.5)
     copy.keep(published)
     assert bool(copy._tensors) == kept
     if not kept:

@@ -240,6 +240,46 @@ def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Ro
     assert giver.post.to == [3], "somebody else has it"
 
 
+def test_a_task_ticks_at_each_step_and_is_asked_for_after_each_of_its_own_but_the_first(
+    rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another rank has made some of its steps before."""
+    giver, receiver = rollouts
+    asked: list[str] = []
+    giver.runner.run(giver.runner.claim(0), interrupt=lambda task: 3)
+    suspended = Suspended.of(giver.post.messages()[0], 3)
+    assert suspended.next_step == 1
+    progress = receiver.spans.progress
+    plain, said = progress.tick, list[str]()
+    monkeypatch.setattr(progress, "tick", lambda: asked.append("tick") or plain())
+    receiver.post.send = lambda *_: said.append(progress.said)  # type: ignore[method-assign]
+    receiver.runner.resume(suspended, lambda task: asked.append("asked"))
+    receiver.runner.settle(wait=True)
+    assert asked == ["tick", "asked", "tick"]
+    assert len(said) == 2
+    assert "send" not in " ".join(said), "it would hide what the rank does"
+
+
+def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_is_shipped(
+    rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, done = rollouts[0], list[str]()
+    engine, spans = rollout.runner._engine, rollout.spans
+    engine._rewards = RewardSuite({"bright": {"scorer": lambda media, _: media.flatten(1).mean(1)}})
+    engine._scorer = AsyncScorer(engine._rewards)
+    score, read = engine.score, spans.read
+    monkeypatch.setattr(spans, "now", lambda: 5.0)
+    monkeypatch.setattr(engine, "score", lambda *task: done.append("score") or score(*task))
+    monkeypatch.setattr(
+        spans, "read", lambda *last, **how: done.append("read") or read(*last, **how)
+    )
+    rollout.runner.run(rollout.runner.claim(0))
+    assert done[-2:] == ["score", "read"]
+    rollout.runner.settle(wait=True)
+    engine.close()
+    assert "wait" not in {row["stage"] for row in rollout.rows()}
+
+
 def test_the_receiver_confirms_the_very_task_that_it_was_given(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
     giver.runner.claim(1)
@@ -373,14 +413,22 @@ def test_weights_of_the_version_before_go_once_to_who_can_make_its_lost_task(
         setup, cast(Any, trainer), unused, state, trainer.control, trainer.post, trainer.spans
     )
     lending = Lending(ties, runner, unused, unused, unused, unused)
-    lending._recall(1)
-    assert trainer.post.to == [], "nothing came back"
+    asked: list[int] = []
+    seen: list[None] = []
+    see = runner.see
+    trainer.plan_tasks = lambda version: asked.append(version) or queue(spec, version, 1)  # type: ignore[method-assign, assignment]
+    runner.see = lambda: seen.append(None) or see()  # type: ignore[method-assign]
+    if left != (4,):  # else it was not looked before
+        lending._recall(1)
+        assert trainer.post.to == [], "nothing came back"
     dying.runner.claim(0)
     for rank in {2, 3, 4} - set(left):
         launcher.lose(rank)
     Claims(StoredClaims(launcher), -1).lose(2, "died", 2)
     lending._recall(1)
     sent = [message.meta["version"] for message in trainer.post.messages()]
+    assert set(asked) == {0}
+    assert len(seen) == 1
     if not left:
         assert sent == [], "nobody is there; a rank that joins gives another chance"
         assert lending._recalled == 0

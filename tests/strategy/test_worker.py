@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,14 +19,14 @@ from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.world import Session, World
 from digenrl.rollout.evaluation import FixedSamples
-from digenrl.schedule.claims import Claims, evaluation_pieces, evaluation_queue
+from digenrl.schedule.claims import NOBODY, Claims, evaluation_pieces, evaluation_queue
 from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.worker import RolloutWorker
 from digenrl.transport.cells import Part
 from digenrl.transport.suspended import Suspended
-from digenrl.transport.weights import publish
+from digenrl.transport.weights import Version, publish
 from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt
 from tests.cluster.test_claims import Store
@@ -138,6 +139,141 @@ def test_a_rollout_adopts_works_and_waits_until_the_run_is_done(
     before, after = (row for row in rows if row["stage"] == "adopt")
     assert before["end"] < waited["start"] < waited["end"] <= after["start"]
     assert after["digest"] == life.digest != before["digest"]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, done: list[Any], *parts: tuple[Any, str, Any]) -> None:
+    """Replace methods by what notes its call and gives this answer."""
+    for owner, name, answer in parts:
+
+        def called(*args: Any, name: str = name, answer: Any = answer, **kwargs: Any) -> Any:
+            done.append((name, *args, *kwargs.values()))
+            return answer
+
+        monkeypatch.setattr(owner, name, called)
+
+
+def test_a_rollout_looks_at_everything_in_its_order(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life, done = Life(store, tmp_path), list[Any]()
+    worker, runner = life.worker, life.runner
+    ends = iter([None, "1", None])
+    looks = [
+        ((worker, "_receive", None), ("_receive", 0.0)),
+        ((worker, "_recalled", False), ("_recalled",)),
+        ((worker, "_work_once", False), ("_work_once",)),
+        ((worker, "_evaluate_once", False), ("_evaluate_once",)),
+        ((worker, "_wait", None), ("_wait",)),
+    ]
+    monkeypatch.setattr(life.control, "get", lambda key: done.append(("get", key)) or next(ends))
+    noted(monkeypatch, done, (life.control, "check", None), *(part for part, _ in looks))
+    worker.run()
+    rest = [look for _, look in looks]
+    assert done == [("get", "done"), ("check",), *rest, ("get", "done")]
+    done.clear()
+    noted(monkeypatch, done, (runner, "withdraw", 0), (runner, "forward", 0), (runner, "settle", 0))
+    life.session.leave.set()
+    worker._suspended.extend(cast(Any, ["one", "two"]))
+    worker.run()
+    hands_in = [("withdraw",), ("_receive", 0.0), ("forward", "one"), ("forward", "two")]
+    assert done == [("get", "done"), *hands_in, ("settle", True)]
+
+
+def test_a_wait_has_its_end_before_whatever_is_done_next(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life, done = Life(store, tmp_path, drawn=DRAWN), list[Any]()
+    worker, runner, evaluating = life.worker, life.runner, life.worker._evaluation_worker
+    suspended: Any = SimpleNamespace(task=SimpleNamespace(version=4))
+    piece: Any = SimpleNamespace(position=1)
+    noted(
+        monkeypatch, done, (worker, "_end_wait", None), (runner, "resume", None),
+        (runner, "run", None), (runner, "settle", None), (runner, "takes", True),
+        (runner, "claim", "task"), (evaluating, "claim", piece), (evaluating, "make", "message"),
+        (life.link, "send", None),
+    )  # fmt: skip
+    between = worker._between_steps
+    worker._version = 4
+    worker._suspended.append(suspended)
+    assert worker._work_once()
+    assert done == [("_end_wait", "tail"), ("resume", suspended, between)]
+    done.clear()
+    assert worker._work_once()
+    assert done == [("takes", 4), ("claim", 4), ("_end_wait", "tail"), ("run", "task", between)]
+    done.clear()
+    assert worker._evaluate_once()
+    made = ("make", 4, 1, worker._between_steps_of_evaluation)
+    sent = ("send", 0, "message")
+    assert done == [("claim", 4), ("_end_wait", "tail"), ("settle", True), made, sent]
+    done.clear()
+    monkeypatch.setattr(runner, "claim", lambda version: None)
+    assert not worker._work_once()
+    monkeypatch.setattr(runner, "takes", lambda version: False)
+    assert not worker._work_once()
+    worker._version = -1
+    assert not worker._work_once()
+    monkeypatch.setattr(evaluating, "claim", lambda version: None)
+    assert not worker._evaluate_once()
+    assert done == [("takes", 4)]
+
+
+def test_who_adopts_tells_it_and_only_who_joined_asks_and_only_before_its_first_version(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    for rank, version in ((2, -1), (4, -1), (4, 0)):
+        life = Life(store, tmp_path, rank)
+        worker = life.worker
+        noted(
+            monkeypatch, done, (worker, "_ask", None), (life.runner, "settle", None),
+            (worker, "_receive", None), (life.runner, "announce", None),
+            (worker._evaluation_worker, "adopted", None),
+        )  # fmt: skip
+        worker._version = version
+        worker._wait()
+        looks = [("settle",), ("_receive", 0.2)]
+        assert done == [("_ask",)] * (rank == 4 and version < 0) + looks
+        stage = "wait startup" if version < 0 else "wait weights"
+        assert life.spans.progress.now()[0].stage == stage
+        done.clear()
+        worker._weights.append(Version(3, "digest", life.versions[1]))
+        worker._adopt()
+        assert done == [("adopted", 3), ("announce", 3)]
+        assert life.holds(1)
+        assert life.spans.progress.now()[0].stage != stage, "the wait is over"
+        done.clear()
+
+
+def test_who_is_to_leave_takes_no_more_work_before_it_names_its_successor(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life, done = Life(store, tmp_path), list[Any]()
+    noted(
+        monkeypatch, done, (life.runner, "withdraw", None), (life.runner, "successor", 3),
+        (life.worker, "_receive", None),
+    )  # fmt: skip
+    task: Any = "task"
+    life.worker._version = 4
+    assert life.worker._between_steps(task) is None
+    assert done == [("_receive", 0.0)]
+    done.clear()
+    life.session.leave.set()
+    assert life.worker._between_steps(task) == 3
+    assert done == [("withdraw",), ("successor", "task", 4)]
+    monkeypatch.setattr(life.runner, "successor", lambda *_: None)
+    assert life.worker._between_steps(task) == NOBODY
+
+
+def test_a_piece_looks_between_its_steps(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life, done = Life(store, tmp_path), list[Any]()
+    noted(
+        monkeypatch, done, (life.spans.progress, "tick", None), (life.control, "check", None),
+        (life.worker, "_receive", None),
+    )  # fmt: skip
+    life.worker._between_steps_of_evaluation()
+    assert done == [("tick",), ("check",), ("_receive", 0.0)]
 
 
 def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(

@@ -1,0 +1,87 @@
+"""The parts of a rank: each is built of what the run chose, and knows the others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from digenrl.cluster.world import World
+from digenrl.extensions.decisions.log import DecisionLog
+from digenrl.extensions.shares.measured import MeasuredShares
+from digenrl.schedule import place
+from digenrl.schedule.policy import header
+from digenrl.schedule.ranks import Roles
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from digenrl.strategy.shares import Shares
+from digenrl.strategy.wiring import wire
+from digenrl.transport.wire import Message, MessageKind
+from tests.cluster.test_claims import Store
+from tests.strategy.test_lending import store
+from tests.strategy.test_publishing import ASYNC, Publishing
+
+__all__ = ["store"]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
+    store: Store, tmp_path: Path, measured: bool, sharding: str
+) -> None:
+    spec = replace(ASYNC, updates_per_batch=2, measured_shares=measured)
+    made = Publishing(store, tmp_path, spec, Roles(2, 1))
+    hooks: Any = made
+    hooks.place_timesteps = lambda fragment, step: place(spec, 2, fragment)
+    expected = {("generate", 2): 7.0, ("train", 1): 3.0}
+    setup = replace(made.ties.setup, sharding=sharding, expected=expected, split_claims=True)
+    ties = replace(made.ties, setup=setup)
+    io, savers = DirectoryCheckpointIO(), cast(Any, object())
+    parts = wire(ties, io, savers)
+    runner, lockstep = parts.runner, sharding == "fsdp"
+    assert runner.policy.roles == Roles(2, 1, lockstep, True, parts.lending._published.kept)
+    assert runner.policy._costs["generate", 2] == 7.0
+    assert runner.policy._costs["train", 1] == 3.0
+    assert runner._task_seconds == 0.0
+    assert parts.ledger._spec is spec
+    assert parts.ledger._run_dir == setup.session.run_dir
+    assert parts.ledger._policy is runner.policy
+    if measured:
+        shares: Any = parts.shares
+        assert type(shares) is MeasuredShares
+        assert (shares._spec, shares._world) == (spec, setup.world)
+        assert shares._timed == (not lockstep)
+    else:
+        assert type(parts.shares) is Shares
+        assert parts.shares.spec_at(0) is spec
+    assert parts.stop_vote._sharded == lockstep
+    ties.state.updates_done = 0
+    assert parts.stop_vote._droppable()
+    ties.state.updates_done = 1
+    assert not parts.stop_vote._droppable(), "all weights are trained"
+    assert set(parts.inbox._handlers) == {MessageKind.ASK, MessageKind.EVALUATION}
+    served: list[int] = []
+    parts.publisher.serve = served.append  # type: ignore[method-assign]
+    parts.inbox._handlers[MessageKind.ASK](Message(MessageKind.ASK, {"rank": 5}))
+    assert served == [5]
+    assert (parts.checkpoints._io, parts.checkpoints._group) == (io, savers)
+    assert len(parts.stream) == 2 * setup.micro_batches_per_update
+    assert parts.inbox.open(2).step == 2
+    path = setup.session.run_dir / "decisions" / "rank-000.jsonl"
+    assert type(parts.decisions) is DecisionLog
+    parts.close()
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first == json.loads(json.dumps(header(spec, runner.policy.roles, setup.last_step)))
+    parts.close()
+    replace(parts, decisions=None).close()
+    # A rank that joins counts as fast as the profile says of the last rollout, until it has measured.
+    for stage, known in (("generate", 7.0), ("train", 0.0)):
+        joins = replace(
+            setup, world=World(3, 2, 1), expected={(stage, 2): 7.0}, spec=ASYNC, sharding="ddp"
+        )
+        assert joins.world.joined
+        found = wire(replace(ties, setup=joins), io, savers)
+        assert found.runner._task_seconds == known
+        found.close()
