@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from digenrl.cluster.control import Aborted
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.store import StoreServer
 from digenrl.cluster.vitals import facts as facts_of
 from digenrl.cluster.vitals import facts_key
 from digenrl.cluster.world import World
@@ -28,6 +31,7 @@ from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.schedule import next_fragment, place, queue
 from digenrl.schedule.order import resumed_queue
 from digenrl.schedule.ranks import Roles
+from digenrl.strategy import disaggregated
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.shared import TrainerState
@@ -311,6 +315,18 @@ class Ending(DisaggregatedStrategy):
         super().barrier()
 
 
+def test_a_barrier_is_lightnings_and_a_wait_of_the_rank(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy, seen = Ending(Publishing(store, tmp_path)), list[Any]()
+    progress = strategy.session.progress
+    monkeypatch.setattr(
+        DDPStrategy, "barrier", lambda self, *name: seen.append((*name, progress.now()[0].stage))
+    )
+    DisaggregatedStrategy.barrier(strategy, "name")
+    assert seen == [("name", "wait straggler")]
+
+
 @pytest.mark.parametrize("given_up", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trainers_end_together_after_rollouts_can_know_that_the_run_is_over(
@@ -518,7 +534,8 @@ def test_rollouts_take_the_fit_loops_place_and_trainers_publish_before_all_else(
 ) -> None:
     strategy = Ending(Publishing(store, tmp_path, roles=Roles(1, 2)))
     strategy.world, begun = World(rank, 1, 2), list[Any]()
-    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+    plain: list[Any] = []
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: plain.append(self))
     monkeypatch.setattr(strategy, "begin", begun.append)
     monkeypatch.setattr(strategy, "run_rollouts", lambda: begun.append("rollouts"))
     own = pl.Callback()
@@ -528,6 +545,7 @@ def test_rollouts_take_the_fit_loops_place_and_trainers_publish_before_all_else(
     )  # fmt: skip
     strategy._lightning_module = cast(Any, SimpleNamespace(trainer=trainer))
     strategy.setup_environment()
+    assert plain == [strategy]
     assert trainer.callbacks == [own], "an evaluation by itself publishes nothing"
     trainer.state.fn = TrainerFn.FITTING
     loop = trainer.fit_loop
@@ -550,6 +568,145 @@ def test_rollouts_take_the_fit_loops_place_and_trainers_publish_before_all_else(
         found.run()
         assert begun == ["rollouts"]
         found.teardown()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("sharding", "context"), [("ddp", 1), ("hsdp", 1), ("ddp", 2)])
+def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    sharding: str,
+    context: int,
+) -> None:
+    """Of a rollout nothing is shared."""
+    made, done = Publishing(store, tmp_path), list[Any]()
+    world, spec = World(rank, 2, 1), replace(ASYNC, context=context)
+    setup = replace(made.ties.setup, world=world, sharding=sharding, shard_group=2, spec=spec)
+    strategy = DisaggregatedStrategy(setup, DirectoryCheckpointIO())
+    strategy.parallel_devices = [torch.device("cpu")] * 3
+    strategy.parts = cast(Any, SimpleNamespace(steps=SimpleNamespace(together=None)))
+
+    def noted(name: str, answer: Any = None) -> Any:
+        return lambda *args: done.append((name, *args)) or answer
+
+    monkeypatch.setattr("digenrl.strategy.shard.mesh_of", noted("mesh", "a mesh"))
+    monkeypatch.setattr("digenrl.strategy.shard.bounded", noted("bounded", "bounded"))
+    monkeypatch.setattr("digenrl.strategy.shard.shard", noted("shard"))
+    monkeypatch.setattr(setup.engine.policy, "fill", noted("fill"))
+    monkeypatch.setattr(DDPStrategy, "model_to_device", noted("moved"))
+    group = noted("context", SimpleNamespace(shared="together"))
+    monkeypatch.setattr(
+        "digenrl.strategy.disaggregated.extension", lambda target, *asked: (target, asked) and group
+    )
+    strategy.model_to_device()
+    policy, limit, trains = setup.engine.policy, strategy._timeout, rank == 0
+    split = [
+        ("mesh", "hsdp", 2, 2, "cpu"),
+        ("bounded", "a mesh", limit),
+        ("shard", policy, "bounded"),
+        ("fill", torch.device("cpu")),
+    ]
+    shares = trains and context > 1
+    assert done == [
+        *split * (trains and sharding != "ddp"),
+        ("moved", strategy),
+        *[("context", policy, 2, "cpu", limit)] * shares,
+    ]
+    assert strategy.parts.steps.together == ("together" if shares else None)
+
+
+def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handshake = Handshake("secret", seconds=2.0, waiting=8)
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+    inner = Store()
+    try:
+        made, asked = Publishing(inner, tmp_path), list[Any]()
+        session = replace(
+            made.session,
+            store_host=server.host,
+            store_port=server.port,
+            handshake=handshake,
+            run_dir=tmp_path,
+            limits=replace(made.session.limits, start_s=77.0),
+        )
+        world = World(2, 1, 2)
+
+        def link(*args: Any) -> Any:
+            asked.append(args)
+            return Notes(asked)
+
+        setup = replace(made.ties.setup, world=world, session=session, link=link)
+        strategy = DisaggregatedStrategy(setup, DirectoryCheckpointIO())
+        strategy.parallel_devices = [torch.device("cpu")] * 3
+        learner: Any = SimpleNamespace(rollout_parameters=dict)
+        strategy._lightning_module = learner
+        monkeypatch.setattr(rank_zero_only, "rank", 0)
+        seeds: list[None] = []
+        monkeypatch.setattr(disaggregated, "reset_seed", lambda: seeds.append(None))
+        strategy.setup_distributed()
+        assert seeds == [None]
+        assert rank_zero_only.rank == 2
+        assert asked == [(strategy.control, world, session, strategy.root_device)]
+        assert (strategy.control._rank, strategy.control._patience) == (2, 77.0)
+        distributed = torch.distributed
+        assert distributed.is_initialized()
+        assert distributed.get_world_size() == distributed.get_rank() + 1 == 1
+        assert distributed.get_backend(strategy.parts.checkpoints._group) == "gloo"
+        assert strategy.parts.checkpoints._group is not distributed.group.WORLD
+        assert strategy.parts.runner._world is world
+        ties = strategy.ties
+        assert (ties.setup, ties.hooks, ties.learner) == (setup, strategy, learner)
+        assert (ties.state, ties.control) == (strategy.state, strategy.control)
+        strategy.spans.add("wait", 0.0, 1.0, cause="tail")
+        told: list[Path] = []
+        monkeypatch.setattr(disaggregated, "tell_unwritten", told.append)
+        strategy.teardown()
+        assert told == [tmp_path]
+        assert asked[1:] == [("close",)]
+        assert not distributed.is_initialized()
+        (row,) = (tmp_path / "spans" / "rank-002.jsonl").read_text().splitlines()
+        facts = json.loads(row)
+        assert (facts["rank"], facts["role"], facts["cause"]) == (2, "rollout", "tail")
+    finally:
+        server.close()
+        inner.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_rollout_waits_for_the_trainers_says_that_it_joined_and_sends_all_before_it_leaves(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool, joined: bool
+) -> None:
+    strategy, done = Ending(Publishing(store, tmp_path)), list[Any]()
+    rank = 3 if joined else 2
+    strategy.world = World(rank, 1, 2)
+    strategy.ties = cast(Any, "ties")
+    strategy.control.set("first_step", "7")
+    strategy.parts = cast(Any, SimpleNamespace(runner=SimpleNamespace(claims="claims")))
+    monkeypatch.setattr(strategy.control, "join", lambda rank: done.append(("join", rank)))
+    strategy.link.drain = lambda: done.append("drain")  # type: ignore[method-assign]
+
+    class Worker:
+        def __init__(self, *given: Any) -> None:
+            done.append(given)
+
+        def run(self) -> None:
+            done.append("run")
+            if leaves:
+                strategy.session.leave.set()
+
+    monkeypatch.setattr(disaggregated, "RolloutWorker", Worker)
+    monkeypatch.setattr(disaggregated, "EvaluationWorker", lambda *given: given)
+    strategy.run_rollouts()
+    assert strategy.state.first_step == 7
+    assert "wait startup" in strategy.session.progress._finished
+    evaluates = (strategy.rank_setup.evaluated, strategy.engine, strategy.control, "claims")
+    works = ("ties", strategy.parts.runner, evaluates)
+    assert done == [("join", 3)] * joined + [works, "run"] + ["drain"] * leaves
 
 
 @pytest.mark.parametrize(
