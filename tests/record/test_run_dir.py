@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import digenrl
 from digenrl.record import run_dir
+from digenrl.record.code_version import code_version
 from digenrl.record.line_file import LineFile
 from digenrl.record.run_dir import (
     append_event,
@@ -81,6 +85,11 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"):
         fails()
     assert (path.read_text(), list(tmp_path.iterdir())) == ("one", [path])
+
+
+def test_a_line_makes_the_directories_of_its_file(tmp_path: Path) -> None:
+    append_jsonl(tmp_path / "run" / "deep" / "metrics.jsonl", {"a": 1})
+    assert lines(tmp_path / "run" / "deep" / "metrics.jsonl") == [{"a": 1}]
 
 
 def test_values_become_json_and_a_line_its_bytes(tmp_path: Path) -> None:
@@ -155,6 +164,7 @@ def test_what_is_not_written_is_told_at_once_and_at_the_end(tmp_path: Path) -> N
     ]
     other = tmp_path / "other"
     tell_unwritten(other)
+    assert len(lines(tmp_path / "events.jsonl")) == 2, "of another run"
     for _ in range(2):
         tell_unwritten(tmp_path)
     rest = [(row["file"], row["lines"], row["cause"]) for row in lines(tmp_path / "events.jsonl")]
@@ -198,3 +208,14 @@ def test_a_line_file_goes_on_after_a_torn_line_and_counts_its_bytes(tmp_path: Pa
     assert again.write(b'{"n":3}\n')
     assert path.read_bytes() == b'{"n":1}\n{"torn"\n{"n":2}\n{"n":3}\n'
     assert again.size == 32
+
+
+def test_the_version_of_the_code_is_the_digest_of_every_source_with_its_name() -> None:
+    root, digest = Path(digenrl.__file__).parent, hashlib.sha256()
+    names = sorted(Path(name).relative_to(root) for name in root.rglob("*.py"))
+    for name in names:
+        digest.update(f"{name.as_posix()}\0".encode())
+        digest.update((root / name).read_bytes())
+    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "diffusers")]
+    assert code_version() == ", ".join([f"digenrl {digest.hexdigest()[:12]}", *versions])
+    assert LineFile(root / "never opened").size == 0

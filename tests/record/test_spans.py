@@ -166,3 +166,21 @@ def test_lines_are_written_each_second_and_by_the_thousand(tmp_path: Path) -> No
 def test_a_record_without_fields_is_named() -> None:
     with pytest.raises(ValueError, match="lacks role"):
         Span.from_dict({"rank": 0, "stage": "train", "start": 0, "end": 1})
+
+
+def test_what_was_left_out_is_summed_by_stage_and_cause_in_the_last_line(tmp_path: Path) -> None:
+    log = SpanLog(tmp_path / "spans.jsonl", 2, "rollout", 0.0, limit=0)
+    log.add("generate", 0.0, 1.5)
+    log._flush(log._file)  # type: ignore[arg-type]
+    for seconds in (0.5, 2.0):
+        log.add("generate", 2.0, 2.0 + seconds)
+        log.add("wait", 2.0, 2.0 + seconds / 2, cause="tail")
+    log.close()
+    first, last = map(json.loads, (tmp_path / "spans.jsonl").read_text().splitlines())
+    assert (first["stage"], first["end"]) == ("generate", 1.5)
+    left = {"generate": 2.5, "wait tail": 1.25}
+    assert last == {"left_out": left, "rank": 2, "role": "rollout"}
+
+
+def test_a_span_may_end_when_it_begins() -> None:
+    assert Span(0, "trainer", "train", 1.0, 1.0, 0).end == 1.0

@@ -224,6 +224,24 @@ def test_a_sharded_rank_without_cells_gets_the_first_cell_of_each_fragment() -> 
     assert owned(0, True) == owned(0, False) == [(0, 1, 2)] * 4
 
 
+def test_a_sharded_rank_without_cells_trains_the_first_cell_at_no_weight(tmp_path: Path) -> None:
+    """In the last micro-batch, where gradients are reduced; in no other."""
+
+    def one_rank_trains(fragment: tuple[int, ...]) -> Any:
+        return (*placed(fragment), ((),) * len(placed(fragment)[0]))
+
+    board = StepBoard(SPEC, one_rank_trains, 1, 3, {"r": 1.0}, lockstep=True, neighbours=1)
+    for task in (*group_tasks(SPEC, 3, 0), *group_tasks(SPEC, 3, 1)):
+        board.add(part(task))
+    for last in (False, True):
+        *before, final = board.batches((1,), last)
+        assert all(batch.blocks == () or not batch.blocks for batch in before)
+        assert len(final.blocks) == last
+        for block in final.blocks:
+            assert (block.group, block.weight) == (1, 0.0)
+            assert len(block.latents) == len(block.next_latents) == 2
+
+
 @pytest.mark.parametrize("gap", [0, 1])
 def test_a_board_knows_the_claims_and_versions_of_what_is_complete(gap: int) -> None:
     spec = replace(ASYNC, gap=gap)

@@ -101,6 +101,54 @@ def test_close_flushes_what_was_sent(controls: list[Control]) -> None:
     receiver.close()
 
 
+def test_a_closed_link_lets_nobody_in_and_its_threads_hold_no_process_up(
+    controls: list[Control],
+) -> None:
+    link, other = (SocketLink(control, n, HOST, OURS) for n, control in enumerate(controls[:2]))
+    host, port = str(controls[0].get("address/0")).split(":")
+    outbox, thread = link.open(1)
+    assert thread.daemon
+    given: list[float] = []
+    link._outboxes[1] = (_Note(given), thread)  # type: ignore[assignment]
+    link.send(1, cells(0))
+    assert given == [0.5], "then it is looked whether the run goes on"
+    link._outboxes[1] = (outbox, thread)
+    link.close()
+    other.close()
+    with pytest.raises(OSError):  # noqa: PT011  # refused, or reset by the kernel
+        OURS.connect(host, int(port), "link 0", 1)
+
+
+class _Note:
+    """A queue that notes how long it may be waited for."""
+
+    def __init__(self, given: list[float]) -> None:
+        self._given = given
+
+    def put(self, queued: object, timeout: float) -> None:
+        self._given.append(timeout)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_dead_peer_is_the_launchers_to_judge_and_ours_where_nobody_watches(
+    controls: list[Control], watched: bool, torn: bool
+) -> None:
+    quick = Limits(verdict_s=0.1)
+    link = SocketLink(controls[0], 0, HOST, OURS, watched=watched, limits=quick)
+    host, port = str(controls[0].get("address/0")).split(":")
+    with OURS.connect(host, int(port), "link 0", 1) as sock:
+        sock.sendall(b"".join(encode(cells(3)))[: 9 if torn else None])
+    if not torn:
+        assert received(link).meta["number"] == 3
+    if watched:
+        assert link.receive(0.3) is None
+    else:
+        with pytest.raises(ConnectionError, match="rank 1 ended before the run did"):
+            link.receive(5.0)
+    link.close()
+
+
 def test_what_a_socket_takes_in_pieces_arrives_whole() -> None:
     """A socket with a time limit takes what its buffer holds, and says how much that was."""
     sizes = (3, 300_000, 0, 1, 500_000)
