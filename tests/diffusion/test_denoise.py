@@ -178,6 +178,19 @@ def test_shapes_and_kept_steps_of_a_window() -> None:
     assert not torch.equal(samples.latents[:, 0], first)
 
 
+def test_every_step_is_made_once_whatever_becomes_of_it() -> None:
+    """Trained, drawn and not trained, and deterministic ones."""
+    plan = StepPlan((1, 2, 4), (1, 4))
+    grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
+    state, seen = denoise.start(key, (3, 4)), list[int]()
+    for _ in range(6):
+        seen.append(state.next_step)
+        state = denoise.advance(ToyPolicy(), condition(), state, grid, FlowSDE(0.7), plan)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert state.next_step == 6
+    assert torch.equal(denoise.finish(state, plan).steps, torch.tensor([1, 4]))
+
+
 def test_last_ode_step_is_the_predicted_clean_latent() -> None:
     """Section 1.3: x - s*v of the last step, what DanceGRPO decodes."""
     policy, grid, plan = ToyPolicy(), static_grid(6, 3.0), AllButLast().plan(0, 0, 6)

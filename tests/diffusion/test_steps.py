@@ -94,6 +94,13 @@ def test_random_choices_vary_with_step_and_seed() -> None:
         ]
 
 
+def test_who_names_no_prompt_means_prompt_0() -> None:
+    choice = RandomSubset(size=2, per_prompt=True)
+    for seed in range(5):
+        assert choice.plan(seed, 1, 8) == choice.plan(seed, 1, 8, 0)
+    assert len({choice.plan(3, 1, 8, uid) for uid in range(9)}) > 1
+
+
 def test_each_prompt_may_draw_its_own_step_which_its_samples_share() -> None:
     """Flash-GRPO: one step of the pool, with noise there alone."""
     own = RandomSubset(size=1, stop=10, untrained="ode", per_prompt=True)
@@ -154,3 +161,7 @@ def test_bad_options_and_plans_are_refused() -> None:
         StepPlan((), ())
     with pytest.raises(ValueError, match="fraction"):
         FirstFraction(0.0)
+    with pytest.raises(ValueError, match="needs size or fraction"):
+        RandomSubset(fraction=None)
+    assert RandomSubset(fraction=None, size=2).count(6) == 2
+    assert RandomSubset(size=2).count(6) == 2, "a size overrides the share"

@@ -140,6 +140,29 @@ def test_a_product_is_kept_from_as_many_inputs_for_each_output_on() -> None:
         assert keeps(*given) == (save if kept else again)
 
 
+def test_a_cheap_product_is_made_again_and_one_that_closes_a_block_is_kept() -> None:
+    """The figures are of the table in the module: inputs for each output."""
+    product, save = torch.ops.aten.mm.default, CheckpointPolicy.MUST_SAVE
+    for least, inputs in ((checkpointing.PRODUCTS_FROM, 17), (checkpointing.ATTENTION_FROM, 200)):
+        for given, kept in ((inputs, True), (inputs - 1, False)):
+            factors = torch.zeros(1, given), torch.zeros(given, 100)
+            assert (checkpointing._keeps(least, None, product, *factors) == save) == kept
+
+
+def test_both_branches_of_guidance_have_gradients_unless_an_algorithm_says_otherwise(
+    policy: Any,
+) -> None:
+    assert policy.detach_unconditional is False
+
+
+@pytest.mark.parametrize("operator", list(checkpointing._PRODUCTS), ids=str)
+def test_factors_of_a_product_are_found_among_its_arguments(operator: Any) -> None:
+    names = [argument.name for argument in operator._schema.arguments]
+    first = checkpointing._PRODUCTS[operator]
+    pairs = (["self", "mat2"], ["mat1", "mat2"], ["batch1", "batch2"])
+    assert names[first : first + 2] in pairs
+
+
 def test_an_adapter_is_merged_once_and_only_where_every_sum_is_finite() -> None:
     merged, broken = make("sd3"), make("sd3")
     broken.load_trained_parameters(

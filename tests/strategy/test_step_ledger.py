@@ -240,6 +240,10 @@ def test_a_sharded_rank_without_cells_trains_the_first_cell_at_no_weight(tmp_pat
         for block in final.blocks:
             assert (block.group, block.weight) == (1, 0.0)
             assert len(block.latents) == len(block.next_latents) == 2
+    together = StepBoard(SPEC, one_rank_trains, 1, 3, {"r": 1.0}, lockstep=True)
+    for task in group_tasks(SPEC, 3, 1):
+        together.add(part(task))
+    assert all(len(batch.blocks) == 1 for batch in together.batches((1,))), "all are neighbours"
 
 
 @pytest.mark.parametrize("gap", [0, 1])
