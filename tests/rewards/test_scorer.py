@@ -198,3 +198,32 @@ def test_heldout_rewards_have_their_own_cache_entry():
     assert set(scorer.submit(media, prompts).result(5)) == {"r"}
     assert set(scorer.submit(media, prompts, heldout=True).result(5)) == {"r", "h"}
     scorer.close()
+
+
+def test_closing_waits_for_no_place_in_a_full_queue(gated):
+    scorer = scorer_of(gated, pending=1)
+    running = scorer.submit(*task(0))
+    assert gated.entered.wait(5)
+    waiting = scorer.submit(*task(1))
+    closing = threading.Thread(target=scorer.close, args=(0.05,))
+    closing.start()
+    closing.join(5)
+    ended, gone = not closing.is_alive(), waiting.cancelled()
+    gated.gate.set()
+    closing.join(5)
+    assert (ended, gone) == (True, True)
+    assert running.result(5)["r"].shape == (2,)
+    assert gated.closed
+
+
+def test_a_scorers_thread_works_on_its_ranks_device_and_on_a_stream_of_its_own(monkeypatch):
+    used = []
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr("digenrl.accelerator.current", lambda: device)
+    monkeypatch.setattr(torch, "Stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    monkeypatch.setattr(torch.accelerator, "set_stream", used.append)
+    scorer = scorer_of(lambda media, prompts: media.flatten(1).mean(1))
+    scorer.submit(*task(0)).result(5)
+    scorer.close()
+    assert used == [device, ("stream", device)]

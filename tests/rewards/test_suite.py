@@ -10,9 +10,12 @@ import yaml
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from digenrl.rewards import placement, protocol
 from digenrl.rewards.protocol import (
+    Identity,
     RewardError,
     RewardUnavailable,
+    identity_of,
     laplacian,
     luma,
     rgb_bytes,
@@ -347,3 +350,61 @@ def test_brightness_edges_and_bytes_of_pictures():
     assert shown.shape == (3, 1, 3, 1, 1)
     assert shown[:, 0, 0, 0, 0].tolist() == [255, 128, 0]
     assert shown.dtype == torch.uint8
+
+
+def test_a_reward_elsewhere_is_placed_by_its_extension(monkeypatch):
+    asked = []
+
+    def place(*facts):
+        asked.append(facts)
+        return "placed"
+
+    monkeypatch.setattr(placement, "extension", lambda *said: asked.append(said) or place)
+    node = {"_target_": "some.Scorer"}
+    found = placement.place_scorer("r", node, "process", ["http://here"], 3.0, 4.0)
+    target = "digenrl.extensions.rewards.elsewhere.place"
+    said = "placement = process of reward `r`", "place the reward inline or thread"
+    assert found == "placed"
+    assert asked == [(target, *said), ("r", node, "process", ["http://here"], 3.0, 4.0)]
+
+
+def test_a_scorer_is_known_by_its_name_and_the_digest_of_its_weights():
+    class Named:
+        model_id, weights_digest = "a model", "abc"
+
+    class Plain:
+        pass
+
+    assert identity_of(Named()) == Identity("a model", "abc")
+    assert identity_of(Plain()).model_id.endswith("Plain")
+    assert identity_of(Plain()).weights_digest == "none"
+
+
+def test_a_device_without_a_number_is_the_ranks_own(monkeypatch):
+    here = torch.device("cuda", 3)
+    monkeypatch.setattr(protocol.accelerator, "kind", lambda: "cuda")
+    monkeypatch.setattr(protocol.accelerator, "current", lambda: here)
+    monkeypatch.setattr(protocol.accelerator, "is_own", lambda device: device.type == "cuda")
+    found = {name: protocol.resolve_device(name) for name in ("auto", "cuda", "cuda:0", "cpu")}
+    assert found == {
+        "auto": here, "cuda": here, "cuda:0": torch.device("cuda", 0), "cpu": torch.device("cpu"),
+    }  # fmt: skip
+
+
+def test_prompts_are_shown_to_every_scorer_that_checks_them():
+    class Checks:
+        def __init__(self):
+            self.seen = []
+
+        def __call__(self, media, prompts):
+            return brightness(media, prompts)
+
+        def check_prompts(self, prompts):
+            self.seen.append(prompts)
+
+    trained, heldout, prompts = Checks(), Checks(), [Prompt("one")]
+    RewardSuite(
+        {"r": {"scorer": trained}, "plain": {"scorer": brightness}},
+        heldout={"h": {"scorer": heldout}},
+    ).check_prompts(prompts)
+    assert trained.seen == heldout.seen == [prompts]

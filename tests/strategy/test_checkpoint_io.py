@@ -393,11 +393,22 @@ def test_a_first_trainer_writes_everything_and_another_only_what_is_sharded(
     assert torch.equal(whole["state_dict"][f"{PREFIX}rows"], torch.arange(6.0).view(3, 2))
     assert torch.equal(whole["state_dict"]["ema.weight"], torch.ones(2))
     assert whole["epoch"] == 3
-    given: list[dict[str, Tensor]] = []
+    given: list[tuple[dict[str, Tensor], bool, Any]] = []
     monkeypatch.setattr(module.dist, "get_rank", lambda group: 1)
-    monkeypatch.setattr(module.dcp, "async_save", lambda own, **_: given.append(own))
-    io.begin(stored, path, torch.distributed.group.WORLD)
-    assert [set(own) for own in given] == [{f"state_dict/{PREFIX}rows"}]
+
+    def noted(own: dict[str, Tensor], *, process_group: Any, no_dist: bool, **_: Any) -> None:
+        given.append((own, no_dist, process_group))
+
+    everyone, rows_alone = torch.distributed.group.WORLD, {f"state_dict/{PREFIX}rows"}
+    monkeypatch.setattr(module.dcp, "async_save", noted)
+    monkeypatch.setattr(module.dcp, "load", noted)
+    io.begin(stored, path, everyone)
+    module.read(path, group=everyone)
+    io.begin(stored, path)
+    module.read(path)
+    assert [how[1:] for how in given] == [(False, everyone)] * 2 + [(True, None)] * 2
+    assert set(given[0][0]) == rows_alone < set(given[2][0])
+    assert set(given[1][0]) == set(given[3][0])
 
 
 def test_a_trainer_is_told_what_a_disk_said_before_anything_else_and_the_rest_is_removed(
