@@ -3,16 +3,20 @@ about, removed keys, and relations at their limits. Nothing is composed."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from digenrl.config import relations, stored, validation
+from digenrl.config import compose, errors, output_dir, relations, stored, validation
+from digenrl.config import help as help_
 from digenrl.config.compose import quoted
 from digenrl.config.removed import REMOVED, reason
+from digenrl.record.redact import MASK
 
 PARSER = OverridesParser.create()
 
@@ -184,3 +188,191 @@ def test_divided_claims_leave_no_task_to_others(
     said = _said(relations._split_claims, **(plain | changes))
     assert len(said) == (refused is not None)
     assert refused is None or refused in said[0]
+
+
+KNOWN = [
+    "seed", "sampling.steps", "sampling.eval.steps", "sampling.height", "data.group_size",
+    "data.prompts", "Model.LoRA.rank", "optimizer.lr", "reward.rewards.clip.weight", "a.b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("sed", "seed"),
+        ("sampling.stepz", "sampling.steps"),  # a child of its own parent
+        ("data.groupsize", "data.group_size"),
+        ("optimzer.lr", "optimizer.lr"),
+        ("steps", "sampling.steps"),  # by its last part, the shortest path first
+        ("optimizer.steps", "sampling.steps"),
+        ("rank", "Model.LoRA.rank"),  # in any case of letters
+        ("model.lora.rnk", "Model.LoRA.rank"),
+        ("stepz", "sampling.steps"),
+        ("eigh", "reward.rewards.clip.weight"),
+        ("clip", "reward.rewards.clip.weight"),  # what contains it
+        ("pts", "data.prompts"),
+        ("sampling.weight", "sampling.height"),  # before `weight` elsewhere
+        ("ab", "a.b"),
+        ("a.c", None),
+        ("zz", None),
+        ("zzz", None),
+    ],
+)
+def test_the_nearest_name_is_looked_for_among_siblings_by_the_last_part_and_as_a_whole(
+    name: str, found: str | None
+) -> None:
+    assert errors.nearest(name, KNOWN) == errors.nearest(name, reversed(KNOWN)) == found
+
+
+def test_of_those_that_contain_a_name_the_shortest_is_the_nearest_and_two_letters_are_too_few() -> (
+    None
+):
+    known = ["one.long.abcdefgh", "abcdefghi"]
+    assert errors.nearest("cde", known) == "abcdefghi"
+    assert errors.nearest("cd", known) is None
+
+
+def test_problems_are_said_once_each_and_counted() -> None:
+    one, two = errors.ConfigError(["a", "a"]), errors.ConfigError(["b", "a", "b"])
+    assert str(one) == "1 error in the configuration; nothing was started or written:\n  - a"
+    assert str(two).startswith("2 errors in the configuration; nothing was started or written:\n")
+    assert (one.problems, two.problems) == (("a",), ("b", "a"))
+    assert (errors.listing(["b", "a"]), errors.listing([])) == ("a, b", "none")
+
+
+def test_directories_of_ones_own_become_a_key_of_hydra() -> None:
+    words = ["--config-dir", "x y", "a=1", "-cd=z", "--config-dirs=q", "--config-dir"]
+    key = "hydra.searchpath"
+    found = compose.with_search_path(words)
+    assert found == [f"{key}=['x y']", "a=1", f"{key}=['z']", "--config-dirs=q", "--config-dir"]
+    given_ = [f"{key}=['~/a','file:///b c']", "seed=1", f"{key}=/d", f"{key}=[["]
+    home = Path.home()
+    assert list(compose.own_directories(given_)) == [home / "a", Path("/b c"), Path("/d")]
+
+
+def test_an_option_that_is_not_there_names_the_nearest_and_all() -> None:
+    def said(option: str, *options: str) -> str:
+        return compose.unknown_option("reward", option, options)
+
+    head = "reward = clp: there is no such reward; "
+    assert said("clp", "ocr", "clip") == f"{head}nearest: clip. Available: clip, ocr."
+    assert said("clp") == f"{head}Available: none."
+    assert "nearest: aesthetic, static. " in said("TIC", "aesthetic", "static", "ocr")
+    assert "nearest" not in said("ti", "aesthetic", "static"), "two letters are too few"
+
+
+@pytest.mark.parametrize(
+    ("key", "there"),
+    [
+        ("a", True), ("a.b", True), ("a.b[0]", True), ("a.b[1].c", True), ("a.b.1.c", True), ("x", True),
+        ("a.b[2]", False), ("a.b[1].d", False), ("x.y", False), ("y", False), ("a.b.c", False),
+    ],
+)  # fmt: skip
+def test_whether_a_key_is_there_at_any_depth(key: str, there: bool) -> None:
+    assert compose._exists({"a": {"b": [1, {"c": 2}]}, "x": None}, key) is there
+
+
+def test_words_are_sorted_into_options_and_values_and_what_is_wrong_is_said() -> None:
+    words = [
+        "data.group_size=8", "+a.b=1", "reward=nope", "experiment=null", "seed=1,2", "~callbacks",
+        "hydra/job_logging=disabled", "b=ä ö", "a=[ä", "api_key=[", "hydra.searchpath=[/absent]",
+    ]  # fmt: skip
+    found = compose.parse_words(words)
+    assert [word.input_line for word in found.groups] == [
+        "~callbacks",
+        "hydra/job_logging=disabled",
+    ]
+    values = [(word.key_or_group, word.value()) for word in found.values]
+    assert values == [("data.group_size", 8), ("a.b", 1), ("b", "ä ö")]
+    assert found.own == ()
+    starts = [
+        "--config-dir /absent: is no directory",
+        "reward = nope: there is no such reward; ",
+        "experiment = null: there is no such experiment; ",
+        "seed=1,2: several values need a sweep; add -m (make sweep).",
+        "a=[ä: cannot be read as key=value (",
+        f"api_key={MASK}: cannot be read as key=value (its value is not shown).",
+    ]
+    assert len(found.problems) == len(starts)
+    for problem, start in zip(found.problems, starts, strict=True):
+        assert problem.startswith(start)
+
+
+def test_a_fresh_run_directory_counts_up_from_the_number_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names(wanted: str, times: int) -> list[str]:
+        return [output_dir._fresh(tmp_path / "runs" / wanted).name for _ in range(times)]
+
+    assert names("noon-3", 3) == ["noon-3", "noon-4", "noon-5"]
+    assert names("plain", 3) == ["plain", "plain-1", "plain-2"]
+    assert names("noon-4x", 2) == ["noon-4x", "noon-4x-1"]
+    monkeypatch.setattr(output_dir, "_MAX_ATTEMPTS", 3)
+    with pytest.raises(FileExistsError, match="every numbered name is taken"):
+        names("plain", 1)
+    assert names("more", 3) == ["more", "more-1", "more-2"]
+
+
+def test_a_stored_configuration_is_masked_names_no_run_and_leaves_no_other_file(
+    tmp_path: Path,
+) -> None:
+    config = OmegaConf.create({"resume": "outputs/x", "api_key": "secret", "seed": 3})
+    for _ in range(2):
+        output_dir.store_config(config, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "config.yaml"
+    assert OmegaConf.load(path) == {"resume": None, "api_key": MASK, "seed": 3}
+
+
+class Few(help_.Arguments):
+    """Keys of a command."""
+
+    steps: int = 3
+    """How many."""
+    name: str
+    """Which."""
+
+
+def test_a_command_reads_its_own_keys_and_leaves_the_others() -> None:
+    read = help_.read_arguments
+    assert read(Few, ["name=x", "steps=4"]) == (Few(name="x", steps=4), [])
+    assert read(Few, ["name=x", "seed=1", "a=b=c"], others=True) == (
+        Few(name="x"),
+        ["seed=1", "a=b=c"],
+    )
+    with pytest.raises(errors.ConfigError) as found:
+        read(Few, ["step=4", "plain", "steps=x", "zzz=1"])
+    assert found.value.problems[0] == "plain: settings are key=value; keys: name, steps."
+    said = sorted(found.value.problems)
+    assert said[0] == "name: missing; allowed: text (Which)."
+    assert said[2] == "step = 4: no such key; nearest: steps."
+    assert said[3].startswith("steps = x: ")
+    assert said[4] == "zzz = 1: no such key; keys: name, steps."
+
+
+def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[Any] = []
+
+    def command(words: list[str], error: Exception | None = None, **how: Any) -> int:
+        def work(own: Few, rest: list[str]) -> None:
+            done.append((own, rest))
+            if error is not None:
+                raise error
+
+        return help_.own_command(Few, "A page.", words, work, **how)
+
+    assert command(["name=x", "-cd", "d"], others=True) == 0
+    assert done == [(Few(name="x"), ["hydra.searchpath=['d']"])]
+    assert command(["nme=x"]) == 2
+    for error in (ValueError("bad value"), OSError("bad file")):
+        assert command(["name=x"], error) == 2
+    assert command(["name=x"], KeyError("gone"), failures=(KeyError,)) == 1
+    with pytest.raises(KeyError):
+        command(["name=x"], KeyError("gone"))
+    said = capsys.readouterr()
+    assert all(text in said.err for text in ("nearest: name", "bad value", "bad file", "gone"))
+    count = len(done)
+    for word in ("-h", "--help"):
+        assert command(["name=x", word]) == 0
+    assert len(done) == count, "help does no work"
+    assert capsys.readouterr().out.count("A page.") == 2
