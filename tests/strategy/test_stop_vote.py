@@ -91,7 +91,7 @@ def test_a_step_that_one_trainer_cannot_go_on_with_is_given_up_by_all(
 def test_a_loan_looks_at_the_store_at_most_every_twentieth_of_a_second(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), False, lambda: True)
+    vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     now, looked = [0.0], list[float]()
     monkeypatch.setattr(stop_vote.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(vote, "check", lambda: looked.append(now[0]))
@@ -104,7 +104,7 @@ def test_the_longer_others_are_waited_for_the_seldomer_it_is_looked(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A twentieth of the wait so far, between a millisecond and a twentieth of a second."""
-    vote = StopVote(store.controls(2)[1][0], World(0, 2, 0), False, lambda: True)
+    vote = StopVote(store.controls(2)[1][0], World(0, 2, 0), Progress(), False, lambda: True)
     waited, paused = iter([100.0, 100.0, 100.1, 100.5, 110.0]), list[float]()
     monkeypatch.setattr(stop_vote.time, "monotonic", lambda: next(waited))
 
