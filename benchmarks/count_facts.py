@@ -197,9 +197,8 @@ class Cells:
         """Return the inputs and the loss of a replayed transition (`diffusion.denoise`)."""
         policy, device = self.policies[side], next(model.parameters()).device
         shapes = _families.conditioning(self.facts, policy, text)
-        dtype = torch.float32 if self.full else torch.bfloat16
         with torch.device(device), autocast(device.type, self.full):
-            given = latents, sigmas, _ = _families.inputs(policy, rows, shapes, dtype)
+            given = latents, sigmas, _ = _families.inputs(policy, rows, shapes, torch.bfloat16)
             following = torch.zeros_like(latents)
             policy.transformer = model
             velocity = policy.predict(*given).float()
@@ -233,7 +232,7 @@ class Cells:
                 _inputs, loss = self.cell(self.large, *case)
                 loss.backward()
 
-            peak = tables(self.large) + count_bytes(self.large, step)[1].peak
+            peak = count_bytes(self.large, step)[1].peak
             found.append(peak - (self.least + self.added) * each)
         return found
 
@@ -262,8 +261,8 @@ def activations(
     with FakeTensorMode(), fused if DEVICE != "cpu" else nullcontext():
         cells.place(DEVICE)
         with torch.no_grad():
-            rotary = tables(cells.generates)
-            peak = fit([rotary + each.peak for each in cells.forward(cells.generates)])
+            made = tables(cells.generates)
+            peak = fit([made + each.peak for each in cells.forward(cells.generates)])
         for mode in MODES:
             cells.keep(mode)
             kept[mode] = cells.kept()
@@ -275,7 +274,7 @@ def activations(
             cells.keep(mode)
             if mode in (ALL, INPUTS):
                 kept[mode] = cells.kept() if BACKWARD != DEVICE else kept[mode]
-                beside[mode] = fit(cells.beside(kept[mode]))
+                beside[mode] = fit([made + each for each in cells.beside(kept[mode])])
             if repeats:
                 (few, few_both), (many, many_both) = map(
                     cells.linear_flops, (cells.small, cells.large)
@@ -325,14 +324,15 @@ def stored_buffers(model: nn.Module) -> int:
 
 
 def tables(model: nn.Module) -> int:
-    """Return the bytes of the tables that a network makes once and does not store: those of
-    positions."""
+    """Return the bytes of the tables, those of positions, that a network makes once on its device
+    and does not store."""
+    device = next(model.parameters()).device
     stored = {tensor.untyped_storage()._cdata for tensor in model.state_dict().values()}
     made = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
         for module in model.modules()
         for tensor in tree_leaves({**vars(module), "_parameters": None, "_modules": None})
-        if isinstance(tensor, Tensor)
+        if isinstance(tensor, Tensor) and tensor.device == device
     }
     return sum(size for key, size in made.items() if key not in stored)
 

@@ -237,10 +237,11 @@ def trainer_memory(
     makes = max(task_size if generates else 0, work.evaluated)  # samples at once, without gradients
     # No rank generates during a micro-batch, so generation may use the room of its activations.
     aside = generating_bytes(work, makes, encoders) - kept if makes else 0
-    # Two blocks are gathered at a time (prefetch): weights, and their gradients before they are
-    # scattered. The layers outside the blocks are gathered through both passes, and when the second
-    # begins they also lie in the buffer in which they arrive. Where all weights are trained, what
-    # they hold counts as casts, beside the activations.
+    # Two blocks are gathered at a time (prefetch). The layers outside the blocks are gathered
+    # through both passes, and when the second begins they also lie in the buffer in which they
+    # arrive. Where all weights are trained, blocks are gathered in 16 bit. What is in use counts as
+    # casts, beside the activations; beside it are the next block's weights, a block's gradients in
+    # 16 bit, and in fp32 those of the block before, until they are scattered.
     block, outside = (work.sizes[f"{part}_parameters"] for part in ("largest_block", "outside"))
     gathered = ((8 if full else 4) * block + (0 if full else 4) * outside) * (shards > 1)
     # When activations are gone, the layers outside scatter their gradients: they hold weights and
