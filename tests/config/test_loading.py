@@ -27,6 +27,7 @@ def test_everything_is_resolved_and_read_only() -> None:
     assert composed.config.model.height == 24  # model.height: ${sampling.height}
     assert "${" not in OmegaConf.to_yaml(composed.config)
     assert "hydra" not in composed.config
+    assert composed.config.resume is None
     assert composed.run_dir.parent == Path.cwd() / "outputs" / "x"
     with pytest.raises(ReadonlyConfigError):
         composed.config.seed = 3

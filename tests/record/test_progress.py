@@ -86,3 +86,11 @@ def test_of_two_stages_of_one_name_the_inner_one_ends_first() -> None:
     assert progress.now()[0].stage == "train"
     second.__exit__(None, None, None)
     assert progress.now()[0].stage == ""
+
+
+def test_a_device_that_holds_nothing_has_no_byte() -> None:
+    progress = Progress()
+    progress.gauge = lambda: 0
+    with progress.stage("train"):
+        pass
+    assert progress.peaks == {OTHER: 0, "train": 0}
