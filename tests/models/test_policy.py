@@ -1,0 +1,284 @@
+"""What every policy does with its network, by a linear one whose answers are computed by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from digenrl.models import policy as module
+from digenrl.models.policy import NEGATIVE, Policy
+from digenrl.types import Prompt
+
+
+class Network(nn.Module):
+    """A matrix product in one block, and a norm outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3, bias=False)])
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.blocks[0](rows) + self.norm.bias
+
+
+class Plain(Policy):
+    """The velocity is W x + sigma + the text's length."""
+
+    family, block_lists = "plain", ("blocks",)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(Network(), (2, 3), **options)
+        self.asked: list[tuple[int, list[float], list[float]]] = []
+        self.encoded: list[list[str]] = []
+        self.adds = True
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        text = condition["text"]
+        self.asked.append((len(latents), sigmas.tolist(), text.flatten().tolist()))
+        out = self.network(latents) + sigmas.view(-1, 1, 1) + text.view(-1, 1, 1)
+        return out if self.adds else out[:, :1]
+
+    def encode_prompts(self, wordings: Sequence[Any]) -> dict[str, Tensor]:
+        self.encoded.append([each.text for each in wordings])
+        return {"text": torch.tensor([[float(len(each.text))] for each in wordings])}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents
+
+    def sigma_grid(self, steps: int) -> Tensor:
+        return torch.linspace(1, 0, steps + 1)
+
+
+LATENTS = torch.arange(12.0).view(2, 2, 3) / 10
+SIGMAS = torch.tensor([0.5, 0.25])
+
+
+def conditions() -> dict[str, Tensor]:
+    texts = {"text": torch.tensor([[4.0], [8.0]]), NEGATIVE + "text": torch.tensor([[1.0], [2.0]])}
+    return texts
+
+
+def branch(policy: Plain, text: Tensor) -> Tensor:
+    weight = policy.transformer.blocks[0].weight  # type: ignore[union-attr, index]
+    return LATENTS @ weight.t() + SIGMAS.view(-1, 1, 1) + text.view(-1, 1, 1)
+
+
+def test_one_forward_serves_where_nothing_is_guided() -> None:
+    for options in (
+        {},
+        {"guidance_scale": 3.0},
+        {"cfg": True},
+        {"cfg": True, "guidance_scale": 0.5},
+    ):
+        policy = Plain(**options)
+        assert not policy.two_forwards
+        found = policy.velocity(LATENTS, SIGMAS, conditions())
+        assert policy.asked == [(2, [0.5, 0.25], [4.0, 8.0])]
+        torch.testing.assert_close(found, branch(policy, conditions()["text"]))
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_guidance_goes_from_the_unconditional_branch_beyond_the_conditional_one(
+    detached: bool,
+) -> None:
+    policy = Plain(cfg=True, guidance_scale=3.0)
+    policy.detach_unconditional = detached
+    found = policy.velocity(LATENTS, SIGMAS, conditions())
+    both = (4, [0.5, 0.25] * 2, [1.0, 2.0, 4.0, 8.0])
+    apart = [(2, [0.5, 0.25], [1.0, 2.0]), (2, [0.5, 0.25], [4.0, 8.0])]
+    assert policy.asked == (apart if detached else [both])
+    one, other = (branch(policy, conditions()[name]) for name in (NEGATIVE + "text", "text"))
+    torch.testing.assert_close(found, one + 3.0 * (other - one))
+    found.sum().backward()
+    weight = policy.transformer.blocks[0].weight  # type: ignore[union-attr, index]
+    # W is in both branches: u + 3 (c - u) has its gradient once, and 3 times if u is a constant.
+    wanted = LATENTS.sum((0, 1)).expand(3, 3) * (3.0 if detached else 1.0)
+    torch.testing.assert_close(weight.grad, wanted)
+    with pytest.raises(ValueError, match=r"needs condition\['negative_text'\], got \['text'\]"):
+        policy.velocity(LATENTS, SIGMAS, {"text": conditions()["text"]})
+
+
+def test_a_velocity_of_another_shape_is_refused() -> None:
+    policy = Plain()
+    policy.adds = False
+    with pytest.raises(ValueError, match=r"gave \[2, 1, 3\] for latents \[2, 2, 3\]"):
+        policy.velocity(LATENTS, SIGMAS, conditions())
+
+
+def test_the_scale_may_be_another_for_a_while() -> None:
+    policy, plain = Plain(cfg=True, guidance_scale=3.0), Plain(guidance_scale=3.0)
+    assert (plain.guidance_scale, plain.cfg_scale) == (3.0, 1.0)
+    with policy.guided(5.0):
+        assert (policy.guidance_scale, policy.cfg_scale) == (5.0, 5.0)
+        with policy.guided(None):
+            assert policy.cfg_scale == 5.0
+    assert (policy.guidance_scale, policy.cfg_scale) == (3.0, 3.0)
+    with plain.guided(3.0):
+        assert plain.cfg_scale == 1.0
+    with pytest.raises(ValueError, match="has no unconditional branch"), plain.guided(2.0):
+        pass
+    plain.embedded_guidance = True  # type: ignore[misc]
+    with plain.guided(2.0):
+        assert (plain.guidance_scale, plain.cfg_scale) == (2.0, 1.0)
+
+
+def test_a_text_is_encoded_once_and_the_least_recently_used_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CACHED_TEXTS", 2)
+    policy = Plain()
+
+    def encode(*texts: str) -> list[float]:
+        return policy.encode([Prompt(text) for text in texts])["text"].flatten().tolist()
+
+    assert encode("a", "bb", "a") == [1.0, 2.0, 1.0]
+    assert policy.encoded == [["a", "bb"]]
+    assert encode("a") == [1.0]
+    assert encode("ccc") == [3.0]  # forgets bb
+    assert encode("a", "ccc") == [1.0, 3.0]
+    assert policy.encoded == [["a", "bb"], ["ccc"]]
+    assert encode("bb") == [2.0]  # forgets a
+    assert encode("ccc", "a") == [3.0, 1.0]
+    assert policy.encoded[2:] == [["bb"], ["a"]]
+    assert len(policy._embeddings) == 2
+
+
+def test_what_a_store_has_is_not_encoded() -> None:
+    policy = Plain()
+    stored = {"a": torch.tensor([[7.0]])}
+
+    class Store:
+        def read(self, wording: Any) -> Any:
+            return {"text": stored[wording.text]} if wording.text in stored else None
+
+    policy.store = Store()  # type: ignore[assignment]
+    assert policy.encode([Prompt("a"), Prompt("bb")])["text"].tolist() == [[7.0], [2.0]]
+    assert policy.encoded == [["bb"]]
+
+
+def test_the_negative_text_is_the_prompts_else_the_familys(caplog: Any) -> None:
+    policy = Plain(cfg=True, guidance_scale=2.0)
+    prompts = [Prompt("a", negative="xyz"), Prompt("bb", negative="")]
+    found = policy.encode(prompts)
+    assert policy.encoded == [["a", "bb", "xyz", ""]]
+    assert found["text"].tolist() == [[1.0], [2.0]]
+    assert found[NEGATIVE + "text"].tolist() == [[3.0], [0.0]]
+    with pytest.raises(ValueError, match="'ccc' has none"):
+        policy.encode([Prompt("ccc")])
+    policy.default_negative = lambda: "four"  # type: ignore[method-assign]
+    assert policy.encode([Prompt("ccc")])[NEGATIVE + "text"].tolist() == [[4.0]]
+    plain = Plain()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert plain.encode(prompts).keys() == {"text"}
+        plain.encode([Prompt("a")])
+    said = [record.message for record in caplog.records if "negative" in record.message]
+    assert len(said) == 1, "once"
+
+
+def test_images_that_nobody_reads_are_told_once_and_those_that_are_read_are_counted(
+    caplog: Any,
+) -> None:
+    image: Any = SimpleNamespace(role="image")
+    other: Any = SimpleNamespace(role="mask")
+    policy = Plain()
+    with caplog.at_level(logging.WARNING):
+        policy.encode([Prompt("a", images=(other,))])
+        assert not caplog.records
+        for _ in range(2):
+            policy.encode([Prompt("a", images=(image,))])
+    assert [record.message for record in caplog.records] == [
+        "images of prompts are ignored: plain reads none"
+    ]
+
+    class Reads(Plain):
+        reads = {"image": (1, 2)}  # noqa: RUF012
+
+    class One(Plain):
+        reads = {"image": (1, 1)}  # noqa: RUF012
+
+    for kind, count, said in (
+        (Reads, 0, "takes 1 to 2 images of role image, the prompt has 0"), (Reads, 1, None),
+        (Reads, 2, None), (Reads, 3, "the prompt has 3"), (One, 1, None),
+        (One, 2, "takes 1 images of role image"),
+    ):  # fmt: skip
+        prompt = Prompt("a", images=(other, *[image] * count))
+        if said is None:
+            kind.check_prompt(prompt)
+            ((wording,), none) = kind().wordings([prompt])
+            assert (wording.images, none) == ((image,) * count, [])
+        else:
+            with pytest.raises(ValueError, match=said):
+                kind.check_prompt(prompt)
+
+
+def test_all_weights_have_a_frozen_copy_for_reference_if_asked() -> None:
+    with pytest.raises(RuntimeError, match=r"set model\.keep_reference=true"), Plain().reference():
+        pass
+    policy = Plain(keep_reference=True)
+    copy: Any = policy.reference_transformer
+    assert policy.has_reference
+    assert not Plain().has_reference
+    assert policy.networks() == [policy.transformer, copy]
+    assert policy.wrap_units() == [policy.transformer.blocks[0], copy.blocks[0]]  # type: ignore[index, union-attr]
+    assert not any(p.requires_grad for p in copy.parameters())
+    with policy.reference():
+        with policy.reference():
+            assert policy.network is copy
+        assert policy.network is copy
+    assert policy.network is policy.transformer
+    assert len(policy.trained_parameters()) == 3
+
+
+def test_trained_parameters_are_taken_whole_or_not_at_all() -> None:
+    policy = Plain()
+    own = policy.trained_parameters()
+    new = {name: torch.full_like(p, 2.0) for name, p in own.items()}
+    policy.load_trained_parameters(new)
+    assert all((p == 2.0).all() for p in own.values())
+    first = next(iter(own))
+    with pytest.raises(ValueError, match=r"1 unknown \['more'\], 1 missing"):
+        policy.load_trained_parameters({"more": new[first], **dict(list(new.items())[1:])})
+    with pytest.raises(ValueError, match="has shape"):
+        policy.load_trained_parameters(new | {first: torch.zeros(1)})
+    assert policy.parameters_without_gradient() == list(own)
+    own[first].grad = torch.zeros_like(own[first])
+    assert policy.parameters_without_gradient() == list(own)[1:]
+
+
+def test_a_rank_that_only_generates_holds_what_autocast_would_make_of_it() -> None:
+    policy = Plain(dtype="bfloat16")
+    wanted = {
+        "blocks.0.weight": torch.bfloat16,
+        "norm.weight": torch.float32,
+        "norm.bias": torch.float32,
+    }
+    told = policy.generating_parameters()
+    assert {name: each.dtype for name, each in told.items()} == wanted
+    assert {each.device.type for each in told.values()} == {"meta"}
+    own = policy.trained_parameters()
+    assert {name: each.shape for name, each in told.items()} == {n: p.shape for n, p in own.items()}
+    assert {p.dtype for p in own.values()} == {torch.float32}
+    before = policy.velocity(LATENTS, SIGMAS, conditions())
+    policy.only_generate()
+    assert {name: p.dtype for name, p in own.items()} == wanted
+    assert torch.equal(policy.velocity(LATENTS, SIGMAS, conditions()), before)
+    assert before.dtype == torch.float32
+
+
+def test_a_part_of_a_sample_may_be_drawn() -> None:
+    policy = Plain()
+    assert policy.drawn_shape == (2, 3)
+    policy.drawn = 1
+    assert policy.drawn_shape == (1, 3)
+    assert policy.sent(LATENTS).device == policy.device == torch.device("cpu")
+    with pytest.raises(ValueError, match="has no `encode_media`"):
+        policy.encode_media([])
+    assert (policy.attention_used(policy.device), policy.default_negative()) == ({}, None)
