@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from digenrl import recompute
 from digenrl.models import checkpointing, pipeline, pretrained
 from tests.models.tiny_policies import VIDEO, make, size
 
@@ -181,3 +182,63 @@ def test_progress_bars_are_off_in_both_libraries() -> None:
     pretrained.hide_progress_bars()
     for library in (diffusers, transformers):
         assert not library.utils.logging.is_progress_bar_enabled()
+
+
+def test_each_block_keeps_what_its_mode_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(checkpointing, "checkpoint", lambda *args, **how: done.append((args, how)))
+    blocks = {mode: (lambda *args, mode=mode: (mode, *args)) for mode in "ABCDEF"}
+    modes: Any = dict(
+        zip(
+            blocks.values(),
+            (recompute.ALL, recompute.OFFLOAD, recompute.INPUTS, recompute.ATTENTION, recompute.PRODUCTS),
+            strict=False,
+        )
+    )  # fmt: skip
+    run = partial(checkpointing._run, modes, lambda *args: ("off", *args))
+    a, b, c, d, e, f = blocks.values()
+    assert run(a, 1, 2) == ("A", 1, 2)
+    assert run(f, 1) == ("F", 1), "a block that nobody named keeps everything"
+    assert run(b, 1) == ("off", b, 1)
+    assert done == []
+    for block in (c, d, e):
+        run(block, 3)
+    plain = {"use_reentrant": False, "preserve_rng_state": False}
+    assert done[0] == ((c, 3), plain)
+    limits = (checkpointing.ATTENTION_FROM, checkpointing.PRODUCTS_FROM)
+    for (args, how), block, limit in zip(done[1:], (d, e), limits, strict=True):
+        assert args == (block, 3)
+        contexts = how.pop("context_fn")
+        assert how == plain
+        assert contexts.func is checkpointing.create_selective_checkpoint_contexts
+        (keeps,) = contexts.args
+        assert (keeps.func, keeps.args) == (checkpointing._keeps, (limit,))
+
+
+@pytest.mark.parametrize(
+    ("operator", "kept"),
+    [
+        ("aten._scaled_dot_product_flash_attention.default", True),
+        ("flash_attn_3._forward", True),
+        ("aten._scaled_dot_product_flash_attention_backward.default", False),
+        ("flash_attn.backward", False),
+        ("aten.add.Tensor", False),
+    ],
+)
+def test_fused_attention_is_kept_by_its_name(operator: str, kept: bool) -> None:
+    found = checkpointing._keeps(9.0, None, operator)
+    assert (found == CheckpointPolicy.MUST_SAVE) == kept
+
+
+def test_nothing_is_switched_on_where_every_block_keeps_everything() -> None:
+    enabled: list[Any] = []
+    transformer = SimpleNamespace(enable_gradient_checkpointing=enabled.append)
+    blocks = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    for given, count in ((False, 0), (True, 1), (0.5, 1)):
+        enabled.clear()
+        checkpointing.enable(transformer, blocks, recompute.parse_recompute(given))
+        assert len(enabled) == count
+    modes, offload = enabled[0].args
+    assert list(modes) == blocks
+    assert sorted(modes.values()) == sorted([recompute.ALL, recompute.INPUTS])
+    assert offload is None
