@@ -6,13 +6,16 @@ import io
 import json
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from digenrl.transport import wire
 from digenrl.transport.wire import (
     DTYPES,
     MAGIC,
@@ -23,6 +26,7 @@ from digenrl.transport.wire import (
     WireError,
     decode,
     encode,
+    tensor_bytes,
 )
 
 LIMIT = 1 << 20
@@ -182,3 +186,54 @@ def test_what_cannot_travel_fails_in_its_authors_stack() -> None:
         encode(
             Message(MessageKind.CELLS, {}, {str(i): torch.zeros(1) for i in range(MAX_TENSORS + 1)})
         )
+
+
+def test_the_bytes_of_a_message_are_those_of_every_version_of_this_program() -> None:
+    """Also of one that was built elsewhere: a rank that joins may be."""
+    numbers = {"CELLS": 1, "WEIGHTS": 2, "STATE": 3, "ASK": 4, "EVALUATION": 5}
+    assert {kind.name: int(kind) for kind in MessageKind} == numbers
+    dtypes = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
+    tensors = {name: torch.ones(2, 1).to(getattr(torch, name)) for name in dtypes}
+    meta = json.dumps({"names": dtypes, "meta": {"a": [1, None]}}, separators=(",", ":")).encode()
+    rows = b"".join(struct.pack("!BB8Q", code, 2, 2, 1, *[0] * 6) for code in range(len(dtypes)))
+    head = struct.pack("!4sHIH", b"DGRL", 5, len(meta), 8)
+    raw = b"".join(bytes(tensor_bytes(tensor)) for tensor in tensors.values())
+    made = b"".join(encode(Message(MessageKind.EVALUATION, {"a": [1, None]}, tensors)))
+    assert made == head + meta + rows + raw
+
+
+def test_weights_alone_are_digested_piece_by_piece_and_pinned_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "_PIECE", 5)
+    tensors = {"x": torch.arange(3.0), "empty": torch.zeros(0), "y": torch.arange(2.0)}
+    for kind in (MessageKind.WEIGHTS, MessageKind.CELLS):
+        sizes: list[int] = []
+        take = reader(b"".join(encode(Message(kind, {}, tensors))))
+
+        def read(buffer: memoryview, take: Any = take, sizes: list[int] = sizes) -> None:
+            sizes.append(len(buffer))
+            take(buffer)
+
+        found = decode(read, 1 << 20)
+        assert all(torch.equal(found.tensors[name], each) for name, each in tensors.items())
+        whole = kind is MessageKind.CELLS
+        assert sizes[3:] == ([12, 8] if whole else [5, 5, 2, 5, 3])
+        raw = b"".join(bytes(tensor_bytes(each)) for each in tensors.values())
+        assert found.digest == (None if whole else xxhash.xxh3_64_hexdigest(raw))
+    pinned: list[bool] = []
+    plain = torch.empty
+
+    def empty(*shape: Any, pin_memory: bool, **how: Any) -> Tensor:
+        pinned.append(pin_memory)
+        return plain(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    for device, kind in (
+        ("cuda", MessageKind.WEIGHTS),
+        ("cuda", MessageKind.CELLS),
+        ("cpu", MessageKind.WEIGHTS),
+    ):
+        monkeypatch.setattr(wire.accelerator, "kind", lambda device=device: device)
+        decode(reader(b"".join(encode(Message(kind, {}, {"x": torch.ones(1)})))), 1 << 20)
+    assert pinned == [True, False, False]
