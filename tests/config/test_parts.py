@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from digenrl.config import compose, errors, output_dir, relations, stored, validation
+from digenrl.config import checks, compose, errors, output_dir, relations, stored, validation
 from digenrl.config import help as help_
 from digenrl.config.compose import quoted
 from digenrl.config.removed import REMOVED, reason
@@ -376,3 +376,130 @@ def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> 
         assert command(["name=x", word]) == 0
     assert len(done) == count, "help does no work"
     assert capsys.readouterr().out.count("A page.") == 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "refused"),
+    [
+        ("task_size", {"sampling__task_size": 2, "data__group_size": 4}, None),
+        ("task_size", {"sampling__task_size": 4, "data__group_size": 4}, None),
+        ("task_size", {"sampling__task_size": 3, "data__group_size": 4}, "allowed: auto, 1, 2, 4."),
+        ("task_size", {"sampling__task_size": "auto", "data__group_size": 4}, None),
+        ("same_noise", {"sampling__same_noise": True, "algorithm__sde__noise_level": 0}, "same picture"),
+        ("same_noise", {"sampling__same_noise": True, "algorithm__sde__noise_level": 0.1}, None),
+        ("same_noise", {"sampling__same_noise": False, "algorithm__sde__noise_level": 0}, None),
+        ("precision", {"trainer__precision": "32-true"}, None),
+        ("precision", {"trainer__precision": 32}, None),
+        ("precision", {"trainer__precision": "bf16-mixed"}, "ratios leave 1"),
+        ("asynchrony", {"schedule__async_steps": 1, "allocation__rollouts": 0}, "nobody generates"),
+        ("asynchrony", {"schedule__async_steps": 1, "allocation__rollouts": 1}, None),
+        ("asynchrony", {"schedule__async_steps": 0, "allocation__rollouts": 0}, None),
+        ("shares", {"schedule__shares": "equal", "allocation__trainers": 2}, None),
+        ("shares", {"schedule__shares": [1, 0], "allocation__trainers": 2}, None),
+        ("shares", {"schedule__shares": [1, 2], "allocation__trainers": "auto"}, None),
+        ("shares", {"schedule__shares": [0, 0], "allocation__trainers": 2}, "must be above 0"),
+        ("shares", {"schedule__shares": [1], "allocation__trainers": 2}, "has 1 entries"),
+        ("sharding", {"parallel__sharding": "fsdp", "allocation__trainers": 1}, "nobody to share"),
+        ("sharding", {"parallel__sharding": "hsdp", "allocation__trainers": 1}, "nobody to share"),
+        ("sharding", {"parallel__sharding": "fsdp", "allocation__trainers": 2}, None),
+        ("sharding", {"parallel__sharding": "ddp", "allocation__trainers": 1}, None),
+        ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 0}, None),
+        ("batch_wide_statistics", {"algorithm__advantage": {"std": "group"}, "schedule__gap": 1}, None),
+        ("batch_wide_statistics", {"algorithm__advantage": {"std": "batch"}, "schedule__gap": 1},
+         "advantage.std = batch needs every reward"),
+        ("batch_wide_statistics", {"algorithm__advantage": {"std": "max_group"}, "schedule__gap": 2},
+         "set schedule.gap=0 or algorithm.advantage.std=group."),
+        ("batch_wide_statistics",
+         {"algorithm__advantage": {"std": "group", "renormalise": True}, "schedule__gap": 1},
+         "set schedule.gap=0 or algorithm.advantage.renormalise=false."),
+    ],
+)  # fmt: skip
+def test_a_relation_holds_or_says_what_to_set(
+    rule: str, values: dict[str, Any], refused: str | None
+) -> None:
+    said = _said(getattr(relations, f"_{rule}"), **values)
+    assert len(said) == (refused is not None)
+    assert refused is None or refused in said[0]
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "group", "updates", "prompts", "oversample", "refused"),
+    [
+        ("groups", 3, 8, 2, 4, 0, []),
+        ("groups", 1, 8, 2, 4, 2, []),
+        ("groups", 1, 8, 3, 4, 0, ["must divide data.prompts_per_batch = 4; allowed: 1, 2, 4; or"]),
+        ("groups", 1, 8, 2, 4, 3, ["allowed: 0, 2, 4, ..."]),
+        ("groups", 1, 8, 3, 4, 4, ["must divide", "allowed: 0, 3, 6, ..."]),
+        ("samples", 4, 8, 2, 3, 1, []),
+        ("samples", "auto", 8, 2, 3, 1, []),
+        ("samples", 1, 8, 3, 3, 1, ["must divide data.group_size = 8; allowed: 1, 2, 4, 8."]),
+        ("samples", 8, 8, 2, 3, 1, ["takes 4 samples of a group; allowed: auto, 1, 2, 4."]),
+    ],
+)
+def test_updates_divide_the_batch_or_every_group(
+    split: str,
+    size: Any,
+    group: int,
+    updates: int,
+    prompts: int,
+    oversample: int,
+    refused: list[str],
+) -> None:
+    values = {
+        "data__updates_split": split, "sampling__task_size": size, "data__group_size": group,
+        "algorithm__updates_per_batch": updates, "data__prompts_per_batch": prompts,
+        "data__oversample": oversample,
+    }  # fmt: skip
+    said = [*_said(relations._updates, **values), *_said(relations._updates_within, **values)]
+    assert len(said) == len(refused)
+    assert all(part in text for part, text in zip(refused, said, strict=True))
+
+
+def test_a_rule_is_silent_about_what_is_absent_or_reported() -> None:
+    tree = {"parallel": {"sharding": "fsdp"}, "allocation": {"trainers": 1}}
+    (said,) = relations.relation_problems(tree)
+    assert said.startswith("parallel.sharding = fsdp with allocation.trainers = 1")
+    for broken in ("allocation.trainers", "parallel.sharding", "allocation.trainers.x"):
+        assert relations.relation_problems(tree, [broken]) == []
+    assert relations.relation_problems(tree, ["allocation.train"]) == [said]
+    assert relations.relation_problems({"parallel": {"sharding": "fsdp"}}) == []
+    assert relations.most_rollouts({"min": 1, "max": 4}) == relations.most_rollouts(4) == 4
+
+
+def test_leaves_that_cannot_be_resolved_are_left_out_and_named() -> None:
+    tree = OmegaConf.create(
+        {
+            "a": "${b}",
+            "b": 3,
+            "c": "???",
+            "d": {"e": ["${gone}", 1, {"f": "${b}"}]},
+            "g": {"h": None},
+        }
+    )
+    plain, problems = checks.resolved(tree)
+    assert plain == {"a": 3, "b": 3, "d": {"e": [1, {"f": 3}]}, "g": {"h": None}}
+    assert problems["c"] == "c: a value is required; set c=..."
+    assert problems["d.e[0]"].startswith("d.e[0]: cannot be resolved (")
+    assert len(problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"a": {"b": [1.0, float("inf")]}}, "a.b[1] = inf: is not finite"),
+        ({"a": 1.0, "b": None, "c": "x"}, None),
+        ({"api_key": "x"}, f"api_key = {MASK}: a configuration is written to disk"),
+        ({"api_key": ""}, None),
+        ({"api_key": None}, None),
+        ({"experiment_name": "sk-" + "a1" * 20}, "names directories and reports"),
+        ({"experiment_name": "plain"}, None),
+        ({"token_env": "HOME"}, "token_env = HOME: a reward is sent variables named DIGENRL_"),
+        ({"r": {"token_env": "DIGENRL_X"}}, None),
+        ({"a": f"x{MASK}"}, "was masked"),
+    ],
+)
+def test_a_leaf_anywhere_may_be_wrong(tree: dict[str, Any], said: str | None) -> None:
+    found = list(checks._leaf_problems(tree, []))
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+    assert list(checks._leaf_problems({"a": {"b": [float("nan")]}}, ["a.b"])) == []
