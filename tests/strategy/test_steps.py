@@ -617,8 +617,11 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
     assert strategy.parts.steps.together == ("together" if shares else None)
 
 
+@pytest.mark.parametrize(
+    ("rank", "role", "group"), [(0, "trainer", "trainers"), (2, "rollout", "rollout-2")]
+)
 def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, role: str, group: str
 ) -> None:
     handshake = Handshake("secret", seconds=2.0, waiting=8)
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
@@ -633,7 +636,15 @@ def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
             run_dir=tmp_path,
             limits=replace(made.session.limits, start_s=77.0),
         )
-        world = World(2, 1, 2)
+        world = World(rank, 1, 2)
+        prefixes: list[str] = []
+        prefixed = torch.distributed.PrefixStore
+
+        def under(prefix: str, store: Any) -> Any:
+            prefixes.append(prefix)
+            return prefixed(prefix, store)
+
+        monkeypatch.setattr(torch.distributed, "PrefixStore", under)
 
         def link(*args: Any) -> Any:
             asked.append(args)
@@ -644,14 +655,15 @@ def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
         strategy.parallel_devices = [torch.device("cpu")] * 3
         learner: Any = SimpleNamespace(rollout_parameters=dict)
         strategy._lightning_module = learner
-        monkeypatch.setattr(rank_zero_only, "rank", 0)
+        monkeypatch.setattr(rank_zero_only, "rank", 9)
         seeds: list[None] = []
         monkeypatch.setattr(disaggregated, "reset_seed", lambda: seeds.append(None))
         strategy.setup_distributed()
         assert seeds == [None]
-        assert rank_zero_only.rank == 2
+        assert prefixes[0] == f"world/{group}"
+        assert rank_zero_only.rank == rank
         assert asked == [(strategy.control, world, session, strategy.root_device)]
-        assert (strategy.control._rank, strategy.control._patience) == (2, 77.0)
+        assert (strategy.control._rank, strategy.control._patience) == (rank, 77.0)
         distributed = torch.distributed
         assert distributed.is_initialized()
         assert distributed.get_world_size() == distributed.get_rank() + 1 == 1
@@ -668,9 +680,9 @@ def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
         assert told == [tmp_path]
         assert asked[1:] == [("close",)]
         assert not distributed.is_initialized()
-        (row,) = (tmp_path / "spans" / "rank-002.jsonl").read_text().splitlines()
+        (row,) = (tmp_path / "spans" / f"rank-00{rank}.jsonl").read_text().splitlines()
         facts = json.loads(row)
-        assert (facts["rank"], facts["role"], facts["cause"]) == (2, "rollout", "tail")
+        assert (facts["rank"], facts["role"], facts["cause"]) == (rank, role, "tail")
     finally:
         server.close()
         inner.close()
