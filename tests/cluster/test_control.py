@@ -139,6 +139,9 @@ def test_who_is_connected_is_known_by_rank_and_may_be_shut_out() -> None:
     for guest in guests:
         guest.set("here", "1")
     assert server.connected() == {0, 4}
+    serving = [t for t in threading.enumerate() if t.name in ("store", "accept store")]
+    assert serving
+    assert all(thread.daemon for thread in serving), "a process ends while others are connected"
     guests[1]._socket.close()
     guests[2].set("still", "here")
     assert server.connected() == {0, 4}

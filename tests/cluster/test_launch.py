@@ -189,6 +189,36 @@ def test_places_start_the_ranks_and_are_given_back_when_all_have_ended(tmp_path:
     assert happened == [0, 1, {0: "starting", 1: "starting"}, "end", "given back"]
 
 
+class Elsewhere:
+    """A rank on another machine, which never comes."""
+
+    pid = None
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.sentinel, self.kill, self.join = process.sentinel, process.kill, process.join
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+
+def test_a_rank_that_never_comes_is_named_after_its_time_to_join(tmp_path: Path) -> None:
+    @contextmanager
+    def places() -> Iterator[Callable[..., RankProcess]]:
+        def start(main: Any, world: World, session: Session) -> RankProcess:
+            process = FORK.Process(target=time.sleep, args=(60.0,))
+            process.start()
+            return Elsewhere(process)
+
+        yield start
+
+    limits = Limits(join_s=0.5, abort_s=0.1, leave_s=5.0)
+    said = "has not joined (no sign of life for 0.5 s; raise limits.join_s if it only needs longer)"
+    outcome = launched(1, 0, tell, tmp_path, places=places, limits=limits)
+    assert outcome == ("failed", f"rank 0 (trainer) {said}", 1)
+
+
 @pytest.mark.parametrize(
     ("harm", "cause"),
     [

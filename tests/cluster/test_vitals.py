@@ -80,8 +80,8 @@ def test_out_of_memory_kills_are_those_of_the_own_cgroup_or_else_of_the_machine(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("harm", [None, signal.SIGSTOP, signal.SIGKILL])
-def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None) -> None:
-    monitor = vitals.LauncherMonitor(lambda cause: None)
+def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None, tmp_path: Path) -> None:
+    monitor = vitals.LauncherMonitor((tmp_path / "why").write_text)
     process = psutil.Process(monitor._process.pid)
     if harm is not None:
         process.send_signal(harm)
@@ -89,6 +89,7 @@ def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None) -> None
     monitor.stop()
     assert time.monotonic() - began < 5.0
     assert not psutil.pid_exists(process.pid)
+    assert not (tmp_path / "why").exists(), "the launcher is well"
 
 
 @pytest.mark.parametrize(

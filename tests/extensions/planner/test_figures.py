@@ -714,6 +714,7 @@ READ: dict[str, tuple[str, ...]] = {
         "allocation.trainers=2", "algorithm.advantage.best_and_worst=3", "model.offload_encoders=false",
         "data.group_size=8",
     ),
+    "tokens": (*SHORT, "parallel.context=2", "hardware.pools.h100.count=3"),
     "judged": (
         "experiment=sd35_nft", "hardware=single_24gb", "hardware.emulate=true",
         "~callbacks.evaluation", "hardware.time_scale=0.5", "allocation.rollouts=0",
