@@ -129,6 +129,15 @@ def test_an_answer_that_nobody_has_read_is_not_the_next_calls(
         store.get("a")
 
 
+def test_who_has_proved_itself_stays_whoever_comes_later() -> None:
+    handshake = Handshake(waiting=2)
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
+    clients = [StoreClient(server.host, server.port, handshake) for _ in range(6)]
+    assert [client.add("n", 1) for client in clients] == [1, 2, 3, 4, 5, 6]
+    assert not server._acceptor._waiting
+    server.close()
+
+
 def test_who_is_connected_is_known_by_rank_and_may_be_shut_out() -> None:
     handshake = Handshake()
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)

@@ -153,6 +153,58 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
             assert not thread.is_alive()
 
 
+@pytest.mark.parametrize(
+    ("script", "looks", "cause", "killed"),
+    [
+        ({}, 7, "stopped responding (it is suspended)", [(77, signal.SIGKILL)]),
+        ({2: 50.0}, 6, "stopped responding (it is suspended)", [(77, signal.SIGKILL)]),
+        ({4: b""}, 4, "was killed", []),
+        ({4: b"."}, 4, None, []),
+        ({9: "orphan"}, 9, "was killed", []),
+    ],
+    ids=["suspended", "both slept", "gone", "well", "another has its number"],
+)
+def test_a_monitor_judges_the_launcher_by_its_pipe_and_its_state(
+    script: dict[int, Any],
+    looks: int,
+    cause: str | None,
+    killed: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look takes half a second. One that took 50 s, as the monitor itself slept, counts as one."""
+    now, seen, told, done = [0.0], [0], list[str](), list[Any]()
+
+    def select(reading: list[int], *_: Any) -> tuple[list[int], list[int], list[int]]:
+        seen[0] += 1
+        event = script.get(seen[0])
+        now[0] += event if isinstance(event, float) else _[2]
+        ready = isinstance(event, bytes) or event == "orphan"
+        return (reading if ready else []), [], []
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monitor = object.__new__(vitals.LauncherMonitor)
+    monitor._suspended_s, monitor._name = 3.0, "it"
+    monitor._read, monitor._write = os.pipe()
+    parent = 1 if "orphan" in script.values() else 77
+    monkeypatch.setattr(vitals.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(vitals.select, "select", select)
+    monkeypatch.setattr(vitals, "is_suspended", lambda pid: pid == 77)
+    monkeypatch.setattr(vitals.os, "read", lambda *_: script.get(seen[0]) == b"." and b".")
+    monkeypatch.setattr(vitals.os, "getppid", lambda: parent)
+    monkeypatch.setattr(vitals.os, "kill", lambda *to: done.append(to))
+    monkeypatch.setattr(vitals.os, "_exit", leave)
+    with pytest.raises(SystemExit) as ended:
+        monitor._watch(77, told.append)
+    monkeypatch.undo()
+    os.close(monitor._read)
+    assert (ended.value.code, seen[0], done) == (0, looks, killed)
+    assert told == ([] if cause is None else [f"it (process 77) {cause}"])
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(monitor._write)
+
+
 def test_a_condition_is_timed_by_the_observers_own_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [5.0]
     monkeypatch.setattr(vitals.time, "monotonic", lambda: now[0])

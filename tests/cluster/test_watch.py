@@ -268,6 +268,10 @@ ENDS: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float]]] = {
         failed("rank 0 (trainer) exited with code 0 before the run ended; see logs/rank-000.log"), {"abort": 2.0},
     ),
     "killed comes first": ({2: both(die(0, 1, "lost its peer"), die(1))}, {"max_lost": 0}, failed(GONE), {"abort": 2.0}),
+    "told before, exits": (
+        {2: both(sets("abort", "first"), die(0, 0))}, {},
+        failed("rank 0 (trainer) exited with code 0 before the run ended; see logs/rank-000.log"), {1: 6.25},
+    ),
     "told before": ({2: both(sets("abort", "first"), die(0, 1, "late"))}, {}, failed("first"), {1: 6.25}),
     "after a stop": ({1: sets("stop", "x"), 2: die(0)}, {}, ("failed", f"rank 0 (trainer) {KILLED}", 1, False), {}),
     "elsewhere": (
