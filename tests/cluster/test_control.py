@@ -80,6 +80,9 @@ def test_a_wait_ends_with_the_value_the_cause_the_death_or_the_patience(
     assert 0.5 <= clock.now - began < 0.6
     with pytest.raises(Aborted, match="rank 1 stops: it is over"):
         rank.goes_on_without(3, 5.0)
+    assert clock.now - began < 1.2
+    with pytest.raises(Aborted, match="rank 1 stops: it is over"):
+        rank.wait_for("more", "more news")
 
 
 def test_who_waits_for_a_key_looks_soon_and_then_less_often(
@@ -240,19 +243,24 @@ def test_a_rank_writes_into_its_log_and_says_how_it_ended(
 
     if (child := os.fork()) == 0:
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        for stream in (sys.stdout, sys.stderr):
+            print("of the launcher", file=stream)  # not written yet
         os._exit(run_rank(body, World(1, 1, 1), session))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (error is not None)
     text = log.read_text()
     assert f"out of 1 in {tmp_path.name}" in text
     assert "abcdefgh" not in text
     assert "from C\n" in text
+    assert "of the launcher" not in text
     assert said in text
     assert ("Traceback" in text) == isinstance(error, ValueError)
     umask = os.umask(0)
     os.umask(umask)
     assert log.stat().st_mode & 0o777 == 0o644 & ~umask
     assert (control.get("left/1") is not None) == (error is None)
-    assert (control.get("cause/1") is not None) == isinstance(error, ValueError)
+    cause = "raised ValueError: small; see logs/rank-001.log"
+    assert control.get("cause/1") == (cause if isinstance(error, ValueError) else None)
+    assert control.get("abort") is None
     server.close()
 
 

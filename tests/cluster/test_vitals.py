@@ -245,6 +245,13 @@ def test_a_process_is_suspended_works_or_is_gone() -> None:
     )
 
 
+def test_processor_time_is_a_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User and system; not that of its children."""
+    process = SimpleNamespace(cpu_times=lambda: (1.0, 2.0, 4.0, 8.0))
+    monkeypatch.setattr(psutil, "Process", lambda pid: process)
+    assert vitals.cpu_seconds(77) == 3.0
+
+
 def test_a_rank_that_hangs_writes_its_stacks_before_it_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

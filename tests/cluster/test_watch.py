@@ -320,6 +320,17 @@ def test_how_a_run_ends_and_when(make: Callable[..., Run], case: str) -> None:
     assert {key: seen.get(key) for key in wanted} == wanted
 
 
+def test_the_launcher_sleeps_until_a_rank_ends(
+    make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, waits = make({2: die(1), 3: done(0, 2)}, rollouts=2), list[tuple[int, float]]()
+    monkeypatch.setattr(
+        launcher.connection, "wait", lambda ends, timeout: waits.append((len(ends), timeout))
+    )
+    assert run.ends().status == "completed"
+    assert waits == [(3, 0.2)] * 8 + [(2, 0.2)] * 4
+
+
 ASKS = sets("ask/1", "15")
 TWICE = "task 0 of step 0 (group 0) lost 2 owners, the last being rank 2"
 MORE: dict[str, tuple[Any, dict[str, Any], Any, dict[Any, float], list[tuple[str, Any]]]] = {
