@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from digenrl.cluster import control as module
 from digenrl.cluster.control import Aborted, Control, PeerLost
-from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.handshake import Handshake, _read
 from digenrl.cluster.launcher import check_open_files, keep_memory, mask_secrets, run_rank
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.world import Session, World
@@ -132,6 +132,27 @@ def test_an_answer_that_nobody_has_read_is_not_the_next_calls(
         store.get("a")
 
 
+def test_as_many_bytes_are_read_as_were_asked_for_and_before_the_deadline() -> None:
+    ours, theirs = socket.socketpair()
+    soon = time.monotonic() + 20.0
+    with ours, theirs:
+        timer = threading.Timer(0.05, theirs.sendall, (b"defghij",))
+        theirs.sendall(b"abc")
+        timer.start()
+        assert _read(ours, 5, soon) == b"abcde"
+        assert _read(ours, 5, soon) == b"fghij"
+        theirs.sendall(b"k")
+        with pytest.raises(TimeoutError):
+            _read(ours, 2, time.monotonic() + 0.02)
+        theirs.sendall(b"lm")
+        with pytest.raises(TimeoutError, match="took too long"):
+            _read(ours, 2, time.monotonic() - 1.0)
+        theirs.sendall(b"n")
+        theirs.close()
+        with pytest.raises(EOFError, match="closed the connection during the handshake"):
+            _read(ours, 2, soon)
+
+
 def test_who_has_proved_itself_stays_whoever_comes_later() -> None:
     handshake = Handshake(waiting=2)
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
@@ -158,6 +179,10 @@ def test_who_is_connected_is_known_by_rank_and_may_be_shut_out() -> None:
     guests[2].set("still", "here")
     assert server.connected() == {0, 4}
     server.exclude(4)
+    deadline = time.monotonic() + 20.0
+    while server.connected() != {0}:  # without a request of rank 4
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
     with pytest.raises(StoreLost):
         guests[2].set("still", "there")
     assert host.read(["still", "here"]) == [b"here", b"1"]

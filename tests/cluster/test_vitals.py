@@ -90,6 +90,8 @@ def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None, tmp_pat
     assert time.monotonic() - began < 5.0
     assert not psutil.pid_exists(process.pid)
     assert not (tmp_path / "why").exists(), "the launcher is well"
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(monitor._write)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +132,10 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
     world = World(rank, trainers=1, rollouts=1)
     with progress.stage("decode"):
         progress.said = "decoding"
+        progress.peaks["decode"] = 3 << 29
         vitals.start_heartbeat(session, world)
         until(key, lambda value: value == str(int(number)))
+        until(f"facts/{rank}", lambda value: value == json.dumps(vitals.facts(progress)))
         until(f"beat/{rank}", lambda value: json.loads(value or "[0]")[0] > 3)
         (doing,) = json.loads(control.get(f"beat/{rank}") or "")[1]
     assert {key, "signal", f"ask/{rank}"} - {key} == {
@@ -139,7 +143,6 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
     }
     assert "decode" in doing
     assert control.get(f"state/{rank}") == "decoding"
-    assert control.get(f"facts/{rank}") in (None, json.dumps(vitals.facts(progress)))
     assert pauses[:3] == [1.0, *[0.1 if key != "signal" else 1.0] * 2]
     assert not session.leave.is_set()
     control.set(f"leave/{rank}", "signal")

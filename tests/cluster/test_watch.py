@@ -323,12 +323,14 @@ def test_how_a_run_ends_and_when(make: Callable[..., Run], case: str) -> None:
 def test_the_launcher_sleeps_until_a_rank_ends(
     make: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, waits = make({2: die(1), 3: done(0, 2)}, rollouts=2), list[tuple[int, float]]()
+    script = {1: sets("state/0", "training"), 2: die(1), 3: done(0, 2)}
+    run, waits = make(script, rollouts=2), list[tuple[int, float]]()
     monkeypatch.setattr(
         launcher.connection, "wait", lambda ends, timeout: waits.append((len(ends), timeout))
     )
     assert run.ends().status == "completed"
     assert waits == [(3, 0.2)] * 8 + [(2, 0.2)] * 4
+    assert run.states == {0: "training", 1: "lost", 2: "starting"}
 
 
 ASKS = sets("ask/1", "15")
