@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -93,3 +94,24 @@ def test_handlers_are_those_of_the_innermost_context_and_nohup_is_obeyed() -> No
         assert set(STOPS) - set(handled_signals()) == {signal.SIGHUP}
     finally:
         signal.signal(signal.SIGHUP, hup)
+
+
+def test_output_that_nobody_reads_is_dropped_by_the_descriptor_too() -> None:
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(reading)
+        for number in (1, 2):
+            os.dup2(writing, number)
+        os.close(writing)
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        signals.ignore_closed_terminal()
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                print("to nobody", file=stream, flush=True)
+            os.write(1, b"from C")
+            os.write(2, b"from C")
+        finally:
+            os._exit(int(sys.exc_info()[0] is not None))
+    os.close(writing)
+    os.close(reading)
+    assert os.waitpid(child, 0)[1] == 0
