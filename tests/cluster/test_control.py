@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from digenrl.cluster import control as module
+from digenrl.cluster import launcher
 from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import Handshake, _read
 from digenrl.cluster.launcher import check_open_files, keep_memory, mask_secrets, run_rank
@@ -98,6 +99,8 @@ def test_who_waits_for_a_key_looks_soon_and_then_less_often(
         store.wait(["a", "c"], timedelta(seconds=1.0))
     assert 1.0 < clock.now < 1.1
     assert max(clock.slept) == 0.05
+    clock.script[clock.now + 0.25] = lambda: store.set("late", "3")
+    assert store.get("late") == b"3"
 
 
 def test_frames_hold_values_of_every_length(controls: tuple[Control, Control]) -> None:
@@ -159,6 +162,21 @@ def test_who_has_proved_itself_stays_whoever_comes_later() -> None:
     clients = [StoreClient(server.host, server.port, handshake) for _ in range(6)]
     assert [client.add("n", 1) for client in clients] == [1, 2, 3, 4, 5, 6]
     assert not server._acceptor._waiting
+    server.close()
+
+
+def test_the_oldest_of_too_many_strangers_is_sent_away() -> None:
+    server = StoreServer(socket.create_server(("127.0.0.1", 0)), Handshake(waiting=2))
+    strangers = [socket.create_connection((server.host, server.port)) for _ in range(3)]
+    strangers[0].settimeout(20.0)
+    assert strangers[0].recv(1) == b""
+    assert len(server._acceptor._waiting) == 2
+    for stranger in strangers[1:]:
+        stranger.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            stranger.recv(1)
+    for stranger in strangers:
+        stranger.close()
     server.close()
 
 
@@ -267,11 +285,13 @@ def test_a_rank_writes_into_its_log_and_says_how_it_ended(
             raise error
 
     if (child := os.fork()) == 0:
+        launcher.keep_memory = (tmp_path / "kept").touch
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         for stream in (sys.stdout, sys.stderr):
             print("of the launcher", file=stream)  # not written yet
         os._exit(run_rank(body, World(1, 1, 1), session))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (error is not None)
+    assert (tmp_path / "kept").exists()
     text = log.read_text()
     assert f"out of 1 in {tmp_path.name}" in text
     assert "abcdefgh" not in text

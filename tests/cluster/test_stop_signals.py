@@ -99,13 +99,16 @@ def test_handlers_are_those_of_the_innermost_context_and_nohup_is_obeyed() -> No
 def test_output_that_nobody_reads_is_dropped_by_the_descriptor_too() -> None:
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
-        os.close(reading)
         for number in (1, 2):
             os.dup2(writing, number)
         os.close(writing)
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         signals.ignore_closed_terminal()
         try:
+            assert sys.stdout.write("read") == 4
+            sys.stdout.flush()
+            assert os.read(reading, 9) == b"read"
+            os.close(reading)
             for stream in (sys.stdout, sys.stderr):
                 print("to nobody", file=stream, flush=True)
             os.write(1, b"from C")
