@@ -303,6 +303,7 @@ def of_coarse() -> Iterator[str]:
         ({"lockstep": True, "together": 2}, 120, 1),
         ({"context": 2, "lockstep": True, "together": 4}, 120, 4),
         ({"shares": tuple(1.0 + (i < 14) for i in range(20))}, 60, 4),
+        ({"shares": tuple(1.0 + (i < 13) for i in range(20))}, 60, 4),
         ({}, 600, 5),
         ({}, 2, 8),
     ):
@@ -714,6 +715,7 @@ READ: dict[str, tuple[str, ...]] = {
         "allocation.trainers=2", "algorithm.advantage.best_and_worst=3", "model.offload_encoders=false",
         "data.group_size=8",
     ),
+    "pretended": (*SHORT, "hardware.emulate=true", "hardware.pools.h100.memory_gib=20"),
     "tokens": (*SHORT, "parallel.context=2", "hardware.pools.h100.count=3"),
     "judged": (
         "experiment=sd35_nft", "hardware=single_24gb", "hardware.emulate=true",
