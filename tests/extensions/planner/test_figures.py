@@ -716,7 +716,7 @@ READ: dict[str, tuple[str, ...]] = {
         "data.group_size=8",
     ),
     "pretended": (*SHORT, "hardware.emulate=true", "hardware.pools.h100.memory_gib=20"),
-    "tokens": (*SHORT, "parallel.context=2", "hardware.pools.h100.count=3"),
+    "tokens": (*SHORT, "model.true_cfg_scale=1.5", "parallel.context=2", "hardware.pools.h100.count=3"),
     "judged": (
         "experiment=sd35_nft", "hardware=single_24gb", "hardware.emulate=true",
         "~callbacks.evaluation", "hardware.time_scale=0.5", "allocation.rollouts=0",
