@@ -21,6 +21,7 @@ from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.search import Decision
 from digenrl.schedule.staleness import AccountingError, StalenessError
+from digenrl.schedule.timesteps import Block
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
@@ -244,6 +245,27 @@ def test_a_sharded_rank_without_cells_trains_the_first_cell_at_no_weight(tmp_pat
     for task in group_tasks(SPEC, 3, 1):
         together.add(part(task))
     assert all(len(batch.blocks) == 1 for batch in together.batches((1,))), "all are neighbours"
+
+
+def test_neighbours_make_as_many_forwards_as_the_one_with_most_blocks_and_replicas_their_own() -> (
+    None
+):
+    first, second = Block(1, 0, (0, 1)), Block(1, 1, (0,))
+
+    def uneven(fragment: tuple[int, ...]) -> Any:
+        return (((first, second), (), (first,)), ((first,), (), ()))
+
+    counts = {}
+    for lockstep in (True, False):
+        board = StepBoard(SPEC, uneven, 1, 3, {"r": 1.0}, lockstep=lockstep)
+        for task in group_tasks(SPEC, 3, 1):
+            board.add(part(task))
+        for last in (True, False):
+            found = board.batches((1,), last)
+            counts[lockstep, last] = [[b.weight > 0 for b in batch.blocks] for batch in found]
+    assert counts[True, False] == [[True, False], [], [False]]
+    assert counts[True, True] == [[True, False], [], [False]]
+    assert counts[False, False] == counts[False, True] == [[True], [], []]
 
 
 @pytest.mark.parametrize("gap", [0, 1])

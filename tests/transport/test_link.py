@@ -119,6 +119,20 @@ def test_a_closed_link_lets_nobody_in_and_its_threads_hold_no_process_up(
         OURS.connect(host, int(port), "link 0", 1)
 
 
+def test_a_link_that_breaks_while_it_sends_is_told_unless_it_is_closing(
+    controls: list[Control],
+) -> None:
+    link = SocketLink(controls[0], 0, HOST, OURS, limits=Limits(verdict_s=0.1))
+    controls[0].set("address/1", f"{HOST}:1")  # where nobody listens
+    with pytest.raises(ConnectionError, match="rank 0 lost its link to rank 1"):
+        link.open(1) and link.receive(5.0)
+    link.close()
+    assert link._closing.is_set()
+    controls[0].set("address/2", f"{HOST}:1")
+    link.open(2)[1].join(5.0)
+    assert link.receive(0.0) is None
+
+
 class _Note:
     """A queue that notes how long it may be waited for."""
 
