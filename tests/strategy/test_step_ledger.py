@@ -253,7 +253,7 @@ def test_neighbours_make_as_many_forwards_as_the_one_with_most_blocks_and_replic
     first, second = Block(1, 0, (0, 1)), Block(1, 1, (0,))
 
     def uneven(fragment: tuple[int, ...]) -> Any:
-        return (((first, second), (), (first,)), ((first,), (), ()))
+        return (((first, second), (first, second), ()), ((first,), (), ()))
 
     counts = {}
     for lockstep in (True, False):
@@ -263,8 +263,8 @@ def test_neighbours_make_as_many_forwards_as_the_one_with_most_blocks_and_replic
         for last in (True, False):
             found = board.batches((1,), last)
             counts[lockstep, last] = [[b.weight > 0 for b in batch.blocks] for batch in found]
-    assert counts[True, False] == [[True, False], [], [False]]
-    assert counts[True, True] == [[True, False], [], [False]]
+    assert counts[True, False] == [[True, False], [False, False], []]
+    assert counts[True, True] == [[True, False], [False, False], [False]]
     assert counts[False, False] == counts[False, True] == [[True], [], []]
 
 
