@@ -282,11 +282,10 @@ def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_
 
 def test_the_receiver_confirms_the_very_task_that_it_was_given(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
-    giver.runner.claim(1)
     giver.runner.run(giver.runner.claim(1), interrupt=lambda task: 3)
     receiver.runner.resume(Suspended.of(giver.post.messages()[0], 3))
     receiver.runner.settle(wait=True)
-    assert {Part(message).claim for message in receiver.post.messages()} == {Claim(1, 3, 0)}
+    assert {Part(message).claim for message in receiver.post.messages()} == {Claim(0, 3, 0)}
 
 
 def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
