@@ -27,8 +27,8 @@ class Latents:
 
     side: int = 8
     """Pixels per latent pixel and side."""
-    frames: int = 4
-    """Video frames per latent frame behind the first."""
+    frames: float = 4.0
+    """Video frames per latent frame behind the first, in the mean."""
     channels: int = 16
     """Numbers per latent pixel."""
     patch: int = 2

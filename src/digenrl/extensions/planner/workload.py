@@ -169,7 +169,7 @@ class Workload:
     @property
     def latent_frames(self) -> int:
         """Latent frames of a sample."""
-        return (self.frames - 1) // self.facts.latents.frames + 1
+        return int((self.frames - 1) / self.facts.latents.frames) + 1
 
     @cached_property
     def tokens(self) -> int:
