@@ -129,11 +129,11 @@ def test_others_can_use_an_address_that_is_not_of_the_link(monkeypatch: pytest.M
         Network(interface="ib2").address("")
     for host, told in (("10.0.0.9", "ib0"), ("fd00::2", "ib1"), ("10.0.0.8", None)):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # so that it is put back as it was
+            monkeypatch.delenv(name)
         Network().announce(host)
         assert os.environ.get("GLOO_SOCKET_IFNAME") == told
         assert "NCCL_SOCKET_IFNAME" not in os.environ
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
 def test_a_listener_takes_the_first_free_port_of_a_range(ports: tuple[int, int]) -> None:
