@@ -22,7 +22,7 @@ from digenrl.extensions.planner import planner
 from digenrl.extensions.planner.advice import planned_split
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.cli import plan as plan_command
-from digenrl.extensions.planner.cli.plan import as_configured
+from digenrl.extensions.planner.cli.plan import as_configured, idle_gpus
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.enumeration import fitted, task_sizes
 from digenrl.extensions.planner.gpus import reaches
@@ -168,6 +168,17 @@ def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) ->
 )
 def test_what_is_settled_is_not_planned(words: list[str]) -> None:
     assert planned_split(configuration.load(["experiment=flux1_flowgrpo", *words])) is None
+
+
+@pytest.mark.parametrize(
+    ("trainers", "rollouts", "idle"), [(3, 2, 3), (8, 0, 0), (3, "auto", 0), ("auto", 2, 0)]
+)
+def test_gpus_are_idle_where_both_numbers_leave_some(
+    trainers: int | str, rollouts: int | str, idle: int
+) -> None:
+    found = configuration.load(["experiment=flux1_flowgrpo", "hardware=node_8xh100"], "plan")
+    allocation = OmegaConf.create({"trainers": trainers, "rollouts": rollouts})
+    assert idle_gpus(costing_of(found), allocation) == idle
 
 
 def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
