@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.extensions.zoo.since import require
 from digenrl.models import pretrained
 from digenrl.models.latents import pack, unpack
-from digenrl.models.pretrained import PretrainedError
+from digenrl.models.pretrained import PretrainedError, require_shards
 from digenrl.types import Prompt
 from tests.conftest import ROOT
 from tests.models.tiny_policies import FACTS, FAMILIES, LORA, ROWS, make, prompt
@@ -357,3 +358,20 @@ def test_what_can_be_made_again_lies_in_the_users_cache_outside_of_a_checkout(
     monkeypatch.setattr(pretrained, "__file__", str(tmp_path / "a/b/c/d.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert pretrained.cache_root("tiny") == tmp_path / "digenrl/tiny"
+
+
+def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
+    """transformers would fill what is missing with random numbers."""
+    folder = tmp_path / "text_encoder"
+    folder.mkdir()
+    with pytest.raises(PretrainedError, match="no weights in safetensors format"):
+        require_shards(str(tmp_path), "text_encoder")
+    named = {f"layer.{n}": f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+    (folder / named["layer.1"]).touch()
+    with pytest.raises(PretrainedError, match="model-00002-of-00003.*2 files missing"):
+        require_shards(str(tmp_path), "text_encoder")
+    for name in named.values():
+        (folder / name).touch()
+    require_shards(str(tmp_path), "text_encoder")
+    require_shards(str(tmp_path), "no_such_encoder")
