@@ -369,7 +369,7 @@ def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
     named = {f"layer.{n}": f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
     (folder / named["layer.1"]).touch()
-    with pytest.raises(PretrainedError, match="model-00002-of-00003.*2 files missing"):
+    with pytest.raises(PretrainedError, match=r"model-00002-of-00003.*2 files missing"):
         require_shards(str(tmp_path), "text_encoder")
     for name in named.values():
         (folder / name).touch()
