@@ -258,7 +258,8 @@ def activations(
     table, kept, beside = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     spent, cells = dict[str, float](), Cells(name, trained)
     fused = mock.patch.object(nn.functional, "scaled_dot_product_attention", attend)
-    with FakeTensorMode(), fused if DEVICE != "cpu" else nullcontext():
+    fake = FakeTensorMode()  # one for both: some networks keep the tables that they make
+    with fake, fused if DEVICE != "cpu" else nullcontext():
         cells.place(DEVICE)
         with torch.no_grad():
             made = tables(cells.generates)
@@ -267,7 +268,7 @@ def activations(
             cells.keep(mode)
             kept[mode] = cells.kept()
             table[mode] = fit(kept[mode])
-    with FakeTensorMode():
+    with fake:
         if BACKWARD != DEVICE:
             cells.place(BACKWARD)
         for mode in MODES:
