@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from digenrl.cluster import launcher
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, RunOutcome
 from digenrl.cluster.limits import Limits
@@ -114,3 +115,16 @@ def test_a_process_has_an_exit_code_of_its_own_for_a_run_that_stops_itself() -> 
     from digenrl.cluster import launcher
 
     assert (launcher.EXIT_STOPPED, launcher.PR_SET_PDEATHSIG) == (os.EX_TEMPFAIL, 1)
+
+
+def test_a_failure_of_the_launchers_own_is_the_outcome_and_its_traceback_in_a_log(
+    tmp_path: Path,
+) -> None:
+    try:
+        raise OSError("no port is free")
+    except OSError as error:
+        outcome = launcher._own_failure(error, tmp_path)
+        assert launcher._own_failure(error, tmp_path / "nowhere") == outcome
+    assert (outcome.status, outcome.exit_code) == ("failed", 1)
+    assert outcome.cause == "the launcher raised OSError: no port is free; see logs/launcher.log"
+    assert "in test_a_failure_of_the_launchers_own" in (tmp_path / "launcher.log").read_text()

@@ -219,3 +219,12 @@ def test_the_version_of_the_code_is_the_digest_of_every_source_with_its_name() -
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "diffusers")]
     assert code_version() == ", ".join([f"digenrl {digest.hexdigest()[:12]}", *versions])
     assert LineFile(root / "never opened").size == 0
+
+
+def test_a_file_that_has_reached_its_limit_takes_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"{}\n" * 10)
+    with pytest.raises(OSError, match=r"record\.keep_mib"):
+        run_dir._append(path, {}, 30)
+    run_dir._append(path, {}, 31)
+    assert path.stat().st_size == 33

@@ -18,6 +18,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
+from digenrl.config.schema import schema_of
+from digenrl.config.validation import keys_of
 from digenrl.extensions.planner import planner
 from digenrl.extensions.planner.advice import planned_split
 from digenrl.extensions.planner.bound import solve_bound
@@ -179,6 +181,10 @@ def test_gpus_are_idle_where_both_numbers_leave_some(
     found = configuration.load(["experiment=flux1_flowgrpo", "hardware=node_8xh100"], "plan")
     allocation = OmegaConf.create({"trainers": trainers, "rollouts": rollouts})
     assert idle_gpus(costing_of(found), allocation) == idle
+
+
+def test_a_key_is_known_by_the_name_that_a_user_writes() -> None:
+    assert "plan.async" in keys_of(schema_of("plan"))
 
 
 def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
