@@ -120,11 +120,10 @@ def test_a_process_has_an_exit_code_of_its_own_for_a_run_that_stops_itself() -> 
 def test_a_failure_of_the_launchers_own_is_the_outcome_and_its_traceback_in_a_log(
     tmp_path: Path,
 ) -> None:
-    try:
+    with pytest.raises(OSError, match="no port is free") as caught:
         raise OSError("no port is free")
-    except OSError as error:
-        outcome = launcher._own_failure(error, tmp_path)
-        assert launcher._own_failure(error, tmp_path / "nowhere") == outcome
+    outcome = launcher._own_failure(caught.value, tmp_path)
+    assert launcher._own_failure(caught.value, tmp_path / "nowhere") == outcome
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
     assert outcome.cause == "the launcher raised OSError: no port is free; see logs/launcher.log"
     assert "in test_a_failure_of_the_launchers_own" in (tmp_path / "launcher.log").read_text()
