@@ -92,6 +92,12 @@ def _said(rule: Any, **values: Any) -> list[str]:
     return list(rule(given_.__getitem__))
 
 
+def _expect(said: list[str], refused: str | None) -> None:
+    """Assert that one message holds the text `refused`; None: that there is none."""
+    assert len(said) == (refused is not None)
+    assert refused is None or refused in said[0]
+
+
 @pytest.mark.parametrize(
     ("sharding", "group", "trainers", "refused"),
     [
@@ -113,8 +119,7 @@ def test_a_shard_group_divides_the_trainers(
         relations._shard_group,
         parallel__sharding=sharding, parallel__shard_group=group, allocation__trainers=trainers,
     )  # fmt: skip
-    assert len(said) == (refused is not None)
-    assert refused is None or refused in said[0]
+    _expect(said, refused)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +149,7 @@ def test_ranks_fit_the_devices_that_may_have_their_role(
         relations._rank_counts,
         hardware__pools=pools, allocation__trainers=trainers, allocation__rollouts=rollouts,
     )  # fmt: skip
-    assert len(said) == (refused is not None)
-    assert refused is None or refused in said[0]
+    _expect(said, refused)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +190,7 @@ def test_divided_claims_leave_no_task_to_others(
         "allocation__max_lost_rollouts": "auto",
     }  # fmt: skip
     said = _said(relations._split_claims, **(plain | changes))
-    assert len(said) == (refused is not None)
-    assert refused is None or refused in said[0]
+    _expect(said, refused)
 
 
 KNOWN = [
@@ -418,8 +421,7 @@ def test_a_relation_holds_or_says_what_to_set(
     rule: str, values: dict[str, Any], refused: str | None
 ) -> None:
     said = _said(getattr(relations, f"_{rule}"), **values)
-    assert len(said) == (refused is not None)
-    assert refused is None or refused in said[0]
+    _expect(said, refused)
 
 
 @pytest.mark.parametrize(
