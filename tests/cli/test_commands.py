@@ -66,7 +66,11 @@ def test_a_shell_reads_what_is_printed(monkeypatch: pytest.MonkeyPatch, shell: s
         ),
     ],
 )
-def test_makes_targets_take_any_path(asked: dict[str, str], words: list[str], shell: str) -> None:
+def test_makes_targets_take_any_path(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], words: list[str], shell: str
+) -> None:
+    for name in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES"):  # of the `make test ARGS=...` that runs this
+        monkeypatch.setenv(name, "")
     made = in_shell("make", words[0], *(f"{key}={value}" for key, value in asked.items()), shell)
     assert made == ["-m", "digenrl", *words]
 

@@ -4,9 +4,12 @@ held."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pickle
 from collections import Counter
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,13 +98,23 @@ class Seen:
         """Numbers of trainers that share the time steps of one sample."""
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Seen]]:
+def runs(folder: Path) -> dict[str, Seen]:
     """Name of a mode -> what its run has shown."""
     jobs = [Job(name, configured(*LIGHT, *words), watched) for name, words in MODES.items()]
-    found = {}
-    for job, cluster in run_series(tmp_path_factory.mktemp("witnesses"), 2, 1, jobs):
-        found[job.name] = Seen(cluster)
+    return {job.name: Seen(cluster) for job, cluster in run_series(folder, 2, 1, jobs)}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Seen]:
+    """What `runs` returns, once for all of pytest's workers: half a minute."""
+    folder = tmp_path_factory.mktemp("witnesses")
+    shared = folder if worker_id == "master" else tmp_path_factory.getbasetemp().parent
+    with (shared / "witnesses.pickle").open("a+b") as kept:
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        if not kept.seek(0, os.SEEK_END):
+            pickle.dump(runs(folder), kept)
+        kept.seek(0)
+        found: dict[str, Seen] = pickle.load(kept)
     return found
 
 
