@@ -69,7 +69,8 @@ def test_a_shell_reads_what_is_printed(monkeypatch: pytest.MonkeyPatch, shell: s
 def test_makes_targets_take_any_path(
     monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], words: list[str], shell: str
 ) -> None:
-    for name in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES"):  # of the `make test ARGS=...` that runs this
+    # What `make test ARGS=...` gives to all that it starts.
+    for name in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES"):
         monkeypatch.setenv(name, "")
     made = in_shell("make", words[0], *(f"{key}={value}" for key, value in asked.items()), shell)
     assert made == ["-m", "digenrl", *words]

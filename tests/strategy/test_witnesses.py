@@ -114,7 +114,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, 
         if not kept.seek(0, os.SEEK_END):
             pickle.dump(runs(folder), kept)
         kept.seek(0)
-        found: dict[str, Seen] = pickle.load(kept)
+        found: dict[str, Seen] = pickle.load(kept)  # noqa: S301  (written above)
     return found
 
 
