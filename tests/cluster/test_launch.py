@@ -48,7 +48,6 @@ def launched(*args: Any, **options: Any) -> tuple[Any, ...]:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             stream = open(descriptor, "w", closefd=False)  # noqa: SIM115
             patch.setattr(sys, name, stream)
-        gc.freeze()  # or each launch searches all that other tests have imported
         found = launch(Launch(*args, **options))
     return found.status, found.cause, found.exit_code
 
@@ -117,7 +116,6 @@ def test_ranks_are_told_who_they_are_and_nothing_is_left_of_them(tmp_path: Path)
         assert "token=" in log
         assert "hf_abcdef" not in log
     assert [signal.getsignal(number) for number in STOPS] == before
-    assert gc.get_freeze_count() == 0
     assert psutil.Process().children(recursive=True) == children
     until(lambda: psutil.Process().num_fds() <= descriptors)
 
@@ -158,6 +156,17 @@ def test_an_error_of_the_launcher_is_the_outcome(tmp_path: Path) -> None:
     assert launched(1, 0, tell, tmp_path, places=fail) == ("failed", cause, 1)
     assert "RuntimeError: odd" in (tmp_path / "logs" / "launcher.log").read_text()
     assert launched(1, 0, lambda *_: None, tmp_path, on_end=fail) == ("failed", cause, 1)
+
+
+def test_what_was_frozen_stays_frozen_and_nothing_else(tmp_path: Path) -> None:
+    """Or each launch of a process would search all that it has imported."""
+    gc.freeze()
+    launched(1, 0, tell, tmp_path, places=fail)
+    assert gc.get_freeze_count()
+    gc.unfreeze()
+    launched(1, 0, tell, tmp_path, places=fail)
+    assert not gc.get_freeze_count()
+    gc.freeze()
 
 
 def test_places_start_the_ranks_and_are_given_back_when_all_have_ended(tmp_path: Path) -> None:

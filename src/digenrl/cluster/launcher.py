@@ -198,6 +198,7 @@ def launch(spec: Launch) -> RunOutcome:
     # A forked rank inherits this process's garbage, but not its threads. Collecting, say, an
     # earlier run's store there would end threads that do not exist in the rank, and kill it. So
     # collect now, and freeze what is left.
+    frozen = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     host = spec.network.address(spec.host)
@@ -246,7 +247,8 @@ def launch(spec: Launch) -> RunOutcome:
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
             _kill(ranks, spec.limits)
         try:
             spec.on_end()
