@@ -156,6 +156,9 @@ def test_a_truncated_or_missing_file_is_named_and_an_older_checkpoint_serves(
     shutil.rmtree(older)
     with pytest.raises(CheckpointError, match=r"no valid checkpoint.*\n.*" + name):
         newest_valid(tmp_path / "checkpoints")
+    shutil.rmtree(newer)
+    with pytest.raises(CheckpointError, match=r"0 looked at.*\n.*begin a new run"):
+        newest_valid(tmp_path / "checkpoints")
 
 
 def _disk_operations(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> list[int]:

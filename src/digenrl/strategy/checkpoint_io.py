@@ -321,6 +321,7 @@ def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) 
         for problem in problems:
             say(f"passed over for {directory.name}: {problem}")
         return directory
+    problems = problems or ["Nothing was saved yet (callbacks.checkpoint.every): begin a new run."]
     raise CheckpointError(
         "\n".join([f"no valid checkpoint in {checkpoints} ({len(found)} looked at).", *problems])
     )
