@@ -3,6 +3,7 @@ about, removed keys, and relations at their limits. Nothing is composed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from PIL import Image
 
 from digenrl.config import checks, compose, errors, output_dir, relations, stored, validation
 from digenrl.config import help as help_
@@ -505,3 +507,31 @@ def test_a_leaf_anywhere_may_be_wrong(tree: dict[str, Any], said: str | None) ->
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
     assert list(checks._leaf_problems({"a": {"b": [float("nan")]}}, ["a.b"])) == []
+
+
+def test_prompts_are_read_within_the_bounds_that_are_sound_and_each_file_is_told_by_itself(
+    tmp_path: Path,
+) -> None:
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    file = tmp_path / "edits.jsonl"
+    file.write_text('{"prompt": "one", "image": "a.png"}\n')
+    data: dict[str, Any] = {
+        "prompts": str(file), "heldout": None, "prompts_per_batch": 1, "oversample": 0,
+        "image_max_mib": 1.0, "image_max_pixels": 1200,
+    }  # fmt: skip
+
+    def said(broken: Sequence[str] = (), **changes: Any) -> list[str]:
+        return list(checks._prompt_problems({"data": data | changes}, broken))
+
+    assert said() == []
+    assert "at most 1199" in said(image_max_pixels=1199)[0]
+    assert said(["data.image_max_pixels"], image_max_pixels="many") == []
+    (alone,) = said(prompts_per_batch=2)
+    assert alone.endswith(
+        "holds 1 different prompts and a batch needs distinct ones; allowed: 1 .. 1."
+    )
+    (absent,) = said(
+        prompts=[{"file": str(file), "weight": 1}, {"file": "absent.txt", "weight": 1}],
+        prompts_per_batch=9,
+    )
+    assert "no such prompt file" in absent, "how many prompts there are is not known then"

@@ -91,7 +91,10 @@ def test_ordinary_text_stays(text: str) -> None:
 def test_environment_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SERVICE_TOKEN", "c0ffee-c0ffee")
     monkeypatch.setenv("NUM_TOKENS", "twelve-twelve")
-    assert redact_text("c0ffee-c0ffee twelve-twelve") == f"{MASK} twelve-twelve"
+    monkeypatch.setenv("DB_PASSWORD", "eight-ch")
+    monkeypatch.setenv("DB_SECRET", "sevench")
+    said = redact_text("c0ffee-c0ffee twelve-twelve eight-ch sevench")
+    assert said == f"{MASK} twelve-twelve {MASK} sevench", "a short word may be an ordinary one"
 
 
 @given(

@@ -195,10 +195,11 @@ def test_json_and_traces_are_written_as_they_are_read(tmp_path: Path) -> None:
 
 
 def test_a_line_file_goes_on_after_a_torn_line_and_counts_its_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "spans" / "rank-000.jsonl"
+    path = tmp_path / "run" / "spans" / "rank-000.jsonl"
     file = LineFile(path)
     assert file.write(b'{"n":1}\n')
     assert file.size == 8
+    assert path.stat().st_mode & 0o777 == 0o644 & ~_umask()
     file.close()
     file.close()
     path.open("ab").write(b'{"torn"')

@@ -161,6 +161,10 @@ def test_lines_are_written_each_second_and_by_the_thousand(tmp_path: Path) -> No
     assert counts[998:1002] == [0, 1000, 1000, 1000]
     assert counts[1998:2003] == [1000, 2000, 2000, 2002, 2002]
     assert log.take_seconds() == {("train", ""): 2001 * 1.0 + 499 * 2.5}
+    path.unlink()
+    log = SpanLog(path, 0, "trainer", 0.0)
+    log.add("train", 0.0, 1.5, quiet=True)
+    assert written() == 1, "a crash loses the last second"
 
 
 def test_a_record_without_fields_is_named() -> None:

@@ -214,6 +214,9 @@ def test_closing_waits_for_no_place_in_a_full_queue(gated):
     assert (ended, gone) == (True, True)
     assert running.result(5)["r"].shape == (2,)
     assert gated.closed
+    assert scorer._thread is not None
+    scorer._thread.join(5)
+    assert not scorer._thread.is_alive(), "a late scorer's thread ends all the same"
 
 
 def test_a_scorers_thread_works_on_its_ranks_device_and_on_a_stream_of_its_own(monkeypatch):

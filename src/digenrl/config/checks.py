@@ -130,11 +130,7 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
         if f"data.{leaf}" in broken or data.get(leaf) is None:
             continue
         keys = {name: f"image_{name}" for name in vars(ImageLimits())}
-        bounds = {
-            name: data[key]
-            for name, key in keys.items()
-            if key in data and f"data.{key}" not in broken
-        }
+        bounds = {name: data[key] for name, key in keys.items() if f"data.{key}" not in broken}
         files, whole = list[tuple[prompts.PromptFile, float]](), True
         for name, weight in prompts.sources(data[leaf]):
             try:
@@ -150,7 +146,7 @@ def _prompt_problems(tree: Mapping[str, Any], broken: Collection[str]) -> Iterat
             continue
         wanted, more, weights = (
             data["prompts_per_batch"],
-            data.get("oversample", 0),
+            data["oversample"],
             [weight for _, weight in files],
         )
         for (file, weight), most in zip(

@@ -122,7 +122,7 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         raise
 
 

@@ -91,7 +91,6 @@ class AsyncScorer:
             self._drain()
             self._queue.put(None)
             self._thread.join(timeout_s)
-        self._drain()
         self.suite.close()
 
     def _drain(self) -> None:
