@@ -3,11 +3,14 @@ about, removed keys, and relations at their limits. Nothing is composed."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +21,7 @@ from digenrl.config import checks, compose, errors, output_dir, relations, store
 from digenrl.config import help as help_
 from digenrl.config.compose import quoted
 from digenrl.config.removed import REMOVED, reason
+from digenrl.config.shipped import config_directory
 from digenrl.record.redact import MASK
 
 PARSER = OverridesParser.create()
@@ -355,6 +359,42 @@ def test_a_command_reads_its_own_keys_and_leaves_the_others() -> None:
     assert said[4] == "zzz = 1: no such key; keys: name, steps."
 
 
+def test_a_page_whose_reader_has_quit_ends_without_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stdout = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    help_.show("A page.")
+    print("What comes later.", flush=True)
+    stdout.close()
+
+
+def test_without_the_extension_a_page_is_its_text_and_names_the_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(help_, "installed", lambda name: False)
+    assert help_.help_page(" A page.\n", "command_help").startswith("A page.\n\ndocs/")
+    assert help_.help_page(None, "command_help").startswith("\n\ndocs/")
+
+
+class Share(help_.Arguments):
+    """A key of a command that is a fraction."""
+
+    share: float
+    """How much."""
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_fraction_of_a_command_is_finite_and_stays_as_it_was_given(value: str) -> None:
+    with pytest.raises(errors.ConfigError, match=r"share = .*is not finite; allowed: number"):
+        help_.read_arguments(Share, [f"share={value}"])
+    own, _ = help_.read_arguments(Share, ["share=0.5"])
+    with pytest.raises(ValueError, match="frozen"):
+        own.share = 0.25  # type: ignore[misc]
+
+
 def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
     done: list[Any] = []
 
@@ -535,3 +575,48 @@ def test_prompts_are_read_within_the_bounds_that_are_sound_and_each_file_is_told
         prompts_per_batch=9,
     )
     assert "no such prompt file" in absent, "how many prompts there are is not known then"
+
+
+@pytest.mark.parametrize(
+    ("hydras", "said"),
+    [
+        ("In 'mine': Could not find 'reward/clp'\n\nAvailable: ...", "mine: reward = clp: there is no such reward; "),
+        ("Could not find 'algorithm/sde/dnce'", "algorithm/sde = dnce: there is no such algorithm/sde; "),
+        ("Could not find 'nowhere/clp'", "Could not find 'nowhere/clp'"),
+        ("One.\n \n  full_key: a.b\nobject_type=dict\n  api_key=canary-canary", f"One.; api_key={MASK}"),
+    ],
+)  # fmt: skip
+def test_what_hydra_refuses_is_said_in_one_line(hydras: str, said: str) -> None:
+    found = compose._composition_message(ValueError(hydras), ())
+    assert found.startswith(said)
+    assert "\n" not in found
+    assert ("Available: " in found) == said.endswith("; ")
+
+
+def test_keys_of_hydra_and_of_a_lists_items_are_not_proposed() -> None:
+    tree = {"hydra": {"zebra": 1}, "logger": [{"okapi": 2}], "callbacks": {"gnu": {"tapir": 3}}}
+    known = compose.KnownKeys(OmegaConf.create(tree), "train")
+    assert "nearest: callbacks.gnu.tapir." in known.unknown("tapor", 1)
+    for key in ("zebro", "okapy"):
+        assert known.unknown(key, 1).startswith(f"{key} = 1: no such key; the top level has ")
+    assert known.unknown("callbacks.qqqq.wwww.zzzz", 1).endswith("; callbacks has gnu.")
+
+
+def test_values_go_into_the_groups_that_are_there_and_keys_are_added_and_removed() -> None:
+    config = OmegaConf.create({"a": {"b": 1, "c": 2, "d": 3}, "e": 4, "l": [1]})
+    OmegaConf.set_struct(config, True)
+    words = ["a={b:5}", "+f.g=6", "++a.h=7", "~e", "~a.c", "x=1", "~y", "~l.0", "+l.i=8"]
+    said = compose.apply_values(config, [*map(PARSER.parse_override, words)], "train")
+    assert config == {"a": {"b": 5, "d": 3, "h": 7}, "f": {"g": 6}, "l": [1]}
+    starts = (
+        "x = 1: no such key", "y = : no such key", "l.0: cannot be set (list indices",
+        "l.i: cannot be set (invalid literal",
+    )  # fmt: skip
+    assert len(said) == len(starts)
+    assert all(text.startswith(start) for text, start in zip(said, starts, strict=True))
+
+
+def test_a_program_that_uses_hydra_itself_may_compose() -> None:
+    compose._composed.cache_clear()
+    with initialize_config_dir(str(config_directory()), version_base=compose.VERSION_BASE):
+        assert compose.composed("train", ["schedule=gap"]).schedule.gap == 1

@@ -58,6 +58,7 @@ def test_a_thread_is_in_its_innermost_stage_and_each_sign_counts_up() -> None:
 
     numbers = [note()]
     with progress.stage("train"):
+        numbers.append(note())
         with progress.stage("wait tail"):
             with progress.stage("send"):
                 numbers.append(note())
@@ -66,10 +67,10 @@ def test_a_thread_is_in_its_innermost_stage_and_each_sign_counts_up() -> None:
             numbers.append(note())
         numbers.append(note())
     numbers.append(note())
-    stages = ["", "send", "wait tail", "wait tail", "train", ""]
+    stages = ["", "train", "send", "wait tail", "wait tail", "train", ""]
     assert [stage for stage, _ in seen] == stages
     # known: a stretch of the stage has ended before, as that of an outer one does when an inner begins
-    assert [known for _, known in seen] == [False, False, True, True, True, False]
+    assert [known for _, known in seen] == [False, False, False, True, True, True, False]
     assert numbers == sorted(set(numbers))
     assert [stretch.waits for stretch in progress.now()] == [False]
 

@@ -152,7 +152,7 @@ def test_what_is_not_written_is_told_at_once_and_at_the_end(tmp_path: Path) -> N
     for path in blocked:
         path.mkdir(parents=True)
     append_jsonl(blocked[0], {"a": 1})
-    LineFile(blocked[1]).write(b"{}\n{}\n")
+    assert not LineFile(blocked[1]).write(b"{}\n{}\n")
     for _ in range(3):
         append_jsonl(blocked[0], {"a": 1})
     told = lines(tmp_path / "events.jsonl")
@@ -200,8 +200,12 @@ def test_a_line_file_goes_on_after_a_torn_line_and_counts_its_bytes(tmp_path: Pa
     assert file.write(b'{"n":1}\n')
     assert file.size == 8
     assert path.stat().st_mode & 0o777 == 0o644 & ~_umask()
+    descriptor = file._descriptor
+    assert descriptor is not None
     file.close()
     file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
     path.open("ab").write(b'{"torn"')
     assert file.write(b'{"n":2}\n')
     assert file.size == path.stat().st_size == 8 + 8 + 8

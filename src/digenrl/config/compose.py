@@ -185,9 +185,7 @@ def composed(config_name: str, groups: Sequence[str], own: Sequence[Path] = ()) 
     Raises:
         ConfigError: Hydra refused the composition.
     """
-    config = copy.deepcopy(_composed(config_name, tuple(groups), tuple(own)))
-    OmegaConf.set_readonly(config.hydra, False)  # hydra.run.dir is applied with the other values
-    return config
+    return copy.deepcopy(_composed(config_name, tuple(groups), tuple(own)))
 
 
 # A sweep checks many jobs that differ in values alone; YAML does not change meanwhile.
@@ -297,8 +295,8 @@ def apply_values(config: DictConfig, values: Sequence[Override], config_name: st
                     parent, _, leaf = key.rpartition(".")
                     del (OmegaConf.select(config, parent) if parent else config)[leaf]
                 else:
-                    OmegaConf.update(config, key, value, merge=True, force_add=True)
-        except (OmegaConfBaseException, TypeError) as error:
+                    OmegaConf.update(config, key, value, merge=True)
+        except (OmegaConfBaseException, TypeError, ValueError) as error:
             shown = redact_text(str(error).splitlines()[0])
             problems.append(f"{key}: cannot be set ({shown}).")
     return problems

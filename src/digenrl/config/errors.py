@@ -4,7 +4,6 @@ offers."""
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Iterable, Sequence
 
 
@@ -39,7 +38,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         its.rpartition(".")[2]: its for its in candidates if its.rpartition(".")[0] == parent
     }
     leaves = {its.rpartition(".")[2]: its for its in reversed(candidates)}
-    close = functools.partial(difflib.get_close_matches, n=1)
+    close = difflib.get_close_matches
     found = (
         [siblings[its] for its in close(leaf, siblings, cutoff=0.7)]
         or [leaves[its] for its in leaves if its == leaf]
