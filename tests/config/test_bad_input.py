@@ -3,6 +3,7 @@ nearest valid name."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -158,6 +159,10 @@ KEYS: dict[str, Case] = {
         ["trainer.strategy = ddp", "derived", "parallel.sharding"],
     ),
     "removed required key": (["~seed"], ["seed: missing", "whole number >= 0"]),
+    "a key that the run's directory needs": (
+        ["~experiment_name"],
+        ["hydra.run.dir: ", "experiment_name", "; do not remove what it names."],
+    ),
     "removed unknown key": (["~sede"], ["sede", "nearest: seed"]),
     "group of keys replaced": (
         ["schedule.tsp=3"],
@@ -748,11 +753,15 @@ def test_directory_as_prompt_file(tmp_path: Path) -> None:
     assert any("not a regular file" in text for text in problems_of(f"data.prompts={tmp_path}"))
 
 
-def test_unwritable_output(tmp_path: Path) -> None:
+def test_unwritable_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     (text,) = problems_of(f"output_root={tmp_path / 'file'}")
     assert str(tmp_path / "file") in text
     assert "is no directory; set output_root=" in text
+    # whoever runs the tests as root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
+    (text,) = problems_of(f"output_root={tmp_path}")
+    assert f"because {tmp_path} is no writable directory; set output_root=" in text
 
 
 def test_secrets_are_refused_and_never_shown(capsys: pytest.CaptureFixture[str]) -> None:

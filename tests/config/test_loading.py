@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -29,6 +30,10 @@ def test_everything_is_resolved_and_read_only() -> None:
     assert "hydra" not in composed.config
     assert composed.config.resume is None
     assert composed.run_dir.parent == Path.cwd() / "outputs" / "x"
+    assert (
+        composed.choices["hardware"] in config.group_options(config.config_directory())["hardware"]
+    )
+    assert not [group for group in composed.choices if group.startswith("hydra")]
     with pytest.raises(ReadonlyConfigError):
         composed.config.seed = 3
 
@@ -229,6 +234,9 @@ def test_own_prompt_file_becomes_absolute_and_duplicates_are_noted(
     assert composed.notes == (
         f"data.prompts: {tmp_path}/mine.txt: 1 duplicates left out (line 3 repeats line 1).",
     )
+    Path("many.txt").write_text("one\n" * 5 + "two\n")
+    (note,) = config.load(["data.prompts=many.txt", "data.prompts_per_batch=2"]).notes
+    assert ("4 duplicates left out" in note, note.count("repeats")) == (True, 3)
     assert config.load([]).config.data.prompts == "drawn_scenes.txt"
 
 
@@ -247,6 +255,15 @@ def test_cfg_prints_the_configuration(capsys: pytest.CaptureFixture[str]) -> Non
         config.load_or_exit(["--cfg", "seed=9"])
     assert caught.value.code == 0
     assert OmegaConf.create(capsys.readouterr().out).seed == 9
+    assert config.load_or_exit(["seed=9"]).config.seed == 9
+
+
+def test_flags_are_no_settings_and_hydras_words_belong_to_cfg_alone() -> None:
+    given = ["all", "-c", "job", "seed=1", "job", "-h", "--cfg", "--config-dir", "d"]
+    words = ["all", "seed=1", "job", "hydra.searchpath=['d']"]
+    assert config.loading.without_flags(given) == (words, {"--cfg", "--help"})
+    asked = [["seed=1,2", "-m"], ["--multirun"], ["m", "-c", "job"], []]
+    assert [config.loading.is_multirun(each) for each in asked] == [True, True, False, False]
 
 
 def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
@@ -256,6 +273,26 @@ def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
         for key, its in keys_of(TrainKeys).items()
         if its.required
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "held", "counts"),
+    [
+        ("mine=[a]", ["a", " ", 3, None], ["a"]),
+        ("+mine=[a]", ["a", "b"], ["a", "b"]),
+        ("++mine=[a]", ["a"], ["a"]),
+        ("mine=[a]", ["a", "${gone}", "???"], ["a", "${gone}", "???"]),
+        ("mine=a", "a", []),
+        ("mine={a:1}", {"a": 1}, []),
+        ("minesweeper=[a]", ["a"], []),
+        ("seed=1", ["a"], []),
+    ],
+)
+def test_a_list_that_counts_on_the_command_line_alone(
+    word: str, held: Any, counts: list[str]
+) -> None:
+    tree = OmegaConf.create({"mine": held})
+    assert config.loading.command_line_list("mine", ["seed=2", word], tree) == counts
 
 
 @pytest.mark.heavy

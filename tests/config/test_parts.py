@@ -4,6 +4,7 @@ about, removed keys, and relations at their limits. Nothing is composed."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from PIL import Image
+from pydantic import TypeAdapter
 
-from digenrl.config import checks, compose, errors, output_dir, relations, stored, validation
+from digenrl.config import (
+    checks,
+    compose,
+    errors,
+    output_dir,
+    relations,
+    schema,
+    shipped,
+    stored,
+    validation,
+)
 from digenrl.config import help as help_
 from digenrl.config.compose import quoted
 from digenrl.config.removed import REMOVED, reason
@@ -311,7 +323,7 @@ def test_a_fresh_run_directory_counts_up_from_the_number_that_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def names(wanted: str, times: int) -> list[str]:
-        return [output_dir._fresh(tmp_path / "runs" / wanted).name for _ in range(times)]
+        return [output_dir._fresh(tmp_path / "new" / "runs" / wanted).name for _ in range(times)]
 
     assert names("noon-3", 3) == ["noon-3", "noon-4", "noon-5"]
     assert names("plain", 3) == ["plain", "plain-1", "plain-2"]
@@ -620,3 +632,54 @@ def test_a_program_that_uses_hydra_itself_may_compose() -> None:
     compose._composed.cache_clear()
     with initialize_config_dir(str(config_directory()), version_base=compose.VERSION_BASE):
         assert compose.composed("train", ["schedule=gap"]).schedule.gap == 1
+
+
+FILES = {"file": "a.txt", "weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "refused"),
+    [
+        (schema.Kept, {"products": 0.5, "attention": 0.5}, None),
+        (schema.Kept, {"products": 0.5, "attention": 0.6}, "sums to more than 1"),
+        (schema.Ports, [29600, 29600], None),
+        (schema.Ports, [29601, 29600], "begins after its end"),
+        (schema.Span, {"min": 2, "max": 2}, None),
+        (schema.Span, {"min": 3, "max": 2}, "has min 3 above max 2"),
+        (schema.Component, {"_target_": "a.B", "_partial_": True}, None),
+        (schema.Component, {"_target_": "a.B"}, "lacks _partial_=true"),
+        (schema.PromptFiles, [FILES, {"file": "b.txt", "weight": 0.5}], None),
+        (schema.PromptFiles, [FILES, {"file": "b.txt", "weight": True}], "the weight True"),
+        (schema.PromptFiles, [{"file": "b.txt", "weight": float("inf")}], "the weight inf"),
+        (schema.PromptFiles, [{"file": "b.txt", "weight": "1"}], "the weight 1"),
+        (schema.PromptFiles, [{"file": " ", "weight": 1}], "expected {file: path, weight: number}"),
+        (schema.PromptFiles, [{"file": 3, "weight": 1}], "expected {file: path, weight: number}"),
+    ],
+)
+def test_a_value_is_kept_as_it_is_or_refused_with_the_reason(
+    kind: Any, value: Any, refused: str | None
+) -> None:
+    adapter = TypeAdapter(kind)
+    if refused is None:
+        assert adapter.validate_python(value) == value
+    else:
+        with pytest.raises(ValueError, match=re.escape(refused)):
+            adapter.validate_python(value)
+
+
+def test_the_shipped_configurations_are_those_of_the_checkout_or_lie_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "_PACKAGE", tmp_path / "src" / "digenrl")
+    assert shipped.config_directory() == tmp_path / "src" / "digenrl" / "configs"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train.yaml").touch()
+    assert shipped.config_directory() == tmp_path / "configs"
+
+
+def test_what_a_stored_run_leaves_open_is_kept_when_removed_keys_are_left_out() -> None:
+    tree = OmegaConf.create(
+        {"seed": "???", "reward": {"cache_size": 3, "pending": "???"}, "handshake": {"a": {"b": 1}}}
+    )
+    assert stored._forget(tree) == ["reward.cache_size=3", "handshake={'a': {'b': 1}}"]
+    assert OmegaConf.to_container(tree) == {"seed": "???", "reward": {"pending": "???"}}

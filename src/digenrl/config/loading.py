@@ -19,6 +19,7 @@ from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_s
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import help_page, show
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
+from digenrl.config.validation import shown
 from digenrl.extension import ExtensionMissing
 
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -64,9 +65,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
     try:
         return _load(argv, config_name, stored)
     except OSError as error:  # a path that a word names
-        path = str(error.filename)
-        named = path if len(path) < 300 else f"{path[:300]}..."
-        raise ConfigError([f"{named}: {error.strerror}."]) from error
+        raise ConfigError([f"{shown(error.filename)}: {error.strerror}."]) from error
     except ExtensionMissing as error:
         raise ConfigError([str(error)]) from error
 
@@ -173,13 +172,13 @@ def _prompt_files(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 def _notes(tree: Mapping[str, Any]) -> Iterator[str]:
     for holder, key in _prompt_files(tree["data"]):
         file = prompts.read(holder[key])
-        shown = ", ".join(
+        lines = ", ".join(
             f"line {line} repeats line {first}" for line, first in file.duplicates[:3]
         )
         if file.duplicates:
             where = "heldout" if key == "heldout" else "prompts"
             yield (
-                f"data.{where}: {file.path}: {len(file.duplicates)} duplicates left out ({shown})."
+                f"data.{where}: {file.path}: {len(file.duplicates)} duplicates left out ({lines})."
             )
 
 
@@ -241,12 +240,8 @@ def command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[
     if not any(word.lstrip("+").startswith(f"{key}=") for word in words):
         return []
     value = tree.get(key)
-    items = OmegaConf.to_container(value) if OmegaConf.is_list(value) else []
-    return (
-        [item for item in items if isinstance(item, str) and item.strip()]
-        if isinstance(items, list)
-        else []
-    )
+    items: Any = OmegaConf.to_container(value) if OmegaConf.is_list(value) else []
+    return [item for item in items if isinstance(item, str) and item.strip()]
 
 
 def is_multirun(argv: Sequence[str]) -> bool:

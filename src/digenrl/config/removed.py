@@ -61,9 +61,8 @@ MOVED = {
 
 def reason(key: str, value: Any = None) -> str | None:
     """Return why `key`, a group around it, or this value of it was removed; None: it was not."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
     parts = key.split(".")
-    names = (f"{key}={text}", *(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
+    names = (f"{key}={value}", *(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
     return next(
         (its for name in names for old, its in REMOVED.items() if fnmatchcase(name, old)), None
     )

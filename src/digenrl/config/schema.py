@@ -24,7 +24,7 @@ class Closed(BaseModel):
     """A group of keys that accepts no other keys."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -519,11 +519,11 @@ class PoolKeys(Closed):
 
     gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})]
     """Name of the GPU, for example H200."""
-    count: AtLeast1 = 1
+    count: AtLeast1 = ABSENT
     """Number of GPUs in the pool."""
-    role: Literal["auto", "trainer", "rollout"] = "auto"
+    role: Literal["auto", "trainer", "rollout"] = ABSENT
     """What the pool's GPUs do. auto: the planner decides."""
-    judges: AtLeast0 = 0
+    judges: AtLeast0 = ABSENT
     """Number of GPUs of each node, the last ones, that hold rewards with placement managed and no
     rank."""
     memory_gib: Positive
@@ -553,7 +553,7 @@ class LineKeys(Closed):
     """Names of the two pools that the link connects."""
     gb_s: Positive
     """GB/s in one direction. All GPUs of the two pools share it."""
-    latency_s: Amount = 0.0
+    latency_s: Amount = ABSENT
     """Seconds that a message takes in addition to its transfer."""
 
 
