@@ -23,8 +23,6 @@ from tests.strategy.processes import (
 )
 from tests.strategy.test_equality import LIGHT, reference_of
 
-pytestmark = pytest.mark.processes
-
 HOOKS = ("plan_tasks", "cut_fragment", "place_timesteps", "on_bubble")
 RECORDING = """
 
@@ -65,6 +63,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "patient"
 
 
+@pytest.mark.processes
 def test_the_documents_example_runs_and_every_hook_is_asked(tmp_path: Path, module: str) -> None:
     """Two RL steps of each class. Another order of training changes nothing that is computed."""
     common = (*LIGHT, "schedule.gap=1", f"allow_targets=[{module}]")

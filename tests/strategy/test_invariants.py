@@ -47,9 +47,8 @@ from tests.strategy.reference import Reference, reference
 from tests.strategy.test_equality import LIGHT, reference_of
 from tests.transport.test_wire import reader
 
-pytestmark = pytest.mark.processes
 
-
+@pytest.mark.processes
 def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(
     everything: dict[str, Cluster],
 ) -> None:
@@ -65,6 +64,7 @@ def test_I1_the_same_seeds_give_the_same_samples_in_every_mode(
     )
 
 
+@pytest.mark.processes
 def test_I2_I3_order_and_size_of_fragments_do_not_change_the_gradient(tmp_path: Path) -> None:
     """Fragments of three and one group, over two updates: every cell once, same gradient."""
     words = ("schedule.gap=3", "data.prompts_per_batch=8", "algorithm.updates_per_batch=2")
@@ -96,6 +96,7 @@ def as_they_arrive(rank: run.Rank, world: World) -> None:
     rank.strategy.cut_fragment = newest  # type: ignore[method-assign]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "change", [pytest.param(backwards, marks=pytest.mark.slow), as_they_arrive]
 )
@@ -184,6 +185,7 @@ def test_I4_an_incomplete_or_unscored_group_never_reaches_the_loss() -> None:
     assert {batch.denominator for batch in batches} == {2 * 4 * 3.0}
 
 
+@pytest.mark.processes
 def test_I5_steps_in_one_forward_give_the_gradient_of_the_per_step_loop(tmp_path: Path) -> None:
     config = configured(
         *LIGHT,
@@ -197,6 +199,7 @@ def test_I5_steps_in_one_forward_give_the_gradient_of_the_per_step_loop(tmp_path
         assert relative(mine, theirs) <= 1e-12
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "corrupted",
     [
@@ -228,6 +231,7 @@ def test_I5_the_old_log_prob_is_the_one_that_the_rollout_rank_stored(
     assert deviation == pytest.approx(1e-3, rel=0.01) if corrupted else deviation == 0.0
 
 
+@pytest.mark.processes
 def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: Path) -> None:
     """A trainer that lends once before a step's first fragment, and whenever it may after it, also
     between the two updates of a batch: nothing of its own moves, no lent work starts while a
@@ -351,6 +355,7 @@ def _own_state(rank: run.Rank) -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.processes
 def test_I7_I8_I9_I10_versions_follow_the_rule_and_nothing_is_lost(
     everything: dict[str, Cluster],
 ) -> None:
@@ -457,6 +462,7 @@ def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEng
         Suspended.of(replace(message, tensors={}), 0).state(torch.device("cpu"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_nothing_between_roles_is_pickled(tmp_path: Path, sharding: str) -> None:
     """A whole run, checkpoint and resume included, with every way to load a pickle broken in every

@@ -11,8 +11,6 @@ import torch
 from digenrl.strategy.steps import Checkpoints
 from tests.strategy.processes import FULL, assert_same_cells, completed, configured, run_cluster
 
-pytestmark = pytest.mark.processes
-
 SMALL = (
     "data.prompts_per_batch=2",
     "sampling.steps=3",
@@ -21,6 +19,7 @@ SMALL = (
 )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainers", "rollouts", "words"),
     [

@@ -31,8 +31,6 @@ from tests.strategy.processes import (
 )
 from tests.strategy.test_equality import LIGHT, assert_equal_runs, reference_of
 
-pytestmark = pytest.mark.processes
-
 HSDP = ("parallel.sharding=hsdp", "parallel.shard_group=2")
 TUNES: dict[str, tuple[str, ...]] = {"lora": (), "full": FULL}
 
@@ -47,6 +45,7 @@ def norm(gradient: dict[str, Tensor]) -> float:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_hsdp_on_a_two_by_two_mesh_equals_the_reference(tmp_path: Path) -> None:
     """Gradients, clipping by the global norm, published weights, moving average; LoRA and all
@@ -90,6 +89,7 @@ def test_hsdp_on_a_two_by_two_mesh_equals_the_reference(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainers", "words", "reduced"),
     [
@@ -147,6 +147,7 @@ def counting(original: Any, name: str, calls: list[tuple[str, int]], batches: li
     return call
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("sharding", "tune"),
     [
@@ -168,6 +169,7 @@ def test_mixed_precision(tmp_path: Path, sharding: str, tune: str) -> None:
     assert 1e-6 < relative(found.gradients[0], wanted.gradients[0]) < 0.2
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(
     "param_dtype_override_fn" not in MixedPrecisionPolicy.__dataclass_fields__,
@@ -230,6 +232,7 @@ def measuring(original: Any, sizes: set[int], path: Path, wanted: list[int]) -> 
     return call
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_activation_checkpointing_recomputes_blocks_and_leaves_the_gradient(

@@ -17,8 +17,6 @@ from tests.strategy.processes import FP64, Cluster, completed, configured, relat
 from tests.strategy.test_equality import LIGHT
 from tests.strategy.test_invariants import SPEC, part, placed
 
-pytestmark = pytest.mark.processes
-
 BEST_AND_WORST = (
     "algorithm/advantage=best_and_worst",
     "algorithm.advantage.best_and_worst=1",
@@ -49,6 +47,7 @@ def test_a_block_keeps_the_rows_that_have_a_gradient() -> None:
         assert torch.equal(block.log_probs, whole.log_probs[:1, k : k + 1])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainers", "words"),
     [
@@ -86,6 +85,7 @@ def test_the_gradient_is_that_of_training_everything(
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-12), name
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
     """The 4 best and the 4 worst, wherever its two updates a batch have them: counted by what was
@@ -113,6 +113,7 @@ def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
     assert cells(cluster) == {"trained": 8 * steps, "skipped": 16 * steps}
 
 
+@pytest.mark.processes
 def test_replicas_share_groups_of_one_task_and_compute_no_stand_ins(tmp_path: Path) -> None:
     """One task a group, all its steps in one forward: of four groups each of two trainers trains
     two."""
@@ -124,6 +125,7 @@ def test_replicas_share_groups_of_one_task_and_compute_no_stand_ins(tmp_path: Pa
     assert set(record.padded.values()) == {0}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sharding", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_step_that_teaches_nothing_changes_what_a_gradient_of_zero_changes(
     tmp_path: Path, sharding: str

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from digenrl.cluster.network import Network
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.strategy.gradients import assert_equal_digests
 from digenrl.transport import link as sockets
+from digenrl.transport import weights as module
 from digenrl.transport.link import Routes, SocketLink
 from digenrl.transport.weights import (
     Arrivals,
@@ -34,6 +36,7 @@ from digenrl.transport.weights import (
     exchanged,
     publish,
     table,
+    take_part,
 )
 from digenrl.transport.wire import Message, MessageKind, decode, encode
 from tests.models.tiny_policies import make, randomise_lora
@@ -158,6 +161,26 @@ def test_an_exchange_gives_both_versions_back_bit_for_bit() -> None:
         assert all(torch.equal(own[name], value) for name, value in weights(0.1).items())
 
 
+class Elsewhere(Tensor):
+    """A tensor that says that it lies on another device."""
+
+    device = torch.device("meta")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_exchange_needs_no_third_copy_and_crosses_devices(there: bool) -> None:
+    own, other = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    places = own["w"].data_ptr(), other["w"].data_ptr()
+    values = {"w": other["w"].as_subclass(Elsewhere)} if there else other
+    with exchanged(own, values):
+        assert own["w"].tolist() == [1.0] * 3
+        assert own["w"].data_ptr() == places[not there]
+        assert not there or other["w"].tolist() == [0.0] * 3
+    assert own["w"].tolist() == [0.0] * 3
+    assert own["w"].data_ptr() == places[0]
+    assert other["w"].tolist() == [1.0] * 3
+
+
 def test_the_copy_is_complete_when_publish_returns() -> None:
     parameters = weights(0.1)
     expected = {name: value.clone() for name, value in parameters.items()}
@@ -202,6 +225,42 @@ def test_a_lost_bucket_is_noticed(lost: int) -> None:
     del messages[lost]
     with pytest.raises(WeightsError, match="version 3"):
         delivered(Arrivals(weights()), messages)
+
+
+@pytest.mark.parametrize("wrong", ["late", "early", "none", "short", "beyond"])
+def test_a_bucket_that_is_not_the_next_one_is_refused_when_it_comes(wrong: str) -> None:
+    """Not only when the version is complete: nothing would tell which bucket it was."""
+    sent = weights(0.1)
+    *parts, _ = [decode(reader(bytes(each)), 1 << 24) for each in published(sent)[1]]
+    first, place = parts[0], len(parts) if wrong == "beyond" else 0
+    changed = {
+        "late": replace(first, meta={**first.meta, "bucket": 1}),
+        "early": parts[1],
+        "none": replace(first, tensors={}),
+        "short": replace(first, tensors={"data": first.tensors["data"][:-1]}),
+        "beyond": replace(first, meta={**first.meta, "bucket": place}),
+    }
+    arrivals = Arrivals(sent)
+    for part in parts[:place]:
+        assert arrivals.add(part) is None
+    with pytest.raises(WeightsError, match=f"bucket .* came where {place} was expected"):
+        arrivals.add(changed[wrong])
+
+
+def test_all_ways_of_taking_part_gather_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With shards each gather is a collective: who gathers otherwise lets the others wait."""
+    gathered: list[Tensor] = []
+    monkeypatch.setattr(module, "_whole", lambda value: gathered.append(value) or value.detach())
+    sent, orders = weights(), []
+    for take in (
+        lambda: publish(3, sent, Wire(), TO_1, lambda digest: None),
+        lambda: attest(sent, sent),
+        lambda: take_part(sent),
+    ):
+        take()
+        orders.append([id(value) for value in gathered])
+        gathered.clear()
+    assert orders == [[id(value) for value in sent.values()]] * 3
 
 
 def test_buckets_of_two_versions_never_make_one() -> None:
