@@ -35,6 +35,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -331,7 +332,9 @@ class Tests:
                     line |= tests
         if not line & self._seconds.keys():
             module = f"digenrl.{mutant.file.removesuffix('.py').replace('/', '.')}"
-            naming = {name for name in self._newest if module in _text(name)}
+            package, _, own = module.rpartition(".")
+            named = re.compile(rf"{re.escape(module)}\b|from {package} import .*\b{own}\b")
+            naming = {name for name in self._newest if named.search(_text(name))}
             line = file | {test for test in self._seconds if test.split("::")[0] in naming}
         known = line & self._seconds.keys()
         home, chosen = f"tests/{mutant.room}/", (list[str](), list[str]())

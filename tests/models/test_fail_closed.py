@@ -21,8 +21,6 @@ from digenrl.types import Prompt
 from tests.conftest import ROOT
 from tests.models.tiny_policies import FACTS, FAMILIES, LORA, ROWS, make, prompt
 
-pytestmark = pytest.mark.heavy
-
 
 def real(family: str, path, **overrides):
     return make(family, build="real", path=str(path), **overrides)
@@ -206,6 +204,7 @@ def test_lora_settings_that_would_train_something_else(lora, message):
         make("wan", lora=lora)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_presets_adapt_exactly_the_named_layers(family):
     for preset, layers in zip(("attention", "attention_ff"), ROWS[family].layers, strict=True):
@@ -305,6 +304,7 @@ def test_an_image_that_leaves_no_room_for_text_is_refused(family):
         make(family, max_sequence_length=16).encode([prompt("a star")])
 
 
+@pytest.mark.heavy
 def test_embeddings_do_not_depend_on_the_prompts_encoded_with_them():
     for family in FAMILIES:
         together = make(family).encode(

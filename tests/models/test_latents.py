@@ -14,9 +14,9 @@ from tests.models.tiny_policies import make
 
 
 def test_a_token_is_a_patch_of_two_by_two_channel_by_channel() -> None:
-    latents = torch.arange(2 * 3 * 4 * 6.0).view(2, 3, 4, 6)
+    latents = torch.arange(5 * 3 * 4 * 6.0).view(5, 3, 4, 6)
     tokens = pack(latents)
-    assert tokens.shape == (2, 6, 12)
+    assert tokens.shape == (5, 6, 12)
     for row in range(2):
         for column in range(3):
             patch = latents[:, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]

@@ -28,8 +28,6 @@ from tests.models.tiny_policies import (
 )
 from tests.sampling import sample
 
-pytestmark = pytest.mark.heavy
-
 PROMPTS = ['a red circle with "one" on a blue background', "a sign"]
 STEPS = 4
 SOME = [
@@ -37,6 +35,11 @@ SOME = [
     for family, row in ROWS.items()
 ]
 """Families of unlike networks, for what is the same code in all of them; the others are slow."""
+FIRST = [
+    family if family in ("sd3", "wan") else pytest.param(family, marks=pytest.mark.heavy)
+    for family in FAMILIES
+]
+"""A family of pictures and one of videos, so that `make test-fast` has both; the others are heavy."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +59,7 @@ CASES = [
 """Each family with the most guidance that it knows; with less, slow."""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "guidance", "true_cfg"), CASES)
 def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
     policy = make(family, guidance_scale=guidance, true_cfg_scale=true_cfg)
@@ -104,6 +108,7 @@ def cell(block: CellBlock, k: int) -> CellBlock:
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("family", "storage_dtype"),
     [(family, torch.bfloat16) for family in FAMILIES] + [("sd3", torch.float32)],
@@ -127,7 +132,7 @@ def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forwa
     assert min(grads) > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     policy = make(family, lora="full", guidance_scale=4.0)
     condition = policy.encode([prompt(PROMPTS[0])])
@@ -146,6 +151,7 @@ def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     assert len(frozen) == ROWS[family].unread
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", ["sd3", *MASKED[:1]])
 def test_replay_in_bfloat16_is_exact_at_the_same_geometry(family):
     policy = make(family, guidance_scale=4.0, dtype="bfloat16")
@@ -187,6 +193,7 @@ def test_sigma_grids_follow_the_measured_ones():
             make(family).sigma_grid(1)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_with_different_sigmas_and_prompts_equal_one_row_at_a_time(family):
     policy = make(family, guidance_scale=1.0)
@@ -208,6 +215,7 @@ def test_rows_with_different_sigmas_and_prompts_equal_one_row_at_a_time(family):
     assert batch.dtype == torch.float32
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", SOME)
 def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
     policy = make(family)
@@ -228,6 +236,7 @@ def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
     assert list(policy.trained_parameters()) == list(base.trained_parameters())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decode_gives_media_in_the_unit_range(family):
     policy = make(family)
@@ -275,7 +284,7 @@ def test_decode_equals_the_diffusers_pipeline(family):
     assert (decoded - ours).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_pictures_become_the_latents_that_decode_reads(family):
     """The autoencoder's mode, as `decode_latents` hands it back to the autoencoder. A family that
     reads no pictures says so, and a video says that a picture is none."""
@@ -299,6 +308,7 @@ def test_pictures_become_the_latents_that_decode_reads(family):
     assert (found - (wanted / 2 + 0.5).clamp(0, 1)).abs().max() <= 1e-5
 
 
+@pytest.mark.heavy
 def test_the_repeated_blocks_are_compiled_and_nothing_else():
     plain, compiled = make("wan"), make("wan", compile=True)
     blocks = set(compiled.transformer.blocks)
@@ -308,6 +318,7 @@ def test_the_repeated_blocks_are_compiled_and_nothing_else():
     assert not any(module._compiled_call_impl for module in plain.transformer.modules())
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_compiled_blocks_sample_and_train_like_the_others():
     plain, compiled = make("wan"), make("wan", compile=True, gradient_checkpointing=True)
@@ -326,6 +337,7 @@ def test_compiled_blocks_sample_and_train_like_the_others():
         ), name
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_adapter():
     """More cases than PyTorch compiles of one function by default."""
@@ -357,7 +369,7 @@ def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refu
         make("wan", attention_backend="warp_drive")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FIRST)
 def test_attention_is_pytorchs_choice_and_the_record_says_which(family):
     """With another order of its kernels the choice, and the word for it, change."""
     policy, cpu = make(family), torch.device("cpu")
@@ -375,6 +387,7 @@ def test_a_backend_without_a_backward_pass_is_refused():
             make("wan", attention_backend=name)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", SOME)
 def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(family):
     """What travels to it is what every forward of a trainer casts to; the scale is one that 16 bits
@@ -399,6 +412,7 @@ def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(
     assert {name: (v.shape, v.dtype) for name, v in trained.generating_parameters().items()} == held
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_that_only_generates_holds_half_and_computes_the_same(family):
     trained, halved = (

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from digenrl import recompute
+from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.models import checkpointing, pipeline, pretrained
-from tests.models.tiny_policies import VIDEO, make, size
+from tests.models.tiny_policies import FAMILIES, VIDEO, make, size
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +95,14 @@ def test_a_grid_without_shift_is_even_and_a_shifted_one_as_computed_by_hand(
         policy.sigma_grid(0)
 
 
-def test_black_is_minus_one_and_white_is_one_in_each_colour(policy: Any) -> None:
-    whole = (policy.width, policy.height)
+def test_black_is_minus_one_and_white_is_one_in_each_colour(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "width", policy.height + 16)
     for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 51)):
-        picture = Image.new("RGB", whole, colour)
-        image: Any = SimpleNamespace(fitted=lambda height, width, picture=picture: picture)
+        image: Any = SimpleNamespace(
+            fitted=lambda height, width, colour=colour: Image.new("RGB", (width, height), colour)
+        )
         found = policy.pixels(image)
         assert found.shape == (1, 3, policy.height, policy.width)
         wanted = torch.tensor([2 * each / 255 - 1 for each in colour]).view(1, 3, 1, 1)
@@ -130,13 +134,44 @@ def test_extensions_are_asked_for_by_their_own_names(monkeypatch: pytest.MonkeyP
     assert pipeline._deferred("empty") == (
         f"{rooms}.deferred.networks.empty", "model.empty = true", "leave it out",
     )  # fmt: skip
+    assert pipeline._tiny("ensure") == (
+        f"{rooms}.tiny.builds.ensure", "hardware.build = tiny", "set hardware.build=real and model.path",
+    )  # fmt: skip
+    enabled: list[Any] = []
+    made = SimpleNamespace(enable_gradient_checkpointing=enabled.append)
+    monkeypatch.setattr(checkpointing, "extension", lambda *asked: lambda: asked)
+    checkpointing.enable(made, [nn.Linear(1, 1)], recompute.parse_recompute("offload"))
+    assert enabled[0].args[1] == (
+        f"{rooms}.offload.activations.Offload", "model.gradient_checkpointing = offload",
+        "use products, attention or true",
+    )  # fmt: skip
 
 
-def test_a_product_is_kept_from_as_many_inputs_for_each_output_on() -> None:
-    keeps = partial(checkpointing._keeps, 2.0, None, next(iter(checkpointing._PRODUCTS)))
-    first = next(iter(checkpointing._PRODUCTS.values()))
+def test_what_a_model_config_leaves_out_is_as_the_class_says() -> None:
+    found: Any = FAMILIES["sd3"](str(tiny_builds.ensure("sd3")), 16, 16)
+    assert (found.height, found.width, found.frames, found.latent_shape) == (16, 16, 1, (16, 2, 2))
+    assert (found.guidance_scale, found.cfg_scale, found.lora, found.dtype) == (
+        1.0, 1.0, None, torch.bfloat16,
+    )  # fmt: skip
+    assert (found.shift, found.grid, found.negative_prompt) == (None, pipeline.EXPLICIT, "")
+    assert (found.max_sequence_length, found._decoded_together) == (512, 1024)
+    assert (found.attention_backend, found.offload_encoders, found._trims) == ("auto", True, True)
+    assert (found.vae_dtype, found.vae_tiling) == (torch.float32, False)
+    assert found.reference_transformer is None
+    assert not found.transformer.is_gradient_checkpointing
+    assert not any(module._compiled_call_impl for module in found.transformer.modules())
+    assert {p.device.type for p in found.transformer.parameters()} == {"cpu"}
+    embedded: Any = FAMILIES["flux"]("unused", 16, 16, build="tiny")
+    assert (embedded.cfg_scale, embedded.two_forwards) == (1.0, False)
+
+
+@pytest.mark.parametrize("operator", list(checkpointing._PRODUCTS), ids=str)
+def test_a_product_is_kept_from_as_many_inputs_for_each_output_on(operator: Any) -> None:
+    keeps = partial(checkpointing._keeps, 2.0, None, operator)
+    batch, adds = (5,) * ("bmm" in str(operator)), "add" in str(operator)
     for inputs, kept in ((7, False), (8, True), (9, True)):
-        given = [torch.zeros(1)] * first + [torch.zeros(3, inputs), torch.zeros(inputs, 4)]
+        given = [torch.zeros(*batch, 3, inputs), torch.zeros(*batch, inputs, 4)]
+        given = [torch.zeros(1, 1), *given] if adds else given
         save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
         assert keeps(*given) == (save if kept else again)
 
@@ -174,6 +209,73 @@ def test_an_adapter_is_merged_once_and_only_where_every_sum_is_finite() -> None:
     merged.merge_adapter()
     assert (merged.lora, merged.lora_layers) == (None, [])
     assert not any("lora" in name for name, _ in merged.named_parameters())
+
+
+def test_a_prompt_is_cut_after_the_last_token_that_a_branch_reads(policy: Any) -> None:
+    one, other = torch.tensor([[1, 1, 0, 0, 0]]).bool(), torch.tensor([[1, 0, 1, 0, 0]]).bool()
+    text, pooled = torch.arange(5.0).view(1, 5, 1), torch.zeros(1, 7)
+    given = {"text": text, "mask": one, "pooled": pooled}
+    both = {**given, "negative_text": -text, "negative_mask": other}
+    found = policy.trimmed(given)
+    assert found.keys() == {"text", "pooled"}, "nothing is left to be masked"
+    assert torch.equal(found["text"], text[:, :2])
+    assert found["pooled"] is pooled
+    found = policy.trimmed(both)
+    assert found.keys() == both.keys()
+    assert torch.equal(found["negative_text"], -text[:, :3])
+    assert (found["mask"].tolist(), found["negative_mask"].tolist()) == (
+        [[True, True, False]], [[True, False, True]],
+    )  # fmt: skip
+    nothing = {"text": text, "mask": one & ~one}
+    assert policy.trimmed(nothing)["text"].shape == (1, 0, 1)
+    two = {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in given.items()}
+    without = {"text": text}
+    assert policy.trimmed(two) is two
+    assert policy.trimmed(without) is without
+    policy.keep_padding(True)
+    assert policy.trimmed(given) is given
+    policy.keep_padding(False)
+
+
+class Own(pipeline.DiffusersPolicy):
+    """Two lists of blocks in each of two networks."""
+
+    family = "own"
+    block_lists = ("blocks", "single_blocks")
+    components = {"transformer": "", "other": "other."}  # noqa: RUF012
+    attention, feed_forward = ("q", "k"), ("up",)
+    single_attention, single_feed_forward = ("s",), ("down",)
+    unread = frozenset({"k", "s", "up"})
+
+
+def test_presets_name_the_layers_of_every_block_but_what_the_last_one_does_not_read() -> None:
+    one = SimpleNamespace(num_layers=2)
+    first, last = ["blocks.0.q", "blocks.0.k"], ["blocks.1.q"]
+    assert Own.lora_names(one, "attention") == [
+        *first, *last, *(f"other.{name}" for name in (*first, *last)),
+    ]  # fmt: skip
+    whole = Own.lora_names(SimpleNamespace(num_layers=1, num_single_layers=2), "attention_ff")
+    assert whole[: len(whole) // 2] == [
+        "blocks.0.q", "single_blocks.0.s", "single_blocks.0.down", "single_blocks.1.down",
+    ]  # fmt: skip
+
+
+def test_a_prompt_that_is_cut_is_told_and_one_that_just_fits_is_not(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(policy, "say_once", lambda topic, message: said.append(message))
+
+    def tokenizer(text: str, truncation: bool, verbose: bool) -> Any:
+        assert not truncation, "it would never be too long"
+        return SimpleNamespace(input_ids=text.split())
+
+    policy.report_long_prompt(tokenizer, "a b c", 3)
+    assert not said
+    policy.report_long_prompt(tokenizer, "a b c d", 3)
+    (message,) = said
+    assert "takes 3 tokens" in message
+    assert "4 tokens" in message
 
 
 def test_progress_bars_are_off_in_both_libraries() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
@@ -148,6 +149,23 @@ def test_adopted_weights_keep_the_dtype_and_the_layout_of_the_rank() -> None:
     assert own["a"].data_ptr() == values["a"].data_ptr()
     assert own["b"].data_ptr() != values["b"].data_ptr()
     assert own["c"].stride() == (1, 3)
+
+
+def test_copies_to_a_device_are_waited_for_once_for_all() -> None:
+    asked: list[Any] = []
+
+    class Asked(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function is Tensor.copy_:
+                asked.append(kwargs)
+            return function(*args, **(kwargs or {}))
+
+    own = {name: torch.zeros(2) for name in "ab"}
+    with Asked():
+        adopt(own, Version(1, "", {name: torch.ones(2).double() for name in "ab"}))
+    assert asked == [{"non_blocking": True}] * 2
 
 
 def test_an_exchange_gives_both_versions_back_bit_for_bit() -> None:

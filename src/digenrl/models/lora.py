@@ -152,13 +152,11 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
             f"{spec.expected}: the checkpoint's architecture or lora.targets={list(spec.targets)} "
             f"changed; if intended, set model.lora.expected={len(names)}"
         )
-    transformer.requires_grad_(False)
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft types int, but keeps and divides whatever it is given
         target_modules=names,
         init_lora_weights="gaussian",
-        lora_dropout=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
