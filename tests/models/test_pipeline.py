@@ -3,7 +3,11 @@ stays, its grid and its pictures; on tiny builds, each by a small calculation of
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from digenrl import recompute
 from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.models import checkpointing, pipeline, pretrained
+from digenrl.models.pretrained import PretrainedError
+from digenrl.models.wording import Wording
+from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, VIDEO, make, size
 
 
@@ -93,6 +100,32 @@ def test_a_grid_without_shift_is_even_and_a_shifted_one_as_computed_by_hand(
         assert torch.equal(policy.sigma_grid(1), torch.tensor([1.0, 0.0]))
     with pytest.raises(ValueError, match="at least one denoising step"):
         policy.sigma_grid(0)
+
+
+def test_a_grid_is_shifted_by_the_tokens_of_a_picture(policy: Any) -> None:
+    """Along the line through two points that the scheduler's configuration gives."""
+    given = {"base_image_seq_len": 2, "max_image_seq_len": 10, "base_shift": 0.3, "max_shift": 0.7}
+    tokens = policy.height * policy.width / 256
+    wanted = 0.3 + (tokens - 2) * 0.4 / 8
+    assert policy._dynamic_shift(given, 4) == pytest.approx(wanted)
+    usual = 0.5 + (tokens - 256) * 0.65 / (4096 - 256)
+    assert policy._dynamic_shift({}, 4) == pytest.approx(usual)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "shape"),
+    [("sd3", (64, 32, 1), (16, 8, 4)), ("flux", (64, 32, 1), (8, 64)), ("wan", (64, 32, 9), (16, 3, 8, 4))],
+)  # fmt: skip
+def test_a_sample_has_the_shape_that_the_autoencoder_makes_of_it(
+    family: str, size: tuple[int, int, int], shape: tuple[int, ...]
+) -> None:
+    assert repr(FAMILIES[family]._latent_shape(*size)) == repr(shape), "whole numbers"
+
+
+def test_the_tiny_encoder_takes_few_tokens_and_pixels_become_those_of_latents() -> None:
+    made: Any = make("flux", max_sequence_length=100, height=64, width=32)
+    assert (made.max_sequence_length, made.image_grid()) == (64, (8, 4))
+    assert all(isinstance(each, int) for each in made.image_grid())
 
 
 def test_black_is_minus_one_and_white_is_one_in_each_colour(
@@ -235,6 +268,85 @@ def test_a_prompt_is_cut_after_the_last_token_that_a_branch_reads(policy: Any) -
     policy.keep_padding(True)
     assert policy.trimmed(given) is given
     policy.keep_padding(False)
+
+
+class Encoder(nn.Module):
+    """Notes where it is moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[str] = []
+
+    def to(self, where: Any) -> Encoder:  # type: ignore[override]
+        self.moved.append(str(where))
+        return self
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_encoders_are_on_the_device_while_they_encode(
+    monkeypatch: pytest.MonkeyPatch, offload: bool, reads: bool
+) -> None:
+    policy: Any = make("sd3", offload_encoders=offload)
+    encoder, vae = Encoder(), Encoder()
+    vars(policy)["_pipeline"] = SimpleNamespace(components={"a": encoder, "tokenizer": None})
+    vars(policy)["_vae"] = vae
+    monkeypatch.setattr(type(policy), "reads", {"image": (1, 1)} if reads else {})
+
+    def encode_text(pipeline: Any, text: str) -> dict[str, Tensor]:
+        assert pipeline.components["a"].moved == ["cpu"], "the device of the network"
+        length = torch.full((1, 2), float(len(text)), dtype=torch.float64)
+        return {"text": length, "mask": length > 1, "ids": length.long()}
+
+    policy.encode_text = encode_text
+    found = policy.encode_prompts([Wording("a"), Wording("bb")])
+    assert encoder.moved == ["cpu"] * (1 + offload)
+    assert vae.moved == encoder.moved * reads
+    assert found["text"].tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    assert [value.dtype for value in found.values()] == [torch.float32, torch.bool, torch.int64]
+    policy.release_encoders()
+    assert not {"_pipeline", "_vae"} & vars(policy).keys()
+    emptied: list[int] = []
+    for devices in (0, 1):
+        monkeypatch.setattr(pipeline.accelerator, "count", lambda devices=devices: devices)
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(1))
+        policy.release_encoders()
+        assert len(emptied) == devices
+
+
+def test_parts_are_read_frozen_from_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    kind = getattr(diffusers, FAMILIES["sd3"].pipelines[0])
+    load = kind.from_pretrained
+
+    def watched(*args: Any, **options: Any) -> Any:
+        asked.append(options)
+        return load(*args, **options)
+
+    monkeypatch.setattr(kind, "from_pretrained", watched)
+    folder = shutil.copytree(tiny_builds.ensure("sd3"), tmp_path / "sd3")
+    policy: Any = make("sd3", path=str(folder), build="real", vae_tiling=True)
+    diffusers.utils.logging.enable_progress_bar()
+    assert policy.encode([Prompt("a star")])["text"].dtype == policy.dtype
+    assert not diffusers.utils.logging.is_progress_bar_enabled(), "many ranks share a terminal"
+    (options,) = asked
+    assert options["local_files_only"]
+    assert [name for name, part in options.items() if part is None] == [
+        "transformer", "vae", "scheduler",
+    ]  # fmt: skip
+    said = logging.getLogger(type(policy._pipeline).__module__)
+    assert not said.isEnabledFor(logging.WARNING), "it would tell of every prompt that it cuts"
+    assert policy._vae.use_tiling
+    assert not any(p.requires_grad for p in policy._vae.parameters())
+    index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
+    (folder / "text_encoder_2" / "model.safetensors.index.json").write_text(json.dumps(index))
+    policy.release_encoders()
+    with pytest.raises(
+        PretrainedError, match=r"no text_encoder_2/model-00002-of-00002.safetensors"
+    ):
+        policy.encode([Prompt("a ring")])
 
 
 class Own(pipeline.DiffusersPolicy):

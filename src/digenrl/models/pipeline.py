@@ -550,7 +550,6 @@ class DiffusersPolicy(Policy):
         import diffusers
 
         pretrained.hide_progress_bars()
-        self.check_checkpoint(self.path)
         for name in pretrained.model_index(self.path):
             if name.startswith(("text_encoder", "image_encoder")):
                 pretrained.require_shards(self.path, name)
