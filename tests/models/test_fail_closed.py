@@ -358,6 +358,48 @@ def test_what_can_be_made_again_lies_in_the_users_cache_outside_of_a_checkout(
     monkeypatch.setattr(pretrained, "__file__", str(tmp_path / "a/b/c/d.py"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert pretrained.cache_root("tiny") == tmp_path / "digenrl/tiny"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert pretrained.cache_root("tiny") == tmp_path / "home/.cache/digenrl/tiny"
+    monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "own"))
+    assert pretrained.cache_root("tiny") == tmp_path / "own/tiny"
+
+
+def test_no_rank_asks_a_server_for_a_part_of_a_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    asked = []
+
+    class Part(torch.nn.Linear):
+        @classmethod
+        def from_pretrained(cls, folder, **how):
+            asked.append((folder, how))
+            return cls(1, 1), {"missing_keys": [], "mismatched_keys": []}
+
+        @classmethod
+        def load_config(cls, folder, **how):
+            asked.append((folder, how))
+            return {"a": 1}
+
+    def snapshot(name, **how):
+        asked.append((name, how))
+        return str(tmp_path)
+
+    monkeypatch.setattr(pretrained, "snapshot_download", snapshot)
+    assert pretrained.folder_of("a/b", "vae/") == tmp_path
+    assert not pretrained.load_component(Part, str(tmp_path), "vae", torch.float32).training
+    assert pretrained.component_config(Part, str(tmp_path), "vae") == {"a": 1}
+    assert [where for where, _ in asked] == ["a/b", tmp_path, tmp_path]
+    assert all(how["local_files_only"] for _, how in asked)
+    assert asked[0][1]["allow_patterns"] == "model_index.json", "a run needs not all of it"
+
+
+def test_files_of_components_are_found_by_their_names(tmp_path: Path) -> None:
+    wanted = [tmp_path / name for name in ("text_encoder/a.json", "text_encoder_2/sub/b.bin")]
+    for file in (*wanted, tmp_path / "vae" / "c.json"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert pretrained.component_files(str(tmp_path), "text_encoder*", "tokenizer*") == wanted
+    with pytest.raises(PretrainedError, match=r"has no tokenizer\*/"):
+        pretrained.component_files(str(tmp_path), "tokenizer*")
 
 
 def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:

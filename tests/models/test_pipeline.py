@@ -218,12 +218,6 @@ def test_a_cheap_product_is_made_again_and_one_that_closes_a_block_is_kept() -> 
             assert (checkpointing._keeps(least, None, product, *factors) == save) == kept
 
 
-def test_both_branches_of_guidance_have_gradients_unless_an_algorithm_says_otherwise(
-    policy: Any,
-) -> None:
-    assert policy.detach_unconditional is False
-
-
 @pytest.mark.parametrize("operator", list(checkpointing._PRODUCTS), ids=str)
 def test_factors_of_a_product_are_found_among_its_arguments(operator: Any) -> None:
     names = [argument.name for argument in operator._schema.arguments]
@@ -242,6 +236,19 @@ def test_an_adapter_is_merged_once_and_only_where_every_sum_is_finite() -> None:
     merged.merge_adapter()
     assert (merged.lora, merged.lora_layers) == (None, [])
     assert not any("lora" in name for name, _ in merged.named_parameters())
+
+
+def test_a_rank_that_only_generates_holds_adapters_as_their_layers_compute() -> None:
+    halved: Any = make("sd3", dtype="bfloat16")
+    own = halved.trained_parameters()
+    wide = halved._adapted[0]
+    wide.get_base_layer().weight.data = wide.get_base_layer().weight.float()
+    first = {id(p) for factors in (wide.lora_A, wide.lora_B) for p in factors.parameters()}
+    wanted = {name: torch.float32 if id(p) in first else torch.bfloat16 for name, p in own.items()}
+    told = halved.generating_parameters()
+    halved.only_generate()
+    for found in (told, own):
+        assert {name: p.dtype for name, p in found.items()} == wanted
 
 
 def test_a_prompt_is_cut_after_the_last_token_that_a_branch_reads(policy: Any) -> None:

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.models import policy as module
+from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import NEGATIVE, Policy
+from digenrl.models.wording import Wording
+from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt
 
 
@@ -33,14 +36,16 @@ class Plain(Policy):
 
     family, block_lists = "plain", ("blocks",)
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(Network(), (2, 3), **options)
+    def __init__(self, network: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(network or Network(), (2, 3), **options)
         self.asked: list[tuple[int, list[float], list[float]]] = []
         self.encoded: list[list[str]] = []
+        self.cast: list[tuple[bool, bool]] = []
         self.adds = True
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         text = condition["text"]
+        self.cast.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
         self.asked.append((len(latents), sigmas.tolist(), text.flatten().tolist()))
         out = self.network(latents) + sigmas.view(-1, 1, 1) + text.view(-1, 1, 1)
         return out if self.adds else out[:, :1]
@@ -96,6 +101,9 @@ def test_guidance_goes_from_the_unconditional_branch_beyond_the_conditional_one(
     assert policy.asked == (apart if detached else [both])
     one, other = (branch(policy, conditions()[name]) for name in (NEGATIVE + "text", "text"))
     torch.testing.assert_close(found, one + 3.0 * (other - one))
+    again = [0, 1, 0]
+    rows = {name: value[again] for name, value in conditions().items()}
+    torch.testing.assert_close(policy.velocity(LATENTS[again], SIGMAS[again], rows), found[again])
     found.sum().backward()
     weight = policy.transformer.blocks[0].weight  # type: ignore[union-attr, index]
     # W is in both branches: u + 3 (c - u) has its gradient once, and 3 times if u is a constant.
@@ -215,8 +223,15 @@ def test_images_that_nobody_reads_are_told_once_and_those_that_are_read_are_coun
             ((wording,), none) = kind().wordings([prompt])
             assert (wording.images, none) == ((image,) * count, [])
         else:
-            with pytest.raises(ValueError, match=said):
-                kind.check_prompt(prompt)
+            for check in (kind.check_prompt, lambda each, kind=kind: kind().encode([each])):
+                with pytest.raises(ValueError, match=said):
+                    check(prompt)
+
+
+def test_a_wording_is_told_by_its_text_and_by_its_images() -> None:
+    image: Any = SimpleNamespace(role="image", digest="d1")
+    assert Wording("a").key == "a"
+    assert Wording("a", (image,)).key == ["a", ["image", "d1"]]
 
 
 def test_all_weights_have_a_frozen_copy_for_reference_if_asked() -> None:
@@ -235,6 +250,7 @@ def test_all_weights_have_a_frozen_copy_for_reference_if_asked() -> None:
         assert policy.network is copy
     assert policy.network is policy.transformer
     assert len(policy.trained_parameters()) == 3
+    assert len(Plain(Network().requires_grad_(False)).trained_parameters()) == 3, "all of them"
 
 
 def test_trained_parameters_are_taken_whole_or_not_at_all() -> None:
@@ -246,6 +262,10 @@ def test_trained_parameters_are_taken_whole_or_not_at_all() -> None:
     first = next(iter(own))
     with pytest.raises(ValueError, match=r"1 unknown \['more'\], 1 missing"):
         policy.load_trained_parameters({"more": new[first], **dict(list(new.items())[1:])})
+    with pytest.raises(ValueError, match=r"1 unknown \['more'\], 0 missing"):
+        policy.load_trained_parameters({"more": new[first], **new})
+    with pytest.raises(ValueError, match=r"0 unknown \[\], 1 missing"):
+        policy.load_trained_parameters(dict(list(new.items())[1:]))
     with pytest.raises(ValueError, match="has shape"):
         policy.load_trained_parameters(new | {first: torch.zeros(1)})
     assert policy.parameters_without_gradient() == list(own)
@@ -273,9 +293,36 @@ def test_a_rank_that_only_generates_holds_what_autocast_would_make_of_it() -> No
     assert before.dtype == torch.float32
 
 
+def test_autocast_is_for_all_weights_in_half_precision_and_keeps_no_second_copy() -> None:
+    cached = torch.is_autocast_cache_enabled()
+    for dtype, adapted, wanted in (
+        ("bfloat16", False, (True, False)),
+        ("float32", False, (False, cached)),
+        ("bfloat16", True, (False, cached)),
+    ):
+        policy = Plain(dtype=dtype)
+        if adapted:
+            policy.only_generate()
+            policy.lora = LoraSpec(1, 1.0, ("a",))
+        policy.velocity(LATENTS, SIGMAS, conditions())
+        assert policy.cast == [wanted]
+
+
+def test_blocks_are_recomputed_in_the_trained_network_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(module.checkpointing, "enable", lambda *given: asked.append(given))
+    policy = Plain(keep_reference=True, gradient_checkpointing="products")
+    own = list(policy.transformer.blocks)  # type: ignore[arg-type]
+    assert asked == [(policy.transformer, own, parse_recompute("products"))]
+
+
 def test_a_part_of_a_sample_may_be_drawn() -> None:
     policy = Plain()
     assert policy.drawn_shape == (2, 3)
+    assert not policy.own_levels
+    assert not policy.detach_unconditional
     policy.drawn = 1
     assert policy.drawn_shape == (1, 3)
     assert policy.sent(LATENTS).device == policy.device == torch.device("cpu")

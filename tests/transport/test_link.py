@@ -163,6 +163,22 @@ def test_a_dead_peer_is_the_launchers_to_judge_and_ours_where_nobody_watches(
     link.close()
 
 
+def test_where_nobody_watches_rank_0_sees_each_end_though_nothing_was_sent(
+    controls: list[Control],
+) -> None:
+    quick = Limits(verdict_s=0.1)
+    links = [
+        SocketLink(control, rank, HOST, OURS, watched=False, limits=quick)
+        for rank, control in enumerate(controls)
+    ]
+    assert [sorted(link._outboxes) for link in links] == [[], [0], [0]]
+    for rank in (2, 1):
+        links[rank].close()
+        with pytest.raises(ConnectionError, match=f"rank {rank} ended before the run did"):
+            links[0].receive(5.0)
+    links[0].close()
+
+
 def test_what_a_socket_takes_in_pieces_arrives_whole() -> None:
     """A socket with a time limit takes what its buffer holds, and says how much that was."""
     sizes = (3, 300_000, 0, 1, 500_000)
