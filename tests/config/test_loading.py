@@ -266,6 +266,23 @@ def test_flags_are_no_settings_and_hydras_words_belong_to_cfg_alone() -> None:
     assert [config.loading.is_multirun(each) for each in asked] == [True, True, False, False]
 
 
+def test_a_key_is_required_where_all_groups_around_it_are() -> None:
+    required = {key for key, its in keys_of(TrainKeys).items() if its.required}
+    assert required >= {
+        "seed",
+        "schedule.tsp.batch",
+        "strategy",
+        "callbacks",
+        "allocation.rollouts",
+    }
+    optional = {
+        "logger", "algorithm.clip_range", "model.lora.rank", "hardware.pools.NAME.gpu",
+        "hardware.links.NAME.gb_s", "hardware.efficiency.train", "reward.rewards",
+    }  # fmt: skip
+    assert not required & optional
+    assert optional <= {*keys_of(TrainKeys)}
+
+
 def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
     tree = config.load([]).config
     assert all(

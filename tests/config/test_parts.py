@@ -683,3 +683,12 @@ def test_what_a_stored_run_leaves_open_is_kept_when_removed_keys_are_left_out() 
     )
     assert stored._forget(tree) == ["reward.cache_size=3", "handshake={'a': {'b': 1}}"]
     assert OmegaConf.to_container(tree) == {"seed": "???", "reward": {"pending": "???"}}
+
+
+def test_ranks_agree_about_everything_but_what_belongs_to_a_machine() -> None:
+    config = {
+        "seed": 1, "resume": "a", "output_root": "b", "network": {"ports": [1, 2]}, "allow_targets": [],
+        "confirm_hosts": [], "data": {"prompt_store": "c", "group_size": 2, "links": {}}, "api_key": "d",
+    }  # fmt: skip
+    found = stored.identity(OmegaConf.create(config))
+    assert found == {"seed": 1, "data.group_size": 2, "data.links": {}, "api_key": MASK}

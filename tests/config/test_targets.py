@@ -90,6 +90,40 @@ def test_a_constructor_speaks_for_itself_at_any_depth() -> None:
         instantiate(OmegaConf.create({"inner": {"steps": subset}}))
 
 
+def test_a_constructors_error_is_told_and_not_what_led_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def build():\n    try:\n        {}[1]\n    except KeyError as error:\n"
+    (tmp_path / "own_u7.py").write_text(f"{text}        raise ValueError('mine') from error\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    tree = {"allow_targets": ["own_u7"], "node": {"inner": {"_target_": "own_u7.build"}}}
+    with pytest.raises(ValueError, match="mine"):
+        instantiate(OmegaConf.create(tree).node)
+
+
+def test_a_target_is_resolved_before_it_is_judged() -> None:
+    tree = {
+        "steps": "digenrl.diffusion.steps",
+        "node": {"_target_": "${steps}.RandomSubset", "size": 3},
+    }
+    assert instantiate(OmegaConf.create(tree).node).size == 3
+
+
+def test_an_extension_may_refuse_an_allowed_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rule(*facts: object) -> list[str]:
+        asked.append(facts)
+        return ["no"]
+
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        "digenrl.config.targets.offered", lambda name: [[rule]] if name == "TARGET_RULES" else []
+    )
+    node = {"_target_": "torch.optim.SGD", "lr": 1}
+    assert target_problems({"a": node}) == ["no"]
+    assert asked == [("a._target_", "a", "torch.optim.SGD", node)]
+    assert len(target_problems({"a": {"_target_": "os.system"}})) == 1
+
+
 def test_instantiate_refuses_before_importing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ def _complete(tree: DictConfig) -> list[str]:
             added[key] = (
                 OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
             )
-            OmegaConf.update(tree, key, added[key], force_add=True)
+            OmegaConf.update(tree, key, added[key])
     return [f"{key}={value}" for key, value in added.items()]
 
 

@@ -42,7 +42,7 @@ Tree = Mapping[str, "Key | Tree"]
 
 @functools.cache
 def _tree_of(schema: type[BaseModel]) -> Tree:
-    root = schema.model_json_schema(by_alias=True)
+    root = schema.model_json_schema()
     return _group(root, root.get("$defs", {}), True)
 
 
@@ -141,7 +141,7 @@ def problems_by_key(
         schema.model_validate(tree)
     except ValidationError as error:
         found: dict[str, list[_Located]] = {}
-        for one in error.errors(include_url=False):
+        for one in error.errors():
             located = _located(_tree_of(schema), one)
             found.setdefault(located.key, []).append(located)
         return {
