@@ -30,14 +30,16 @@ def test_work_of_another_thread_counts_while_this_one_waits() -> None:
             inside.set()
             done.wait(10)
 
-    thread = threading.Thread(target=decode)
+    thread = threading.Thread(target=decode, name="scorer")
     thread.start()
-    inside.wait(10)
+    assert inside.wait(10)
     progress.gauge = lambda: 40
     with progress.stage("wait reward"):
-        pass
+        stages = {stretch.thread: stretch.stage for stretch in progress.now()}
+    assert stages == {"main": "wait reward", "scorer": "decode"}
     done.set()
     thread.join()
+    assert [stretch.thread for stretch in progress.now()] == ["main"]
     assert progress.peaks == {OTHER: 7, "decode": 40}
 
 

@@ -103,6 +103,11 @@ def test_values_become_json_and_a_line_its_bytes(tmp_path: Path) -> None:
     wanted = '{"a":[1,"größer"],"b":null}\n{"torn":\n{"c":"?"}\n{"d":1}\n'
     assert path.read_text() == wanted
     assert path.stat().st_mode & 0o777 == 0o644 & ~_umask()
+    lowest = os.dup(0)
+    os.close(lowest)
+    append_jsonl(tmp_path / "other.jsonl", {})
+    assert (again := os.dup(0)) == lowest, "no descriptor stays open"
+    os.close(again)
     link = tmp_path / "events.jsonl"
     link.symlink_to(path)
     append_jsonl(link, {"e": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,9 @@ def test_perfetto_events_are_complete_and_in_microseconds() -> None:
         {"ph": "X", "name": "wait: tail", "cat": "wait", "pid": 2, "tid": 0, "ts": 3e6,
          "dur": 1.5e6, "args": {"step": 0, "cause": "tail"}},
     ]  # fmt: skip
-    (odd,) = [e for e in perfetto([Span(0, "trainer", "train", 1e-7, 2.0000004, 0)]) if "ts" in e]
-    assert (odd["ts"], odd["dur"]) == (0.1, 2000000.3)
+    fine = Span(0, "trainer", "train", 1.23456789e-3, 3.58025567e-3, 0)
+    (odd,) = [event for event in perfetto([fine]) if "ts" in event]
+    assert (odd["ts"], odd["dur"]) == (1234.568, 2345.688)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,7 @@ class Marks:
         self.done = True
 
     def elapsed_time(self, after: Marks) -> float:
+        assert after.done, "the work still goes on"
         return 2000.0
 
 
@@ -117,6 +120,30 @@ def test_seconds_are_summed_by_stage_and_cause_and_a_device_is_waited_for_by_nob
     # the second work began when the first was done, and what follows begins after both
     log.add("wait", began, began + 5.0, cause="tail")
     assert log.take_seconds()["wait", "tail"] == pytest.approx(1.0, abs=0.1)
+    for number in (3, 4):
+        with log.span("train", took=took.append, step=0):
+            pass
+        for mark in marks[: 2 * number if number == 3 else 0]:
+            mark.done = True
+        log.add("wait", began, began + 0.5, cause="tail")  # sees what is done
+        assert len(took) == 3
+    log.close()  # waits for the work
+    assert took == pytest.approx([2.0] * 4, abs=1e-3)
+
+
+def test_without_a_device_work_is_done_when_its_span_ends_and_a_closed_log_holds_no_file(
+    tmp_path: Path,
+) -> None:
+    lowest = os.dup(0)
+    os.close(lowest)
+    log, took = SpanLog(tmp_path / "spans.jsonl", 0, "trainer", 0.0), list[float]()
+    with log.span("train", took=took.append):
+        pass
+    assert len(took) == 1
+    assert 0.0 <= took[0] < 10.0
+    log.close()
+    assert (again := os.dup(0)) == lowest
+    os.close(again)
 
 
 def test_a_log_says_what_its_rank_does_and_rounds_to_microseconds(tmp_path: Path) -> None:
