@@ -55,10 +55,12 @@ def test_submit_returns_before_the_score_is_there(gated):
     future = scorer.submit(media, prompts)
     assert gated.entered.wait(5)
     assert not future.done()
+    later = scorer.submit(media, prompts)
     expected = media.flatten(1).mean(1)
     media.zero_()  # the rollout rank reuses its memory while the score is computed
     gated.gate.set()
-    torch.testing.assert_close(future.result(5)["r"], expected)
+    for each in (future, later):
+        torch.testing.assert_close(each.result(5)["r"], expected)
     scorer.close()
 
 
@@ -138,7 +140,8 @@ def test_a_scorer_that_asks_to_end_the_process_fails_like_any_other(error):
         return media.flatten(1).mean(1)
 
     scorer = scorer_of(scores)
-    with pytest.raises(RewardError, match=f"Scorer `r` raised {type(error).__name__}"):
+    said = f"Scorer `r` raised {type(error).__name__}{': 3' if str(error) else ''}, which"
+    with pytest.raises(RewardError, match=said):
         scorer.submit(*task(0)).result(5)
     assert scorer.submit(*task(0)).result(5)["r"].shape == (2,), "the thread lives on"
     scorer.close()
@@ -167,6 +170,7 @@ def test_closing_cancels_what_waits_and_refuses_more(gated):
     waiting = scorer.submit(*task(1))
     threading.Timer(0.1, gated.gate.set).start()
     scorer.close()
+    assert running.done(), "it was waited for"
     assert running.result(5)["r"].shape == (2,)
     with pytest.raises(CancelledError):
         waiting.result(5)
@@ -215,6 +219,7 @@ def test_closing_waits_for_no_place_in_a_full_queue(gated):
     assert running.result(5)["r"].shape == (2,)
     assert gated.closed
     assert scorer._thread is not None
+    assert scorer._thread.daemon, "a scorer that hangs does not keep its process"
     scorer._thread.join(5)
     assert not scorer._thread.is_alive(), "a late scorer's thread ends all the same"
 

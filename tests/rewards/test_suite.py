@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import math
 from contextlib import contextmanager
 
@@ -9,7 +10,9 @@ import torch
 import yaml
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from PIL import Image
 
+from digenrl.images import PromptImage
 from digenrl.rewards import placement, protocol
 from digenrl.rewards.protocol import (
     Identity,
@@ -20,6 +23,7 @@ from digenrl.rewards.protocol import (
     luma,
     rgb_bytes,
     sample_frames,
+    source_images,
 )
 from digenrl.rewards.suite import RewardSuite, combine
 from digenrl.types import Prompt
@@ -301,7 +305,9 @@ def test_an_unavailable_scorer_may_give_the_scores_that_it_has():
     def partly(media, prompts):
         raise RewardUnavailable("busy", torch.tensor([1.0, math.nan, math.inf])[: len(prompts)])
 
-    assert suite(partly).score(MEDIA, PROMPTS)["r"].tolist()[0] == 1.0
+    rewards = suite(partly)
+    assert rewards.score(MEDIA, PROMPTS)["r"].tolist()[0] == 1.0
+    assert rewards.failures()["r"].causes == {"busy": 1}
 
 
 def test_a_scorer_is_built_once_marked_while_it_works_and_asked_without_gradients():
@@ -346,10 +352,36 @@ def test_brightness_edges_and_bytes_of_pictures():
     frames = torch.tensor([[0.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 4.0]]).view(1, 1, 3, 3)
     wanted = [[0.0, 1.0, 0.0], [1.0, -4.0, 5.0], [0.0, 5.0, -8.0]]
     assert laplacian(frames)[0, 0].tolist() == wanted
-    shown = rgb_bytes(torch.tensor([1.0005, 0.5, -0.0004]).view(3, 1, 1, 1), 4)
+    shown = rgb_bytes(torch.tensor([1.5, 0.5, -0.5]).view(3, 1, 1, 1), 4)
     assert shown.shape == (3, 1, 3, 1, 1)
     assert shown[:, 0, 0, 0, 0].tolist() == [255, 128, 0]
     assert shown.dtype == torch.uint8
+
+
+def test_a_prompts_own_picture_comes_in_the_size_of_the_media_and_in_its_colours():
+    file = io.BytesIO()
+    image = Image.new("RGB", (4, 2), (255, 51, 0))
+    image.putpixel((3, 0), (0, 0, 255))
+    image.save(file, "PNG")
+    pictures = [PromptImage(role, "d", data=file.getvalue()) for role in ("reference", "image")]
+    prompts = [Prompt("an edit", images=(*pictures,)), Prompt("another", images=(*pictures,))]
+    found = source_images(torch.zeros(2, 3, 2, 4), prompts)
+    assert (found.shape, found.dtype) == ((2, 3, 2, 4), torch.float32)
+    assert found[1, :, 1, 3].tolist() == pytest.approx([1.0, 0.2, 0.0])
+    assert found[0, :, 0, 3].tolist() == [0.0, 0.0, 1.0]
+    assert source_images(torch.zeros(2, 1, 3, 8, 6), prompts).shape == (2, 3, 8, 6)
+    protocol.require_images(prompts, "image", "reference")
+    bare = [prompts[0], Prompt("no picture", images=(pictures[0],))]
+    with pytest.raises(RewardError, match="'no picture' has no image: name a file in the field"):
+        source_images(torch.zeros(2, 3, 2, 4), bare)
+    with pytest.raises(ValueError, match="it has no image; name a file in the field image"):
+        protocol.require_images(bare, "reference", "image")
+
+
+def test_a_node_becomes_plain_values():
+    assert protocol.plain(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}
+    given = {"a": 1}
+    assert protocol.plain(given) == given
 
 
 def test_a_reward_elsewhere_is_placed_by_its_extension(monkeypatch):
