@@ -106,8 +106,9 @@ def test_values_become_json_and_a_line_its_bytes(tmp_path: Path) -> None:
     lowest = os.dup(0)
     os.close(lowest)
     append_jsonl(tmp_path / "other.jsonl", {})
-    assert (again := os.dup(0)) == lowest, "no descriptor stays open"
+    again = os.dup(0)
     os.close(again)
+    assert again == lowest, "no descriptor stays open"
     link = tmp_path / "events.jsonl"
     link.symlink_to(path)
     append_jsonl(link, {"e": 1})

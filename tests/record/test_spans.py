@@ -142,8 +142,9 @@ def test_without_a_device_work_is_done_when_its_span_ends_and_a_closed_log_holds
     assert len(took) == 1
     assert 0.0 <= took[0] < 10.0
     log.close()
-    assert (again := os.dup(0)) == lowest
+    again = os.dup(0)
     os.close(again)
+    assert again == lowest
 
 
 def test_a_log_says_what_its_rank_does_and_rounds_to_microseconds(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_a_missing_member_stays_missing_in_the_sum():
         },
         placement="inline",
     )
+    assert rewards.weights == {"a": 1.0, "b": 1.0}, "where nothing else is said"
     total = combine(rewards.score(MEDIA, PROMPTS), rewards.weights)
     assert torch.isnan(total).tolist() == [False, True, False]
 
@@ -156,11 +157,12 @@ def test_a_broken_scorer_stops_the_run(bad):
 
 
 def test_a_bug_in_a_scorer_is_not_swallowed():
-    def bug(media, prompts):
+    def bug():
         raise KeyError("bug")
 
-    with pytest.raises(RewardError, match=r"raised KeyError: 'bug' \(.*test_suite\.py, line \d+\)"):
-        suite(bug).score(MEDIA, PROMPTS)
+    place = rf"test_suite\.py, line {bug.__code__.co_firstlineno + 1}\)"
+    with pytest.raises(RewardError, match=rf"raised KeyError: 'bug' \(.*{place}"):
+        suite(lambda media, prompts: bug()).score(MEDIA, PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,7 @@ def test_urls_of_an_unknown_reward_are_refused_with_the_known_ones():
 
 
 def test_an_unknown_name_lists_the_known_ones():
+    assert suite(brightness).scorer("r") is brightness
     with pytest.raises(KeyError, match="known: r"):
         suite(brightness).scorer("q")
 
