@@ -292,6 +292,18 @@ def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
     )
 
 
+def test_a_file_of_ones_own_cannot_extend_the_allow_list(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "mine.yaml").write_text(
+        "# @package _global_\nallow_targets: [os]\ntrainer: {precision: 32-true}\n"
+    )
+    words = ["--config-dir", str(tmp_path), "trainer=mine"]
+    said = r"^1 error .*\n  - allow_targets = \['os'\]: counts only on the command line"
+    with pytest.raises(config.ConfigError, match=said):
+        config.load(words)
+    assert config.load([*words, "allow_targets=[fractions]"]).config.allow_targets == ["fractions"]
+
+
 @pytest.mark.parametrize(
     ("word", "held", "counts"),
     [
