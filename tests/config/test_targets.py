@@ -115,6 +115,7 @@ def test_an_extension_may_refuse_an_allowed_target(monkeypatch: pytest.MonkeyPat
         return ["no"]
 
     asked: list[tuple[object, ...]] = []
+    assert "torch.optim.SGD" in components()  # kept from here on, with what extensions offer
     monkeypatch.setattr(
         "digenrl.config.targets.offered", lambda name: [[rule]] if name == "TARGET_RULES" else []
     )
