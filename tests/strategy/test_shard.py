@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.models.policy import cast_parameters
+from digenrl.strategy import shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.shard import mesh_of
 from tests.strategy.processes import (
@@ -268,3 +269,19 @@ def test_a_mesh_that_does_not_fit_names_both_numbers() -> None:
         match=r"parallel\.shard_group = 4 must divide allocation\.trainers = 6; set it to 2",
     ):
         mesh_of("hsdp", 6, 4, "cpu")
+
+
+def test_meshes_have_a_row_for_each_whole_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def made(device: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]) -> str:
+        asked.append((device, repr(shape), mesh_dim_names))
+        return "mesh"
+
+    monkeypatch.setattr(shard, "init_device_mesh", made)
+    for sharding, group in (("fsdp", 4), ("hsdp", 2), ("hsdp", 6)):
+        assert mesh_of(sharding, 6, group, "cpu") == "mesh"
+    names = ("replicate", "shard")
+    assert asked == [
+        ("cpu", "(6,)", ("shard",)), ("cpu", "(3, 2)", names), ("cpu", "(1, 6)", names),
+    ]  # fmt: skip
