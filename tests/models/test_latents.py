@@ -59,6 +59,7 @@ def test_a_size_is_a_multiple_or_the_nearest_are_named(
 def test_a_description_of_an_adapter_is_read_whole() -> None:
     given: dict[str, Any] = {"rank": "4", "alpha": 8, "targets": "to_q"}
     assert LoraSpec.from_config(given) == LoraSpec(4, 8.0, ("to_q",), None, 0)
+    assert LoraSpec.from_config(given) == LoraSpec(4, 8.0, ("to_q",))
     more = {"targets": ["a", "b"], "expected": "3", "seed": 5}
     assert LoraSpec.from_config(given | more) == LoraSpec(4, 8.0, ("a", "b"), 3, 5)
     assert LoraSpec.from_config(given | {"seed": None, "expected": None}).seed == 0

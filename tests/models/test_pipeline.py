@@ -153,9 +153,27 @@ def test_every_block_is_compiled_as_one_graph(monkeypatch: pytest.MonkeyPatch) -
         torch._dynamo.config.recompile_limit = limit
     assert [block for block, _ in made] == compiled.wrap_units()
     assert all(how == {"fullgraph": True} for _, how in made)
-    for kept in ("attention", "products", {"attention": 0.5, "products": 0.5}):
+    for kept in ("attention", "products", "offload", {"attention": 0.5, "products": 0.5}):
         with pytest.raises(ValueError, match=r"set model\.compile=false"):
             make("sd3", compile=True, gradient_checkpointing=kept)
+
+
+def test_the_blocks_and_no_more_are_quantized_if_the_library_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        pipeline, "_quantized", lambda *which: lambda *given: asked.append((*which, *given))
+    )
+    made = make("flux", quantize="nf4")
+    ((name, kind, blocks, again),) = asked
+    assert (name, kind, again) == ("quantize", "nf4", "nf4")
+    assert list(blocks) == made.wrap_units()
+    asked.clear()
+    settings = {"height": 64, "width": 64, "build": "tiny"}
+    for more in ({}, {"quantize": None}, {"quantize": "int8"}):
+        FAMILIES["flux"].check(settings | more)
+    assert asked == [("require_library", "int8", "int8")]
 
 
 def test_extensions_are_asked_for_by_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +199,13 @@ def test_extensions_are_asked_for_by_their_own_names(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_model_config_leaves_out_is_as_the_class_says() -> None:
-    found: Any = FAMILIES["sd3"](str(tiny_builds.ensure("sd3")), 16, 16)
-    assert (found.height, found.width, found.frames, found.latent_shape) == (16, 16, 1, (16, 2, 2))
+    found: Any = FAMILIES["sd3"](str(tiny_builds.ensure("sd3")), 32, 16)
+    assert (found.height, found.width, found.frames, found.latent_shape) == (32, 16, 1, (16, 4, 2))
     assert (found.guidance_scale, found.cfg_scale, found.lora, found.dtype) == (
         1.0, 1.0, None, torch.bfloat16,
     )  # fmt: skip
     assert (found.shift, found.grid, found.negative_prompt) == (None, pipeline.EXPLICIT, "")
-    assert (found.max_sequence_length, found._decoded_together) == (512, 1024)
+    assert (found.max_sequence_length, found._decoded_together) == (512, 512)
     assert (found.attention_backend, found.offload_encoders, found._trims) == ("auto", True, True)
     assert (found.vae_dtype, found.vae_tiling) == (torch.float32, False)
     assert found.reference_transformer is None
