@@ -128,6 +128,40 @@ def test_the_tiny_encoder_takes_few_tokens_and_pixels_become_those_of_latents() 
     assert all(isinstance(each, int) for each in made.image_grid())
 
 
+def test_a_family_that_reads_no_pictures_says_so(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(policy), "encode_latents", pipeline.DiffusersPolicy.encode_latents)
+    image: Any = SimpleNamespace(fitted=lambda height, width: Image.new("RGB", (width, height)))
+    with pytest.raises(ValueError, match="sd3 has no `encode_media`"):
+        policy.encode_media([image])
+
+
+def test_a_network_without_values_is_filled_and_no_other(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        pipeline, "_deferred", lambda name: lambda *given: filled.append((name, *given))
+    )
+    device = torch.device("cpu")
+    policy.fill(device)
+    assert filled == []
+    monkeypatch.setattr(policy, "_empty", True)
+    policy.fill(device)
+    assert filled == [
+        ("fill", policy.transformer, policy.path, policy.components, policy.lora, device)
+    ]
+
+
+def test_the_configuration_of_a_network_is_the_checkpoints_with_its_defaults() -> None:
+    kind, path = FAMILIES["sd3"], str(tiny_builds.ensure("sd3"))
+    real = kind.network_config({"path": path})
+    assert real["num_layers"] == len(make("sd3").wrap_units())
+    tiny = kind.network_config({"build": "tiny", "path": path})
+    assert {name: real.get(name, tiny[name]) for name in tiny} == tiny
+
+
 def test_black_is_minus_one_and_white_is_one_in_each_colour(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +415,7 @@ class Own(pipeline.DiffusersPolicy):
     block_lists = ("blocks", "single_blocks")
     components = {"transformer": "", "other": "other."}  # noqa: RUF012
     attention, feed_forward = ("q", "k"), ("up",)
-    single_attention, single_feed_forward = ("s",), ("down",)
+    single_attention, single_feed_forward = ("s", "t"), ("down",)
     unread = frozenset({"k", "s", "up"})
 
 
@@ -393,7 +427,8 @@ def test_presets_name_the_layers_of_every_block_but_what_the_last_one_does_not_r
     ]  # fmt: skip
     whole = Own.lora_names(SimpleNamespace(num_layers=1, num_single_layers=2), "attention_ff")
     assert whole[: len(whole) // 2] == [
-        "blocks.0.q", "single_blocks.0.s", "single_blocks.0.down", "single_blocks.1.down",
+        "blocks.0.q", "single_blocks.0.s", "single_blocks.0.t", "single_blocks.0.down",
+        "single_blocks.1.t", "single_blocks.1.down",
     ]  # fmt: skip
 
 
@@ -405,6 +440,7 @@ def test_a_prompt_that_is_cut_is_told_and_one_that_just_fits_is_not(
 
     def tokenizer(text: str, truncation: bool, verbose: bool) -> Any:
         assert not truncation, "it would never be too long"
+        assert not verbose, "it would tell of it by itself"
         return SimpleNamespace(input_ids=text.split())
 
     policy.report_long_prompt(tokenizer, "a b c", 3)

@@ -74,8 +74,11 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     assert parts.inbox.open(2).step == 2
     path = setup.session.run_dir / "decisions" / "rank-000.jsonl"
     assert type(parts.decisions) is DecisionLog
+    row = {"decision": "next_move", "args": [], "answer": "train"}
+    parts.decisions(row)
     parts.close()
-    first = json.loads(path.read_text().splitlines()[0])
+    first, *_, last = map(json.loads, path.read_text().splitlines())
+    assert last == row, "it was in memory"
     assert first == json.loads(json.dumps(header(spec, runner.policy.roles, setup.last_step)))
     parts.close()
     replace(parts, decisions=None).close()
