@@ -39,8 +39,6 @@ from digenrl.models.lora import LoraSpec, inject_lora
 from digenrl.recompute import Recompute, parse_recompute
 from tests.algorithms.toy_policy import ToyPolicy, condition
 
-pytestmark = pytest.mark.heavy
-
 INPUTS = Recompute(inputs=1.0)
 KL: dict[str, Any] = {
     "latent_channels": 16,
@@ -115,6 +113,7 @@ def test_the_peak_of_both_passes_is_that_of_the_loss_or_of_a_block_computed_agai
     assert waits[1] - waits[0] == pytest.approx(experts.kept_bytes("all", 2), rel=0.01)
 
 
+@pytest.mark.heavy
 def test_weights_gradients_and_optimizer_are_exact() -> None:
     from diffusers import WanTransformer3DModel
     from peft import LoraConfig
@@ -181,6 +180,7 @@ def test_every_rank_holds_the_tables_that_a_network_stores(rank: int | None) -> 
 GRADES = (False, "products", "attention", True)
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("trained", ["full", "attn"])
@@ -192,6 +192,7 @@ def test_kept_bytes_are_those_of_a_real_build(trained: str, rows: int) -> None:
         assert kept == pytest.approx(expected, rel=0.15), grade
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("trained", ["full", pytest.param("attn", marks=pytest.mark.slow)])
 def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
     """What the backward pass of a block does again, attention aside, as a share of the block's
@@ -221,6 +222,7 @@ def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
         )  # half text
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "rows", "frames"),
@@ -334,6 +336,7 @@ def _saved(model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> int:
     return sum(seen.values())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("work", "vae", "latents"),
     [

@@ -46,8 +46,6 @@ from digenrl.hardware import Hardware, Line, Pool, assign
 from digenrl.recompute import Recompute
 from digenrl.settle import allocated
 
-pytestmark = pytest.mark.heavy
-
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 FAST = Pool("fast", "H100", 4, "auto", 80, 989, 3.35, 450, 25, 8)
@@ -61,6 +59,7 @@ def costing() -> Costing:
     return Costing(FLUX, Hardware((FAST, SLOW)))
 
 
+@pytest.mark.heavy
 def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
     line = Line(0.0125, 0.02)
     work = replace(FLUX, updates=1)
@@ -79,6 +78,7 @@ def test_pools_in_two_places_are_planned_with_trainers_in_one() -> None:
 SMALL = ("experiment=qwen_image_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8")
 
 
+@pytest.mark.heavy
 def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +105,7 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
     assert again.planned is None
 
 
+@pytest.mark.heavy
 def test_what_is_given_is_not_the_planners() -> None:
     given = {
         "allocation.trainers": 5,
@@ -119,6 +120,7 @@ def test_what_is_given_is_not_the_planners() -> None:
     assert config.allocation.rollouts == 3
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("experiment", "gap"), [("qwen_image_nft", 0), ("wan21_flowgrpo", 1)])
 def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(
     experiment: str, gap: int
@@ -129,6 +131,7 @@ def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(
     assert (schedule.auto, schedule.gap) == (False, gap)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("processes", [None, 6])
 def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) -> None:
     """All splits that fit, simulated, against the one that a run without allocation.* starts
@@ -158,6 +161,7 @@ def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) ->
     assert chosen.step_s == min(every) < max(every)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "words",
     [
@@ -172,6 +176,7 @@ def test_what_is_settled_is_not_planned(words: list[str]) -> None:
     assert planned_split(configuration.load(["experiment=flux1_flowgrpo", *words])) is None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("trainers", "rollouts", "idle"), [(3, 2, 3), (8, 0, 0), (3, "auto", 0), ("auto", 2, 0)]
 )
@@ -187,6 +192,7 @@ def test_a_key_is_known_by_the_name_that_a_user_writes() -> None:
     assert "plan.async" in keys_of(schema_of("plan"))
 
 
+@pytest.mark.heavy
 def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     plan = make_plan(costing)
     text = json.loads(json.dumps(as_json(plan, None, "", True, Booking(10))))
@@ -222,10 +228,10 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     assert ("Colocated wins" in lines[1]) == (winner.candidate.rollouts == 0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "pools", [(FAST,), pytest.param((FAST, SLOW), marks=pytest.mark.slow)], ids=["equal", "unequal"]
 )
-@pytest.mark.heavy
 def test_the_choice_is_within_5_percent_of_an_exhaustive_sweep(pools: tuple[Pool, ...]) -> None:
     costing = Costing(FLUX, Hardware(pools))
     best = make_plan(costing).best("on_policy")
@@ -289,6 +295,7 @@ def test_other_hardware_is_asked_anew() -> None:
     assert slow.cell_seconds(candidate) > few.cell_seconds(candidate)
 
 
+@pytest.mark.heavy
 def test_roles_of_a_profile_are_obeyed() -> None:
     hardware = Hardware((replace(FAST, role="rollout"), SLOW))
     plan = make_plan(Costing(FLUX, hardware))
@@ -334,6 +341,7 @@ def test_what_does_not_fit_says_why() -> None:
         make_plan(Costing(HUNYUAN, small))
 
 
+@pytest.mark.heavy
 def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
     """All weights of Wan 14B at 480 x 832 x 81."""
     node, work = (
@@ -402,6 +410,7 @@ def test_a_plan_says_that_it_simulates_the_stock_hooks(
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.heavy
 def test_the_command_that_a_plan_ends_with_keeps_every_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +435,7 @@ def test_the_command_that_a_plan_ends_with_keeps_every_word(
     assert set(own) <= set(again)
 
 
+@pytest.mark.heavy
 @pytest.mark.processes
 def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     small = ["experiment=qwen_image_flowgrpo", "hardware=h20x16", "data.prompts_per_batch=8"]
@@ -461,6 +471,7 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     assert again.step_s == pytest.approx(best["step_s"], rel=0.02)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "recompute", [None, Recompute(inputs=1.0), Recompute(products=0.5, inputs=0.25)]
 )
@@ -472,6 +483,7 @@ def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None
     assert candidate_of(composed.config, 16, 0, costing.work.trained_steps).recompute == recompute
 
 
+@pytest.mark.heavy
 def test_a_plan_says_what_to_book_and_for_machines_only_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -496,6 +508,7 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
     assert json.loads(capsys.readouterr().out)["candidates"]
 
 
+@pytest.mark.heavy
 def test_nothing_fits_is_an_exit_code_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -527,6 +540,7 @@ CASES = list(
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [200])
 def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) -> None:
@@ -551,6 +565,7 @@ def test_every_experiment_has_a_plan_or_a_reason_on_every_profile(count: int) ->
         assert json.dumps(as_json(plan, None, "", True, Booking(10)))
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_a_batch_wide_advantage_is_planned_as_one_fragment() -> None:
     """`train` refuses gap with it."""
@@ -599,6 +614,7 @@ def test_an_evaluation_by_rollouts_costs_what_their_waiting_does_not_hide() -> N
     assert short == pytest.approx(10 * outcome.step_s + outcome.evaluation_s(second) + five)
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "experiment", "share"),
@@ -655,6 +671,7 @@ def test_what_is_much_slower_undisturbed_does_not_win_by_bearing_disturbances(
     assert [outcome.step_s for outcome in planner._ranked(outcomes)] == [10.4, 10.0, 11.1]
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 def test_more_gpus_than_tasks_share_the_tokens_of_one_in_training() -> None:
     words = ["experiment=wan21_flowgrpo", "hardware=h20x16", "hardware.pools.c.count=256"]
