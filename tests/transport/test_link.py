@@ -371,6 +371,20 @@ def test_what_is_queued_is_sent_before_a_link_closes_but_not_in_an_aborted_run(
     waiting.join(5.0)
 
 
+def test_a_link_is_drained_as_long_as_it_may_though_a_full_queue_takes_no_end(
+    links: list[SocketLink], controls: list[Control]
+) -> None:
+    for number in range(4):
+        links[0].send(8, cells(number))  # which never says where it is
+    outbox, waiting = links[0].open(8)
+    assert outbox.full()
+    began = time.monotonic()
+    links[0].drain(0.2)
+    assert 0.2 <= time.monotonic() - began < 2.0
+    assert waiting.is_alive()
+    controls[1].abort("it is over")
+
+
 def test_what_is_sent_to_a_lost_rank_is_dropped(
     controls: list[Control], links: list[SocketLink]
 ) -> None:

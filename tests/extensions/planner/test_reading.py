@@ -83,6 +83,38 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
             assert reading._has_room(config, replace(work, rollouts_evaluate=False)) == fits
 
 
+@pytest.mark.parametrize(
+    ("words", "evaluate"),
+    [
+        ({}, True),
+        ({"hardware__pools__h100__memory_gib": 1}, False),
+        ({"hardware__pools__h100__memory_gib": 1, "allocation__evaluation": "rollouts"}, True),
+        ({"allocation__evaluation": "trainers"}, False),
+        ({"allocation__evaluation": "rollouts", "allocation__rollouts": 0}, False),
+        ({"allocation__evaluation": "rollouts", "allocation__rollouts": "auto"}, True),
+        ({"allocation__evaluation": "rollouts", "without": "evaluation"}, False),
+    ],
+)
+def test_rollouts_evaluate_what_there_is_if_they_may(
+    loaded: Composed, words: dict[str, Any], evaluate: bool
+) -> None:
+    composed = but(loaded, **words)
+    composed.config.callbacks.pop(str(composed.config.get("without")), None)
+    assert workload(composed).rollouts_evaluate == evaluate
+
+
+@pytest.mark.parametrize(
+    ("embedded", "guided"), [(None, True), (0.5, False), (1.0, False), (1.5, True)]
+)
+def test_a_forward_is_made_twice_where_the_guidance_is_not_the_networks_own(
+    loaded: Composed, embedded: float | None, guided: bool
+) -> None:
+    composed = but(loaded, sampling__guidance_scale=3.5, model__true_cfg_scale=embedded)
+    if embedded is None:
+        del composed.config.model["true_cfg_scale"]
+    assert workload(composed).guidance == guided
+
+
 def test_encoders_that_stay_leave_smaller_tasks(
     loaded: Composed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

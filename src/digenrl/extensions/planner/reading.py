@@ -74,7 +74,7 @@ def workload(composed: Composed) -> Workload:
         )
     sampling, algorithm, model = config.sampling, config.algorithm, config.model
     lora = model.get("lora")
-    embedded = float(model.get("true_cfg_scale", 1.0)) > 1.0 if "true_cfg_scale" in model else None
+    embedded = float(model.true_cfg_scale) > 1.0 if "true_cfg_scale" in model else None
     judged = tuple(name for _, name, _ in placed(config.reward, "managed"))
     drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(config)]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
