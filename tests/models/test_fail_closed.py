@@ -283,6 +283,7 @@ def test_ignored_negative_and_cut_prompts_are_reported_once(caplog):
     assert sum("takes 77 tokens" in text for text in said) == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", [family for family, row in ROWS.items() if row.template])
 def test_template_of_another_length_is_refused(family, monkeypatch):
     name, length = ROWS[family].template
@@ -293,6 +294,7 @@ def test_template_of_another_length_is_refused(family, monkeypatch):
         make(family).encode([prompt("a star")])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "family",
     [name for name, facts in FACTS.items() if {"image", "mask"} <= set(facts.conditioning)],

@@ -181,6 +181,10 @@ def test_sigma_grids_follow_the_measured_ones():
     assert torch.allclose(flux, torch.tensor(measured).float(), atol=1e-3)
     constant = make("flux", shift=3.0).sigma_grid(10)
     assert torch.allclose(constant, torch.tensor(expected["wan", "explicit"]).float(), atol=1e-3)
+
+
+@pytest.mark.heavy
+def test_sigma_grids_of_all_families_end_as_measured():
     for family, (steps, last) in {
         family: row.sigmas for family, row in ROWS.items() if row.sigmas[0]
     }.items():
@@ -251,7 +255,7 @@ def test_decode_gives_media_in_the_unit_range(family):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=() if name in ("sd3", "wan") else pytest.mark.slow)
+        pytest.param(name, marks={"sd3": pytest.mark.heavy, "wan": ()}.get(name, pytest.mark.slow))
         for name in FAMILIES
     ],
 )

@@ -103,6 +103,7 @@ def asked_every_hook(cluster: Cluster) -> None:
     assert {f"{hook}-0" for hook in HOOKS} | {"plan_tasks-1", "place_timesteps-1"} <= asked
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("target", "cause"),
     [
