@@ -116,6 +116,7 @@ def test_prompts_are_checked_by_every_scorer_that_is_built_here() -> None:
         "a.txt:2: reward judge_b cannot score it",
     ]
     assert len(unscorable(digits, lines[1:2] * 30)) == 21
+    assert len(unscorable(digits, lines[1:2] * 10)) == 20
     assert unscorable(config.load(["reward=jpeg"]).config.reward, lines) == []
     assert (
         unscorable(config.load(["reward=digits", "reward.placement=http"]).config.reward, lines)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
 from digenrl.images import PromptImage
-from digenrl.rewards import placement, protocol
+from digenrl.rewards import needs, placement, protocol
 from digenrl.rewards.protocol import (
     Identity,
     RewardError,
@@ -27,6 +28,7 @@ from digenrl.rewards.protocol import (
 )
 from digenrl.rewards.suite import RewardSuite, combine
 from digenrl.types import Prompt
+from reward_models.published import files_read
 from tests.conftest import ROOT
 
 PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
@@ -379,6 +381,22 @@ def test_a_prompts_own_picture_comes_in_the_size_of_the_media_and_in_its_colours
         source_images(torch.zeros(2, 3, 2, 4), bare)
     with pytest.raises(ValueError, match="it has no image; name a file in the field image"):
         protocol.require_images(bare, "reference", "image")
+
+
+def test_weights_of_the_hub_are_looked_for_on_this_machine_alone(monkeypatch):
+    asked = []
+
+    def snapshot(name, **how):
+        asked.append((name, how["local_files_only"], how["allow_patterns"]))
+        if name == "nobody/absent":
+            raise LocalEntryNotFoundError("it is not here")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert needs.absent("nobody/here", "judge.scorer.path", "source") is None
+    said = needs.absent("nobody/absent", "judge.scorer.path", "source")
+    assert "`hf download nobody/absent`" in said
+    assert said.endswith("or set judge.scorer.path=DIRECTORY")
+    assert asked == [(f"nobody/{name}", True, files_read("path")) for name in ("here", "absent")]
 
 
 def test_a_node_becomes_plain_values():
