@@ -250,6 +250,59 @@ def test_the_second_order_solver_is_nearer_to_the_exact_flow_and_begins_and_ends
     assert errors[40]["dpm2"] < 0.2 * errors[40]["euler"]
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_second_order_solver_extrapolates_over_log_snr(rows: int) -> None:
+    """DPM-Solver++ 2M as its paper has it (arXiv 2211.01095, algorithm 2), with alpha = 1 - s."""
+    policy, grid = Gaussian(torch.float64), static_grid(6, 3.0).double()
+    x = noise = torch.linspace(-2, 2, 12 * rows, dtype=torch.float64).reshape(rows, 3, 4)
+    lam = torch.log((1 - grid) / grid)
+    last, calls = None, list[int]()
+    for k in range(6):
+        s, t = grid[k], grid[k + 1]
+        clean = x - s * policy.velocity(x, s.expand(rows), {})
+        ahead = clean
+        if 0 < k < 5:
+            r = (lam[k] - lam[k - 1]) / (lam[k + 1] - lam[k])
+            ahead = (1 + 1 / (2 * r)) * clean - 1 / (2 * r) * last
+        decay = torch.exp(-(lam[k + 1] - lam[k])) if 0 < k < 5 else t * (1 - s) / (s * (1 - t))
+        x = t / s * x - (1 - t) * (decay - 1) * ahead
+        last = clean
+    found = denoise.ode_sample(
+        policy, {}, noise, grid, solver="dpm2", before_step=lambda: calls.append(1)
+    )
+    torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-6)
+    assert len(calls) == 6
+
+
+def test_means_are_kept_where_asked_and_the_scale_is_that_of_the_noise() -> None:
+    policy, kernel = ToyPolicy(), FlowSDE(0.7)
+    grid, plan = static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
+    key = denoise.SampleKey(0, 0, 5, (0, 1))
+    plain = sample(policy, condition(), key, grid, kernel, plan)
+    assert plain.means is None
+    assert (
+        denoise.advance(
+            policy, condition(), denoise.start(key, policy.latent_shape), grid, kernel, plan
+        ).kept_means
+        == ()
+    )
+    (block,) = roll(policy, kernel, groups=1, samples=2)
+    assert block.means is not None
+    assert block.means.shape == block.latents.shape
+    again = denoise.replay(policy, block, kernel)
+    torch.testing.assert_close(again.mean, block.means, rtol=1e-5, atol=1e-6)
+    own = [keys.noise(0, 0, 100, [0, 1], int(k), policy.latent_shape) for k in block.steps]
+    drawn = (block.next_latents - again.mean) / again.scale[..., None, None]
+    torch.testing.assert_close(drawn, torch.stack(own, 1), rtol=1e-3, atol=1e-3)
+
+
+def test_a_prompts_conditioning_is_shown_to_every_row_and_that_of_rows_is_theirs() -> None:
+    given = {"one": torch.arange(6.0).reshape(1, 3, 2), "two": torch.ones(2, 3)}
+    found = denoise.expand_condition(given, 2)
+    assert torch.equal(found["one"], given["one"].repeat(2, 1, 1))
+    assert found["two"] is given["two"]
+
+
 def test_misuse_is_explained() -> None:
     policy, grid, key = ToyPolicy(), static_grid(4, 3.0), denoise.SampleKey(0, 0, 5, (0,))
     plan = AllButLast().plan(0, 0, 4)

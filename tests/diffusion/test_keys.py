@@ -31,6 +31,10 @@ def test_every_part_of_the_key_matters() -> None:
             assert abs(float(torch.corrcoef(torch.cat([a, b]))[0, 1])) < 0.5
 
 
+def test_the_initial_noise_has_a_number_that_no_step_has() -> None:
+    assert keys.INITIAL == -1, "a run goes on with the noise that it began with"
+
+
 def test_seeds_above_32_bits_do_not_collide() -> None:
     """torch's CPU generator keeps 32 bits of a seed; uids have 63."""
     assert not torch.equal(

@@ -35,3 +35,9 @@ def test_a_bad_grid_is_refused(values: list[Any]) -> None:
     assert sigmas.static_grid(1).tolist() == [1.0, 0.0], "one step is a grid"
     with pytest.raises(ValueError, match="sigma grid"):
         sigmas.check_grid(torch.tensor(values))
+
+
+def test_where_no_shift_is_named_the_grid_is_linear_and_a_shift_of_nothing_is_refused() -> None:
+    assert torch.equal(sigmas.static_grid(4), sigmas.linear_grid(4).float())
+    with pytest.raises(ValueError, match="shift must be positive, got 0"):
+        sigmas.static_shift(sigmas.linear_grid(4), 0.0)

@@ -86,6 +86,15 @@ def test_progressive_window_holds_moves_wraps_or_stays() -> None:
     assert stays.start(0, 10_000, 25) == 20
 
 
+def test_where_nothing_is_said_six_of_ten_steps_are_drawn_from_all_for_all_prompts() -> None:
+    plans = [RandomSubset().plan(0, step, 11) for step in range(40)]
+    assert {len(plan.trained) for plan in plans} == {6}
+    assert {k for plan in plans for k in plan.trained} == set(range(10))
+    assert {plan.sde for plan in plans} == {tuple(range(10))}
+    assert RandomSubset().plan(0, 3, 11, 7) == plans[3]
+    assert AllButLast().count(2) == 1, "the least"
+
+
 def test_random_choices_vary_with_step_and_seed() -> None:
     for selection in (Window(2), RandomSubset(0.5), NoiseLevels(size=3)):
         assert len({selection.plan(0, step, 12).trained for step in range(20)}) > 3
@@ -141,6 +150,7 @@ def test_untrained_steps_follow_their_option() -> None:
         (RandomSubset(0.5, first=9), 10, "usable steps"),
         (NoiseLevels(stop=11), 10, "usable steps"),
         (AllButLast(), 1, "never trained"),
+        (RandomSubset(), 1, "never trained"),
     ],
 )
 def test_selections_outside_the_steps_are_refused(
@@ -163,5 +173,12 @@ def test_bad_options_and_plans_are_refused() -> None:
         FirstFraction(0.0)
     with pytest.raises(ValueError, match="needs size or fraction"):
         RandomSubset(fraction=None)
+    for steps in ((1, 0), (0, 0), (-1, 0)):
+        with pytest.raises(ValueError, match="ascending, unique and >= 0"):
+            StepPlan((), steps)
+    for fraction in (0.0, -0.1, 1.01):
+        with pytest.raises(ValueError, match="fraction must be in"):
+            RandomSubset(fraction)
+    assert RandomSubset(1.0).count(6) == 5
     assert RandomSubset(fraction=None, size=2).count(6) == 2
     assert RandomSubset(size=2).count(6) == 2, "a size overrides the share"
