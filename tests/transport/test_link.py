@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,10 @@ import torch
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import Network
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
-from digenrl.transport.link import PeerLine, SocketLink, _write
+from digenrl.cluster.world import World
+from digenrl.transport.link import PeerLine, SocketLink, _write, socket_link
 from digenrl.transport.wire import Message, MessageKind, WireError, encode
 
 HOST = "127.0.0.1"
@@ -270,6 +274,41 @@ def test_lines_hold_messages_back_before_they_leave_and_when_they_come(
     sender.close()
     receiver.close()
     assert (out.seen, back.seen, stages) == ([0, 1, 2], [0, 1, 2], ["send"] * 3)
+
+
+def test_a_rank_has_the_link_of_its_session(controls: list[Control]) -> None:
+    stages: list[str] = []
+
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        stages.append(name)
+        yield
+
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    quick, slow = Limits(verdict_s=0.1), Slow()
+    slow.go_on.set()
+    session: Any = SimpleNamespace(
+        host=HOST,
+        handshake=OURS,
+        network=Network(ports=(port, port)),
+        watched=False,
+        limits=quick,
+        progress=SimpleNamespace(stage=stage),
+    )
+    world = World(0, 1, 1)
+    made = socket_link(controls[0], world, session, torch.device("cpu"), lines=lambda peer: slow)
+    other = SocketLink(controls[1], 1, HOST, OURS, watched=False)
+    assert controls[1].get("address/0") == f"{HOST}:{port}"
+    made.send(1, cells(4))
+    assert received(other).meta["number"] == 4
+    assert (stages, slow.seen) == (["send"], [4])
+    other.close()
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="rank 1 ended before the run did"):
+        made.receive(5.0)
+    assert time.monotonic() - began < 2.0, "the session's patience"
+    made.close()
 
 
 def test_a_message_goes_on_to_the_ranks_it_names_and_no_further(links: list[SocketLink]) -> None:
