@@ -93,10 +93,11 @@ def test_a_rank_may_send_to_itself_and_two_ranks_to_each_other(links: list[Socke
     assert [received(links[0]).meta["number"] for _ in range(10)] == list(range(10))
 
 
-def test_close_flushes_what_was_sent(controls: list[Control]) -> None:
+@pytest.mark.parametrize("host", [HOST, "::1"])
+def test_close_flushes_what_was_sent(controls: list[Control], host: str) -> None:
     sender, receiver = (
-        SocketLink(controls[0], 0, HOST, OURS),
-        SocketLink(controls[1], 1, HOST, OURS),
+        SocketLink(controls[0], 0, host, OURS),
+        SocketLink(controls[1], 1, host, OURS),
     )
     for number in range(20):
         sender.send(1, cells(number, 1 << 16))
