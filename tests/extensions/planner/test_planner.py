@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -506,6 +507,39 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
     assert planned["sources"]["generate"] == {"h100": "published"}
     assert plan_command.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["candidates"]
+
+
+def test_a_command_to_train_says_no_word_twice_and_none_of_the_plans_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DIGENRL_CALLER", raising=False)
+    own = ["experiment=a", "data.group_size=8", "+allocation.trainers=3", "plan.plot=false"]
+    composed: Any = SimpleNamespace(
+        choices={"experiment": "a", "hardware": "b"}, overrides=[*own, "hydra.run.dir=here"]
+    )
+    words = shlex.split(plan_command.to_train(composed, ["allocation.trainers=4"]))
+    assert words == [
+        "digenrl", "train", "experiment=a", "hardware=b", "data.group_size=8",
+        "allocation.trainers=4",
+    ]  # fmt: skip
+
+
+def test_a_configuration_that_cannot_be_placed_is_refused_and_simulated_rank_by_rank_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=node_8xh100"])
+    with pytest.raises(ValueError, match="9"):
+        idle_gpus(costing_of(composed), OmegaConf.create({"trainers": 9, "rollouts": 0}))
+    monkeypatch.setattr(plan_command, "evaluate", lambda *given, **how: how)
+    assert as_configured(composed) == {"exact": True}
+
+
+def test_a_sweep_ends_as_its_combinations_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    sweep = lambda words, command: asked.append((words, command)) or 3  # noqa: E731
+    monkeypatch.setattr(plan_command, "extension", lambda *target: sweep)
+    assert plan_command.main(["-m", "data.group_size=8,16"]) == 3
+    assert asked == [(["-m", "data.group_size=8,16"], "plan")]
 
 
 @pytest.mark.heavy
