@@ -389,7 +389,7 @@ class Lending:
     def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
         """Wait. Return the fragment to train, or None as soon as this trainer should generate a
         task."""
-        first = update == 0 and len(pending) == len(fragments(self._spec, 0))
+        first = update == 0 and len(pending) == len(fragments(self._spec, update))
         wait = self._spans.span(
             "wait", cause="first_fragment" if first else "tail", step=board.step
         )
