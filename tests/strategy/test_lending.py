@@ -208,6 +208,13 @@ def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weig
     ]
 
 
+def test_a_trainer_decides_by_what_it_does_itself_at_present(store: Store, tmp_path: Path) -> None:
+    trainer = Trainer(store, tmp_path)
+    trainer.runner.announce(5)
+    *_, (rank, work) = [row["args"] for row in trainer.told if row.get("event") == "saw_rank"]
+    assert (rank, work[0]) == (trainer.rank, 5)
+
+
 def test_a_loan_is_of_the_step_and_the_update_that_wait_for_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
