@@ -56,3 +56,16 @@ def test_a_few_wrong_cells_are_called_rounding_and_many_are_not(most: float, say
     ratios.keep(torch.tensor([1.0, most, *[0.0] * 999]))
     with pytest.raises(RuntimeError, match=says):
         ratios.largest(beside([]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float32, 1e-5), (torch.float64, 1e-5), (torch.bfloat16, 1e-3), (torch.float16, 1e-3)],
+)
+def test_what_is_rounding_depends_on_the_dtype(dtype: torch.dtype, bound: float) -> None:
+    ratios = FirstRatios(dtype)
+    ratios.keep(torch.tensor([0.9 * bound]))
+    assert ratios.largest(beside([])) == pytest.approx(0.9 * bound)
+    ratios.keep(torch.tensor([1.1 * bound]))
+    with pytest.raises(RuntimeError, match="does not reproduce the rollout"):
+        ratios.largest(beside([]))
