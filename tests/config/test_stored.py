@@ -18,8 +18,6 @@ from digenrl.config.targets import target_problems
 from digenrl.extension import installed
 from digenrl.extensions.help.pages import configuration_help
 
-pytestmark = pytest.mark.heavy
-
 SERVED = "reward.urls={judge_a: ['%s']}"
 
 
@@ -43,6 +41,7 @@ LOOKED_AT: Load = lambda run, words: config.load(words, stored=run)  # noqa: E73
 either = pytest.mark.parametrize("load", [RESUMED, LOOKED_AT], ids=["resumed", "looked at"])
 
 
+@pytest.mark.heavy
 @either
 def test_an_interpolation_is_refused_unresolved(
     run: Path, load: Load, monkeypatch: pytest.MonkeyPatch
@@ -62,6 +61,7 @@ def test_an_interpolation_is_refused_unresolved(
     assert "canary-5512" not in str(caught.value)
 
 
+@pytest.mark.heavy
 @either
 def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load) -> None:
     url, host = "http://127.0.0.1:1\\@judge.example/", r"127.0.0.1:1\@judge.example"
@@ -111,12 +111,14 @@ def test_a_host_is_known_by_its_place_and_with_or_without_a_scheme(
     assert not unconfirmed_hosts({}, tree, []), "nobody stored it"
 
 
+@pytest.mark.heavy
 def test_a_token_comes_from_our_own_variables_only(run: Path) -> None:
     edited(run, ("reward.heldout.judge_b.scorer.token_env", "HF_TOKEN"))
     with pytest.raises(config.ConfigError, match="token_env = HF_TOKEN"):
         config.load([f"resume={run}"])
 
 
+@pytest.mark.heavy
 def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
     with pytest.raises(config.ConfigError) as caught:
         config.load(
@@ -150,6 +152,7 @@ def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
     )
 
 
+@pytest.mark.heavy
 def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
     tree = composed("train", [])
     absent = [key for key in RESUMABLE if OmegaConf.select(tree, key, default="absent") == "absent"]
@@ -164,6 +167,7 @@ def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
     assert not marked & {"seed", "schedule.async_steps", "data.group_size", "model.lora.rank"}
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not installed("planner"), reason="needs the extension")
 @either
 def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
@@ -177,6 +181,7 @@ def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
         config.load([], stored=tmp_path / "plan-1")
 
 
+@pytest.mark.heavy
 def test_a_class_that_moved_is_found_where_it_is_now(run: Path) -> None:
     """As in a run that was stored before `digenrl.extensions.methods` was there."""
     tree = OmegaConf.load(run / "config.yaml")
