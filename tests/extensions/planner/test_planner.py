@@ -340,6 +340,12 @@ def test_what_does_not_fit_says_why() -> None:
         match=r"nothing fits: .*trainer on slow \(RTX\) needs .* GiB of 10\.8 GiB \(90% of 12\)",
     ):
         make_plan(Costing(HUNYUAN, small))
+    mostly = replace(SLOW, name="most", memory_gib=12, count=3, role="rollout")
+    unequal = Hardware((replace(SLOW, memory_gib=12, count=1), mostly))
+    with pytest.raises(
+        PlanError, match=r"nothing fits: 1 trainers: rollout on most .*, trainer on slow"
+    ):
+        make_plan(Costing(HUNYUAN, unequal))
 
 
 @pytest.mark.heavy
