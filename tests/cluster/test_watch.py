@@ -94,8 +94,6 @@ class Run:
         os.write(writing, b".")
         self.files, self.ready = [reading, writing], reading  # nobody waits for a rank
         self.ranks = {rank: Rank(self, pid and pid + rank) for rank in range(trainers + rollouts)}
-        for rank in self.ranks:
-            self.control.set(heartbeat_key(rank), "0")
 
     def _look(self) -> None:
         for key in ("abort", "stop", "give_up", "leave/1", "leave/2", "signal"):

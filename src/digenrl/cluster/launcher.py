@@ -41,7 +41,6 @@ from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import (
     HeartbeatMonitor,
     LauncherMonitor,
-    heartbeat_key,
     oom_kills,
     start_heartbeat,
 )
@@ -238,8 +237,6 @@ def launch(spec: Launch) -> RunOutcome:
                 )
                 door = open_door(spec.run_dir, host, port, spec.handshake.token, epoch)
                 ended.callback(door.unlink, missing_ok=True)
-            for rank in ranks:
-                control.set(heartbeat_key(rank), "0")
             members = Members(control, server, spec, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
         except PlacementError as error:

@@ -161,8 +161,7 @@ def facts_key(rank: int) -> str:
 
 
 def heartbeat_key(rank: int) -> str:
-    """Return the store key of a rank's heartbeats. The launcher sets the keys of all ranks when the
-    store starts."""
+    """Return the store key of a rank's heartbeats."""
     return f"beat/{rank}"
 
 
@@ -210,7 +209,7 @@ class HeartbeatMonitor:
             # a stage may take.
             limit = self._limits.silent_s if pid is not None else self._limits.stage_floor_s
             said = f"stopped responding (it gave no sign of life for {limit:g} s)"
-            if pid is None and beat == "0":
+            if pid is None and beat is None:
                 limit, key = self._limits.join_s, "limits.join_s"
                 said = f"has not joined (no sign of life for {limit:g} s; {remedy(key)})"
             if self._silent[rank].observe(self._seen.get(rank) == sign) > limit:

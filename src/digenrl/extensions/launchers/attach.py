@@ -44,7 +44,7 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
-from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, heartbeat_key, start_heartbeat
+from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.config import prepare_run_dir_or_exit
 from digenrl.extensions.launchers.access import ACCESS, Access, write_access
@@ -349,8 +349,6 @@ def _watch_ranks(
         on_own: called with the cause when this process itself hangs, just before it exits.
     """
     own = next(iter(names))
-    for rank in names:
-        control.set(heartbeat_key(rank), "0")
 
     def run() -> None:
         monitor = HeartbeatMonitor(control, dict.fromkeys(names), limits)
