@@ -360,7 +360,7 @@ def keep_memory() -> None:
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc takes
+        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that every glibc takes
         library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         library.mallopt(
             _M_ARENA_MAX, 1
