@@ -104,9 +104,14 @@ def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None, tmp_pat
     ],
 )
 def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
-    rank: int, number: int, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int,
+    number: int,
+    key: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A rollout may leave at some signals, and a rollout that joined at all."""
+    """A rollout may leave at some signals, and a rollout that joined at all. One writes stacks."""
     handshake, pauses, due = Handshake(rank=rank), list[float](), [number]
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
     control = Control(StoreClient(server.host, server.port, handshake), -1)
@@ -134,6 +139,8 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
         progress.said = "decoding"
         progress.peaks["decode"] = 3 << 29
         vitals.start_heartbeat(session, world)
+        signal.raise_signal(vitals.STACKS)
+        assert "Current thread" in capfd.readouterr().err, "what a rank's log takes"
         until(key, lambda value: value == str(int(number)))
         until(f"facts/{rank}", lambda value: value == json.dumps(vitals.facts(progress)))
         until(f"beat/{rank}", lambda value: json.loads(value or "[0]")[0] > 3)
