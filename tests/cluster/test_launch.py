@@ -158,15 +158,16 @@ def test_an_error_of_the_launcher_is_the_outcome(tmp_path: Path) -> None:
     assert launched(1, 0, lambda *_: None, tmp_path, on_end=fail) == ("failed", cause, 1)
 
 
-def test_what_was_frozen_stays_frozen_and_nothing_else(tmp_path: Path) -> None:
-    """Or each launch of a process would search all that it has imported."""
-    gc.freeze()
-    launched(1, 0, tell, tmp_path, places=fail)
-    assert gc.get_freeze_count()
-    gc.unfreeze()
-    launched(1, 0, tell, tmp_path, places=fail)
-    assert not gc.get_freeze_count()
-    gc.freeze()
+def test_only_ranks_keep_what_they_were_born_with(tmp_path: Path) -> None:
+    """Objects that a launch freezes in its own process would never be collected there."""
+    frozen = gc.get_freeze_count()
+    new = [[number] for number in range(10_000)]
+
+    def body(world: World, session: Session) -> None:
+        assert gc.get_freeze_count() > frozen + len(new) // 2
+
+    assert launched(1, 0, body, tmp_path) == ("completed", None, 0)
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_places_start_the_ranks_and_are_given_back_when_all_have_ended(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Ema:
     every micro-batch, so an update of m micro-batches is followed m times.
     """
 
-    def __init__(self, decay: float, every: int, times: int = 1) -> None:
+    def __init__(self, decay: float = 0.9, every: int = 8, times: int = 1) -> None:
         if not 0 <= decay < 1 or min(every, times) < 1:
             raise ValueError(
                 f"ema needs 0 <= decay < 1, every and times >= 1, got {decay}, {every}, {times}"

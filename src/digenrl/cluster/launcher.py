@@ -196,10 +196,8 @@ def launch(spec: Launch) -> RunOutcome:
     """
     # A forked rank inherits this process's garbage, but not its threads. Collecting, say, an
     # earlier run's store there would end threads that do not exist in the rank, and kill it. So
-    # collect now, and freeze what is left.
-    frozen = gc.get_freeze_count()
+    # collect now, and let a child collect nothing that it was born with.
     gc.collect()
-    gc.freeze()
     host = spec.network.address(spec.host)
     listener = spec.network.listen(host)
     monitor, port = (
@@ -244,8 +242,6 @@ def launch(spec: Launch) -> RunOutcome:
         except Exception as error:
             outcome = _own_failure(error, logs)
         finally:
-            if not frozen:
-                gc.unfreeze()
             _kill(ranks, spec.limits)
         try:
             spec.on_end()
@@ -290,6 +286,7 @@ def _child(
     forget: Callable[[], None],
 ) -> None:
     """Run a forked rank that dies with the launcher."""
+    gc.freeze()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The kernel sends no signal for a parent that died between fork and prctl, so look once.
     if os.getppid() != launcher:

@@ -16,6 +16,7 @@ suspended (Ctrl-Z, then fg) therefore finds nobody dead.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -287,6 +288,7 @@ class LauncherMonitor:
         self._process.join()
 
     def _watch(self, launcher: int, on_death: Callable[[str], None]) -> None:
+        gc.freeze()  # as a rank (`launch`)
         os.close(self._write)
         suspended = ConditionTimer(2 * _CHECK_S)
         while True:
