@@ -121,7 +121,7 @@ test: $(STAMP)  ## The default tests: eight minutes on two idle cores
 	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS) and alone" $(ARGS) || test $$? -eq 5  # 5: ARGS chose none of them
 
-test-fast: $(STAMP)  ## What finishes in a minute: no ranks, services or commands are started, no large model built
+test-fast: $(STAMP)  ## What finishes in a good minute: no ranks, services or commands are started, no large model built
 	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
 
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
