@@ -107,8 +107,8 @@ def test_state_survives_a_checkpoint() -> None:
     other.load_state_dict(state)
     state["a"].zero_()
     assert torch.equal(other.tensors["a"], own["a"].detach())
-    assert Ema(decay=0.0, every=8).decay_at(3) == 0.0
+    assert Ema(decay=0.0).decay_at(3) == 0.0
     with pytest.raises(ValueError, match="decay"):
-        Ema(decay=1.0, every=8)
+        Ema(decay=1.0)
     with pytest.raises(ValueError, match="times >= 1"):
-        Ema(decay=0.9, every=8, times=0)
+        Ema(times=0)

@@ -104,11 +104,7 @@ def test_a_monitor_leaves_no_process_behind(harm: signal.Signals | None, tmp_pat
     ],
 )
 def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
-    rank: int,
-    number: int,
-    key: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rank: int, number: int, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rollout may leave at some signals, and a rollout that joined at all."""
     handshake, pauses, due = Handshake(rank=rank), list[float](), [number]

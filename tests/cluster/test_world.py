@@ -112,8 +112,6 @@ def test_a_run_starts_again_unless_that_is_in_vain(case: str) -> None:
 
 
 def test_a_process_has_an_exit_code_of_its_own_for_a_run_that_stops_itself() -> None:
-    from digenrl.cluster import launcher
-
     assert (launcher.EXIT_STOPPED, launcher.PR_SET_PDEATHSIG) == (os.EX_TEMPFAIL, 1)
 
 

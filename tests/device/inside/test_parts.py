@@ -116,7 +116,7 @@ def test_weights_are_exchanged_and_come_back() -> None:
 
 def test_an_average_from_a_checkpoint_follows_its_parameters() -> None:
     parameters = {name: nn.Parameter(value) for name, value in numbers(DEVICE).items()}
-    ema = Ema(decay=0.9, every=1)
+    ema = Ema(every=1)
     ema.copy.load_state_dict(numbers())
     ema.update(parameters)
     with ema.copy.swapped(parameters):
