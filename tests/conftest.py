@@ -48,9 +48,13 @@ if (
 ):
     os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
 
-gc.disable()  # until all is imported
 ROOT = Path(__file__).resolve().parents[1]
 DELETED = frozenset(os.environ.get("DIGENRL_TESTS_WITHOUT", "").split())
+
+
+def pytest_configure() -> None:
+    """Collect no garbage until all tests are imported; programs that import this file do."""
+    gc.disable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
