@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     **dict.fromkeys(
         _THIN_LINES, "all bytes travel; behind a slow line, run rollouts beside the trainers"
     ),
+    "hardware.emulate_misfits": "set the pools' memory_gib to what their ranks need",
     "parallel.rollout_context": (
         "each rollout generates alone; set sampling.task_size=1 where memory is short"
     ),

@@ -564,8 +564,6 @@ class HardwareKeys(Closed):
     """tiny: small random builds of the same model classes. real: the published weights."""
     emulate: bool
     """Sleep for the durations of the cost model instead of running the networks."""
-    emulate_misfits: bool = ABSENT
-    """Emulate ranks even if they would not fit into their GPU's memory."""
     time_scale: Positive
     """Factor for emulated durations."""
     pools: dict[str, PoolKeys] = Field(min_length=1)

@@ -345,7 +345,7 @@ def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
     assert 2 <= refused <= 14
 
 
-def test_an_emulated_misfit_is_refused_like_a_real_one_unless_it_is_wanted() -> None:
+def test_an_emulated_misfit_is_refused_like_a_real_one() -> None:
     words = (
         "experiment=flux1_mixgrpo",
         "hardware=testbed_b",
@@ -355,5 +355,5 @@ def test_an_emulated_misfit_is_refused_like_a_real_one_unless_it_is_wanted() -> 
     )
     with pytest.raises(ValueError, match=r"needs .* of 71\.1 GiB .*: set parallel\.sharding=fsdp"):
         allocated(loaded(*words))
-    run = allocated(loaded(*words, "hardware.emulate_misfits=true"))
+    run = allocated(loaded(*words, "hardware.pools.b.memory_gib=300"))
     assert run.config.parallel.sharding == "ddp"

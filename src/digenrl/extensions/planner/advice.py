@@ -97,14 +97,13 @@ class PlannerAdvisor:
         costing = costing_of(composed)
         candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
         fitting = _held(config, costing, candidate)
-        allowed = config.hardware.emulate and config.hardware.get("emulate_misfits", False)
-        if not fitting and not allowed:
+        if not fitting:
             if config.schedule.tsp.batch == AUTO:
                 candidate = candidate.but(tsp_batch=1)
             raise ValueError(
                 f"{'; '.join(costing.misfits(candidate))}: {remedy(costing, candidate)}"
             )
-        candidate = next(iter(fitting), candidate)
+        candidate = fitting[0]
         pools = costing.trainers(candidate)
         kept = [costing.recompute(candidate, pool).config for pool, n in pools for _ in range(n)]
         return Holding(

@@ -26,7 +26,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
 )
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
-from digenrl.extensions.planner.workload import Drawn, Workload
+from digenrl.extensions.planner.workload import BASE_BYTES, Drawn, Workload
 from digenrl.hardware import Hardware, Pool, assign, shard_group
 from digenrl.recompute import ALL, INPUTS, MODES, Recompute
 from digenrl.schedule import ScheduleSpec
@@ -65,6 +65,11 @@ class Costing:
         By default fragments are one group, tasks are one sample, and trained steps are sharded.
         """
         return Candidate(trainers, rollouts, self.work.spec).but(**choices)
+
+    @property
+    def quantized(self) -> Costing:
+        """Costing of the same work with its frozen base in 4 bits (model.quantize=nf4)."""
+        return replace(self, work=replace(self.work, base_bytes=BASE_BYTES["nf4"]))
 
     @cached_property
     def costs(self) -> Costs:
@@ -233,6 +238,8 @@ class Costing:
         """Return why the candidate does not fit into memory, one sentence per pool and role; empty
         when it fits."""
         reasons = []
+        if self.work.base_bytes < BASE_BYTES[None] and candidate.sharding != "ddp":
+            reasons.append("quantized weights are not divided among trainers")
         for (pool_name, role), memory in sorted(self.memory(candidate).items()):
             pool, need = self.hardware.pool(pool_name), memory.gib
             if need > USABLE * pool.memory_gib:

@@ -8,7 +8,7 @@ from typing import Any
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.outcome import SLOWER_GENERATION, CandidateOutcome
 from digenrl.extensions.planner.planner import Plan
-from digenrl.extensions.planner.workload import Drawn
+from digenrl.extensions.planner.workload import BASE_BYTES, Drawn
 from digenrl.recompute import AUTO, Recompute
 
 EXPLAINED = 2.0
@@ -31,6 +31,7 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
         f"model.offload_encoders={str(not candidate.encoders).lower()}",
         f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
         "schedule.auto=false",
+        *quantized(outcome),
         *outcome.costing.spec(candidate).overrides(),
     ]
     if candidate.first is not None and candidate.rollouts:
@@ -41,6 +42,13 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
             others = [pool.name for pool in hardware.pools if pool.name != first.name]
             words += [f"hardware.pools.{name}.role=rollout" for name in others]
     return words
+
+
+def quantized(outcome: CandidateOutcome) -> list[str]:
+    """Return the word that quantizes the frozen base, in a list; an empty list if it has 16
+    bits."""
+    size = outcome.costing.work.base_bytes
+    return [f"model.quantize={kind}" for kind, each in BASE_BYTES.items() if kind and each == size]
 
 
 def _recompute_word(recompute: Recompute | None) -> str:
@@ -193,12 +201,13 @@ def sensitivity(plan: Plan, asynchronous: bool) -> dict[str, Any]:
     return {
         "factor": SLOWER_GENERATION,
         "step_s": ranked[0].slower_generation_s,
-        "best": _seat(best),
+        "best": seat(best),
         "best_step_s": best.slower_generation_s,
     }
 
 
-def _seat(outcome: CandidateOutcome) -> str:
+def seat(outcome: CandidateOutcome) -> str:
+    """Return the schedule and its split of the ranks, such as `sync 2+6`."""
     candidate = outcome.candidate
     return f"{candidate.name} {candidate.trainers}+{candidate.rollouts}"
 
@@ -219,8 +228,9 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
         f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
         f"{booking.evaluations} evaluations by {evaluators}): "
         f"{booking.gpu_hours(winner):,.0f} GPU-hours{money}.",
-        f"Run {_seat(winner)}: {winner.step_s:.2f} s per step; {winner.jitter_s:.2f} s if "
-        f"durations vary by 5%, {winner.slow_rank_s:.2f} s if one rank is 15% slower.",
+        f"Run {' with '.join([seat(winner), *quantized(winner)])}: {winner.step_s:.2f} s per "
+        f"step; {winner.jitter_s:.2f} s if durations vary by 5%, {winner.slow_rank_s:.2f} s if one "
+        "rank is 15% slower.",
     ]
     if judges := hardware.booked - hardware.gpus:
         lines.append(
@@ -230,7 +240,7 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     found = sensitivity(plan, asynchronous)
     other = (
         ""
-        if found["best"] == _seat(winner)
+        if found["best"] == seat(winner)
         else f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
     )
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")

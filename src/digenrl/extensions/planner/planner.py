@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from digenrl.extensions.planner.candidate import Candidate
@@ -74,10 +75,11 @@ class Plan:
         return next((outcome for outcome in self.outcomes if tests[kind](outcome.candidate)), None)
 
 
+@no_garbage()
 def make_plan(
     costing: Costing,
     steps: int | None = None,
-    fixed: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
     asynchronous: bool = True,
 ) -> Plan:
     """Search for the fastest way to run `costing`.
@@ -90,13 +92,6 @@ def make_plan(
     Raises:
         PlanError: no candidate fits. The message says how much memory is missing, and where.
     """
-    with no_garbage():
-        return _make_plan(costing, steps, fixed or {}, asynchronous)
-
-
-def _make_plan(
-    costing: Costing, steps: int | None, fixed: Mapping[str, Any], asynchronous: bool
-) -> Plan:
     bound_s = costing.bound()
     seen: dict[Candidate, CandidateOutcome] = {}
     finalists: dict[Candidate, CandidateOutcome] = {}
@@ -318,8 +313,5 @@ def _why_nothing(costing: Costing) -> str:
             f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to "
             "auto or trainer."
         )
-    remedy = (
-        "Use more or larger GPUs, LoRA, a quantized base (model.quantize=nf4), a smaller "
-        "resolution or fewer frames."
-    )
+    remedy = "Use more or larger GPUs, LoRA, a smaller resolution or fewer frames."
     return f"nothing fits: {'; '.join(reasons)}. {remedy}"

@@ -16,7 +16,7 @@ from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
-from digenrl.extensions.planner.workload import Workload, counted
+from digenrl.extensions.planner.workload import BASE_BYTES, Workload, counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.rewards.needs import placed
@@ -24,9 +24,6 @@ from digenrl.schedule import ScheduleSpec, groups_of_step
 from digenrl.settle import evaluations, sharding, trained_steps, trainers_must_evaluate
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-_BASE = {None: 2.0, "nf4": 0.5 + 4 / 64, "int8": 1.0}
-"""`model.quantize` -> bytes of a frozen weight. nf4 has an fp32 scale per 64 weights; the scales of
-int8, one per row, are neglected."""
 
 CHOICES = {
     "parallel.sharding": "sharding",
@@ -106,7 +103,7 @@ def workload(composed: Composed) -> Workload:
         detached=guided and bool(algorithm.get("detach_uncond")),
         engine="compiled" if model.get("compile") else "eager",
         fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
-        base_bytes=_BASE[model.get("quantize")],
+        base_bytes=BASE_BYTES[model.get("quantize")],
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
     most = most_rollouts(config.allocation.rollouts)

@@ -24,22 +24,25 @@ candidate."""
 def remedy(costing: Costing, candidate: Candidate) -> str:
     """Return a sentence with the fewest settings that make `candidate` fit, or with advice if no
     settings do."""
-    one_by_one = Costing(
-        replace(costing.work, evaluated=min(1, costing.work.evaluated)), costing.hardware
-    )
-    apart = Costing(replace(costing.work, rollouts_evaluate=False), costing.hardware)
+    work, hardware = costing.work, costing.hardware
     ways = (
         ("", costing),
-        ("sampling.eval.batch=1 ", one_by_one),
-        ("allocation.evaluation=trainers ", apart),
+        (
+            "sampling.eval.batch=1 ",
+            Costing(replace(work, evaluated=min(1, work.evaluated)), hardware),
+        ),
+        (
+            "allocation.evaluation=trainers ",
+            Costing(replace(work, rollouts_evaluate=False), hardware),
+        ),
+        ("model.quantize=nf4 parallel.sharding=ddp ", costing.quantized),
     )
     for said, way in ways:
         if (words := _changes(way, candidate)) is not None:
             return f"set {said}{' '.join(words)}".rstrip() + "."
     return (
         "no split of this profile's GPUs fits, however its ranks hold the model: train LoRA "
-        "(model.lora), quantize its frozen base (model.quantize=nf4), take a smaller resolution "
-        "or fewer frames, use more or larger GPUs, or "
+        "(model.lora), take a smaller resolution or fewer frames, use more or larger GPUs, or "
         "correct memory_gib or host_gib of the profile's pools."
     )
 

@@ -46,6 +46,10 @@ REWARD_CPU_SECONDS = {
 """Seconds per sample of scorers in a CPU thread beside the GPU. They delay a group, but occupy no
 GPU."""
 
+BASE_BYTES = {None: 2.0, "nf4": 0.5 + 4 / 64, "int8": 1.0}
+"""`model.quantize` -> bytes of a frozen weight. nf4 has an fp32 scale per 64 weights; the scales of
+int8, one per row, are neglected."""
+
 
 @dataclass(frozen=True)
 class Drawn:
@@ -112,7 +116,7 @@ class Workload:
     """Whether guidance trains its conditional forward alone (`algorithm.detach_uncond`). The two
     forwards then run one after the other."""
     base_bytes: float = 2.0
-    """Bytes of one frozen weight (`model.quantize`)."""
+    """Bytes of one frozen weight (`BASE_BYTES`)."""
     storage_bytes: int = 2
     """Bytes of one stored latent element."""
     trained_samples: int | None = None

@@ -8,8 +8,8 @@
     --json            print plan.json and nothing else, for machines
 
 What to book and what it costs, why, and the table; the last line on standard output is the path of
-plan.json. Exit
-codes: 2 for a wrong configuration, 3 when nothing fits (the message says what would).
+plan.json. Where nothing fits, the plan quantizes the frozen base (model.quantize=nf4) and says so.
+Exit codes: 2 for a wrong configuration, 3 when nothing fits even then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from digenrl.cli.commands import shell_command
 from digenrl.config import Composed
 from digenrl.config.compose import own_directories
 from digenrl.config.loading import is_multirun
-from digenrl.config.relations import most_rollouts
 from digenrl.extension import extension
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
@@ -37,12 +37,12 @@ from digenrl.extensions.planner.plan_text import (
     chosen,
     explanation,
     overrides,
+    seat,
     table,
 )
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given
 from digenrl.extensions.planner.workload import Drawn
-from digenrl.hardware import assign
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto
 from digenrl.settle import allocated, allocation, with_task_size
@@ -59,7 +59,6 @@ def main(words: list[str]) -> int:
             "digenrl.extensions.sweeps.multirun.sweep", "-m", "plan each combination by itself"
         )
         return int(sweep(words, "plan"))
-    machine = "--json" in words
     composed = configuration.load_or_exit(
         [word for word in words if word != "--json"], "plan", __doc__
     )
@@ -70,15 +69,9 @@ def main(words: list[str]) -> int:
         print(f"cannot plan: {error}", file=sys.stderr)
         return NOTHING_FITS if isinstance(error, PlanError) else 2
     run_dir = configuration.prepare_run_dir_or_exit(composed)
-    plan, winner, asked, asynchronous, booking = (
-        made.plan,
-        made.winner,
-        made.asked,
-        made.asynchronous,
-        made.booking,
-    )
+    plan, asked, asynchronous, booking = made.plan, made.asked, made.asynchronous, made.booking
     path = write(made, settings.plan.plot, run_dir)
-    if machine:
+    if "--json" in words:
         print(path.read_text(encoding="utf-8"), end="")
         return 0
     print("\n".join(booked(plan, asynchronous, booking)))
@@ -86,25 +79,18 @@ def main(words: list[str]) -> int:
     print("\n".join(explanation(plan, asynchronous)))
     print()
     print("\n".join(table(plan, asynchronous, booking, settings.plan.show, asked)))
-    if made.idle:
-        better = winner.candidate
-        print(
-            f"warning: allocation {settings.allocation.trainers}+{settings.allocation.rollouts} "
-            f"leaves {made.idle} of "
-            f"{plan.costing.hardware.gpus} GPUs idle; use allocation.trainers={better.trainers} "
-            f"allocation.rollouts={better.rollouts}, as planned above.",
-            file=sys.stderr,
-        )
     if asked is not None:
-        said = f"{asked.step_s:.2f} s per step, {asked.step_s / winner.step_s:.2f} x the best"
-        print(f"as configured ({asked.candidate.trainers}+{asked.candidate.rollouts}): {said}")
+        versus = (
+            f"{asked.step_s:.2f} s per step, {asked.step_s / made.winner.step_s:.2f} x the best"
+        )
+        print(f"as configured, {seat(asked)} of {plan.costing.hardware.gpus} GPUs: {versus}")
     if made.refused:
         print(f"as configured: does not run: {made.refused}")
     if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
         print(
             f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
         )
-    print(f"\n{to_train(composed, overrides(winner))}")
+    print(f"\n{to_train(composed, overrides(made.winner))}")
     print(path)
     return 0
 
@@ -135,8 +121,6 @@ class Made:
     """Outcome of `as_configured`; None where `train` would refuse the configuration."""
     refused: str
     """Reason why `train` would refuse the configuration, with what would run; "" where it runs."""
-    idle: int
-    """Number of GPUs that the allocation leaves idle (`idle_gpus`)."""
     asynchronous: bool
     """Whether the winner may use weights one version old."""
     booking: Booking
@@ -157,8 +141,7 @@ def planned(composed: Composed) -> Made:
     settings: Any = composed.config
     asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
     costing = costing_of(composed)
-    idle = idle_gpus(costing, settings.allocation)
-    plan = make_plan(costing, settings.plan.simulated_steps, asynchronous=asynchronous)
+    plan = _fitting(costing, settings.plan.simulated_steps, asynchronous)
     free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
     found = chosen(plan, bool(settings.schedule.async_steps)) if free else []
     asked, refused = found[0] if found else None, ""
@@ -168,7 +151,17 @@ def planned(composed: Composed) -> Made:
         except ValueError as refusal:
             refused = str(refusal)
     winner = chosen(plan, asynchronous)[0]
-    return Made(plan, winner, asked, refused, idle, asynchronous, booking_of(settings))
+    return Made(plan, winner, asked, refused, asynchronous, booking_of(settings))
+
+
+def _fitting(costing: Costing, steps: int | None, asynchronous: bool) -> Plan:
+    """Make the plan; where nothing fits, with the frozen base in 4 bits."""
+    try:
+        return make_plan(costing, steps, asynchronous=asynchronous)
+    except PlanError:
+        with suppress(PlanError):
+            return make_plan(costing.quantized, steps, asynchronous=asynchronous)
+        raise
 
 
 def as_configured(composed: Composed) -> CandidateOutcome:
@@ -199,16 +192,6 @@ def booking_of(settings: Any) -> Booking:
         else 0,
     )
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
-
-
-def idle_gpus(costing: Costing, allocation: Any) -> int:
-    """Return how many GPUs the configured allocation leaves idle. Raises ValueError when it cannot
-    be placed."""
-    trainers, rollouts = allocation.trainers, most_rollouts(allocation.rollouts)
-    if not isinstance(trainers, int) or not isinstance(rollouts, int):
-        return 0
-    assign(costing.hardware, trainers, rollouts)
-    return costing.hardware.gpus - trainers - rollouts
 
 
 def write(made: Made, plot: bool, run_dir: Path) -> Path:
