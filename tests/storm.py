@@ -44,7 +44,12 @@ RUNS = {
         "allocation.rollouts=2",
         "algorithm.updates_per_batch=2",
     ),
-    "together": ("schedule=colocated", "allocation.trainers=2", "algorithm.updates_per_batch=2"),
+    "together": (
+        "schedule=colocated",
+        "schedule.gap=1",
+        "allocation.trainers=2",
+        "algorithm.updates_per_batch=2",
+    ),
     "sharded": ("parallel.sharding=fsdp", "allocation.trainers=2", "allocation.rollouts=1"),
     "async": (
         "schedule=gap",

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.processes
 WORDS = (
     *LIGHT,
     "schedule=colocated",
+    "schedule.gap=1",
     "reward.placement=inline",
     "data.prompts_per_batch=2",
     "data.group_size=2",

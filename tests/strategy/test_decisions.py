@@ -76,7 +76,8 @@ def test_I13_replaying_recorded_runs_gives_every_decision_again(
 
 @pytest.mark.slow
 def test_I13_the_record_of_colocated_ranks_gives_every_decision_again(tmp_path: Path) -> None:
-    config = configured(*LIGHT, "schedule=colocated", "schedule.tsp.batch=1", "max_rl_steps=1")
+    words = ("schedule=colocated", "schedule.gap=1", "schedule.tsp.batch=1", "max_rl_steps=1")
+    config = configured(*LIGHT, *words)
     cluster = run_cluster(tmp_path, 2, 0, config, after_build=slow_rollouts)
     assert_same_cells(completed(cluster), reference_of(config))
     assert_replays(tmp_path, ranks=2)

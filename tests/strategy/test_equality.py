@@ -140,7 +140,11 @@ def test_colocated_ranks_generate_all_groups_before_the_first_of_two_updates(
     """After the first optimizer step nobody holds the published version any more, so nothing may be
     left to make. The fast witness with one rank: test_alone."""
     config = configured(
-        *LIGHT, "schedule=colocated", "schedule.tsp.batch=1", "algorithm.updates_per_batch=2"
+        *LIGHT,
+        "schedule=colocated",
+        "schedule.gap=1",
+        "schedule.tsp.batch=1",
+        "algorithm.updates_per_batch=2",
     )
     found = completed(run_cluster(tmp_path, 2, 0, config))
     assert_equal_runs(found, reference_of(config), exact=False, double=False, weight_bound=1e-6)

@@ -123,16 +123,21 @@ class Control:
             pause = min(0.05, 2 * pause)
         return value
 
-    def check(self) -> None:
-        """Raise `Aborted` with its cause if anybody has aborted the run."""
+    def check(self, *keys: str) -> list[str | None]:
+        """Return the values of `keys`, as `get_all`.
+
+        Raises:
+            Aborted: somebody has aborted the run; the error has the cause.
+        """
         try:
-            cause = self.get("abort")
+            cause, *values = self.get_all(["abort", *keys])
         except StoreLost as error:
             raise Aborted(
                 f"rank {self._rank} lost the control store: the launcher is gone ({error})."
             ) from error
         if cause is not None:
             raise Aborted(f"rank {self._rank} stops: {cause}")
+        return values
 
     def abort(self, cause: str) -> None:
         """Tell every rank to stop because of `cause`. A cause that was published earlier stays."""

@@ -55,22 +55,24 @@ class StopVote:
         self._looked = 0.0
         """Second of the monotonic clock of the last look at the store."""
 
-    def check(self) -> None:
-        """Look, between two pieces, whether the run is aborted or the step is given up.
+    def check(self, *keys: str) -> list[str | None]:
+        """Look, between two pieces, whether the run is aborted or the step is given up. Return the
+        values of `keys` on the store at the same moment.
 
         Raises:
             Aborted: somebody has aborted the run.
             StepGivenUp: this trainer's next piece will not be begun.
         """
-        self._control.check()
+        first, *values = self._control.check("given_up" if self._world.rank else "give_up", *keys)
         if self._world.rank == 0:
-            if self._control.get("give_up") is not None and self._droppable():
+            if first is not None and self._droppable():
                 self._control.set("given_up", str(self._piece))
                 raise StepGivenUp
         # A trainer that has not yet seen the grant of a piece still finishes it: its peers are
         # inside it.
-        elif (first := self._control.get("given_up")) is not None and self._piece >= int(first):
+        elif first is not None and self._piece >= int(first):
             raise StepGivenUp
+        return values
 
     def give_up(self, cause: str) -> None:
         """End the run with the step before the one in progress, because this trainer cannot go on.
@@ -108,9 +110,8 @@ class StopVote:
         came = time.monotonic()
         with self._progress.stage("wait straggler"):
             while True:
-                come = int(self._control.get(key) or 0) >= awaited * (self._piece + 1)
-                self.check()  # only now: who has come has said before whether it can go on
-                if come:
+                (come,) = self.check(key)  # who has come has said before whether it can go on
+                if int(come or 0) >= awaited * (self._piece + 1):
                     break
                 pause(min(max(_POLL_S, _SHARE * (time.monotonic() - came)), _SELDOM_S))
         self._piece += 1

@@ -125,7 +125,7 @@ def test_whole_weights_with_fsdp_and_a_resume(tmp_path: Path) -> None:
 OTHERWISE: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "off-loaded activations": (1, 1, ("model.gradient_checkpointing=offload",)),
     "schedule full": (1, 1, ("schedule=full",)),
-    "colocated": (1, 0, ("schedule=colocated",)),
+    "colocated": (1, 0, ("schedule=colocated", "schedule.gap=1")),
     "hsdp": (4, 1, ("parallel.sharding=hsdp", "parallel.shard_group=2")),
     "broadcast": (1, 2, ("network.publication=broadcast",)),
 }
