@@ -119,7 +119,7 @@ def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_er
     words = ("schedule.gap=1", "schedule.tag=true")
     jobs = [
         Job("lends", configured(*LIGHT, *words, "max_rl_steps=3"), slow_rollouts),
-        Job("errs", configured(*LIGHT, *words, "max_rl_steps=4"), unpredicted_sleeps),
+        Job("errs", configured(*LIGHT, *words, "max_rl_steps=5"), unpredicted_sleeps),
     ]
     for job, cluster in run_series(tmp_path, 1, 1, jobs):
         assert_same_cells(completed(cluster), reference_of(job.config))
@@ -138,4 +138,5 @@ def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_er
         else:
             (event,) = events_of(cluster, "tag_off")
             assert "schedule.tag switched itself off after 3 loans" in event["message"]
-            assert len(loans) == 3, "nothing is lent afterwards"
+            # A step's first tasks are lent before the step before it is judged.
+            assert {loan["rl_step"] for loan in loans} <= {1, 2, 3, 4}, "nothing is lent afterwards"
