@@ -213,7 +213,7 @@ def test_plan_json_carries_what_the_bound_needs(costing: Costing) -> None:
     assert text["best"]["async"]["async_steps"] == 1
     assert text["best"]["colocated"]["rollouts"] == 0
     lines = explanation(plan, False)
-    assert len(lines) == 3
+    assert len(lines) == 2
     winner = next(o for o in plan.outcomes if o.candidate.spec.async_steps == 0)
     assert ("Colocated wins" in lines[1]) == (winner.candidate.rollouts == 0)
 
@@ -495,6 +495,8 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
     )
     assert out[0].startswith("Book 8 x H100-SXM for ")
     assert f"{planned['price']:,.0f} at 2 a GPU-hour" in out[0]
+    (compiled,) = (line.split()[-2] for line in out if line.startswith("With model.compile=true"))
+    assert 0.5 < float(compiled) / planned["candidates"][0]["step_s"] < 1
     row, sentence = (line for line in out if line.startswith("as configured"))
     assert row.split()[2:4] == ["8+0", "ddp"]
     assert sentence.startswith("as configured, colocated 8+0 of 8 GPUs: ")

@@ -173,7 +173,7 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
         if planned["sync_step_s"]
         else ""
     )
-    figures, why, _ = explanation(plan, asynchronous=True)
+    figures, why = explanation(plan, asynchronous=True)
     said = (
         f"schedule=auto: {best.candidate.name}, "
         f"{best.candidate.trainers}+{best.candidate.rollouts}, is the best of {plan.simulated} "

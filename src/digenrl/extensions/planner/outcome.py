@@ -169,6 +169,12 @@ class CandidateOutcome:
         return self._scaled(self.simulated(replace(cluster, ranks=ranks)))
 
     @cached_property
+    def compiled_s(self) -> float:
+        """Seconds per step with model.compile=true, by the figures of `gpus.ENGINES`."""
+        compiled = replace(self.costing, work=replace(self.costing.work, engine="compiled"))
+        return self._scaled(self.simulated(compiled.cluster(self.candidate)))
+
+    @cached_property
     def limits(self) -> list[dict[str, Any]]:
         """Causes that separate the step from the bound, with their seconds per step, the largest
         first.

@@ -238,24 +238,21 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
             f"{costing.costs.judged_seconds():.2f} s for the samples of a step, beside the ranks."
         )
     found = sensitivity(plan, asynchronous)
-    other = (
-        ""
-        if found["best"] == seat(winner)
-        else f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
-    )
+    other = f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
+    other *= found["best"] != seat(winner)
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
+    if costing.work.engine == "eager":
+        lines.append(
+            f"With model.compile=true (not yet seen in a run on a GPU): {winner.compiled_s:.2f} s."
+        )
     words: dict[str, list[str]] = {}
     for stage, by_pool in plan.costing.sources().items():
         for source in sorted(set(by_pool.values())):
             where = [pool for pool, word in by_pool.items() if word == source]
-            words.setdefault(source, []).append(
-                stage if len(where) == len(by_pool) else f"{stage} on {'+'.join(where)}"
-            )
-    lines.append(
-        "Speeds: "
-        + "; ".join(f"{source}: {', '.join(names)}" for source, names in sorted(words.items()))
-        + "."
-    )
+            name = stage if len(where) == len(by_pool) else f"{stage} on {'+'.join(where)}"
+            words.setdefault(source, []).append(name)
+    speeds = "; ".join(f"{source}: {', '.join(names)}" for source, names in sorted(words.items()))
+    lines.append(f"Speeds: {speeds}.")
     return lines + [f"In the simulation {message}" for message in winner.result.messages]
 
 
@@ -311,7 +308,7 @@ def _also(candidate: Candidate) -> str:
 
 
 def explanation(plan: Plan, asynchronous: bool) -> list[str]:
-    """Return three lines about the winner; they say so when a colocated run wins."""
+    """Return two lines about the winner; they say so when a colocated run wins."""
     ranked = chosen(plan, asynchronous)
     winner = ranked[0]
     colocated = plan.best("colocated")
@@ -321,12 +318,8 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
     )
     if winner.candidate.rollouts == 0:
         split = [outcome for outcome in ranked if outcome.candidate.rollouts]
-        versus = (
-            f"the best disaggregated run tried takes {split[0].step_s:.2f} s"
-            if split
-            else "no disaggregated run fits"
-        )
-        why = f"Colocated wins: {versus}. Disaggregation does not pay here."
+        best = f"the best disaggregated run tried takes {split[0].step_s:.2f} s" if split else None
+        why = f"Colocated wins: {best or 'no disaggregated run fits'}. Splitting does not pay here."
     elif colocated is None:
         why = "Disaggregated, because no colocated run fits into memory, or none was asked for."
     else:
@@ -337,10 +330,8 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
             if ratio >= 1
             else f", {colocated.robust_s / winner.robust_s:.2f}x with jitter or a slow rank."
         )
-    idle = plan.costing.hardware.gpus - winner.candidate.trainers - winner.candidate.rollouts
     return [
         f"{winner.step_s:.2f} s per step, {100 * winner.efficiency:.1f}% of the bound "
         f"({plan.bound_s:.2f} s); what separates them: {causes}.",
         why,
-        "All GPUs work." if idle == 0 else f"{idle} GPUs stay idle.",
     ]
