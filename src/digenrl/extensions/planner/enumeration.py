@@ -71,15 +71,16 @@ def _schedules(costing: Costing, typical: Candidate) -> Iterator[Candidate]:
 
     Asynchronous steps overlap, so their fragments may also be half of the batch (within one
     update). Half a batch splits more evenly, and the other half still overlaps. Where tasks are
-    few, each is a single sample.
+    few, each is a single sample, and only the whole update gives every trainer a block.
     """
-    half = min(costing.work.spec.groups_per_update, max(1, costing.work.prompts // 2))
+    update, few = costing.work.spec.groups_per_update, _few_tasks(costing)
+    long = update if few else min(update, max(1, costing.work.prompts // 2))
     gaps = (
-        {typical.spec.gap, half}
-        if typical.spec.gap and typical.spec.async_steps
+        {typical.spec.gap, long}
+        if typical.spec.gap and (few or typical.spec.async_steps)
         else {typical.spec.gap}
     )
-    sizes = task_sizes(costing)[: 1 if _few_tasks(costing) else None]
+    sizes = task_sizes(costing)[: 1 if few else None]
     for size, gap, tag in itertools.product(sizes, gaps, (False, True)):
         yield typical.but(task_size=size, gap=gap, tag=tag)
 

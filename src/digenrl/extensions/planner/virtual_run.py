@@ -101,7 +101,8 @@ def steady(
         watched = len(ends) - run.changed
         if len(ends) < fewest or watched < 3 or watched % 2 == 0:
             return None
-        return max(run.changed, check_at - 1) if len(ends) >= most else steady_from(ends)
+        found = steady_from(ends)
+        return max(run.changed, check_at - 1) if found is None and len(ends) >= most else found
 
     result = run.until(window)
     result = replace(
