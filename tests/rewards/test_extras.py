@@ -16,7 +16,8 @@ WITHOUT = {
         "video",
     ),
     "imageio.v3": (
-        "from digenrl.extensions.media.files import write_mp4 as f; f('a.mp4', None)",
+        "import torch; from digenrl.extensions.media.files import write_mp4 as f; "
+        "f('a.mp4', torch.zeros(1, 3, 8, 8))",
         "video",
     ),
 }
