@@ -313,4 +313,4 @@ def _why_nothing(costing: Costing) -> str:
             f"the pools' roles leave no GPU to train ({roles}): set the role of one of them to "
             "auto or trainer."
         )
-    return f"nothing fits: {'; '.join(reasons)}. Use larger GPUs, LoRA or smaller samples."
+    return f"nothing fits: {'; '.join(reasons)}. Use more or larger GPUs, LoRA or smaller samples."
