@@ -139,4 +139,5 @@ def test_the_real_search_lends_in_a_real_run_and_switches_itself_off_where_it_er
             (event,) = events_of(cluster, "tag_off")
             assert "schedule.tag switched itself off after 3 loans" in event["message"]
             # A step's first tasks are lent before the step before it is judged.
-            assert {loan["rl_step"] for loan in loans} <= {1, 2, 3, 4}, "nothing is lent afterwards"
+            lent_in = {loan["rl_step"] for loan in loans}
+            assert {1, 2, 3} <= lent_in <= {1, 2, 3, 4}, "nothing is lent afterwards"

@@ -238,8 +238,8 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
             f"{costing.costs.judged_seconds():.2f} s for the samples of a step, beside the ranks."
         )
     found = sensitivity(plan, asynchronous)
-    other = f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
-    other *= found["best"] != seat(winner)
+    better = f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
+    other = "" if found["best"] == seat(winner) else better
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
     if costing.work.engine == "eager":
         lines.append(
@@ -317,9 +317,13 @@ def explanation(plan: Plan, asynchronous: bool) -> list[str]:
         ", ".join(f"{limit['cause']} {limit['seconds']:.2f} s" for limit in limits) or "nothing"
     )
     if winner.candidate.rollouts == 0:
-        split = [outcome for outcome in ranked if outcome.candidate.rollouts]
-        best = f"the best disaggregated run tried takes {split[0].step_s:.2f} s" if split else None
-        why = f"Colocated wins: {best or 'no disaggregated run fits'}. Splitting does not pay here."
+        split = next((outcome for outcome in ranked if outcome.candidate.rollouts), None)
+        tried = (
+            f"the best disaggregated run tried takes {split.step_s:.2f} s"
+            if split
+            else "no disaggregated run fits"
+        )
+        why = f"Colocated wins: {tried}. Splitting does not pay here."
     elif colocated is None:
         why = "Disaggregated, because no colocated run fits into memory, or none was asked for."
     else:
