@@ -97,7 +97,6 @@ ELSEWHERE = (
     "configs/",
     "CHANGELOG.md",
     "src/digenrl/extensions/planner/published.csv",
-    "tests/test_budget.py",
 )
 """What is generated, measured, counted, published or compared with publications, and options of
 configurations."""
