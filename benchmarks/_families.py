@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import digenrl
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import ENDING, Facts, families
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 
 Grid = tuple[int, int, int]

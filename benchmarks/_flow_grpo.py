@@ -22,7 +22,7 @@ from diffusers import AutoencoderKL
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from digenrl.extensions.tiny.builds import TEXT_LENGTH
+from digenrl.models.tiny import TEXT_LENGTH
 
 sources, script = Path(sys.argv.pop(1)), sys.argv.pop(1)
 counts = sys.argv[1] == "flops"

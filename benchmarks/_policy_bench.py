@@ -36,8 +36,8 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
 )
 from digenrl.extensions.planner.reading import workload
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import families
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.parts import sampling_spec, schedule_spec

@@ -21,9 +21,9 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from benchmarks import _families
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import families
 from digenrl.models import pretrained
+from digenrl.models import tiny as tiny_builds
 
 TINY, REAL = "tiny", "real"
 FAMILY = {

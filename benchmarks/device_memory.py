@@ -53,9 +53,9 @@ from digenrl.extensions.planner.memory import (
 )
 from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.planner.workload import Workload, counted
-from digenrl.extensions.tiny import builds
 from digenrl.facts import Facts, families, of_module
 from digenrl.models import pipeline
+from digenrl.models import tiny as builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.recompute import MODES, Recompute, parse_recompute
 from digenrl.rollout.engine import RolloutEngine

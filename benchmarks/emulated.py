@@ -47,7 +47,7 @@ from digenrl import config as configuration
 from digenrl import parts
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.emulate import durations
+from digenrl.extensions.planner.durations import durations
 from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import overrides
 from digenrl.extensions.planner.virtual_cluster import Cluster

@@ -50,9 +50,10 @@ from benchmarks.peers import ALONE, peer_command
 from digenrl import config as configuration
 from digenrl.data import PromptData
 from digenrl.diffusion.denoise import expand_condition
+from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.cli.profile import training_batch
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.models import pretrained
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.lora import AdaptedLinear
 from digenrl.models.policy import NEGATIVE, Policy
 from digenrl.parts import schedule_spec
@@ -321,7 +322,7 @@ def counted(work: Callable[[], Any]) -> float:
 def composed_of(name: str, *more: str) -> configuration.Composed:
     """Return the recipe's configuration at tiny width."""
     words = [f"experiment={name}", *(OWN.get(name) or ("hardware=cpu_tiny",)), *WORDS, *more]
-    return with_task_size(configuration.load(words))
+    return with_task_size(configuration.load(words), PlannerAdvisor())
 
 
 def ratio(name: str, *more: str) -> Ratio:

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import _families
 from benchmarks.count_facts import attend
 from digenrl.diffusion.sde import FlowSDE
-from digenrl.extensions.tiny.builds import ensure
 from digenrl.models.policy import NEGATIVE
+from digenrl.models.tiny import ensure
 from tests.models.real_policies import place, real
 from tests.models.tiny_policies import FAMILIES, ROWS
 

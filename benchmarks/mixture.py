@@ -26,8 +26,8 @@ from digenrl import config as configuration
 from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
 from digenrl.diffusion.sde import Kernel
-from digenrl.extensions.divergence.trajectories import trajectories
 from digenrl.extensions.tasks.mixture import MixtureFlow, MixturePolicy
+from digenrl.rollout.divergence import trajectories
 
 BASE_SAMPLES = 5_000
 """Of each prompt, for the base's own distribution of rewards."""

@@ -53,7 +53,7 @@ from digenrl.diffusion import keys
 from digenrl.diffusion.sde import FlowSDE, ode_step
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepPlan
-from digenrl.extensions.forward.noised import noised
+from digenrl.extensions.methods.noised import noised
 from digenrl.extensions.tasks.mixture import MixturePolicy
 from digenrl.types import CellBlock, TrainBatch
 

@@ -30,7 +30,7 @@ from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
 from digenrl.diffusion.denoise import SampleKey, SampleState
-from digenrl.extensions.decisions.log import DecisionLog
+from digenrl.record.decisions import DecisionLog
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue

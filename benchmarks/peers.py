@@ -33,9 +33,10 @@ from torch import Tensor
 
 from benchmarks._shared import Report, options
 from digenrl import config as configuration
+from digenrl.advisor import PlainAdvisor
 from digenrl.data import load_prompts
 from digenrl.diffusion.denoise import SampleKey, replay
-from digenrl.extensions.tiny import builds as tiny_builds
+from digenrl.models import tiny as tiny_builds
 from digenrl.settle import settled
 from digenrl.types import CellBlock, Prompt, TrainBatch
 from tests.sampling import sample
@@ -104,7 +105,7 @@ class Loop:
         composed = configuration.load(
             [*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"]
         )
-        settings = settled(composed, 1, 0).config
+        settings = settled(composed, 1, 0, PlainAdvisor()).config
         self.policy = configuration.instantiate(settings.model)
         self.module = configuration.instantiate(settings.algorithm, policy=self.policy)
         self.clip_range = float(settings.algorithm.clip_range)

@@ -32,8 +32,8 @@ from benchmarks._random_builds import FAMILY, REAL, TINY, encoder, fill, publish
 from benchmarks._shared import Report, options, require_known
 from digenrl.algorithms.first_ratios import HALF_RATIO_BOUND
 from digenrl.extensions.planner.measured import same_gpu
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import families
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.pretrained import model_index
 
 ROOT = Path(__file__).parents[1]

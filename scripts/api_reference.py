@@ -19,15 +19,15 @@ runs; the notebooks (`notebooks/`) have more.
 """  # noqa: E501
 CONTENTS = {
     "digenrl": (
-        "digenrl/extensions/workbench/api.py",
+        "digenrl/api/workbench.py",
         ("load_run", "sample", "score", "plan", "rl_loop"),
     ),
-    "What they return: `digenrl.extensions.workbench.api`": (
-        "digenrl/extensions/workbench/api.py",
+    "What they return: `digenrl.api.workbench`": (
+        "digenrl/api/workbench.py",
         ("LoadedRun", "Scored"),
     ),
-    "RL steps in this process: `digenrl.extensions.workbench.loop`": (
-        "digenrl/extensions/workbench/loop.py",
+    "RL steps in this process: `digenrl.api.loop`": (
+        "digenrl/api/loop.py",
         ("Loop",),
     ),
     "Pictures of an evaluation: `digenrl.report.pictures`": (

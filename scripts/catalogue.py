@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from digenrl.extensions.planner.workload import counted
-from reward_models.published import WEIGHTS
+from digenrl.rewards.published import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
 _INTRODUCTION = """\

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from digenrl.config.schema import may_change, schema_of
+from digenrl.config.help_pages import defaults_of
+from digenrl.config.schema import may_change
+from digenrl.config.schemas import schema_of
 from digenrl.config.validation import Key, keys_of
-from digenrl.extensions.help.pages import defaults_of
 
 _INTRODUCTION = """\
 # Every key

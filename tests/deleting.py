@@ -15,6 +15,11 @@ EXTENSIONS = sorted(
 )
 
 
+def installed(name: str) -> bool:
+    """Return whether the extension `name` is there."""
+    return name in EXTENSIONS
+
+
 def copy_without(names: tuple[str, ...], to: Path) -> Path:
     """Copy every file of the tree to `to`, without the extensions `names`, their tests and their
     configs.

@@ -33,21 +33,21 @@ import yaml
 from omegaconf import DictConfig, ListConfig
 
 from digenrl import config, prompts
-from digenrl.config.schema import schema_of
+from digenrl.config.schemas import schema_of
 from digenrl.config.validation import keys_of
-from digenrl.extensions.rewards import frames
-from digenrl.extensions.rewards.service import RewardService, ServiceLimits
-from digenrl.extensions.store.files import PromptStore
 from digenrl.images import ImageLimits
+from digenrl.models.prompt_store import PromptStore
 from digenrl.models.wording import Wording
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
+from digenrl.rewards import frames
+from digenrl.rewards.service import RewardService, ServiceLimits
 from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, verify
 from digenrl.transport.wire import Message, MessageKind, WireError, decode
 from digenrl.types import Prompt
-from tests.extensions.page.test_hostile import damaged
-from tests.extensions.rewards.services import Brightness
+from tests.report.page.test_hostile import damaged
 from tests.report.synthetic import write_run
+from tests.rewards.services import Brightness
 from tests.strategy.test_checkpoint_io import content
 from tests.transport.test_wire import reader, written
 

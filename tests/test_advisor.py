@@ -8,11 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from digenrl import config as configuration
-from digenrl.advisor import Advice, Holding, PlainAdvisor, StandIn
+from digenrl.advisor import Advice, Holding, PlainAdvisor
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("experiment=wan21_flowgrpo", "hardware=l40x32_h20x16", "sampling.task_size=auto")
@@ -30,24 +31,24 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 CODE = f"""
 from digenrl import config as configuration
-from digenrl.advisor import advisor
-from digenrl.extension import ExtensionMissing
+from digenrl.cli.extensions import ExtensionMissing, choose_advisor
 from digenrl.settle import allocated
 composed = configuration.load({list(WORDS)})
-settled = allocated(composed)
+advisor = choose_advisor()
+settled = allocated(composed, advisor)
 config = settled.config
 print(config.parallel.sharding, config.schedule.auto, config.schedule.gap, config.sampling.task_size)
-print(config.model.gradient_checkpointing, settled.planned, type(advisor()).__name__)
-print(advisor().advise(settled, 1, 1), advisor().memory_lines(settled, 1, 1))
+print(config.model.gradient_checkpointing, settled.planned, type(advisor).__name__)
+print(advisor.advise(settled, 1, 1), advisor.memory_lines(settled, 1, 1))
 def emulates():
-    advisor().advise(configuration.load(["hardware.emulate=true"]), 1, 1)
+    advisor.advise(configuration.load(["hardware.emulate=true"]), 1, 1)
 def plans():
     import digenrl
     digenrl.plan()
 for asked in emulates, plans:
     try:
         asked()
-    except ExtensionMissing as error:
+    except ValueError as error:
         print(error)
 """
 
@@ -76,7 +77,7 @@ def test_the_largest_small_task_is_taken() -> None:
 
 
 def test_a_rank_that_joined_stands_in_as_the_last_one() -> None:
-    ranks = tuple(StandIn({"rank": rank}, {}, {}) for rank in range(3))
+    ranks: tuple[Any, ...] = ("trainer", "rollout", "last rollout")
     assert [Advice(stand_ins=ranks).stand_in(rank) for rank in (0, 2, 5)] == [
         ranks[0],
         ranks[2],

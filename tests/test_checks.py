@@ -17,10 +17,10 @@ SDE, DENOISE, STEPS = (
     "diffusion/test_steps.py",
 )
 LOSSES, ADVANTAGES = "algorithms/test_objectives.py", "algorithms/test_advantages.py"
-FORWARD = "extensions/forward/test_losses.py"
+FORWARD = "extensions/methods/test_forward_losses.py"
 GRPO, SURROGATES, LEARNING = (
     "algorithms/test_grpo.py",
-    "extensions/offpolicy/test_surrogates.py",
+    "extensions/methods/test_offpolicy.py",
     "algorithms/test_learning.py",
 )
 

@@ -18,8 +18,7 @@ from digenrl import accelerator, devices, run
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreServer
 from digenrl.cluster.world import Session, World
-from digenrl.devices import Device
-from digenrl.extensions.launchers.other_devices import OtherAccelerator
+from digenrl.devices import Device, OtherAccelerator
 from digenrl.rewards import suite
 from digenrl.rewards.protocol import resolve_device
 from tests.strategy.processes import configured

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from digenrl.cli.ending import report
 from digenrl.cluster.launcher import RunOutcome
-from digenrl.extensions.page import plots
+from digenrl.launchers.ending import report
+from digenrl.report.page import plots
 from digenrl.report.read_run import read_run
 from tests.report.synthetic import write_run
 from tests.training import PATIENCE_S, SMALL, Train, commands

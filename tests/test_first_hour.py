@@ -14,9 +14,9 @@ import pytest
 from digenrl import config, prompts
 from digenrl.cli.commands import commands
 from digenrl.cli.main import main
-from digenrl.extensions.rewards.command import reward_config
-from digenrl.extensions.sweeps.multirun import expand
+from digenrl.cli.sweeps import expand
 from digenrl.record.spans import WAIT_CAUSES
+from digenrl.reward_command import reward_config
 from scripts.configuration_reference import page
 from tests.conftest import ROOT
 from tests.extensions.export.test_export import make_run

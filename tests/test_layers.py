@@ -25,44 +25,103 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recompute": set(),
     "accelerator": set(),
     "facts": set(),
-    "extension": set(),
     "garbage": set(),
     "hardware": set(),
-    "config": {"prompts", "record", "images", "schedule", "facts", "extension"},
+    "config": {"prompts", "record", "images", "schedule", "facts", "rewards.needs"},
+    "advisor": {"config"},
+    "settle": {"advisor", "config", "hardware", "recompute", "schedule"},
     "diffusion": {"types"},
-    "models": {"accelerator", "types", "diffusion", "recompute", "images", "facts", "extension"},
+    "models": {"accelerator", "types", "recompute", "images", "facts"},
     "algorithms": {"types", "diffusion", "models.policy"},
-    "rewards": {"accelerator", "types", "reward_models", "images", "extension"},
+    "rewards": {"accelerator", "types", "reward_models", "images", "cluster.signals"},
     "reward_models": {"types", "rewards"},
-    "rollout": {"types", "schedule", "diffusion", "models", "rewards", "extension"},
-    "data": {"types", "prompts", "schedule"},
-    "report": {"record", "images", "schedule", "extension"},
-    "devices": {"accelerator", "extension", "cluster", "hardware", "config.relations"},
-    "cluster": {"record", "schedule", "extension"},
+    "reward_command": {"config", "rewards"},
+    "rollout": {"types", "schedule", "diffusion", "models", "rewards", "images", "prompts"},
+    "data": {"prompts", "schedule"},
+    "report": {"record", "images"},
+    "devices": {"accelerator", "cluster", "hardware", "config.relations"},
+    "cluster": {"record", "schedule"},
     "transport": {"accelerator", "types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {
         "accelerator",
         "types",
         "schedule",
-        "diffusion",
+        "facts",
         "models",
         "rollout",
         "data",
         "record",
         "cluster",
         "transport",
-        "extension",
     },
-    "callbacks": {"types", "images", "data", "record", "models", "rewards", "rollout", "extension"},
+    "earlier_run": {"config", "strategy"},
+    "callbacks": {"types", "images", "data", "record", "rewards", "rollout", "report"},
+    "parts": {
+        "advisor",
+        "algorithms",
+        "callbacks",
+        "cluster",
+        "config",
+        "hardware",
+        "models",
+        "prompts",
+        "record",
+        "rewards",
+        "rollout",
+        "schedule",
+        "settle",
+        "strategy",
+        "transport",
+        "types",
+    },
+    "prompt_encoding": {"accelerator", "callbacks", "data", "models", "parts", "record", "types"},
+    "run": {
+        "accelerator",
+        "advisor",
+        "callbacks",
+        "cluster",
+        "config",
+        "data",
+        "devices",
+        "models",
+        "parts",
+        "prompt_encoding",
+        "record",
+        "rewards",
+        "rollout",
+        "settle",
+        "strategy",
+        "types",
+    },
+    "launchers": {
+        "advisor",
+        "cluster",
+        "config",
+        "devices",
+        "hardware",
+        "parts",
+        "record",
+        "report",
+        "rewards",
+        "run",
+        "schedule",
+        "settle",
+        "strategy",
+    },
 }
-"""Room -> what it may import besides itself. Rooms not listed are the top and may import
-everything."""
+"""Room -> what it may import besides itself. The rooms of `TOP` may import everything."""
 
-TYPES_ONLY: dict[str, set[str]] = {"diffusion": {"models.policy"}}
+TOP = {"cli", "api", "__init__", "__main__", "extensions"}
+"""Rooms that a user enters. `cli` chooses extensions, and no other room knows one."""
+
+TYPES_ONLY: dict[str, set[str]] = {
+    "diffusion": {"models.policy"},
+    "advisor": {"models", "rewards", "transport"},
+}
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point
 upwards."""
 
-STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute", "extension", "garbage")
+STANDARD_LIBRARY_ONLY = ("schedule", "prompts", "recompute", "garbage")
 TORCH_FREE = (
     "digenrl.schedule",
     "digenrl.record.spans",
@@ -71,7 +130,7 @@ TORCH_FREE = (
     "digenrl.advisor",
     "digenrl.settle",
     "digenrl.config",
-    "digenrl.extensions.sweeps.multirun",
+    "digenrl.cli.sweeps",
     "digenrl.images",
     "digenrl.prompts",
     "digenrl.rewards.needs",
@@ -139,8 +198,6 @@ def _imports(path: Path, names: bool) -> Iterator[tuple[str, bool, int]]:
 def allowed(room: str, module: str, only_types: bool) -> bool:
     """Whether a file of `room` may import `module`."""
     inside = module.removeprefix("digenrl.")
-    if inside.startswith("extensions."):  # the business of test_the_core_imports_no_extension
-        return True
     granted = MAY_IMPORT[room] | {room} | (TYPES_ONLY.get(room, set()) if only_types else set())
     return any(inside == name or inside.startswith(f"{name}.") for name in granted)
 
@@ -158,16 +215,89 @@ def test_imports_point_downwards() -> None:
     assert not violations, "\n".join(violations)
 
 
-def test_the_core_imports_no_extension() -> None:
-    """I18, read from the source: an extension is reached by name alone (`digenrl.extension`)."""
+NAMES_ONE = re.compile(r"digenrl\.extensions\.(\w+)")
+
+
+def named_extensions(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield (extension, line) of every import and every text without line breaks that names a
+    module of an extension. Docstrings have line breaks or are no arrows, and do not count."""
+    tree = parsed(path)
+    docstrings = {
+        id(item.value)
+        for node in ast.walk(tree)
+        if isinstance(getattr(node, "body", None), list)
+        for item in node.body
+        if isinstance(item, ast.Expr)
+    }
+    for module, _, line in imports(path, names=True):
+        if found := NAMES_ONE.match(module):
+            yield found[1], line
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            pieces = [part.value for part in node.values if isinstance(part, ast.Constant)]
+            text = "".join(map(str, pieces))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if id(node) not in docstrings and (found := NAMES_ONE.search(text)):
+            yield found[1], node.lineno
+
+
+def test_no_room_below_cli_names_an_extension() -> None:
+    """I18: neither by an import nor by a string."""
     found = [
-        f"{path.relative_to(ROOT)}:{line}: imports {module}"
+        f"{path.relative_to(ROOT)}:{line}: names {extension}"
         for room, path in rooms()
-        if room != "extensions"
-        for module, _, line in imports(path, names=True)
-        if module.startswith("digenrl.extensions.")
+        if room not in ("extensions", "cli")
+        for extension, line in named_extensions(path)
     ]
     assert not found, "\n".join(found)
+    assert {
+        name for room, path in rooms() if room == "cli" for name, _ in named_extensions(path)
+    } <= {"planner"}, (
+        "cli chooses the planner; commands of other extensions are found by their folder"
+    )
+
+
+def test_a_name_in_a_string_is_an_arrow(tmp_path: Path) -> None:
+    """Red where it must be: an import, a string, a formatted string; and not for a docstring."""
+    file = tmp_path / "room.py"
+    file.write_text(
+        '"""See digenrl.extensions.planner.advice."""\n'
+        "from digenrl.extensions.zoo import flux2\n"
+        'A = "digenrl.extensions.bench.files.read"\n'
+        'B = f"digenrl.extensions.export.{A}"\n'
+    )
+    assert sorted({name for name, _ in named_extensions(file)}) == ["bench", "export", "zoo"]
+
+
+def arrows() -> dict[str, set[str]]:
+    """Room -> rooms that it names, by imports (not those for annotations alone) and by strings.
+    Each extension is a room."""
+    found: dict[str, set[str]] = {}
+    for room, path in rooms():
+        here = room
+        if room == "extensions" and path.parent != SOURCE / "extensions":
+            here = f"extensions.{path.relative_to(SOURCE / 'extensions').parts[0]}"
+        into = found.setdefault(here, set())
+        for module, for_types, _ in imports(path, names=True):
+            parts = module.split(".")
+            if parts[0] == "digenrl" and len(parts) > 1 and not for_types:
+                into.add(".".join(parts[1:3]) if parts[1] == "extensions" else parts[1])
+        into |= {f"extensions.{name}" for name, _ in named_extensions(path)}
+        into.discard(here)
+    return {room: into & found.keys() for room, into in found.items()}
+
+
+def test_rooms_make_no_circle() -> None:
+    """Names in strings count as arrows."""
+    graph = arrows()
+    while ends := [room for room, into in graph.items() if not into]:
+        for room in ends:
+            del graph[room]
+        graph = {room: into - {*ends} for room, into in graph.items()}
+    assert not graph, f"these rooms lie on a circle, or above one: {graph}"
 
 
 @pytest.mark.heavy
@@ -184,17 +314,7 @@ def test_extensions_do_not_know_each_other() -> None:
 
 
 def test_every_room_has_a_rule() -> None:
-    top = {
-        "cli",
-        "run",
-        "parts",
-        "advisor",
-        "settle",
-        "__init__",
-        "__main__",
-        "extensions",
-    }
-    unknown = {room for room, _ in rooms()} - set(MAY_IMPORT) - top
+    unknown = {room for room, _ in rooms()} - set(MAY_IMPORT) - TOP
     assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
 
 

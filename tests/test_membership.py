@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from digenrl.extensions.launchers.cli import join
+from digenrl.cli import join
 from digenrl.record import code_version
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.storm import published

@@ -133,7 +133,7 @@ def listener() -> Iterator[socket.socket]:
 def remote(run: Path, url: str) -> None:
     """Make the held-out judge of a run a service at `url`."""
     scorer = {
-        "_target_": "digenrl.extensions.rewards.remote.RemoteScorer",
+        "_target_": "digenrl.rewards.remote.RemoteScorer",
         "urls": [url],
         "deadline_s": 3.0,
     }

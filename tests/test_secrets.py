@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.extensions.rewards.service import RewardService
+from digenrl.rewards.service import RewardService
 from reward_models.digit_judge import DigitJudge
 from tests.conftest import ROOT
-from tests.extensions.rewards.services import running
+from tests.rewards.services import running
 from tests.strategy.processes import TINY
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from digenrl.cluster.signals import LEAVES
-from digenrl.cluster.vitals import BEAT_EVERY_S
+from digenrl.cluster.timers import BEAT_EVERY_S
 from digenrl.config import EXIT_CODE
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.storm import STOPS, storm

@@ -138,12 +138,9 @@ def fork_command(root: Path, words: Sequence[str], command: str = "train") -> Tr
 
 def _main(root: Path, command: str, words: list[str]) -> None:
     from digenrl.cli.main import main
-    from digenrl.extension import installed
+    from digenrl.report.page.plots import PICTURES
 
-    if installed("page"):
-        from digenrl.extensions.page.plots import PICTURES
-
-        PICTURES.clear()  # drawing takes seconds
+    PICTURES.clear()  # drawing takes seconds
     # In a test every record is kept, torch's DEBUG records of each save too: .2 MiB an RL step.
     LogCaptureHandler.emit = lambda *_: None  # type: ignore[method-assign]
     os.setsid()

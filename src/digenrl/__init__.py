@@ -10,12 +10,11 @@ __all__ = ["__version__", "load_run", "plan", "rl_loop", "sample", "score"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `digenrl.extensions.workbench.api`, imported when one is asked for."""
+    """The functions of `digenrl.api`, imported when one is asked for."""
     if name not in __all__:
         raise AttributeError(
             f"digenrl has no attribute {name}; it has {', '.join(__all__)}, and its modules"
         )
-    from digenrl.extension import extension
+    from digenrl.api import workbench
 
-    target = f"digenrl.extensions.workbench.api.{name}"
-    return extension(target, f"digenrl.{name}", "use the command")
+    return getattr(workbench, name)

@@ -1,21 +1,25 @@
 """Between the core and whoever knows costs: what a run asks before it starts, and plain answers.
 
-With the planner installed, its `PlannerAdvisor` answers from costs, memory and simulated runs.
-Without the planner, `PlainAdvisor` answers with fixed defaults and predicts nothing.
+The planner's advisor answers from costs, memory and simulated runs. `PlainAdvisor` answers with
+fixed defaults and predicts nothing. `cli/extensions.py` chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl.config import Composed
 from digenrl.config.compose import merge_words
 from digenrl.config.relations import needs_whole_batch
-from digenrl.extension import extension, installed
+
+if TYPE_CHECKING:
+    from digenrl.models.policy import Policy
+    from digenrl.rewards.suite import RewardSuite
+    from digenrl.transport.link import PeerLine
 
 SMALL_TASK = 8
 """Most samples of a task of a model whose sizes nobody has counted. The planner tries no larger
@@ -36,18 +40,18 @@ class Holding:
     """Whether rollouts have memory for the samples of an evaluation."""
 
 
-@dataclass(frozen=True)
-class StandIn:
+class StandIn(Protocol):
     """What an emulated rank builds in place of the configured model and rewards
     (`hardware.emulate`)."""
 
-    model: Mapping[str, Any]
-    """Configuration of a policy, with its `_target_`."""
-    reward: Mapping[str, Any]
-    """Configuration of a reward suite, with its `_target_`."""
-    line: Mapping[str, Any]
-    """Configuration of what becomes of messages between this rank and another one, with its
-    `_target_`."""
+    def policy(self) -> Policy:
+        """Return what stands in for the network."""
+
+    def rewards(self) -> RewardSuite:
+        """Return what stands in for the configured rewards."""
+
+    def line(self, peer: int) -> PeerLine:
+        """Return what becomes of messages between this rank and `peer`, in one direction."""
 
 
 @dataclass(frozen=True)
@@ -135,23 +139,15 @@ class PlainAdvisor:
     def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
         """Return nothing to expect; refuse emulation."""
         if composed.config.hardware.emulate:
-            wanted, instead = "hardware.emulate = true", "install it, or set hardware.emulate=false"
-            extension("digenrl.extensions.planner.emulate.stand_ins", wanted, instead)
+            raise ValueError(
+                "hardware.emulate = true: needs the planner, which this installation lacks; "
+                "install it, or set hardware.emulate=false."
+            )
         return Advice()
 
     def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
         """Return nothing."""
         return []
-
-
-def advisor() -> Advisor:
-    """Return the planner's advisor where the planner is installed, else the plain one."""
-    if not installed("planner"):
-        return PlainAdvisor()
-    planner: Advisor = extension(
-        "digenrl.extensions.planner.advice.PlannerAdvisor", "advice", "use PlainAdvisor"
-    )()
-    return planner
 
 
 def named(composed: Composed) -> set[str]:

@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from lightning.pytorch.accelerators import Accelerator
 
 from digenrl import accelerator
 from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session
 from digenrl.config.relations import most_rollouts
-from digenrl.extension import extension
 from digenrl.hardware import Pool, assign, parse_hardware
 
 _LEAST = 0.97
@@ -60,13 +60,35 @@ def peak_bytes(number: int) -> int:
     return most
 
 
+def _numbers(devices: int | Sequence[int]) -> Sequence[int]:
+    return range(devices) if isinstance(devices, int) else devices
+
+
+class OtherAccelerator(Accelerator):
+    """Lightning's view of a kind of device that Lightning does not know (XPU, NPU), through
+    `torch.accelerator`."""
+
+    parse_devices = staticmethod(_numbers)
+    get_parallel_devices = staticmethod(
+        lambda devices: [torch.device(accelerator.kind(), number) for number in devices]
+    )
+    auto_device_count = staticmethod(accelerator.count)
+    is_available = staticmethod(lambda: accelerator.count() > 0)
+    name = staticmethod(accelerator.kind)
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make `device` the current one."""
+        torch.accelerator.set_device_index(device)
+
+    teardown = staticmethod(torch.accelerator.empty_cache)
+
+
 def lightning(asked: str = "auto") -> Any:
     """Return what Lightning's `accelerator` argument takes: for `auto` this process's kind."""
     own = accelerator.kind() if asked == "auto" else asked
     if own in ("cpu", "cuda") or asked != "auto":  # Lightning has classes of its own
         return own
-    place = "digenrl.extensions.launchers.other_devices.OtherAccelerator"
-    return extension(place, f"a device of kind {own}", "run on processors")()
+    return OtherAccelerator()
 
 
 def claim(session: Session, rank: int) -> None:

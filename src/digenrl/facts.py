@@ -47,7 +47,7 @@ class Facts:
     """File that holds the facts, beside the adapter's module."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Parts of the tiny pipeline, in the order in which weights are drawn
-    (`digenrl.extensions.tiny`)."""
+    (`digenrl.models.tiny`)."""
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Option of configs/model -> its published sizes, by hand, and its counts.
 
@@ -61,6 +61,9 @@ class Facts:
       padded; absent where padding is cut.
     """
     latents: Latents = Latents()
+    own_levels: str = ""
+    """What the network denoises on noise levels of its own beside those of the sample ("sound"):
+    a solver that counts on the sample's levels would count it wrong; "": nothing."""
     context: bool = False
     """Whether several ranks can share the tokens of a sample (`parallel.context`)."""
     conditioning: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
@@ -78,21 +81,33 @@ class Facts:
 def of_module(module: str) -> Mapping[str, Facts]:
     """Return family -> facts of an adapter module, which is not imported; {} where no file lies
     beside the module."""
+    name = module.rpartition(".")[2] + ENDING
+    paths = (folder / name for folder in _folders_of(module))
+    return next((_read(path) for path in paths if path.is_file()), {})
+
+
+def file_beside(target: str, name: str) -> Path:
+    """Return the path of the file `name` beside the module of a `_target_`, which is not imported;
+    the bare name where there is no such file."""
+    paths = (folder / name for folder in _folders_of(target.rpartition(".")[0]))
+    return next((path for path in paths if path.is_file()), Path(name))
+
+
+def _folders_of(module: str) -> list[Path]:
+    """Return the directories that may hold a module, which is not imported."""
     root, *rest = module.split(".")
     if not module.replace(".", "_").isidentifier():
-        return {}
+        return []
     try:
         spec = find_spec(root)  # of a top-level name: imports nothing
     except (ImportError, ValueError):
-        return {}
+        return []
     if spec is None:
-        return {}
-    *inner, name = rest or [root]
+        return []
     folders = spec.submodule_search_locations or (
         [str(Path(spec.origin).parent)] if spec.origin else []
     )
-    paths = (Path(folder).joinpath(*inner, name + ENDING) for folder in folders)
-    return next((_read(path) for path in paths if path.is_file()), {})
+    return [Path(folder).joinpath(*rest[:-1]) for folder in folders]
 
 
 def of_target(target: str) -> Facts | None:

@@ -125,6 +125,16 @@ def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list((node.get("links") or {}).values())
 
 
+def trainer_speeds(profile: Hardware, trainers: int, rollouts: int) -> tuple[float, ...]:
+    """Return the speed of each trainer rank on its pool, in any unit: by the profile's measured
+    seconds per cell where it has them, else by the peak."""
+    pools = [profile.pool(name) for name, _ in assign(profile, trainers, rollouts)[:trainers]]
+    measured = profile.seconds.get("train", {})
+    if all(pool.name in measured for pool in pools):
+        return tuple(1.0 / measured[pool.name] for pool in pools)
+    return tuple(pool.tflops for pool in pools)
+
+
 def shard_group(trainers: int, per_node: int) -> int:
     """Return how many trainers hold one copy of the weights together under hsdp.
 

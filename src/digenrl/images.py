@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SAMPLES = ("media", "preferred", "rejected")
 """Roles of the files that are trained on in place of generated samples (`data.samples=files`)."""
+PREFERENCE = ("preferred", "rejected")
+"""Roles of the files of even and of odd samples of a group, where files are preferences."""
 ROLES = ("image", "last_image", "target_image", *SAMPLES)
 """Roles of a prompt's images: `image` is edited or begins a video, `last_image` ends it, scorers
 read `target_image`, and `SAMPLES` stand in the place of samples."""

@@ -4,7 +4,7 @@ is started."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,18 +20,20 @@ from digenrl import config as configuration
 from digenrl import prompts
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
+from digenrl.callbacks.loggers import Guarded
 from digenrl.cluster.world import Session, World
-from digenrl.data import PromptData
-from digenrl.extension import extension, installed
-from digenrl.hardware import assign, parse_hardware
+from digenrl.hardware import assign, parse_hardware, trainer_speeds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.record.run_dir import append_event
 from digenrl.rewards.needs import unscorable
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
+from digenrl.schedule.speeds import relative
 from digenrl.settle import sharding
+from digenrl.strategy.context import check_model
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
+from digenrl.transport.broadcast import broadcast_link
 from digenrl.transport.link import LinkMaker, socket_link
 from digenrl.types import Prompt
 
@@ -51,38 +53,33 @@ class Given:
         return self.advice.stand_in(self.world.rank)
 
 
-def link_maker(config: DictConfig, stand_in: StandIn | None = None) -> LinkMaker:
-    """Return what makes each rank's link: sockets, or more where the extension `links` is
-    installed.
+def link_maker(config: DictConfig, rollouts: int, stand_in: StandIn | None = None) -> LinkMaker:
+    """Return what makes the link of each rank of a run that begins with `rollouts` rollouts."""
+    lines: Mapping[str, Any] = {} if stand_in is None else {"lines": stand_in.line}
+    return partial(broadcast_link if broadcasts(config, rollouts) else socket_link, **lines)
 
-    Raises:
-        ExtensionMissing: the configuration asks for more, and the extension is not installed.
+
+def broadcasts(config: DictConfig, rollouts: int) -> bool:
+    """Return whether a settled run with `rollouts` rollouts publishes by broadcast.
+
+    `network.publication=auto` means a broadcast between GPUs in one place, of a fixed number of
+    ranks.
     """
-    lines: Mapping[str, Any] = {}
-    if stand_in is not None:
-        lines = {"lines": lambda peer: configuration.instantiate(stand_in.line)}
-    asked = config.network.publication
-    if asked != "broadcast" and not installed("links"):
-        return partial(socket_link, **lines)
-    wanted, instead = f"network.publication = {asked}", "use network.publication=stream"
-    make: LinkMaker = extension("digenrl.extensions.links.make.link_maker", wanted, instead)(
-        config, lines
+    if config.network.publication != "auto":
+        return bool(config.network.publication == "broadcast" and rollouts)
+    fixed = (
+        rollouts > 0
+        and not isinstance(config.allocation.rollouts, Mapping)
+        and config.launch != "ray"
     )
-    return make
-
-
-def encode(
-    given: Given, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
-) -> None:
-    """Fill the prompt store, if there is one, while the network is not on the device yet."""
-    setting = given.config.data.prompt_store
-    if setting is None or (setting == "auto" and not installed("store")):
-        return
-    extension(
-        "digenrl.extensions.store.filling.encode",
-        f"data.prompt_store = {setting}",
-        "use data.prompt_store=null",
-    )(given, policy, data, callbacks)
+    gpus = not config.hardware.emulate and all(
+        pool.gpu != "cpu" for pool in config.hardware.pools.values()
+    )
+    if config.hardware.get("links") or not (
+        fixed and gpus and config.trainer.get("accelerator") != "cpu"
+    ):
+        return False
+    return torch.distributed.is_nccl_available()
 
 
 def schedule_spec(
@@ -91,12 +88,8 @@ def schedule_spec(
     """The schedule that a configuration describes; measured shares begin with the profile's."""
     shares: tuple[float, ...] = ()
     if config.schedule.shares == "measured":
-        first = extension(
-            "digenrl.extensions.shares.speeds.first_shares",
-            "schedule.shares = measured",
-            "use equal, or a list",
-        )
-        shares = first(config, trainers, rollouts)
+        profile = parse_hardware(config.hardware)
+        shares = relative(trainer_speeds(profile, trainers, rollouts))
     return ScheduleSpec.from_config(config, trained_steps, shares)
 
 
@@ -128,7 +121,7 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
     shards = world.is_trainer and sharding(config) != "ddp"
     casts = not world.is_trainer and config.model.get("lora") is None  # half of what is stored
     diffusers = isinstance(model, type) and issubclass(model, DiffusersPolicy)
-    if (shards or casts) and diffusers and installed("deferred"):
+    if (shards or casts) and diffusers:
         own["empty"] = True
     kept = config.model.get("gradient_checkpointing")
     if world.is_trainer and isinstance(kept, ListConfig):
@@ -145,14 +138,11 @@ def model_of(config: DictConfig, world: World) -> DictConfig:
 
 
 def loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
-    """Return the run's loggers. With the extension `loggers` each has a thread of its own, so that
-    none can hold up or end the run."""
+    """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
+    run."""
     makers = {key: configuration.instantiate(node) for key, node in (config.logger or {}).items()}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
-    if not installed("loggers"):
-        return [*made.values()]
-    guarded = extension("digenrl.extensions.loggers.guarded.Guarded", "logger", "use logger=none")
-    return [guarded(logger, key, run_dir) for key, logger in made.items()]
+    return [Guarded(logger, key, run_dir) for key, logger in made.items()]
 
 
 class Resumed(pl.Callback):
@@ -187,11 +177,7 @@ def check(config: DictConfig) -> None:
     if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(config.model)
         if config.parallel.context > 1:
-            extension(
-                "digenrl.extensions.context.settings.check_model",
-                f"parallel.context = {config.parallel.context}",
-                "use parallel.context=1",
-            )(model, config)
+            check_model(model, config.parallel.context, config.model)
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
             f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "

@@ -21,18 +21,19 @@ import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
 
-from digenrl import accelerator, devices, parts
+from digenrl import accelerator, devices, parts, prompt_encoding
 from digenrl import config as configuration
 from digenrl.advisor import Advice
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
 from digenrl.data import PromptData
-from digenrl.extension import extension
 from digenrl.models.policy import Policy
 from digenrl.parts import Given
 from digenrl.record.run_dir import append_event, limit_events
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
+from digenrl.rollout.files import FileEngine
+from digenrl.rollout.scouts import ScoutingEngine
 from digenrl.settle import shard_group, sharding, trainers_must_evaluate
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
@@ -102,7 +103,7 @@ def build(
     _check_rewards(given, setup, rewards, data, named)
     strategy = configuration.instantiate(config.strategy)(setup, DirectoryCheckpointIO())
     trainer = _trainer(given, setup, strategy, [*named, *callbacks], device)
-    parts.encode(given, policy, data, named)
+    prompt_encoding.encode(given, policy, data, named)
     return Rank(trainer, module, data, strategy)
 
 
@@ -124,8 +125,10 @@ def _prepare_process(given: Given) -> int | None:
 def _policy(given: Given) -> Policy:
     """Return the network of this rank; a rank that only generates keeps nothing for training."""
     stand_in = given.stand_in
-    policy: Policy = configuration.instantiate(
-        parts.model_of(given.config, given.world) if stand_in is None else stand_in.model
+    policy: Policy = (
+        configuration.instantiate(parts.model_of(given.config, given.world))
+        if stand_in is None
+        else stand_in.policy()
     )
     if not given.world.is_trainer:
         policy.only_generate()
@@ -136,8 +139,8 @@ def _policy(given: Given) -> Policy:
 def _rewards(given: Given) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
     stand_in = given.stand_in
-    rewards: RewardSuite = configuration.instantiate(
-        given.config.reward if stand_in is None else stand_in.reward
+    rewards: RewardSuite = (
+        configuration.instantiate(given.config.reward) if stand_in is None else stand_in.rewards()
     )
 
     def tell(reward: str, samples: int, cause: str) -> None:
@@ -178,7 +181,7 @@ def _setup(
         evaluated=drawn[0]
         if drawn and trainers_must_evaluate(config, world.rollouts) is None
         else None,
-        link=parts.link_maker(config, given.stand_in),
+        link=parts.link_maker(config, world.rollouts, given.stand_in),
     )
 
 
@@ -230,24 +233,9 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
     """Return what generates for an algorithm's `module`, with its policy, kernel and steps."""
     scouts, make = config.sampling.scouts, cast(Callable[..., RolloutEngine], RolloutEngine)
     if config.data.samples == "files":
-        make = extension(
-            "digenrl.extensions.forward.files.FileEngine",
-            "data.samples = files",
-            "use generated",
-        )
+        make = FileEngine
     elif scouts.candidates > 1:
-        scouting = extension(
-            "digenrl.extensions.scouts.engine.ScoutingEngine",
-            f"sampling.scouts.candidates = {scouts.candidates}",
-            "use sampling.scouts.candidates=1",
-        )
-        make = partial(scouting, candidates=scouts.candidates, scout_steps=scouts.steps)
-    elif config.sampling.lossy != "none":
-        make = extension(
-            "digenrl.extensions.lossy.engine.ForecastingEngine",
-            "sampling.lossy",
-            "set it to none",
-        )
+        make = partial(ScoutingEngine, candidates=scouts.candidates, scout_steps=scouts.steps)
     return make(
         module.policy,
         rewards,

@@ -7,16 +7,15 @@ What needs costs, memory or a simulation is the `Advisor`'s to answer (advisor.p
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from digenrl import hardware
-from digenrl.advisor import Holding, advisor, with_config
+from digenrl.advisor import Advisor, Holding, with_config
 from digenrl.config import Composed, instantiate
+from digenrl.config.no_effect import without_effect
 from digenrl.config.relations import most_rollouts, relation_problems
-from digenrl.extension import offered
 from digenrl.recompute import AUTO
 from digenrl.schedule import slices_of_group, steps_per_forward
 
@@ -24,19 +23,20 @@ ROLLOUTS = "rollouts, while trainers go on"
 """Words of a run's announcement for the ranks that evaluate."""
 
 
-def allocated(composed: Composed, processes: int | None = None) -> Composed:
+def allocated(composed: Composed, advisor: Advisor, processes: int | None = None) -> Composed:
     """Return the settled configuration of a run: every `auto` is a value, and notes say what was
     chosen.
 
     Args:
+        advisor: answers what needs costs, memory or a simulation.
         processes: ranks that torchrun or SLURM started; None: the hardware profile's pools say how
             many there are.
 
     Raises:
         ValueError: as `allocation` and `settled`.
     """
-    composed = advisor().choose(with_task_size(composed), processes)
-    return settled(composed, *allocation(composed.config, processes))
+    composed = advisor.choose(with_task_size(composed, advisor), processes)
+    return settled(composed, *allocation(composed.config, processes), advisor)
 
 
 def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def begins_with(config: Any) -> tuple[int, int]:
     return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
 
 
-def with_task_size(composed: Composed) -> Composed:
+def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
     """Return the configuration with a number for `sampling.task_size`.
 
     `auto` is a matter of model, sizes and hardware profile alone, so that samples are the same in
@@ -98,11 +98,11 @@ def with_task_size(composed: Composed) -> Composed:
     )
     sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     tree: Any = OmegaConf.to_container(config)
-    tree["sampling"]["task_size"] = advisor().task_size(composed, sizes)
+    tree["sampling"]["task_size"] = advisor.task_size(composed, sizes)
     return with_config(composed, tree)
 
 
-def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
+def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) -> Composed:
     """Return the configuration with this allocation, and with values for `parallel.sharding`,
     `schedule.tsp.batch`, `model.gradient_checkpointing` and `allocation.evaluation`.
 
@@ -123,7 +123,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(config.schedule.tsp.batch, trained_steps(config))
     usual = Holding(sharding(config), steps, config.hardware.build == "real")
-    held, notes = advisor().hold(composed, trainers, rollouts, usual), composed.notes
+    held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
     tree["parallel"]["sharding"], tree["schedule"]["tsp"]["batch"] = held.sharding, held.tsp_batch
     if config.model.get("gradient_checkpointing") == AUTO:
         tree["model"]["gradient_checkpointing"] = held.gradient_checkpointing
@@ -134,8 +134,7 @@ def settled(composed: Composed, trainers: int, rollouts: int) -> Composed:
             "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
         )
     numbers = with_config(composed, tree)
-    further = (note(numbers.config) for note in chain(*offered("NOTES")))
-    return replace(numbers, notes=(*notes, *chain(*further)))
+    return replace(numbers, notes=(*notes, *without_effect(numbers.config)))
 
 
 def evaluators(config: Any, rollouts: int) -> str | None:

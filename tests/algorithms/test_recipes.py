@@ -31,7 +31,7 @@ OPTIONS = [
     for group in GROUPS
     for path in sorted((CONFIGS / "algorithm" / group).glob("*.yaml"))
 ]
-FORWARD = {("sde", "ode"), ("train_steps", "noise_levels")}  # of digenrl.extensions.forward
+FORWARD = {("sde", "ode"), ("train_steps", "noise_levels")}  # of digenrl.extensions.methods
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,7 +24,6 @@ from digenrl.callbacks import evaluation
 from digenrl.callbacks.evaluation import Evaluation, measure, save_pictures
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.extension import installed
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.prompts import PromptFileError
 from digenrl.report.pictures import read_samples
@@ -186,7 +185,6 @@ def test_sampling_eval_decides_how_many_are_made_at_once(prompt_file: Path) -> N
     assert set(rows) == {5, 2, 1}
 
 
-@pytest.mark.skipif(not installed("divergence"), reason="needs the extension")
 def test_a_batch_may_have_several_prompts(prompt_file: Path) -> None:
     """Pieces are equally large, and pictures and divergence the same but for rounding."""
     policy = perturbed(DigitsPolicy(lora={"rank": 2, "alpha": 4, "targets": ["to_q", "to_v"]}))

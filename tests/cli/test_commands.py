@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli import commands
-from digenrl.config import load
+from digenrl.config import commands, load
 from tests.conftest import ROOT
 
 RUN = Path("/tmp/Übungen & co/it's 50 $x/run-0")

@@ -63,5 +63,5 @@ def test_a_wheel_works_outside_a_checkout(tmp_path: Path, repository: Path) -> N
     )
     assert (Path(run) / "report.html").exists()
     assert digenrl("resume", run, "max_rl_steps=2", "allow_targets=[brightness]") == run
-    build = python("from digenrl.extensions.tiny.builds import ensure; print(ensure('sd3'))")
+    build = python("from digenrl.models.tiny import ensure; print(ensure('sd3'))")
     assert (Path(build) / "model_index.json").exists()

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from digenrl.cluster.access import ACCESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, PlacementError, RankProcess, fork_rank, launch
@@ -27,7 +28,6 @@ from digenrl.cluster.network import Network
 from digenrl.cluster.signals import STOPS
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
-from digenrl.extensions.launchers.access import ACCESS
 from tests.cluster.test_network import LOOPBACK
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from digenrl.cluster import vitals
+from digenrl.cluster import timers, vitals
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
@@ -277,16 +277,19 @@ def test_a_rank_that_hangs_writes_its_stacks_before_it_is_killed(
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
     control = Control(StoreClient(server.host, server.port, handshake), -1)
     asked, slept, seen = list[Any](), list[float](), list[Any]()
-    monkeypatch.setattr(
-        vitals, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
-    )
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append)
+    monkeypatch.setattr(vitals, "time", clock)
+    monkeypatch.setattr(timers, "time", clock)
     monkeypatch.setattr(vitals.os, "kill", lambda *to: asked.append(to))
     monkeypatch.setattr(vitals, "is_suspended", lambda pid: pid == 102)
     monkeypatch.setattr(vitals, "cpu_seconds", lambda pid: 1.0)
     limits = Limits(suspended_s=3.0, silent_s=8.0, stage_floor_s=40.0)
     monitor = vitals.HeartbeatMonitor(control, {0: 100, 1: None, 2: 102}, limits)
     stuck = {0: "hangs in decode", 1: "hangs in train", 2: "hangs"}
-    monitor._hangs = lambda doing: seen.append(dict(doing)) or (stuck if now[0] >= 4.0 else {})
+    judge: Any = SimpleNamespace(
+        hanging=lambda doing: seen.append(dict(doing)) or (stuck if now[0] >= 4.0 else {})
+    )
+    monitor._hangs = judge
     stretch = Progress()
     with stretch.stage("decode"):
         (doing,) = stretch.now()

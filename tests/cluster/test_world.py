@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from digenrl.cluster import launcher
+from digenrl.cluster import launcher, signals
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import Launch, RunOutcome
 from digenrl.cluster.limits import Limits
@@ -112,7 +112,7 @@ def test_a_run_starts_again_unless_that_is_in_vain(case: str) -> None:
 
 
 def test_a_process_has_an_exit_code_of_its_own_for_a_run_that_stops_itself() -> None:
-    assert (launcher.EXIT_STOPPED, launcher.PR_SET_PDEATHSIG) == (os.EX_TEMPFAIL, 1)
+    assert (launcher.EXIT_STOPPED, signals._PR_SET_PDEATHSIG) == (os.EX_TEMPFAIL, 1)
 
 
 def test_a_failure_of_the_launchers_own_is_the_outcome_and_its_traceback_in_a_log(

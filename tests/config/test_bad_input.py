@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.extension import installed
+from digenrl.advisor import PlainAdvisor
 from digenrl.record.redact import MASK
 from digenrl.settle import allocation, settled
+from tests.deleting import installed
 
 Case = tuple[Sequence[str], Sequence[str]]
 
@@ -593,7 +594,6 @@ def test_message_before_ranks_start(case: Case) -> None:
     check_settled(*case)
 
 
-@pytest.mark.skipif(not installed("rewards"), reason="the core asks when it builds the suite")
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -618,7 +618,7 @@ def test_a_window_beyond_the_trajectory_is_refused() -> None:
 def check_settled(words: Sequence[str], expected: Sequence[str]) -> None:
     def prepare() -> None:
         composed = config.load(words)
-        settled(composed, *allocation(composed.config))
+        settled(composed, *allocation(composed.config), PlainAdvisor())
 
     with pytest.raises(ValueError, match=r"^[a-z]") as caught:
         prepare()

@@ -20,7 +20,6 @@ from digenrl.config.removed import REMOVED
 from digenrl.config.schema import TrainKeys
 from digenrl.config.stored import read_stored
 from digenrl.config.validation import keys_of
-from digenrl.extension import installed
 
 
 def test_everything_is_resolved_and_read_only() -> None:
@@ -240,7 +239,6 @@ def test_own_prompt_file_becomes_absolute_and_duplicates_are_noted(
     assert config.load([]).config.data.prompts == "drawn_scenes.txt"
 
 
-@pytest.mark.skipif(not installed("help"), reason="needs the extension")
 def test_help_lists_every_key_and_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         config.load_or_exit(["--help"])

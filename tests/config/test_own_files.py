@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
+from digenrl.cli.sweeps import expand
 from digenrl.config.output_dir import prepare_run_dir
-from digenrl.extension import installed
-from digenrl.extensions.sweeps.multirun import expand
+from tests.deleting import installed
 
 pytestmark = pytest.mark.heavy
 

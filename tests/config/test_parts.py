@@ -32,6 +32,7 @@ from digenrl.config import (
 )
 from digenrl.config import help as help_
 from digenrl.config.compose import quoted
+from digenrl.config.relations import batches, ranks
 from digenrl.config.removed import REMOVED, reason
 from digenrl.config.shipped import config_directory
 from digenrl.record.redact import MASK
@@ -134,7 +135,7 @@ def test_a_shard_group_divides_the_trainers(
     sharding: str, group: Any, trainers: Any, refused: str | None
 ) -> None:
     said = _said(
-        relations._shard_group,
+        ranks._shard_group,
         parallel__sharding=sharding, parallel__shard_group=group, allocation__trainers=trainers,
     )  # fmt: skip
     _expect(said, refused)
@@ -164,7 +165,7 @@ def test_ranks_fit_the_devices_that_may_have_their_role(
     pools: dict[str, Any], trainers: Any, rollouts: Any, refused: str | None
 ) -> None:
     said = _said(
-        relations._rank_counts,
+        ranks._rank_counts,
         hardware__pools=pools, allocation__trainers=trainers, allocation__rollouts=rollouts,
     )  # fmt: skip
     _expect(said, refused)
@@ -182,7 +183,7 @@ def test_ranks_fit_the_devices_that_may_have_their_role(
 )
 def test_each_trainer_has_its_recomputation(kept: Any, trainers: Any, refused: bool) -> None:
     said = _said(
-        relations._recomputation,
+        ranks._recomputation,
         model__gradient_checkpointing=kept, allocation__trainers=trainers,
     )  # fmt: skip
     assert len(said) == refused
@@ -207,7 +208,7 @@ def test_divided_claims_leave_no_task_to_others(
         "schedule__claims": "split", "allocation__rollouts": 2, "schedule__tag": False,
         "allocation__max_lost_rollouts": "auto",
     }  # fmt: skip
-    said = _said(relations._split_claims, **(plain | changes))
+    said = _said(ranks._split_claims, **(plain | changes))
     _expect(said, refused)
 
 
@@ -383,14 +384,6 @@ def test_a_page_whose_reader_has_quit_ends_without_an_error(
     stdout.close()
 
 
-def test_without_the_extension_a_page_is_its_text_and_names_the_document(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(help_, "installed", lambda name: False)
-    assert help_.help_page(" A page.\n", "command_help").startswith("A page.\n\ndocs/")
-    assert help_.help_page(None, "command_help").startswith("\n\ndocs/")
-
-
 class Share(help_.Arguments):
     """A key of a command that is a fraction."""
 
@@ -474,7 +467,7 @@ def test_a_command_ends_by_what_happened(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_relation_holds_or_says_what_to_set(
     rule: str, values: dict[str, Any], refused: str | None
 ) -> None:
-    said = _said(getattr(relations, f"_{rule}"), **values)
+    said = _said(getattr(batches if hasattr(batches, f"_{rule}") else ranks, f"_{rule}"), **values)
     _expect(said, refused)
 
 
@@ -506,7 +499,7 @@ def test_updates_divide_the_batch_or_every_group(
         "algorithm__updates_per_batch": updates, "data__prompts_per_batch": prompts,
         "data__oversample": oversample,
     }  # fmt: skip
-    said = [*_said(relations._updates, **values), *_said(relations._updates_within, **values)]
+    said = [*_said(batches._updates, **values), *_said(batches._updates_within, **values)]
     assert len(said) == len(refused)
     assert all(part in text for part, text in zip(refused, said, strict=True))
 

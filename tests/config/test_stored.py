@@ -11,12 +11,9 @@ from omegaconf import OmegaConf
 
 from digenrl import config
 from digenrl.config.compose import composed
-from digenrl.config.removed import MOVED
+from digenrl.config.help_pages import configuration_help
 from digenrl.config.schema import RESUMABLE
 from digenrl.config.stored import unconfirmed_hosts
-from digenrl.config.targets import target_problems
-from digenrl.extension import installed
-from digenrl.extensions.help.pages import configuration_help
 
 SERVED = "reward.urls={judge_a: ['%s']}"
 
@@ -168,7 +165,6 @@ def test_the_keys_that_may_change_exist_and_are_marked_in_help() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.skipif(not installed("planner"), reason="needs the extension")
 @either
 def test_the_directory_of_a_plan_is_no_run(tmp_path: Path, load: Load) -> None:
     plan = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/plan-0"], "plan"))
@@ -189,6 +185,3 @@ def test_a_class_that_moved_is_found_where_it_is_now(run: Path) -> None:
     OmegaConf.save(tree, run / "config.yaml")
     resumed = RESUMED(run, []).config
     assert resumed.algorithm.sde._target_ == "digenrl.extensions.methods.sde.LinearSDE"
-    for moved in MOVED.values():
-        if installed(moved.split(".")[2]):
-            assert target_problems({"_target_": moved}) == []

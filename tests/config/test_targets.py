@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from digenrl.config import config_directory, instantiate
 from digenrl.config.targets import FOREIGN, ROOMS, components, is_allowed, target_problems, targets
-from digenrl.extension import installed, offered
+from tests.deleting import installed
 
 
 def test_finds_targets_at_any_depth() -> None:
@@ -52,13 +52,13 @@ def test_components_are_allowed(name: str) -> None:
         "hydra.utils.instantiate",
         "posix.system",
         "digenrl.__builtins__.eval",
-        "digenrl.extensions.workbench.api.load_run",
+        "digenrl.api.workbench.load_run",
         "digenrl.cli.report.main",
         "digenrl.extensions.planner.cli.plan.main",
         "digenrl.config.instantiate",
         "digenrl.config.targets.instantiate",
-        "digenrl.extensions.rewards.process.ProcessScorer",
-        "digenrl.extensions.rewards.service.RewardService",
+        "digenrl.rewards.process.ProcessScorer",
+        "digenrl.rewards.service.RewardService",
         "reward_models.weights.read_state",
     ],
 )
@@ -109,22 +109,6 @@ def test_a_target_is_resolved_before_it_is_judged() -> None:
     assert instantiate(OmegaConf.create(tree).node).size == 3
 
 
-def test_an_extension_may_refuse_an_allowed_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rule(*facts: object) -> list[str]:
-        asked.append(facts)
-        return ["no"]
-
-    asked: list[tuple[object, ...]] = []
-    assert "torch.optim.SGD" in components()  # kept from here on, with what extensions offer
-    monkeypatch.setattr(
-        "digenrl.config.targets.offered", lambda name: [[rule]] if name == "TARGET_RULES" else []
-    )
-    node = {"_target_": "torch.optim.SGD", "lr": 1}
-    assert target_problems({"a": node}) == ["no"]
-    assert asked == [("a._target_", "a", "torch.optim.SGD", node)]
-    assert len(target_problems({"a": {"_target_": "os.system"}})) == 1
-
-
 def test_instantiate_refuses_before_importing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,13 +156,9 @@ def named_in_configs() -> set[str]:
     }
 
 
-OFFERED = {name for classes in offered("COMPONENTS") for name in classes}
-"""Classes that extensions bring, which no file of configs/ names."""
-
-
 def test_the_list_holds_what_configs_names_and_what_the_documents_offer(repository: Path) -> None:
     named, adding = named_in_configs(), (repository / "docs" / "adding.md").read_text()
-    further = components() - named - OFFERED
+    further = components() - named
     assert named <= components()
     assert further == {"torch.optim.Adam", "torch.optim.SGD"}
     assert [name for name in further if f"`{name}`" not in adding] == []
@@ -209,9 +189,9 @@ def test_a_file_of_configs_adds_a_class_of_our_rooms_and_nothing_else(
     monkeypatch.setattr("digenrl.config.targets.config_directory", lambda: tmp_path / "configs")
     components.cache_clear()
     try:
-        assert components() == {*FOREIGN, *own, *OFFERED}
+        assert components() == {*FOREIGN, *own}
         assert target_problems({"_target_": own[0]}) == []
-        monkeypatch.setattr("digenrl.config.targets.offered", lambda name: [])  # no extension asks
+        monkeypatch.setattr("digenrl.config.targets.argument_problems", lambda *node: [])
         with pytest.raises(
             PermissionError, match=r"reward_models\.weights\.read_state is no class"
         ):

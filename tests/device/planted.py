@@ -34,12 +34,12 @@ class Fault:
 
 
 OFFLOAD, WEIGHTS = (
-    "src/digenrl/extensions/offload/activations.py",
+    "src/digenrl/models/offload.py",
     "src/digenrl/transport/weights.py",
 )
 PIPELINE, POLICY = "src/digenrl/models/pipeline.py", "src/digenrl/models/policy.py"
 ENGINE, DENOISE = "src/digenrl/rollout/engine.py", "src/digenrl/diffusion/denoise.py"
-SCORER, CHILD = "src/digenrl/rewards/scorer.py", "src/digenrl/extensions/rewards/process.py"
+SCORER, CHILD = "src/digenrl/rewards/scorer.py", "src/digenrl/rewards/process.py"
 PROTOCOL, DEVICES = "src/digenrl/rewards/protocol.py", "src/digenrl/devices.py"
 GRADIENTS = "src/digenrl/strategy/gradients.py"
 STRATEGY = "src/digenrl/strategy/disaggregated.py"
@@ -212,7 +212,7 @@ FAULTS = (
     ),
     Fault(
         "placement: eval computes on the CPU",
-        "src/digenrl/extensions/workbench/cli/evaluate.py",
+        "src/digenrl/cli/evaluate.py",
         "    module.to(accelerator.kind())",
         "    _ = accelerator",
         "an evaluation takes hours beside an idle GPU",
@@ -221,7 +221,7 @@ FAULTS = (
     ),
     Fault(
         "placement: the loop in one process computes on the CPU",
-        "src/digenrl/extensions/workbench/loop.py",
+        "src/digenrl/api/loop.py",
         "SingleDeviceStrategy(accelerator.current())",
         'SingleDeviceStrategy("cpu")',
         "a notebook computes beside an idle GPU",

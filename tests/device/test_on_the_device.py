@@ -61,10 +61,10 @@ def started(out: Path, *words: str, devices: int = 2) -> dict[str, torch.Tensor]
 
 
 ELSEWHERE = {
-    "tests/extensions/context/test_context.py": "equals_replicas",
+    "tests/strategy/test_context.py": "equals_replicas",
     "tests/strategy/test_evaluating.py": "evaluate_what_trainers_would",
     "tests/strategy/test_witnesses.py": "lending or tag",
-    "tests/extensions/rewards/test_service.py": "bit_by_bit or behind_http",
+    "tests/rewards/test_service.py": "bit_by_bit or behind_http",
 }
 """Files of tests that know of no device -> those that also run on it: what they compare are runs."""
 

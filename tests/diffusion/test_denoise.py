@@ -13,7 +13,7 @@ from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.diffusion.steps import AllButLast, StepPlan
-from digenrl.extensions.forward.steps import NoiseLevels
+from digenrl.extensions.methods.noise_levels import NoiseLevels
 from digenrl.extensions.methods.sde import DanceSDE, FlowCPS, LinearSDE
 from digenrl.extensions.methods.steps import Window
 from digenrl.types import CellBlock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from digenrl.diffusion.steps import AllButLast, RandomSubset, StepPlan, StepSelection
-from digenrl.extensions.forward.steps import NoiseLevels
+from digenrl.extensions.methods.noise_levels import NoiseLevels
 from digenrl.extensions.methods.steps import FirstFraction, Window
 
 ALL: list[StepSelection] = [

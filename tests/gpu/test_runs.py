@@ -84,7 +84,7 @@ def test_a_process_that_has_counted_gpus_may_still_fork() -> None:
     its forked ranks can."""
     code = (
         "import os, torch\n"
-        "import digenrl.cli.start, digenrl.run\n"
+        "import digenrl.launchers.start, digenrl.run\n"
         "from digenrl import accelerator, devices\n"
         "assert devices.found()\n"
         "kind = accelerator.kind()\n"

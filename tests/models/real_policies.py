@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import _families
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.models import pretrained
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 from tests.models.tiny_policies import FACTS, FAMILIES, size
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.extensions.zoo.since import require
 from digenrl.models import pretrained
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.latents import pack, unpack
 from digenrl.models.pretrained import PretrainedError, require_shards
 from digenrl.types import Prompt

@@ -27,10 +27,10 @@ from digenrl.config import config_directory
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.extensions.tiny.builds import ensure
 from digenrl.extensions.zoo.wan_experts import Experts
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import NEGATIVE
+from digenrl.models.tiny import ensure
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import Task
 from digenrl.transport.weights import Version, adopt

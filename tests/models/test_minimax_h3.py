@@ -8,7 +8,7 @@ import torch
 
 from digenrl import config as configuration
 from digenrl.diffusion.sde import ode_step
-from digenrl.extensions.forward.noised import NoisedCells
+from digenrl.extensions.methods.noised import NoisedCells
 from tests.models.tiny_policies import make
 
 pytestmark = pytest.mark.heavy

@@ -261,7 +261,7 @@ def test_decode_gives_media_in_the_unit_range(family):
 )
 def test_decode_equals_the_diffusers_pipeline(family):
 
-    from digenrl.extensions.tiny import builds as tiny_builds
+    from digenrl.models import tiny as tiny_builds
 
     policy, row = make(family), ROWS[family]
     latents = noise_of(policy, 1)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from digenrl import recompute
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.models import checkpointing, pipeline, pretrained
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.pretrained import PretrainedError
 from digenrl.models.wording import Wording
 from digenrl.types import Prompt
@@ -141,17 +141,13 @@ def test_a_network_without_values_is_filled_and_no_other(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        pipeline, "_deferred", lambda name: lambda *given: filled.append((name, *given))
-    )
+    monkeypatch.setattr(pipeline.deferred, "fill", lambda *given: filled.append(given))
     device = torch.device("cpu")
     policy.fill(device)
     assert filled == []
     monkeypatch.setattr(policy, "_empty", True)
     policy.fill(device)
-    assert filled == [
-        ("fill", policy.transformer, policy.path, policy.components, policy.lora, device)
-    ]
+    assert filled == [(policy.transformer, policy.path, policy.components, policy.lora, device)]
 
 
 def test_the_configuration_of_a_network_is_the_checkpoints_with_its_defaults() -> None:
@@ -196,40 +192,17 @@ def test_the_blocks_and_no_more_are_quantized_if_the_library_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        pipeline, "_quantized", lambda *which: lambda *given: asked.append((*which, *given))
-    )
+    monkeypatch.setattr(pipeline.quantized, "quantize", lambda *given: asked.append(given))
+    monkeypatch.setattr(pipeline.quantized, "require_library", lambda *given: asked.append(given))
     made = make("flux", quantize="nf4")
-    ((name, kind, blocks, again),) = asked
-    assert (name, kind, again) == ("quantize", "nf4", "nf4")
+    ((blocks, kind),) = asked
+    assert kind == "nf4"
     assert list(blocks) == made.wrap_units()
     asked.clear()
     settings = {"height": 64, "width": 64, "build": "tiny"}
     for more in ({}, {"quantize": None}, {"quantize": "int8"}):
         FAMILIES["flux"].check(settings | more)
-    assert asked == [("require_library", "int8", "int8")]
-
-
-def test_extensions_are_asked_for_by_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "extension", lambda *asked: asked)
-    rooms = "digenrl.extensions"
-    assert pipeline._quantized("quantize", "nf4") == (
-        f"{rooms}.quantized.networks.quantize", "model.quantize = nf4", "set model.quantize=null",
-    )  # fmt: skip
-    assert pipeline._deferred("empty") == (
-        f"{rooms}.deferred.networks.empty", "model.empty = true", "leave it out",
-    )  # fmt: skip
-    assert pipeline._tiny("ensure") == (
-        f"{rooms}.tiny.builds.ensure", "hardware.build = tiny", "set hardware.build=real and model.path",
-    )  # fmt: skip
-    enabled: list[Any] = []
-    made = SimpleNamespace(enable_gradient_checkpointing=enabled.append)
-    monkeypatch.setattr(checkpointing, "extension", lambda *asked: lambda: asked)
-    checkpointing.enable(made, [nn.Linear(1, 1)], recompute.parse_recompute("offload"))
-    assert enabled[0].args[1] == (
-        f"{rooms}.offload.activations.Offload", "model.gradient_checkpointing = offload",
-        "use products, attention or true",
-    )  # fmt: skip
+    assert asked == [("int8",)]
 
 
 def test_what_a_model_config_leaves_out_is_as_the_class_says() -> None:

@@ -8,8 +8,8 @@ import torch
 
 from digenrl.diffusion import denoise
 from digenrl.extensions.export import diffusers_export
-from digenrl.extensions.tiny.builds import ensure
 from digenrl.models.pretrained import PretrainedError
+from digenrl.models.tiny import ensure
 from tests.models.test_fail_closed import real
 from tests.models.test_parity import PROMPTS, STEPS, noise_of, prompt
 from tests.models.tiny_policies import diffusers_latents, make, randomise_lora

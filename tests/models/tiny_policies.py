@@ -16,8 +16,8 @@ import torch
 from benchmarks._families import adapter
 from digenrl.data import load_prompts
 from digenrl.extensions.export.diffusers_export import lora_file, lora_pipeline
-from digenrl.extensions.tiny import builds as tiny_builds
 from digenrl.facts import families
+from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.types import Prompt
 from tests.models.families import FAMILIES as ROWS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from digenrl.extensions.page.html import render
+from digenrl.report.page.html import render
 from digenrl.report.read_run import Run, read_run
 from digenrl.report.stages import unit_seconds
 from digenrl.report.summary import build_summary

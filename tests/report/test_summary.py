@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.extensions.alarms.summary import alarms
 from digenrl.record.run_dir import append_event, append_jsonl
 from digenrl.report import tables
+from digenrl.report.alarms import alarms
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from tests.report.synthetic import EPOCH, GROUPS, write_lines, write_run

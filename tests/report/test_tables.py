@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from digenrl.extension import installed
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from digenrl.report.tables import final_table
@@ -26,7 +25,7 @@ def test_end_table_fits_and_names_status_and_alarms(tmp_path: Path, width: int) 
     console.print(final_table({**summary, "diversity_ratio": 0.4}))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "completed" in text
-    assert ("mode collapse" in text.replace("\n", " ")) == installed("alarms")
+    assert "mode collapse" in text.replace("\n", " ")
     assert max(len(line) for line in text.splitlines()) <= width
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from digenrl.data import load_prompts
-from digenrl.extensions.rewards.command import reward_config, reward_suite
+from digenrl.reward_command import reward_config, reward_suite
 from digenrl.types import Prompt
 
 pytestmark = pytest.mark.heavy

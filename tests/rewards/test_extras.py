@@ -9,14 +9,14 @@ import pytest
 
 WITHOUT = {
     "rapidfuzz": ("import reward_models.ocr", "ocr"),
-    "starlette": ("import digenrl.extensions.rewards.service", "serve"),
+    "starlette": ("import digenrl.rewards.service", "serve"),
     "imageio": (
         "from digenrl.extensions.bench.media_files import read_media as f, Path; f(Path('a.mp4'), "
         "1, 1)",
         "video",
     ),
     "imageio.v3": (
-        "import torch; from digenrl.extensions.media.files import write_mp4 as f; "
+        "import torch; from digenrl.report.media import write_mp4 as f; "
         "f('a.mp4', torch.zeros(1, 3, 8, 8))",
         "video",
     ),

@@ -12,11 +12,11 @@ import time
 import pytest
 import torch
 
-from digenrl.extensions.rewards import remote
-from digenrl.extensions.rewards.remote import RemoteScorer
+from digenrl.rewards import remote
 from digenrl.rewards.protocol import RewardError, RewardUnavailable
+from digenrl.rewards.remote import RemoteScorer
 from digenrl.types import Prompt
-from tests.extensions.rewards.services import edited, good, scripted, status
+from tests.rewards.services import edited, good, scripted, status
 
 pytestmark = pytest.mark.processes
 

@@ -11,8 +11,8 @@ import pytest
 
 from digenrl import config
 from digenrl.rewards.needs import require_weights, unscorable
+from digenrl.rewards.published import WEIGHTS
 from digenrl.types import Prompt
-from reward_models.published import WEIGHTS
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.heavy

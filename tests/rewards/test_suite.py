@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from digenrl.images import PromptImage
-from digenrl.rewards import needs, placement, protocol
+from digenrl.rewards import needs, protocol
 from digenrl.rewards.protocol import (
     Identity,
     RewardError,
@@ -26,9 +26,9 @@ from digenrl.rewards.protocol import (
     sample_frames,
     source_images,
 )
+from digenrl.rewards.published import files_read
 from digenrl.rewards.suite import RewardSuite, combine
 from digenrl.types import Prompt
-from reward_models.published import files_read
 from tests.conftest import ROOT
 
 PROMPTS = [Prompt("a"), Prompt("b"), Prompt("c")]
@@ -403,22 +403,6 @@ def test_a_node_becomes_plain_values():
     assert protocol.plain(OmegaConf.create({"a": 1, "b": {"c": "${a}"}})) == {"a": 1, "b": {"c": 1}}
     given = {"a": 1}
     assert protocol.plain(given) == given
-
-
-def test_a_reward_elsewhere_is_placed_by_its_extension(monkeypatch):
-    asked = []
-
-    def place(*facts):
-        asked.append(facts)
-        return "placed"
-
-    monkeypatch.setattr(placement, "extension", lambda *said: asked.append(said) or place)
-    node = {"_target_": "some.Scorer"}
-    found = placement.place_scorer("r", node, "process", ["http://here"], 3.0, 4.0)
-    target = "digenrl.extensions.rewards.elsewhere.place"
-    said = "placement = process of reward `r`", "place the reward inline or thread"
-    assert found == "placed"
-    assert asked == [(target, *said), ("r", node, "process", ["http://here"], 3.0, 4.0)]
 
 
 def test_a_scorer_is_known_by_its_name_and_the_digest_of_its_weights():

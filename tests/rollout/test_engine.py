@@ -11,12 +11,11 @@ from torch import Tensor
 from digenrl.diffusion import keys
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
-from digenrl.extensions.forward.steps import NoiseLevels
+from digenrl.extensions.methods.noise_levels import NoiseLevels
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.suite import RewardSuite
-from digenrl.rollout import engine as engines
-from digenrl.rollout import evaluation
+from digenrl.rollout import divergence
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec, fixed_batches
 from digenrl.rollout.evaluation import FixedSamples, joined, pictures_of, tensors_of
 from digenrl.schedule import Task
@@ -210,29 +209,27 @@ def test_scores_that_are_missing_too_often_are_trouble() -> None:
     assert str(engine.reward_trouble()).startswith("Reward `bright` is missing for 2 of 2 samples")
 
 
-@pytest.mark.parametrize(
-    ("reference", "here", "compared"), [(True, True, 1), (True, False, 0), (False, True, 0)]
-)
+@pytest.mark.parametrize(("reference", "compared"), [(True, 1), (False, 0)])
 def test_an_evaluation_is_compared_with_the_base_model_where_there_is_one(
-    reference: bool, here: bool, compared: int, monkeypatch: pytest.MonkeyPatch
+    reference: bool, compared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[tuple[Any, ...]] = []
 
     def measure(*facts: Any) -> Tensor:
         measured.append(facts)
-        return torch.full((2, 1), 0.5)
+        return torch.full((2,), 0.5)
 
-    engine, asked = engine_of(), list[str]()
+    engine = engine_of()
     monkeypatch.setattr(type(engine.policy), "has_reference", reference)
-    monkeypatch.setattr(evaluation, "installed", lambda name: here)
-    monkeypatch.setattr(engines, "extension", lambda *said: asked.extend(said) or measure)
+    monkeypatch.setattr(divergence, "divergence", measure)
     drawn = FixedSamples((SEVEN, ONE), 2, 9, 1, 1, 4).draw(engine, [0])
     if compared:
-        assert asked[0] == "digenrl.extensions.divergence.trajectories.divergence"
-        (facts,) = measured
-        assert facts[:4] == (engine, (SEVEN, ONE), 1, 9)
+        ((policy, batches, grid, _),) = measured
+        assert policy is engine.policy
+        assert grid is engine.grid
+        assert len(list(batches)) == 2, "a batch for each prompt, of one sample"
         assert drawn.kl[[0, 2]].tolist() == [0.5, 0.5]
         assert drawn.kl[[1, 3]].isnan().all(), "one sample of each prompt"
     else:
-        assert not asked
+        assert not measured
         assert drawn.kl.isnan().all()

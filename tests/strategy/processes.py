@@ -61,7 +61,7 @@ TINY = (
 """4 prompts x 4 samples, tasks of 2, 4 denoising steps (3 trained), LoRA of rank 4, no
 evaluation."""
 SMALL = (
-    "hardware=cpu_tiny",  # by digenrl.extensions.tiny
+    "hardware=cpu_tiny",  # by digenrl.models.tiny
     "~callbacks.evaluation",
     "logger=none",
     "reward=video_quality",

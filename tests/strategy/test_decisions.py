@@ -13,7 +13,6 @@ import pytest
 
 from digenrl import run
 from digenrl.cluster.world import World
-from digenrl.extension import installed
 from digenrl.schedule.policy import LEND, TRAIN
 from tests.schedule.replaying import replay
 from tests.strategy.conftest import EVERYTHING
@@ -30,10 +29,7 @@ from tests.strategy.processes import (
 from tests.strategy.test_equality import LIGHT, reference_of
 from tests.strategy.test_losses import inject
 
-pytestmark = [
-    pytest.mark.processes,
-    pytest.mark.skipif(not installed("decisions"), reason="needs the extension"),
-]
+pytestmark = pytest.mark.processes
 
 
 def records(run_dir: Path) -> dict[str, list[dict[str, Any]]]:

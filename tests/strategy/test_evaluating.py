@@ -12,8 +12,8 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl import run
+from digenrl.advisor import PlainAdvisor
 from digenrl.cluster.world import World
-from digenrl.extension import installed
 from digenrl.settle import settled, trainers_must_evaluate
 from tests.strategy.processes import TINY, Cluster, Job, completed, run_cluster, run_series
 from tests.training import Train, commands, fault, watch
@@ -124,7 +124,7 @@ def test_what_rollouts_cannot_evaluate_is_said_and_refused(
     with pytest.raises(
         ValueError, match=rf"allocation.evaluation = rollouts: cannot be, because .*{cause}.*=auto"
     ):
-        settled(composed, 1, rollouts)
+        settled(composed, 1, rollouts, PlainAdvisor())
 
 
 # ---- real commands
@@ -153,15 +153,12 @@ def ended(train: Train) -> Train:
         ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp"),
         ("allocation.trainers=2", "allocation.rollouts=1", "algorithm.updates_per_batch=2"),
         ("allocation.trainers=2", "allocation.rollouts=2", "parallel.sharding=fsdp", *AVERAGE),
-        pytest.param(
-            (
-                "allocation.trainers=1",
-                "allocation.rollouts=2",
-                *ASYNC,
-                *AVERAGE,
-                "network.publication=broadcast",
-            ),
-            marks=pytest.mark.skipif(not installed("links"), reason="needs the extension"),
+        (
+            "allocation.trainers=1",
+            "allocation.rollouts=2",
+            *ASYNC,
+            *AVERAGE,
+            "network.publication=broadcast",
         ),
         ("experiment=digits_nft", "allocation.trainers=1", "allocation.rollouts=2"),
         (

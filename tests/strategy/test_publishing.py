@@ -18,7 +18,7 @@ from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
-from digenrl.cluster.world import Session
+from digenrl.cluster.world import Session, World
 from digenrl.rollout.evaluation import FixedSamples, tensors_of
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.claims import Claims, evaluation_pieces, evaluation_queue
@@ -61,8 +61,8 @@ def test_a_version_goes_once_to_each_other_node_and_to_each_rank_that_joined() -
 class Told(Shares):
     """Shares that note what they are told."""
 
-    def __init__(self, spec: ScheduleSpec, done: list[Any]) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: ScheduleSpec, world: World, done: list[Any]) -> None:
+        super().__init__(spec, world, cast(Any, None), Path(), timed=False)
         self._done = done
 
     def begin(self, batch: Any) -> None:
@@ -101,7 +101,7 @@ class Publishing(Trainer):
         setup = RankSetup(world, self.session, spec, engine, sampler, 1, evaluated=drawn)
         me = cast(Any, self)
         self.ties = Ties(setup, me, me, self.state, self.control, self.post, self.spans)
-        self.shares = Told(spec, self.done)
+        self.shares = Told(spec, world, self.done)
         self.publisher = Publisher(self.ties, self.runner, self.shares, self.published)
         set_key, multicast = self.control.set, self.link.multicast
 

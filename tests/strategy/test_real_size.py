@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks._random_builds import FAMILY
-from digenrl.extensions.context.group import Context
-from digenrl.extensions.tiny import builds as tiny_builds
+from digenrl.models import tiny as tiny_builds
+from digenrl.strategy.context import Context
 from digenrl.strategy.shard import bounded, mesh_of, shard
 from digenrl.types import Prompt
 from tests.models.real_policies import real

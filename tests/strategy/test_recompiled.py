@@ -12,7 +12,7 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cluster.vitals import BEAT_EVERY_S
+from digenrl.cluster.timers import BEAT_EVERY_S
 from digenrl.cluster.world import World
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary

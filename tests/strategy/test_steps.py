@@ -597,10 +597,7 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
     monkeypatch.setattr(setup.engine.policy, "fill", noted("fill"))
     monkeypatch.setattr(DDPStrategy, "model_to_device", noted("moved"))
     group = noted("context", SimpleNamespace(shared="together"))
-    monkeypatch.setattr(
-        "digenrl.strategy.disaggregated.extension",
-        lambda target, *_: target.endswith("context.group.Context") and group,
-    )
+    monkeypatch.setattr("digenrl.strategy.disaggregated.Context", group)
     strategy.model_to_device()
     policy, limit, trains = setup.engine.policy, strategy._timeout, rank == 0
     split = [
@@ -784,6 +781,6 @@ def test_boards_ask_the_algorithm_for_what_is_left_out(store: Store, tmp_path: P
 
 
 def test_shares_are_the_configured_ones_in_every_step() -> None:
-    shares = Shares(SPEC)
+    shares = Shares(SPEC, World(0, 1, 1), cast(Any, None), Path(), timed=True)
     assert shares.spec_at(7) is SPEC
     assert shares.state(3) == {}

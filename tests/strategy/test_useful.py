@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from digenrl import config as configuration
+from digenrl.advisor import PlainAdvisor
 from digenrl.schedule import group_tasks, place
 from digenrl.settle import settled
 from digenrl.transport.cells import StepBoard
@@ -104,7 +105,10 @@ def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
         "sampling.steps=4",
     )
     config = settled(
-        configuration.load([*words, *more, *group, "sampling.height=32", "sampling.width=32"]), 1, 0
+        configuration.load([*words, *more, *group, "sampling.height=32", "sampling.width=32"]),
+        1,
+        0,
+        PlainAdvisor(),
     ).config
     cluster = run_cluster(tmp_path, 1, 0, config)
     record = completed(cluster)

@@ -10,13 +10,11 @@ from typing import Any, cast
 import pytest
 
 from digenrl.cluster.world import World
-from digenrl.extensions.decisions.log import DecisionLog
-from digenrl.extensions.shares.measured import MeasuredShares
+from digenrl.record.decisions import DecisionLog
 from digenrl.schedule import place
 from digenrl.schedule.policy import header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
-from digenrl.strategy.shares import Shares
 from digenrl.strategy.wiring import wire
 from digenrl.transport.wire import Message, MessageKind
 from tests.cluster.test_claims import Store
@@ -48,14 +46,11 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     assert parts.ledger._spec is spec
     assert parts.ledger._run_dir == setup.session.run_dir
     assert parts.ledger._policy is runner.policy
-    if measured:
-        shares: Any = parts.shares
-        assert type(shares) is MeasuredShares
-        assert (shares._spec, shares._world) == (spec, setup.world)
-        assert shares._timed == (not lockstep)
-    else:
-        assert type(parts.shares) is Shares
-        assert parts.shares.spec_at(0) is spec
+    shares = parts.shares
+    assert (shares._spec, shares._world) == (spec, setup.world)
+    assert shares._timed == (measured and not lockstep)
+    if not measured:
+        assert shares.spec_at(0) is spec
     assert parts.stop_vote._sharded == lockstep
     ties.state.updates_done = 0
     assert parts.stop_vote._droppable()
@@ -81,7 +76,6 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     assert last == row, "it was in memory"
     assert first == json.loads(json.dumps(header(spec, runner.policy.roles, setup.last_step)))
     parts.close()
-    replace(parts, decisions=None).close()
     # A rank that joins counts as fast as the profile says of the last rollout, until it has measured.
     for stage, known in (("generate", 7.0), ("train", 0.0)):
         joins = replace(

@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import Logger
 from numpy.typing import NDArray
 from torch import Tensor
 
+from digenrl.callbacks.picture_alarms import of_pictures
 from digenrl.data import load_prompts
-from digenrl.extension import extension, installed
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import (
     METRICS,
@@ -30,6 +30,7 @@ from digenrl.record.run_dir import (
     unix_time,
     unwritten,
 )
+from digenrl.report.page.logged import logged
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, Pictures, joined
 from digenrl.types import Prompt
@@ -307,30 +308,20 @@ class Evaluation(pl.Callback):
         self, pictures: Pictures, weights: Mapping[str, float]
     ) -> Callable[[Logger, int], None] | None:
         """Return what gives the pictures to a logger; None where nothing shows them."""
-        if not (self.shown_prompts and installed("page")):
+        if not self.shown_prompts:
             return None
-        show = extension(
-            "digenrl.extensions.page.logged.logged",
-            "callbacks.evaluation.shown_prompts",
-            "set it to 0",
-        )
         texts = [prompt.text for prompt in pictures.prompts]
         scores = {name: values.numpy() for name, values in pictures.rewards.items()}
         counts, sources = (self.shown_prompts, self.shown_samples), fitted_sources(pictures)
-        showing: Callable[[Logger, int], None] = show(
-            pictures.media.numpy(), texts, scores, weights, *counts, sources
-        )
-        return showing
+        return logged(pictures.media.numpy(), texts, scores, weights, *counts, sources)
 
     def _raise_alarms(
         self, run_dir: Path, rl_step: int, pictures: Pictures, weights: Mapping[str, float]
     ) -> None:
         """Compare with this process's first evaluation, and write suspicious changes to
         events.jsonl."""
-        if self._first is not None and installed("rewards"):
-            target = "digenrl.extensions.rewards.picture_alarms.of_pictures"
-            compare = extension(target, "alarms about samples", "look at them")
-            for alarm in compare(self._first, pictures, tuple(weights)):
+        if self._first is not None:
+            for alarm in of_pictures(self._first, pictures, tuple(weights)):
                 append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
         self._first = self._first or pictures
 

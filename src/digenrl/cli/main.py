@@ -64,6 +64,10 @@ def _run(words: Sequence[str] | None) -> int:
             file=sys.stderr,
         )
         return 2
+    if command.sweeps and {*rest} & {"-m", "--multirun"}:
+        from digenrl.cli.sweeps import sweep
+
+        return sweep(rest, name)
     sys.path.append(os.getcwd())  # last, so that no file there stands in for an installed module
     try:
         return int(importlib.import_module(command.module).main(rest))

@@ -17,7 +17,6 @@ import os
 import sys
 
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
-from digenrl.extension import extension
 from digenrl.garbage import no_garbage
 
 
@@ -30,11 +29,9 @@ def main(words: list[str]) -> int:
         from digenrl.config.loading import is_multirun
 
         if is_multirun(words):
-            return int(
-                extension(
-                    "digenrl.extensions.sweeps.multirun.sweep", "-m", "start each run by itself"
-                )(words)
-            )
+            from digenrl.cli.sweeps import sweep
+
+            return sweep(words)
         return train(words, signals)
 
 
@@ -46,11 +43,13 @@ def train(words: list[str], signals: StopSignals) -> int:
     before_forks()
     # torch and Lightning load here, once, before the ranks are forked.
     with no_garbage():
-        from digenrl.cli import ending, job, start
+        from digenrl.cli.extensions import choose_advisor
+        from digenrl.cli.terminal import Display
+        from digenrl.launchers import ending, job, start
 
     try:
-        settled = job.settle(composed)
-        run_dir, outcome = start.launch(settled, signals)
+        settled = job.settle(composed, choose_advisor())
+        run_dir, outcome = start.launch(settled, signals, Display)
     except job.NotStarted as refusal:
         return refusal.said()
     if settled.reports:

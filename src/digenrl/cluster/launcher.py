@@ -31,12 +31,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from digenrl.cluster.access import open_door
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network
-from digenrl.cluster.signals import StopSignals, signals_blocked
+from digenrl.cluster.signals import StopSignals, end_with_parent, signals_blocked
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import (
     HeartbeatMonitor,
@@ -45,13 +46,11 @@ from digenrl.cluster.vitals import (
     start_heartbeat,
 )
 from digenrl.cluster.world import Session, World
-from digenrl.extension import extension, installed
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import unix_time
 
 RankMain = Callable[[World, Session], None]
 """Body of a rank. An exception in it ends the rank, with the exception's text as the cause."""
-PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt(3)."""
 FILES_OF_A_PROCESS, FILES_PER_RANK = 64, 12
@@ -229,12 +228,8 @@ def launch(spec: Launch) -> RunOutcome:
             ended.callback(server.close)
             control = Control(StoreClient(host, port, spec.handshake), rank=-1)
             control.set(CREDENTIALS, json.dumps(spec.credentials))
-            if installed("launchers"):  # others may join
-                open_door = extension(
-                    "digenrl.extensions.launchers.access.open_door", "joining", "join nobody"
-                )
-                door = open_door(spec.run_dir, host, port, spec.handshake.token, epoch)
-                ended.callback(door.unlink, missing_ok=True)
+            door = open_door(spec.run_dir, host, port, spec.handshake.token, epoch)
+            ended.callback(door.unlink, missing_ok=True)
             members = Members(control, server, spec, spec.run_dir, spec.limits, ranks)
             outcome = _Watch(spec, ranks, control, members).run()
         except PlacementError as error:
@@ -287,7 +282,7 @@ def _child(
 ) -> None:
     """Run a forked rank that dies with the launcher."""
     gc.freeze()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     # The kernel sends no signal for a parent that died between fork and prctl, so look once.
     if os.getppid() != launcher:
         os._exit(1)

@@ -23,7 +23,8 @@ from digenrl.cluster.claims import StoredClaims
 from digenrl.cluster.control import Control
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreServer
-from digenrl.cluster.vitals import ConditionTimer, watch_key
+from digenrl.cluster.timers import ConditionTimer
+from digenrl.cluster.vitals import watch_key
 from digenrl.record.run_dir import JOINED, LEFT, LOST, append_event
 from digenrl.schedule.claims import ClaimError, Claims
 

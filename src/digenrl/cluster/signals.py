@@ -12,6 +12,7 @@ single rollout lets that rollout leave, and the run goes on.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from typing import Any, Self
 LEAVES = (signal.SIGTERM, signal.SIGUSR1)
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *LEAVES)
 _NEVER = 1 << 30
+_PR_SET_PDEATHSIG = 1
 _ONE_REQUEST_S = 1.0
 """Seconds within which several signals are one request. `timeout` sends two, and a closing terminal
 may."""
@@ -38,6 +40,12 @@ def handled_signals() -> tuple[signal.Signals, ...]:
     nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return tuple(number for number in STOPS if not (ignored and number == signal.SIGHUP))
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send signal `number` to this process when its parent ends (Linux alone)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

@@ -36,14 +36,14 @@ from typing import Any
 import psutil
 
 from digenrl.cluster.control import Control
+from digenrl.cluster.hangs import HangDetector
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_request
 from digenrl.cluster.store import StoreClient, StoreLost
+from digenrl.cluster.timers import BEAT_EVERY_S, ConditionTimer, remedy
 from digenrl.cluster.world import Session, World
-from digenrl.extension import extension, installed
 from digenrl.record.progress import Progress, Stretch
 
-BEAT_EVERY_S = 1.0
 STACKS = signal.SIGUSR2
 """Signal at which a rank writes the stacks of its threads to its log."""
 _ANSWER_S = 0.1
@@ -90,21 +90,6 @@ def oom_kills() -> int:
             if counts:
                 return int(counts[0])
     return 0
-
-
-class ConditionTimer:
-    """Measures how long a condition has held, by the observer's own observations."""
-
-    def __init__(self, most: float) -> None:
-        self._most, self._last, self.seconds = most, time.monotonic(), 0.0
-
-    def observe(self, true: bool) -> float:
-        """Return the seconds that the condition has held. One observation adds at most `most`
-        seconds."""
-        now = time.monotonic()
-        self.seconds = self.seconds + min(now - self._last, self._most) if true else 0.0
-        self._last = now
-        return self.seconds
 
 
 def start_heartbeat(session: Session, world: World) -> None:
@@ -180,11 +165,7 @@ class HeartbeatMonitor:
             partial(ConditionTimer, 2.0 * BEAT_EVERY_S)
         )
         self._seen: dict[int, tuple[str | None, float]] = {}
-        self._hangs: Callable[[Mapping[int, Sequence[Stretch]]], dict[int, str]] = lambda doing: {}
-        """Finds the ranks that hang, from what their threads say that they do."""
-        if installed("hangs"):
-            detector = "digenrl.extensions.hangs.detector.HangDetector"
-            self._hangs = extension(detector, "limits.stage_factor", "use null")(limits).hanging
+        self._hangs = HangDetector(limits)
         self._next = 0.0
 
     def unresponsive(self, ranks: list[int]) -> dict[int, str]:
@@ -217,7 +198,7 @@ class HeartbeatMonitor:
                 found.setdefault(rank, said)
             self._seen[rank] = sign
             doing[rank] = _stretches(beat)
-        hanging = self._hangs(doing)
+        hanging = self._hangs.hanging(doing)
         self._ask_for_stacks([rank for rank in hanging if rank not in found])
         told = {
             rank: "; its log has the stacks of its threads"
@@ -239,11 +220,6 @@ def _stretches(beat: str | None) -> list[Stretch]:
     """Return what a heartbeat says about the rank's threads; nothing before the first one."""
     said = json.loads(beat or "0")
     return [Stretch(*fields) for fields in said[1]] if isinstance(said, list) else []
-
-
-def remedy(key: str) -> str:
-    """Return what helps a rank that only needs longer than `key` allows."""
-    return f"raise {key} if it only needs longer"
 
 
 class LauncherMonitor:

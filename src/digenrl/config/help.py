@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from digenrl.config.compose import with_search_path
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.help_pages import command_help
 from digenrl.config.validation import keys_of, problems_by_key
-from digenrl.extension import extension, installed
 from digenrl.record.redact import redact_text
 
 HELP = ("-h", "--help")
@@ -83,7 +83,7 @@ def own_command(
             stands for an exception of `failures`. The error is printed to stderr.
     """
     if wants_help(words):
-        show(help_page(doc, "command_help", doc, schema))
+        show(command_help(doc, schema))
         return 0
     try:
         work(*read_arguments(schema, with_search_path(words), others))
@@ -108,12 +108,3 @@ def show(page: str) -> None:
     except BrokenPipeError:
         # Python flushes once more as it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def help_page(text: str | None, name: str, *arguments: Any) -> str:
-    """Return a page of help that begins with `text`: what the function `name` of the extension
-    `help` makes of `arguments`, or `text` alone without that extension."""
-    if not installed("help"):
-        return f"{(text or '').strip()}\n\ndocs/configuration.md lists the keys."
-    pages = "digenrl.extensions.help.pages"
-    return str(extension(f"{pages}.{name}", "--help", "read docs/configuration.md")(*arguments))

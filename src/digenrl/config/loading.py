@@ -17,10 +17,10 @@ from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
 from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
 from digenrl.config.errors import ConfigError
-from digenrl.config.help import help_page, show
+from digenrl.config.help import show
+from digenrl.config.help_pages import configuration_help
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
 from digenrl.config.validation import shown
-from digenrl.extension import ExtensionMissing
 
 SWEEP_FLAGS = ("-m", "--multirun")
 EXIT_CODE = 2
@@ -66,8 +66,6 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
         return _load(argv, config_name, stored)
     except OSError as error:  # a path that a word names
         raise ConfigError([f"{shown(error.filename)}: {error.strerror}."]) from error
-    except ExtensionMissing as error:
-        raise ConfigError([str(error)]) from error
 
 
 def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Composed:
@@ -192,7 +190,7 @@ def load_or_exit(
     """
     words, asked = without_flags(argv)
     if "--help" in asked:
-        show(help_page(doc, "configuration_help", config_name, doc, words))
+        show(configuration_help(config_name, doc, words))
         raise SystemExit(0)
     try:
         composed = load(words, config_name)

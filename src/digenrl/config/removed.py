@@ -1,9 +1,12 @@
-"""Keys and values that configurations once had, each with the reason for its removal."""
+"""Keys, values and names of classes that configurations once had."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 _THIN_LINES = ("network.delta", "network.compress", "network.whole_every", "network.thin_mb_s")
 _RECORDS = ("record.trajectories", "record.trajectories_mib", "replay")
@@ -30,6 +33,10 @@ REMOVED: dict[str, str] = {
     "reward.cache_size": "samples of a run differ, so that hardly a score was found again",
     "reward.max_batch": "each task is scored alone, so that no score depends on its neighbours",
     "reward.rewards.*.scorer.quarantine": "events.jsonl has the causes of missing scores",
+    "sampling.lossy": "no velocity is forecast; a second-order solver saves as many forwards",
+    "sampling.lossy=taylorseer": (
+        "a second-order solver with fewer steps saves as much at less cost; start a new run"
+    ),
     "schedule.gradients": "trainers compute every trained step again, as replay did",
     "schedule.gradients=generation": "trainers compute every trained step again",
     "schedule.handoff": "rollouts that leave give tasks away; else moving them gained nothing",
@@ -42,22 +49,22 @@ A stored run goes on without these keys, whatever they hold. A value that decide
 time and records is therefore listed as `key=value` with a reason of its own, and refused.
 """
 
-_METHODS, _FORWARD = "digenrl.extensions.methods", "digenrl.extensions.forward"
-_ZOO = "digenrl.extensions.zoo"
-MOVED = {
-    "digenrl.algorithms.surrogates.FlowDPPO": f"{_METHODS}.surrogates.FlowDPPO",
-    "digenrl.algorithms.surrogates.Guard": f"{_METHODS}.surrogates.Guard",
-    "digenrl.diffusion.sde.DanceSDE": f"{_METHODS}.sde.DanceSDE",
-    "digenrl.diffusion.sde.FlowCPS": f"{_METHODS}.sde.FlowCPS",
-    "digenrl.diffusion.sde.LinearSDE": f"{_METHODS}.sde.LinearSDE",
-    "digenrl.diffusion.steps.FirstFraction": f"{_METHODS}.steps.FirstFraction",
-    "digenrl.diffusion.steps.NoiseLevels": f"{_FORWARD}.steps.NoiseLevels",
-    "digenrl.diffusion.steps.Window": f"{_METHODS}.steps.Window",
-    "digenrl.models.flux.FluxPolicy": f"{_ZOO}.flux.FluxPolicy",
-    "digenrl.models.sd3.SD3Policy": f"{_ZOO}.sd3.SD3Policy",
-    "digenrl.models.wan.WanPolicy": f"{_ZOO}.wan.WanPolicy",
-}
-"""`_target_` of a stored run -> where the class is now."""
+_MOVED: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("moved.yaml").read_text(encoding="utf-8")
+)
+
+
+def present_name(target: str) -> str:
+    """Return where the class is now that an older configuration calls `target`.
+
+    Example:
+        >>> present_name("digenrl.extensions.rewards.remote.RemoteScorer")
+        'digenrl.rewards.remote.RemoteScorer'
+        >>> present_name("torch.optim.AdamW")
+        'torch.optim.AdamW'
+    """
+    module, _, name = target.rpartition(".")
+    return _MOVED.get(target) or (f"{_MOVED[module]}.{name}" if module in _MOVED else target)
 
 
 def reason(key: str, value: Any = None) -> str | None:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
-
-from digenrl.extension import offered
 
 
 class Closed(BaseModel):
@@ -383,9 +380,6 @@ class SamplingKeys(Closed):
     smallest that keeps every GPU of the profile busy under any schedule."""
     same_noise: bool
     """Give all samples of a group the same initial noise."""
-    lossy: Literal["none", "taylorseer"]
-    """Cheaper training samples, for methods on the forward process (nft, dpo). taylorseer: after
-    three steps every second velocity is forecast from the last two. Evaluations compute all."""
     scouts: ScoutsKeys
     eval: EvaluatedKeys
 
@@ -650,16 +644,6 @@ RESUMABLE: tuple[str, ...] = tuple(_RESUMABLE.split())
 """Keys and groups that may change when a run is resumed. They decide about time, memory and places,
 about what watches the run, and where it ends. The learning rate may change too. Every other key is
 part of what the checkpoint was trained with, and keeps its value."""
-
-
-@cache
-def schema_of(config_name: str) -> type[Closed]:
-    """Return the schema of configs/<config_name>.yaml: that of a run, or one of the `SCHEMAS` of an
-    extension whose command composes the file."""
-    found: dict[str, type[Closed]] = {"train": TrainKeys}
-    for more in offered("SCHEMAS"):
-        found |= more
-    return found[config_name]
 
 
 _DERIVED = Path(__file__).with_name("derived_trainer_keys.yaml")

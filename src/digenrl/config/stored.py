@@ -20,8 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.compose import composed, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
-from digenrl.config.removed import MOVED, reason
-from digenrl.config.schema import RESUMABLE, may_change, schema_of
+from digenrl.config.removed import present_name, reason
+from digenrl.config.schema import RESUMABLE, may_change
+from digenrl.config.schemas import schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
@@ -83,7 +84,8 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         )
     tree["allow_targets"], tree["confirm_hosts"] = [], []
     for _, target, node in targets(tree):
-        node["_target_"] = MOVED.get(target, target)  # type: ignore[index]  # of OmegaConf
+        if isinstance(target, str):
+            node["_target_"] = present_name(target)  # type: ignore[index]  # of OmegaConf
     notes = {"lacks keys that came after it; from the defaults": _complete(tree)}
     notes["holds keys that were removed; left out"] = _forget(tree)
     return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]

@@ -3,8 +3,7 @@
 Hydra turns `_target_` into a call, so a configuration is code. The rule is that a target may be one
 of three:
 
-- A class in `ROOMS` that a file of the shipped configs/ names, or that an extension offers as one
-of its `COMPONENTS`.
+- A class in `ROOMS` that a file of the shipped configs/ names.
 - A class in `FOREIGN`.
 - Anything public in a package that `allow_targets` names on the command line. Our own packages are
 excepted.
@@ -15,15 +14,13 @@ nothing to the list.
 
 Two gates keep the rule. Before anything is imported, every target of the whole tree must obey it.
 At instantiation, what `allow_targets` admitted must also have been defined in an admitted package,
-so that an alias such as `mine.os.system` leads nowhere. An extension may check more of an admitted
-target: the `TARGET_RULES` of its package.
+so that an alias such as `mine.os.system` leads nowhere.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import hydra.utils
@@ -31,15 +28,17 @@ import yaml
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from digenrl.config.arguments import argument_problems
 from digenrl.config.errors import nearest
+from digenrl.config.removed import present_name
 from digenrl.config.shipped import config_directory
-from digenrl.extension import offered
 
 ROOMS: tuple[str, ...] = (
     "digenrl.algorithms",
     "digenrl.callbacks",
     "digenrl.diffusion",
     "digenrl.extensions",
+    "digenrl.models",
     "digenrl.rewards",
     "digenrl.strategy",
     "reward_models",
@@ -92,8 +91,6 @@ def components() -> frozenset[str]:
             continue  # Hydra says what is wrong with the file when somebody chooses it
         own = (target for _, target, _ in targets(tree) if isinstance(target, str))
         named.update(target for target in own if _lies_in(target, ROOMS))
-    for classes in offered("COMPONENTS"):  # such as what stands in for a network that is emulated
-        named.update(classes)
     return frozenset(named)
 
 
@@ -116,7 +113,7 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
 
 def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
     """Return everything wrong with the targets of `tree`. Nothing is imported."""
-    problems, rules = list[str](), tuple(chain(*offered("TARGET_RULES")))
+    problems = list[str]()
     for path, target, node in targets(tree):
         where = f"{path}._target_" if path else "_target_"
         if not isinstance(target, str):
@@ -124,13 +121,14 @@ def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
         elif not is_allowed(target, allow):
             problems.append(f"{where} = {target}: refused, because {_refusal(target)}.")
         else:
-            for rule in rules:
-                problems += rule(where, path, target, node)
+            problems += argument_problems(where, path, target, node)
     return problems
 
 
 def _refusal(target: str) -> str:
     """Return why `target` is not allowed, and what can be done."""
+    if (now := present_name(target)) != target:
+        return f"it has moved; write {now}"
     hint = f"; nearest: {close}" if (close := nearest(target, components())) else ""
     if target.partition(".")[0] in _OWN:
         return f"no file of the shipped configs/ names it as a component{hint}"

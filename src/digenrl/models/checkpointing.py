@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from digenrl.extension import extension
+from digenrl.models.offload import Offload
 from digenrl.recompute import ALL, ATTENTION, INPUTS, OFFLOAD, Recompute
 
 _PRODUCTS = {
@@ -43,21 +43,18 @@ def enable(transformer: Any, blocks: Sequence[nn.Module], recompute: Recompute) 
     modes = dict(zip(blocks, recompute.modes(len(blocks)), strict=True))
     if set(modes.values()) <= {ALL}:
         return
-    offload = None
+    offload: Offload | None = None
     if OFFLOAD in modes.values():
-        offload = extension(
-            "digenrl.extensions.offload.activations.Offload",
-            "model.gradient_checkpointing = offload",
-            "use products, attention or true",
-        )()
+        offload = Offload()
     transformer.enable_gradient_checkpointing(partial(_run, modes, offload))
 
 
-def _run(modes: dict[nn.Module, str], offload: Any, block: nn.Module, *args: Any) -> Any:
+def _run(modes: dict[nn.Module, str], offload: Offload | None, block: nn.Module, *args: Any) -> Any:
     mode = modes.get(block, ALL)
     if mode == ALL:
         return block(*args)
     if mode == OFFLOAD:
+        assert offload is not None
         return offload(block, *args)
     selected: dict[str, Any] = {}
     if mode != INPUTS:

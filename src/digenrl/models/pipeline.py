@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from digenrl import accelerator
-from digenrl.extension import extension
 from digenrl.facts import Facts, of_module
 from digenrl.images import PromptImage
-from digenrl.models import latents, pretrained
+from digenrl.models import deferred, latents, pretrained, quantized, tiny
 from digenrl.models.lora import LoraSpec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.models.wording import Condition, Wording
@@ -47,27 +46,6 @@ beyond that."""
 STAYS = 1 << 30
 """Most bytes of a decoder that stays on the GPU: its two moves would cost a fifth of a FLUX task.
 A plan leaves more memory than this free on every GPU of 16 GiB or more."""
-
-
-def _tiny(name: str) -> Any:
-    """Return `name` of the extension that makes tiny builds."""
-    return extension(
-        f"digenrl.extensions.tiny.builds.{name}",
-        "hardware.build = tiny",
-        "set hardware.build=real and model.path",
-    )
-
-
-def _deferred(name: str) -> Any:
-    """Return `name` of the extension that builds networks without memory, to be filled later."""
-    target = f"digenrl.extensions.deferred.networks.{name}"
-    return extension(target, "model.empty = true", "leave it out")
-
-
-def _quantized(name: str, kind: str) -> Any:
-    """Return `name` of the extension that stores frozen weights in fewer bits."""
-    target = f"digenrl.extensions.quantized.networks.{name}"
-    return extension(target, f"model.quantize = {kind}", "set model.quantize=null")
 
 
 class DiffusersPolicy(Policy):
@@ -104,8 +82,8 @@ class DiffusersPolicy(Policy):
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at
             least.
-        quantize: the frozen linear layers of the blocks in "nf4" or "int8" (the extension
-            `quantized`); None = in `dtype`.
+        quantize: the frozen linear layers of the blocks in "nf4" or "int8"
+            (`digenrl.models.quantized`); None = in `dtype`.
         empty: the transformer has no values until `fill`; a run sets it where weights are sharded
             before.
     """
@@ -187,10 +165,10 @@ class DiffusersPolicy(Policy):
                 "operators, which compiled blocks do not show: set model.compile=false, or "
                 "model.gradient_checkpointing to true, false or a share"
             )
-        self.path = str(_tiny("ensure")(self.facts())) if build == "tiny" else path
+        self.path = str(tiny.ensure(self.facts())) if build == "tiny" else path
         self.check_checkpoint(self.path)
         compute = self._compute_dtype(dtype, build)
-        load = _deferred("empty") if empty else pretrained.load_component
+        load = deferred.empty if empty else pretrained.load_component
         stored = torch.float32 if lora is None else compute
         transformer = self.joined(
             [load(self.transformer_class, self.path, part, stored) for part in self.components],
@@ -208,7 +186,7 @@ class DiffusersPolicy(Policy):
         self._attend_by(transformer, attention_backend or AUTO)
         if quantize is not None:
             blocks = chain.from_iterable(getattr(transformer, name) for name in self.block_lists)
-            _quantized("quantize", quantize)(blocks, quantize)
+            quantized.quantize(blocks, quantize)
         super().__init__(
             transformer,
             latent_shape=self._latent_shape(height, width, frames),
@@ -264,7 +242,7 @@ class DiffusersPolicy(Policy):
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
         if (kind := settings.get("quantize")) is not None:
-            _quantized("require_library", kind)(kind)
+            quantized.require_library(kind)
         network = cls.network_config(settings)
         channels = cls.channels * (4 if cls.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
@@ -281,7 +259,7 @@ class DiffusersPolicy(Policy):
         """Return the transformer's configuration, defaults included, for a model config (its YAML's
         keys)."""
         if settings.get("build", "real") == "tiny":
-            given = _tiny("part")(cls.facts(), "transformer")
+            given = tiny.part(cls.facts(), "transformer")
         else:
             given = pretrained.component_config(
                 cls.transformer_class, str(settings["path"]), "transformer"
@@ -425,9 +403,9 @@ class DiffusersPolicy(Policy):
 
     def fill(self, device: torch.device) -> None:
         """Read the values from the checkpoint, and draw an adapter from its seed; see
-        the extension `deferred`."""
+        `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
-            _deferred("fill")(network, self.path, self.components, self.lora, device)
+            deferred.fill(network, self.path, self.components, self.lora, device)
 
     def _attend_by(self, transformer: Any, backend: str) -> None:
         """Give the network its attention backend; raise ValueError for one without a gradient."""
@@ -600,7 +578,7 @@ class DiffusersPolicy(Policy):
                 f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from "
                 f"image by their number of tokens; set it to {cls.text_length}"
             )
-        return min(wanted, cls.text_length or _tiny("TEXT_LENGTH")) if build == "tiny" else wanted
+        return min(wanted, cls.text_length or tiny.TEXT_LENGTH) if build == "tiny" else wanted
 
     @staticmethod
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:

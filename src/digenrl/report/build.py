@@ -8,12 +8,8 @@ affect other files.
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from digenrl.extension import extension, installed
 from digenrl.record.run_dir import (
     END,
     EVENTS,
@@ -27,6 +23,7 @@ from digenrl.record.run_dir import (
     write_trace,
 )
 from digenrl.record.spans import perfetto
+from digenrl.report.attempt import attempt
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 
@@ -88,23 +85,9 @@ def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     known, warnings = len(summary["warnings"]), summary["warnings"]
     attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), warnings)
     attempt(TRACE, lambda: write_trace(run.path / TRACE, perfetto(run.spans)), warnings)
-    if installed("page"):  # pictures and report.html
-        extension("digenrl.extensions.page.draw.draw", "report.html", "read summary.json")(
-            run, summary, warnings
-        )
+    from digenrl.report.page.draw import draw  # matplotlib: not before ranks are forked
+
+    draw(run, summary, warnings)
     if len(warnings) > known:
         attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), [])
     return summary
-
-
-def attempt(name: str, make: Callable[[], None], warnings: list[str]) -> None:
-    """Make a file of a report. An error becomes a warning."""
-    try:
-        make()
-    except OSError as error:
-        warnings.append(f"{name} could not be made: {error.strerror or error}")
-    # the files of a run may hold anything, and a defect must cost one file; it is reported
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(place.filename).name}:{place.lineno}"
-        warnings.append(f"{name} could not be made: {type(error).__name__}: {error} ({where})")

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.extension import extension, installed
+from digenrl.report.alarms import alarms
 from digenrl.report.read_run import is_number
 
 DASH = "-"
@@ -92,15 +92,6 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("graphs compiled after step 1", number(summary["recompiled"])),
     ]
     return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]
-
-
-def alarms(summary: Mapping[str, Any]) -> list[str]:
-    """Return what the extension `alarms` warns of, the most serious first; [] without it."""
-    if not installed("alarms"):
-        return []
-    judge = extension("digenrl.extensions.alarms.summary.alarms", "alarms", "read summary.json")
-    found: list[str] = judge(summary)
-    return found
 
 
 def final_table(summary: Mapping[str, Any]) -> RenderableType:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reward_models.published import WEIGHTS, files_read
+from digenrl.rewards.published import WEIGHTS, files_read
 
 if TYPE_CHECKING:
     from digenrl.types import Prompt
@@ -48,6 +48,19 @@ def placed(
             check_entry(name, entry, group)
             if (entry.get("placement") or reward.get("placement", "thread")) in at.split():
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
+
+
+def gpus_of(node: Mapping[str, Any]) -> int:
+    """Return the GPUs that a scorer takes in a process of its own, from its YAML node.
+
+    A judge takes those of its server, a scorer with a `device` one, and others run on processors.
+    """
+    return int((node.get("serve") or {}).get("gpus", 1)) if "url" in node else int("device" in node)
+
+
+def managed(reward: Mapping[str, Any]) -> dict[str, int]:
+    """Return reward -> GPUs of every reward of the group `reward` that is placed managed."""
+    return {name: gpus_of(node) for _, name, node in placed(reward, "managed")}
 
 
 def measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[_Scorer]:

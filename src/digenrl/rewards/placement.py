@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from digenrl.extension import extension
-from digenrl.rewards.protocol import Scorer, build_scorer
+from digenrl.rewards.managed import ManagedScorer
+from digenrl.rewards.process import ProcessScorer
+from digenrl.rewards.protocol import Scorer, build_scorer, plain
+from digenrl.rewards.remote import RemoteScorer
 
 PLACEMENTS = ("inline", "thread", "process", "managed", "http")
 
@@ -49,11 +51,29 @@ def place_scorer(
             "`_target_`."
         )
     if placement not in ("inline", "thread"):
-        elsewhere = extension(
-            "digenrl.extensions.rewards.elsewhere.place",
-            f"placement = {placement} of reward `{name}`",
-            "place the reward inline or thread",
-        )
-        placed: Callable[[], Scorer] = elsewhere(name, scorer, placement, urls, start_s, call_s)
-        return placed
+        return _elsewhere(name, scorer, placement, urls, start_s, call_s)
     return partial(build_scorer, scorer) if described else lambda: scorer
+
+
+def _elsewhere(
+    name: str,
+    scorer: Any,
+    placement: str,
+    urls: Sequence[str] | None,
+    start_s: float,
+    call_s: float,
+) -> Callable[[], Scorer]:
+    """Return a function that makes the scorer of a reward in another process."""
+    if placement == "http":
+        if not urls:
+            raise ValueError(
+                f"Reward `{name}` is placed http: list its services under reward.urls.{name}."
+            )
+        return partial(RemoteScorer, urls=list(urls), deadline_s=call_s)
+    if not isinstance(scorer, Mapping):
+        raise ValueError(
+            f"Reward `{name}` is placed in a process but its scorer is an object: "
+            "pass its YAML node (`_recursive_: false`)."
+        )
+    own = ManagedScorer if placement == "managed" else ProcessScorer
+    return partial(own, plain(scorer), start_s, call_s)

@@ -17,11 +17,11 @@ from torch import Tensor
 from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
-from digenrl.extension import extension
 from digenrl.models.policy import Policy, wide
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
+from digenrl.rollout import divergence
 from digenrl.schedule import Task
 from digenrl.types import Prompt, Trajectory
 
@@ -264,11 +264,11 @@ class RolloutEngine:
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
         kl = torch.full((len(prompts), samples_per_prompt), torch.nan)
         if kl_samples:
-            measure = "digenrl.extensions.divergence.trajectories.divergence"
-            divergence = extension(
-                measure, f"callbacks.evaluation.kl_samples = {kl_samples}", "use 0"
+            drawn = fixed_batches(
+                self.policy, self.sampling, prompts, kl_samples, seed, divergence.STREAM
             )
-            kl[:, :kl_samples] = divergence(self, prompts, kl_samples, seed, before_step).cpu()
+            moved = divergence.divergence(self.policy, drawn, self.grid, before_step)
+            kl[:, :kl_samples] = moved.view(len(prompts), kl_samples).cpu()
         return Pictures(media, rows, self._rewards.score(media, rows, heldout=True), kl.flatten())
 
     def _plan(self, task: Task, prompt: Prompt) -> StepPlan:

@@ -54,12 +54,12 @@ from digenrl.cluster import vitals
 from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment
-from digenrl.extension import extension
 from digenrl.record.run_dir import tell_unwritten
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import Task, next_fragment, place, queue, resumed_queue
 from digenrl.strategy import shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
 from digenrl.strategy.setup import RankSetup, Ties
@@ -206,13 +206,8 @@ class DisaggregatedStrategy(DDPStrategy):
             policy.fill(device)
         super().model_to_device()
         if self.spec.context > 1 and self.world.is_trainer:
-            group = extension(
-                "digenrl.extensions.context.group.Context",
-                f"parallel.context = {self.spec.context}",
-                "use parallel.context=1",
-            )
-            made = group(policy, self.spec.context, device.type, self._timeout)
-            self.parts.steps.together = made.shared
+            group = Context(policy, self.spec.context, device.type, self._timeout)
+            self.parts.steps.together = group.shared
 
     def configure_ddp(self) -> None:
         """Wrap nothing: `gradients.average` reduces once per update for replicas, and FSDP2 has

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from digenrl.extension import extension, installed
+from digenrl.record.decisions import DecisionLog
 from digenrl.record.run_dir import DECISIONS
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
@@ -33,8 +32,8 @@ from digenrl.transport.wire import MessageKind
 class Wiring:
     """The parts of one rank. A rollout uses `runner` alone; a trainer uses all."""
 
-    decisions: Any
-    """File of the policy's events and decisions; None without the extension `decisions`."""
+    decisions: DecisionLog
+    """File of the policy's events and decisions."""
     ledger: StepLedger
     """Numbers of the RL step in progress."""
     shares: Shares
@@ -62,8 +61,7 @@ class Wiring:
 
     def close(self) -> None:
         """Close the files of this rank."""
-        if self.decisions is not None:
-            self.decisions.close()
+        self.decisions.close()
 
 
 def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessGroup) -> Wiring:
@@ -84,21 +82,13 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     roles = Roles(
         world.trainers, world.rollouts, setup.lockstep, setup.split_claims, published.kept
     )
-    decisions = None
-    if installed("decisions"):
-        log = extension("digenrl.extensions.decisions.log.DecisionLog", "a log", "run without")
-        path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
-        decisions = log(path, header(spec, roles, setup.last_step), setup.record_bytes)
+    path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
+    decisions = DecisionLog(path, header(spec, roles, setup.last_step), setup.record_bytes)
     policy = SchedulePolicy(spec, roles, hooks.plan_tasks, decisions)
     for (stage, rank), seconds in setup.expected.items():
         policy.expected(stage, rank, seconds)
     ledger = StepLedger(spec, world, spans, policy, session.run_dir)
-    shares = Shares(spec)
-    if spec.measured_shares:
-        target = "digenrl.extensions.shares.measured.MeasuredShares"
-        measured = extension(target, "schedule.shares = measured", "use equal, or a list")
-        timed = setup.sharding == "ddp"
-        shares = measured(spec, world, control, session.run_dir, timed)
+    shares = Shares(spec, world, control, session.run_dir, timed=setup.sharding == "ddp")
     # What is generated here. A rank that joins has the profile's figure until it has measured.
     known_s = setup.expected.get(("generate", world.size - 1), 0.0) if world.joined else 0.0
     plan, place = hooks.plan_tasks, hooks.place_timesteps

@@ -7,8 +7,8 @@ affects no other one.
 
 `send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted.
 `receive` waits at most its timeout. A reader waits for bytes, and ends when the peer closes the
-connection. An extension can watch or delay what travels between two ranks: each end of a connection
-shows its messages to a `PeerLine`.
+connection. What travels between two ranks can be delayed: each end of a connection shows its
+messages to a `PeerLine`.
 
 Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled,
 and building a pair can deadlock two ranks that send to each other. A socket reports a dead peer at
@@ -99,7 +99,7 @@ Lines = Callable[[int], PeerLine]
 
 
 class LinkMaker(Protocol):
-    """Makes the link of a rank: `socket_link`, or a function of an extension."""
+    """Makes the link of a rank: `socket_link`, or `transport.broadcast.broadcast_link`."""
 
     def __call__(
         self, control: Control, world: World, session: Session, device: torch.device

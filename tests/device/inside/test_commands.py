@@ -15,12 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import digenrl
+from digenrl.cli import evaluate
 from digenrl.config.help import read_arguments
 from digenrl.data import load_prompts
 from digenrl.extensions.bench.cli import benchmark
 from digenrl.extensions.export.cli import export
 from digenrl.extensions.planner.cli import profile
-from digenrl.extensions.workbench.cli import evaluate
 from tests.cli.finished import finished_run
 from tests.extensions.export.test_export import make_run
 from tests.strategy.processes import TINY

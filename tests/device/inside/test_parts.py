@@ -14,8 +14,8 @@ from torch import nn
 
 from digenrl import accelerator, devices
 from digenrl.algorithms.copies import Ema
-from digenrl.extensions.offload.activations import Offload
 from digenrl.models import pipeline
+from digenrl.models.offload import Offload
 from digenrl.record.span_log import SpanLog
 from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.scorer import AsyncScorer

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from digenrl import accelerator, run
-from digenrl.cluster.vitals import BEAT_EVERY_S
+from digenrl.cluster.timers import BEAT_EVERY_S
 from digenrl.cluster.world import World
 from tests.strategy.processes import completed, configured, run_cluster
 

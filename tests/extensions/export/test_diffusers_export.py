@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from digenrl.diffusion import denoise
 from digenrl.extensions.export import diffusers_export
 from digenrl.extensions.export.card import write_card
-from digenrl.extensions.media import files as sample_files
+from digenrl.report import media as sample_files
 from tests.models.tiny_policies import (
     FAMILIES,
     VIDEO,

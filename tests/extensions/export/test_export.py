@@ -86,7 +86,7 @@ def noise_of(config: DictConfig, policy: Policy, text: str) -> Tensor:
 def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
     """Two samples [2, H, W, 3] in [0, 1] of a plain FluxPipeline: nothing of digenrl but the
     folder."""
-    from digenrl.extensions.tiny import builds as tiny_builds
+    from digenrl.models import tiny as tiny_builds
 
     pipeline = diffusers.FluxPipeline.from_pretrained(tiny_builds.ensure("flux"))
     pipeline.set_progress_bar_config(disable=True)
@@ -98,7 +98,7 @@ def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> n
 def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
     """The same of a plain StableDiffusion3Pipeline, which takes its sigmas from its scheduler's
     default range."""
-    from digenrl.extensions.tiny import builds as tiny_builds
+    from digenrl.models import tiny as tiny_builds
 
     pipeline = diffusers.StableDiffusion3Pipeline.from_pretrained(tiny_builds.ensure("sd3"))
     pipeline.set_progress_bar_config(disable=True)

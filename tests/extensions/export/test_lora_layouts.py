@@ -18,8 +18,8 @@ from torch import Tensor
 
 from digenrl.extensions.export.diffusers_export import LORA_FILE, lora_pipeline
 from digenrl.extensions.export.lora_layouts import in_layout
-from digenrl.extensions.tiny.builds import ensure
-from digenrl.extensions.zoo import flux, sd3, wan
+from digenrl.models import flux, sd3, wan
+from digenrl.models.tiny import ensure
 from tests.conftest import ROOT
 from tests.models.tiny_policies import FAMILIES
 

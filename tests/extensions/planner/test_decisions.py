@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.extensions.decisions.log import DecisionLog
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance
 from digenrl.extensions.planner.virtual_run import simulate
+from digenrl.record.decisions import DecisionLog
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.policy import header
 from digenrl.schedule.ranks import Roles

@@ -16,10 +16,10 @@ import torch
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.advisor import advisor
 from digenrl.cluster.launcher import Launch, launch
+from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.costing import Costing
-from digenrl.extensions.planner.emulate import durations
+from digenrl.extensions.planner.durations import durations
 from digenrl.extensions.planner.reading import candidate_of, costing_of, workload
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.hardware import parse_hardware
@@ -60,7 +60,7 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     assert len(sleeps) == TRAINERS + ROLLOUTS
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began = time.monotonic()
-    advice = advisor().advise(composed, TRAINERS, ROLLOUTS)
+    advice = PlannerAdvisor().advise(composed, TRAINERS, ROLLOUTS)
     outcome = launch(Launch(TRAINERS, ROLLOUTS, partial(run.fit, config, None, advice), tmp_path))
     wall = time.monotonic() - began
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
@@ -115,7 +115,7 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     assert sleeps[1].send == pytest.approx(SCALE * 2 * cluster.rollouts[0].send_seconds)
     assert sleeps[2].fetch == pytest.approx(SCALE * cluster.rollouts[1].fetch_seconds)
     launched = Launch(
-        1, 2, partial(run.fit, config, None, advisor().advise(composed, 1, 2)), tmp_path
+        1, 2, partial(run.fit, config, None, PlannerAdvisor().advise(composed, 1, 2)), tmp_path
     )
     outcome = launch(launched)
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"

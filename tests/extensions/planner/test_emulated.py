@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from digenrl.extensions.planner import emulated
-from digenrl.extensions.planner.emulate import Durations
+from digenrl.extensions.planner.durations import Durations
 from digenrl.extensions.planner.emulated import LATENT, EmulatedPolicy
 from digenrl.transport.wire import Message, MessageKind
 

@@ -729,7 +729,7 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
     composed = configuration.load([*words, "data.prompt_store=null"], "plan")
     asking = PlannerAdvisor()
     yield shown(asking.task_size(composed, sizes) for sizes in ((1, 2, 3, 4, 6, 8), (1, 6)))
-    composed = with_task_size(composed)
+    composed = with_task_size(composed, PlannerAdvisor())
     config, costing = composed.config, costing_of(composed)
     yield from (shown(vars(pool)) for pool in costing.hardware.pools)
     yield f"{shown(costing.work)} {shown(vars(booking_of(config)))}"

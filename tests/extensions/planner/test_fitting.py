@@ -12,9 +12,8 @@ from functools import cache
 import pytest
 
 from digenrl import config as configuration
-from digenrl.advisor import advisor
 from digenrl.config import Composed
-from digenrl.extensions.planner.advice import memory_lines
+from digenrl.extensions.planner.advice import PlannerAdvisor, memory_lines
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.plan_text import memory_by_role
 from digenrl.extensions.planner.reading import candidate_of, costing_of, sized
@@ -82,13 +81,13 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(
     fit."""
     words = (f"experiment={experiment}", f"hardware={profile}")
     try:
-        assert_fits(allocated(loaded(*words)))
+        assert_fits(allocated(loaded(*words), PlannerAdvisor()))
     except ValueError as error:
         message = str(error)
         assert re.search(r"needs [\d.]+ GiB of [\d.]+ GiB \(90% of [\d.]+\)", message)
         if "no split of this profile's GPUs fits" not in message:
             (change,) = re.findall(r": set (.*)\.$", message)
-            assert_fits(allocated(loaded(*words, *change.split())))
+            assert_fits(allocated(loaded(*words, *change.split()), PlannerAdvisor()))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,7 @@ def test_a_misfit_is_refused_with_the_change_that_fits(
 ) -> None:
     trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"
     with pytest.raises(ValueError, match=message):
-        allocated(loaded(*words, trainers, "schedule.auto=false"))
+        allocated(loaded(*words, trainers, "schedule.auto=false"), PlannerAdvisor())
 
 
 def test_all_weights_are_sharded_without_being_asked() -> None:
@@ -157,7 +156,8 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
                 "hardware=a100x32",
                 "schedule=sync",
                 "schedule.tsp.batch=auto",
-            )
+            ),
+            PlannerAdvisor(),
         ).config.parallel.sharding
         for experiment in ("flux1_flowgrpo", "flux1_dancegrpo")
     }
@@ -176,7 +176,9 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
 
     def size(*more: str, hardware: str = "node_8xh100") -> int:
         return int(
-            with_task_size(loaded(*words, f"hardware={hardware}", *more)).config.sampling.task_size
+            with_task_size(
+                loaded(*words, f"hardware={hardware}", *more), PlannerAdvisor()
+            ).config.sampling.task_size
         )
 
     large = ("sampling.height=1024", "sampling.width=1024")
@@ -186,7 +188,10 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
     assert size(*large, hardware="cpu_tiny") == 6, "nobody has counted a tiny build"
     given = ("schedule=sync", "allocation.trainers=1", "allocation.rollouts=1")  # no plan is made
     assert (
-        allocated(loaded(*words, "hardware=node_8xh100", *given)).config.sampling.task_size == small
+        allocated(
+            loaded(*words, "hardware=node_8xh100", *given), PlannerAdvisor()
+        ).config.sampling.task_size
+        == small
     )
 
 
@@ -204,9 +209,11 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
         costing = costing_of(composed)
         candidate = candidate_of(composed.config, 1, 0, costing.work.trained_steps)
         kept = costing.recompute(candidate, costing.hardware.pools[0]).config
-        uncounted = allocated(replace(composed, choices={**composed.choices, "model": "unknown"}))
+        uncounted = allocated(
+            replace(composed, choices={**composed.choices, "model": "unknown"}), PlannerAdvisor()
+        )
         assert uncounted.config.model.gradient_checkpointing is True
-    assert allocated(composed).config.model.gradient_checkpointing == kept
+    assert allocated(composed, PlannerAdvisor()).config.model.gradient_checkpointing == kept
 
 
 def test_compiled_blocks_are_computed_again_whole() -> None:
@@ -236,7 +243,7 @@ def test_what_is_always_there_is_counted() -> None:
     base += ("schedule=sync",)
 
     def memory(*words: str) -> dict[str, float]:
-        composed = allocated(loaded(*base, *words))
+        composed = allocated(loaded(*base, *words), PlannerAdvisor())
         costing = costing_of(composed)
         table = costing.memory(candidate_of(composed.config, 4, 4, costing.work.trained_steps))
         return {role: use.gib for (_, role), use in table.items()}
@@ -270,7 +277,7 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
     offload = "model.gradient_checkpointing=offload"
 
     def host(*words: str) -> float:
-        composed = allocated(loaded(*base, *words))
+        composed = allocated(loaded(*base, *words), PlannerAdvisor())
         costing = costing_of(composed)
         (gib,) = costing.host_gib(
             candidate_of(composed.config, 4, 4, costing.work.trained_steps)
@@ -291,7 +298,7 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
     node = "+hardware.pools.h100.host_gib={}".format
     assert host(offload, node(1.2 * (version + waiting))) == pytest.approx(version + waiting)
     with pytest.raises(ValueError, match=r"on its host: set model\.gradient_checkpointing=auto\.$"):
-        allocated(loaded(*base, offload, node(1.1 * (version + waiting))))
+        allocated(loaded(*base, offload, node(1.1 * (version + waiting))), PlannerAdvisor())
 
 
 def test_stored_prompts_cost_no_step_anything() -> None:
@@ -327,7 +334,7 @@ def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
         words = [f"{key}={drawn.choice(values)}" for key, values in choices.items()]
         composed = loaded(*words, "data.prompts_per_batch=4", "data.group_size=12")
         try:
-            run = allocated(composed)
+            run = allocated(composed, PlannerAdvisor())
         except ValueError as error:
             refused += 1
             with pytest.raises(ValueError, match=re.escape(str(error))):
@@ -336,7 +343,7 @@ def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
         asked = as_configured(composed)
         split = run.config.allocation.trainers, run.config.allocation.rollouts
         assert (asked.candidate.trainers, asked.candidate.rollouts) == split, words
-        lines = advisor().memory_lines(run, *split)
+        lines = PlannerAdvisor().memory_lines(run, *split)
         for role, gib in memory_by_role(asked).items():
             near = {
                 f"memory    {role}: {gib + off:.1f} GiB" for off in (-5e-4, 5e-4)
@@ -354,6 +361,6 @@ def test_an_emulated_misfit_is_refused_like_a_real_one() -> None:
         "parallel.sharding=ddp",
     )
     with pytest.raises(ValueError, match=r"needs .* of 71\.1 GiB .*: set parallel\.sharding=fsdp"):
-        allocated(loaded(*words))
-    run = allocated(loaded(*words, "hardware.pools.b.memory_gib=300"))
+        allocated(loaded(*words), PlannerAdvisor())
+    run = allocated(loaded(*words, "hardware.pools.b.memory_gib=300"), PlannerAdvisor())
     assert run.config.parallel.sharding == "ddp"

@@ -20,10 +20,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
-from digenrl.config.schema import schema_of
+from digenrl.cli import sweeps
+from digenrl.cli.main import main
+from digenrl.config.schemas import schema_of
 from digenrl.config.validation import keys_of
 from digenrl.extensions.planner import enumeration, planner
-from digenrl.extensions.planner.advice import planned_split
+from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.cli import plan as plan_command
 from digenrl.extensions.planner.cli.plan import as_configured
@@ -86,7 +88,7 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
 ) -> None:
     plain = configuration.load([*SMALL, f"output_root={tmp_path}"])
     best = chosen(make_plan(costing_of(plain)), asynchronous=False)[0]
-    composed = allocated(plain)
+    composed = allocated(plain, PlannerAdvisor())
     config = composed.config
     found = candidate_of(
         config, config.allocation.trainers, config.allocation.rollouts, costing_of(plain).work.steps
@@ -101,7 +103,7 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
     assert composed.planned["sync_step_s"] > composed.planned["step_s"] == best.step_s
 
     run = configuration.prepare_run_dir(composed)
-    again = allocated(configuration.load([f"resume={run}"]))
+    again = allocated(configuration.load([f"resume={run}"]), PlannerAdvisor())
     assert again.config.schedule == config.schedule
     assert again.config.allocation == config.allocation
     assert again.planned is None
@@ -116,7 +118,8 @@ def test_what_is_given_is_not_the_planners() -> None:
         "schedule.tsp.batch": 1,
     }
     config = allocated(
-        configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())])
+        configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())]),
+        PlannerAdvisor(),
     ).config
     assert {key: OmegaConf.select(config, key) for key in given} == given
     assert config.allocation.rollouts == 3
@@ -128,7 +131,7 @@ def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(
     experiment: str, gap: int
 ) -> None:
     schedule = allocated(
-        configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"])
+        configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"]), PlannerAdvisor()
     ).config.schedule
     assert (schedule.auto, schedule.gap) == (False, gap)
 
@@ -521,7 +524,7 @@ def test_where_nothing_fits_the_frozen_base_is_quantized(
     assert refused.endswith(": set model.quantize=nf4 parallel.sharding=ddp.")
     command = shlex.split(out[-2])
     assert "model.quantize=nf4" in command
-    run = allocated(configuration.load(command[command.index("train") + 1 :]))
+    run = allocated(configuration.load(command[command.index("train") + 1 :]), PlannerAdvisor())
     assert run.config.model.quantize == "nf4"
     assert plan_command.main(["experiment=qwen_image_flowgrpo", *small, *own]) == 3
     needed = re.search(r"needs ([\d.]+) GiB of 21\.2 GiB", capsys.readouterr().err)
@@ -562,9 +565,8 @@ def test_the_configured_run_is_simulated_rank_by_rank(
 
 def test_a_sweep_ends_as_its_combinations_do(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    sweep = lambda words, command: asked.append((words, command)) or 3  # noqa: E731
-    monkeypatch.setattr(plan_command, "extension", lambda *target: sweep)
-    assert plan_command.main(["-m", "data.group_size=8,16"]) == 3
+    monkeypatch.setattr(sweeps, "sweep", lambda *given: asked.append(given) or 3)
+    assert main(["plan", "-m", "data.group_size=8,16"]) == 3
     assert asked == [(["-m", "data.group_size=8,16"], "plan")]
 
 

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
-from digenrl.advisor import advisor
+from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.cli import profile
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.reading import workload
@@ -173,11 +173,13 @@ def test_the_plan_of_a_profiled_machine_is_its_profile() -> None:
     told = {"generate": 3.0, "train": 0.7, "decode": 0.2, "score": 0.1}
     words = [f"+hardware.seconds.{stage}.h100={value}" for stage, value in told.items()]
     split = ("allocation.trainers=4", "allocation.rollouts=4", "hardware=node_8xh100")
-    composed = allocated(configuration.load(["experiment=flux1_flowgrpo", *split, *words]))
-    advice = advisor().advise(composed, 4, 4)
+    composed = allocated(
+        configuration.load(["experiment=flux1_flowgrpo", *split, *words]), PlannerAdvisor()
+    )
+    advice = PlannerAdvisor().advise(composed, 4, 4)
     assert advice.planned["seconds"] == {"encode": 0.0} | {
         stage: pytest.approx(value) for stage, value in told.items()
     }
-    lines = " ".join(advisor().memory_lines(composed, 4, 4))
+    lines = " ".join(PlannerAdvisor().memory_lines(composed, 4, 4))
     for role, gib in advice.planned["gib"].items():
         assert f"{role}: {gib:.1f} GiB" in lines

@@ -19,11 +19,11 @@ from huggingface_hub.utils import filter_repo_objects
 from hydra.utils import get_class
 
 from digenrl import config as configuration
-from digenrl.extensions.tiny import builds
 from digenrl.extensions.tools.downloads import IGNORED, downloads
+from digenrl.models import tiny as builds
+from digenrl.rewards.published import WEIGHTS, files_read
 from reward_models import weights as scorer_weights
 from reward_models.aesthetic import _HEAD_FILE as HEAD
-from reward_models.published import WEIGHTS, files_read
 from tests.extensions.tools.hub import COMMIT, Hub
 from tests.models.families import experiments
 from tests.training import Train, commands

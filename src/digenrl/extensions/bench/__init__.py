@@ -1,7 +1,6 @@
 """Standard benchmarks, and scores of pictures in a folder."""
 
-from digenrl.cli.commands import Command
-from digenrl.extensions.bench.keys import ScoreKeys
+from digenrl.config.commands import Command
 
 COMMANDS = {
     "benchmark": Command(
@@ -14,4 +13,3 @@ COMMANDS = {
         "digenrl.extensions.bench.cli.score", "score a folder of pictures or videos with any reward"
     ),
 }
-SCHEMAS = {"score": ScoreKeys}

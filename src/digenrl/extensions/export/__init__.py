@@ -1,6 +1,6 @@
 """Trained weights in the layouts of other tools."""
 
-from digenrl.cli.commands import Command
+from digenrl.config.commands import Command
 
 COMMANDS = {
     "export": Command(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from digenrl.extensions.planner.emulate import Durations
+from digenrl.extensions.planner.durations import Durations
 from digenrl.models.policy import Policy
 from digenrl.models.wording import Wording
 from digenrl.transport.link import PeerLine

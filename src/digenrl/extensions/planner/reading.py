@@ -11,7 +11,6 @@ from omegaconf import ListConfig, OmegaConf
 from digenrl.advisor import named
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch
-from digenrl.extension import installed
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.measured import with_measured
@@ -90,7 +89,7 @@ def workload(composed: Composed) -> Workload:
         guidance=guided,
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(config),
-        stored_prompts=config.data.prompt_store is not None and installed("store"),
+        stored_prompts=config.data.prompt_store is not None,
         whole_batch=needs_whole_batch(config.algorithm.advantage),
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",

@@ -1,6 +1,6 @@
 """Commands around a run: skeletons of your own parts, downloads, a check of this machine."""
 
-from digenrl.cli.commands import Command
+from digenrl.config.commands import Command
 
 COMMANDS = {
     "check": Command(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.rewards.needs import measuring, placed
-from reward_models.published import WEIGHTS, files_read
+from digenrl.rewards.published import WEIGHTS, files_read
 
 _HUB_COMMAND = re.compile(r"hf download (?P<repository>[\w.-]+/[\w.-]+)(?: (?P<file>\S+))?")
 _BESIDE_TEXT = ("image_encoder", "image_processor", "feature_extractor", "processor")

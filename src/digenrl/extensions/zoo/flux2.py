@@ -12,10 +12,10 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.extensions.zoo.flux import ATTENTION
-from digenrl.extensions.zoo.shared import report_long_turn
+from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.shared import report_long_turn
 
 
 class Flux2KleinPolicy(DiffusersPolicy):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.extensions.zoo.flux import FluxPolicy
+from digenrl.models.flux import FluxPolicy
 from digenrl.models.wording import Wording
 
 

@@ -12,11 +12,11 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from torch import Tensor
 
-from digenrl.extensions.zoo.exchange import attend_together
-from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
-from digenrl.extensions.zoo.shared import attend_with, require_template
 from digenrl.models import pretrained
+from digenrl.models.exchange import attend_together
+from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.shared import attend_with, require_template
 
 TEMPLATE_TOKENS = 95
 """Tokens of the template before the prompt, which the pipeline crops from the hidden states."""

@@ -15,11 +15,11 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extra
 from torch import Tensor
 
 from digenrl.extensions.zoo.blocks import through
-from digenrl.extensions.zoo.flux import ATTENTION, FEED_FORWARD
 from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
-from digenrl.extensions.zoo.shared import require_template
 from digenrl.models import pretrained
+from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.shared import require_template
 from digenrl.models.wording import Condition
 
 GLYPH = "glyph_"

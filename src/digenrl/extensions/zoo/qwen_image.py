@@ -19,12 +19,12 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.extensions.zoo.flux import ATTENTION
-from digenrl.extensions.zoo.scales import denormalise, normalise
-from digenrl.extensions.zoo.shared import require_template
+from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import pack, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.scales import denormalise, normalise
+from digenrl.models.shared import require_template
 from digenrl.models.wording import Wording
 
 TEMPLATE_TOKENS, EDIT_TEMPLATE_TOKENS = 34, 64

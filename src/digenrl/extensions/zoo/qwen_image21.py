@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.extensions.zoo.blocks import through
-from digenrl.extensions.zoo.scales import denormalise
 from digenrl.extensions.zoo.since import require
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.scales import denormalise
 
 require("0.42", "QwenImage21Transformer2DModel", "AutoencoderKLQwenImage21")
 

@@ -15,8 +15,8 @@ from diffusers.loaders import PeftAdapterMixin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from digenrl.extensions.zoo.wan import WanPolicy
 from digenrl.models import pretrained
+from digenrl.models.wan import WanPolicy
 
 PARTS = ("transformer", "transformer_2")
 """The high-noise and the low-noise expert: subfolders of the checkpoint."""

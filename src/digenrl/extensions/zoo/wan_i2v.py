@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.extensions.zoo.scales import normalise
-from digenrl.extensions.zoo.wan import WanPolicy
+from digenrl.models.scales import normalise
+from digenrl.models.wan import WanPolicy
 from digenrl.models.wording import Wording
 
 

@@ -10,9 +10,9 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.extensions.zoo.scales import unscale
-from digenrl.extensions.zoo.shared import report_long_turn
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.scales import unscale
+from digenrl.models.shared import report_long_turn
 
 
 class ZImagePolicy(DiffusersPolicy):

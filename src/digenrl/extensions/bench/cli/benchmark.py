@@ -34,11 +34,13 @@ from omegaconf import OmegaConf
 from pydantic import Field
 
 from digenrl import config as configuration
+from digenrl import earlier_run
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
-from digenrl.extension import extension
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import replaced, write_json
+from digenrl.report.media import image_grid, write_mp4
+from digenrl.reward_command import reward_config, reward_suite
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +182,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     composed = (
         configuration.load(words)
         if request.run is None
-        else _earlier_run("changed_run")(request.run, words)
+        else earlier_run.changed_run(request.run, words)
     )
     config, items = composed.config, suite.items[: request.prompts]
     samples = request.samples or suite.kind.samples
@@ -313,10 +315,7 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
             if word.startswith(("hydra.searchpath=", "allow_targets=", "hardware.build="))
         ]
         wanted = f"reward={request.reward}"
-        command, instead = "digenrl.extensions.rewards.command", "leave it out"
-        configured = extension(f"{command}.reward_config", wanted, instead)
-        config = configured([wanted, *own], "serve_reward")
-        rewards = extension(f"{command}.reward_suite", wanted, instead)(config)
+        rewards = reward_suite(reward_config([wanted, *own], "serve_reward"))
         stack.callback(rewards.close)
 
         def by_reward(item: Item, images: list[Tensor]) -> list[tuple[float, str]]:
@@ -349,12 +348,6 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
         return [(float(not reason), reason) for reason in wrong]
 
     return by_rules
-
-
-def _earlier_run(name: str) -> Any:
-    """Return a function of the workbench, which uses the model of an earlier run."""
-    target = f"digenrl.extensions.workbench.earlier_run.{name}"
-    return extension(target, "run", "name an experiment, and step=base")
 
 
 def _checkpoint(run_dir: Path, step: str) -> Path:
@@ -428,7 +421,7 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     for name, folder in work.folders.items():
         if name != "base":
             assert work.checkpoint is not None
-            _earlier_run("restore")(module, read(work.checkpoint))
+            earlier_run.restore(module, read(work.checkpoint))
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
                 media = ode_samples(
@@ -450,10 +443,6 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
 
 def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
     """Write the missing files of a prompt's media [n, C, H, W] or [n, F, C, H, W]."""
-    image_grid, write_mp4 = (
-        extension(f"digenrl.extensions.media.files.{name}", "a benchmark's images", "install it")
-        for name in ("image_grid", "write_mp4")
-    )
     if suite.kind.video != (media.ndim == 5):
         remedy = (
             "take a video model"

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from digenrl import prompts
-from digenrl.extension import extension
 from digenrl.images import ImageLimits
+from digenrl.reward_command import reward_command, reward_suite
 from digenrl.rewards.needs import unscorable
 
 if TYPE_CHECKING:
@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `reward_command` describes the exit codes."""
-    run = _of_rewards("reward_command")
-    return int(run("score", __doc__, argv, lambda config: print(score(config))))
-
-
-def _of_rewards(name: str) -> Any:
-    """Return a function of the extension `rewards`, which reads configs/score.yaml."""
-    return extension(f"digenrl.extensions.rewards.command.{name}", "digenrl score", "install it")
+    return reward_command("score", __doc__, argv, lambda config: print(score(config)))
 
 
 def score(config: DictConfig) -> Path:
@@ -60,7 +54,7 @@ def score(config: DictConfig) -> Path:
         config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]
     ):
         raise ValueError("\n".join(problems))
-    suite: RewardSuite = _of_rewards("reward_suite")(config)
+    suite: RewardSuite = reward_suite(config)
     try:
         rows = list(_rows(config, suite, files, [prompt for _, prompt in asked]))
         failures = suite.failures()

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from digenrl import config as configuration
-from digenrl.cli.commands import shell_command
 from digenrl.config import Composed
+from digenrl.config.commands import shell_command
 from digenrl.config.compose import own_directories
-from digenrl.config.loading import is_multirun
-from digenrl.extension import extension
+from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import (
@@ -53,12 +52,7 @@ STOCK_STRATEGY = "digenrl.strategy.disaggregated.DisaggregatedStrategy"
 
 
 def main(words: list[str]) -> int:
-    """Plan once, or with -m once per combination, and return the exit code."""
-    if is_multirun(words):
-        sweep = extension(
-            "digenrl.extensions.sweeps.multirun.sweep", "-m", "plan each combination by itself"
-        )
-        return int(sweep(words, "plan"))
+    """Plan once, and return the exit code."""
     composed = configuration.load_or_exit(
         [word for word in words if word != "--json"], "plan", __doc__
     )
@@ -93,6 +87,17 @@ def main(words: list[str]) -> int:
     print(f"\n{to_train(composed, overrides(made.winner))}")
     print(path)
     return 0
+
+
+def plan_of(words: Sequence[str]) -> dict[str, Any]:
+    """Return the content of plan.json for the words of a command line; nothing is written.
+
+    Raises:
+        ConfigError: words that do not fit.
+        PlanError: nothing fits.
+        ValueError: the allocation cannot be placed on the hardware.
+    """
+    return planned(configuration.load(words, "plan")).json()
 
 
 def to_train(composed: Composed, planned: Sequence[str]) -> str:
@@ -137,7 +142,7 @@ def planned(composed: Composed) -> Made:
         PlanError: nothing fits.
         ValueError: the configuration cannot be placed on its hardware.
     """
-    composed = with_task_size(composed)
+    composed = with_task_size(composed, PlannerAdvisor())
     settings: Any = composed.config
     asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
     costing = costing_of(composed)
@@ -170,7 +175,7 @@ def as_configured(composed: Composed) -> CandidateOutcome:
     Raises:
         ValueError: `train` would refuse the configuration; the message is the one of `train`.
     """
-    run = allocated(composed)
+    run = allocated(composed, PlannerAdvisor())
     costing = costing_of(run)
     candidate = candidate_of(run.config, *allocation(run.config), costing.work.trained_steps)
     return evaluate(costing, candidate, costing.bound(), exact=True)
@@ -202,10 +207,9 @@ def write(made: Made, plot: bool, run_dir: Path) -> Path:
     )
     write_trace(run_dir / TRACE, perfetto(traced.result.spans))
     if plot:
-        draw = extension(
-            "digenrl.extensions.page.timeline.gantt", "plots/gantt.png", "read plan.json"
-        )
-        draw(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
+        from digenrl.report.page.timeline import gantt  # matplotlib
+
+        gantt(traced.result.spans, traced.result.step_ends, run_dir / "plots" / "gantt.png")
     path = run_dir / "plan.json"
     path.write_text(json.dumps(made.json(), indent=1) + "\n", encoding="utf-8")
     return path.absolute()

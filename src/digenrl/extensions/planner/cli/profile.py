@@ -27,8 +27,10 @@ import yaml
 
 from digenrl import config as configuration
 from digenrl.config import Composed
-from digenrl.config.help import Arguments, help_page, own_command, read_arguments
+from digenrl.config.help import Arguments, own_command, read_arguments
+from digenrl.config.help_pages import command_help
 from digenrl.config.stored import read_stored
+from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.report.read_run import read_run
 from digenrl.report.stages import UNITS, unit_seconds
 from digenrl.settle import with_task_size
@@ -65,10 +67,10 @@ def main(words: Sequence[str]) -> int:
     own = [word for word in words if word.startswith("pool=")]
     if any(word.startswith("run=") for word in words):
         return own_command(ProfileKeys, __doc__, words, _profile_run)
-    doc = help_page(__doc__, "command_help", __doc__, ProfileKeys)
+    doc = command_help(__doc__, ProfileKeys)
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
-        composed = with_task_size(composed)
+        composed = with_task_size(composed, PlannerAdvisor())
         pool = chosen_pool(composed.config.hardware, read_arguments(ProfileKeys, own)[0].pool)
     except (configuration.ConfigError, ValueError) as error:
         print(error, file=sys.stderr)

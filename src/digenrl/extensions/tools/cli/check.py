@@ -29,8 +29,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from digenrl.cli.commands import shell_command
-from digenrl.config.help import help_page, show, wants_help
+from digenrl.cli.extensions import choose_advisor
+from digenrl.config.commands import shell_command
+from digenrl.config.help import show, wants_help
+from digenrl.config.help_pages import command_help
 
 Level = Literal["ok", "warning", "fix"]
 _STYLES = {"ok": "green", "warning": "yellow", "fix": "bold red"}
@@ -173,7 +175,7 @@ def needs(words: Sequence[str]) -> Iterator[Finding]:
         places = {rank: rank for rank in range(ranks)}
         seen = partial(devices.check, settings, places, ranks, devices.found())
         yield from _of("GPUs", seen, f"{ranks} ranks have what they ask for")
-    yield from _of("memory", lambda: allocated(composed, None), "every rank fits")
+    yield from _of("memory", lambda: allocated(composed, choose_advisor()), "every rank fits")
     model = settings.model
     path, real = model.get("path"), model.get("build", "real") == "real"
     named = path if real and path != "random" and not settings.hardware.emulate else None
@@ -209,7 +211,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 def main(words: Sequence[str] = ()) -> int:
     """Print every finding; exit code 1 if something must be fixed first."""
     if wants_help(words):
-        show(help_page(__doc__, "command_help", __doc__))
+        show(command_help(__doc__))
         return 0
     checks = (partial(needs, words),) if words else CHECKS
     findings = [finding for check in checks for finding in check()]

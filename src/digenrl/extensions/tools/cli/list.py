@@ -14,14 +14,15 @@ from pathlib import Path
 
 from digenrl.config.compose import group_options, own_directories, with_search_path
 from digenrl.config.errors import nearest
-from digenrl.config.help import help_page, show, wants_help
+from digenrl.config.help import show, wants_help
+from digenrl.config.help_pages import command_help
 from digenrl.config.shipped import config_directory
 
 
 def main(words: Sequence[str]) -> int:
     """Print the list. Returns exit code 2 when there is no such group."""
     if wants_help(words):
-        show(help_page(__doc__, "command_help", __doc__))
+        show(command_help(__doc__))
         return 0
     given = with_search_path(words)
     directories = [config_directory(), *own_directories(given)]

@@ -1,0 +1,1 @@
+"""digenrl from Python: runs, samples, scores, plans, and RL steps in this process."""

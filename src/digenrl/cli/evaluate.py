@@ -1,0 +1,153 @@
+"""`make eval RUN=... [STEP=base|last] [DATA=FILE]`: score a run's model again, with own prompts,
+steps or rewards.
+
+    digenrl eval run=outputs/digits_flowgrpo/2026-01-01_12-00-00-0
+    digenrl eval run=RUN step=base data=prompts.txt sampling.eval.steps=20
+    digenrl eval run=RUN reward=jpeg sampling.guidance_scale=3 sampling.height=768
+
+Samples the base model and, unless step=base, the last checkpoint, both from the same noise, under
+the run's own configuration; every further `key=value` changes that configuration
+(`digenrl.cli.train --help` lists its keys). Writes RUN/eval.json and RUN/eval.png (before above
+after). The last line of standard output is the path of eval.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from digenrl import config as configuration
+from digenrl.config.compose import quoted
+from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.earlier_run import (
+    NoCheckpoint,
+    changed_run,
+    last_checkpoint,
+    restore,
+)
+from digenrl.rewards.needs import require_weights
+
+RESULT = "eval.json"
+PICTURE = "eval.png"
+
+
+class EvaluateKeys(Arguments):
+    """Keys of the command line."""
+
+    run: RunDirectory
+    """Run to evaluate. It needs an evaluation callback and, unless step=base, a complete
+    checkpoint."""
+    step: Literal["base", "last"] = "last"
+    """Weights to evaluate: only the base model, or the last checkpoint as well."""
+    reward: str | None = None
+    """Option of the group `reward` to score with. null: the run's own."""
+    data: str | None = None
+    """Prompt file. null: the run's held-out prompts."""
+
+
+def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Sample, score and write. Return the content of eval.json.
+
+    Args:
+        words: changes of the run's configuration.
+
+    Raises:
+        ConfigError: there is no such run, or its configuration does not allow a change.
+        NoCheckpoint: step=last, but the run has no whole checkpoint.
+        ValueError: the run's configuration has no evaluation callback.
+    """
+    changes = [*([f"data.heldout={quoted(request.data)}"] if request.data else []), *words]
+    composed = changed_run(request.run, changes)
+    for note in composed.notes:
+        print(note, file=sys.stderr)
+    config = composed.config
+    scoring = config.reward
+    if request.reward is not None:
+        kept = ("hydra.searchpath=", "allow_targets=", "hardware.build=")
+        own = [word for word in words if word.startswith(kept)]
+        scoring = configuration.load([f"reward={request.reward}", *own]).config.reward
+    if "evaluation" not in (config.callbacks or {}):
+        raise ValueError(
+            f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; "
+            "add one"
+        )
+
+    require_weights(scoring, config.callbacks)
+
+    # torch is imported only now, so that a mistyped word is refused at once.
+    from digenrl import accelerator
+    from digenrl.callbacks.evaluation import Evaluation
+    from digenrl.record.run_dir import write_json
+    from digenrl.rollout.evaluation import Pictures
+    from digenrl.run import engine_of
+
+    try:
+        checkpoint, rl_step = (
+            last_checkpoint(composed.run_dir) if request.step == "last" else (None, 0)
+        )
+    except NoCheckpoint as error:
+        raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
+    evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
+    policy = configuration.instantiate(config.model)
+    module = configuration.instantiate(config.algorithm, policy=policy)
+    module.to(accelerator.kind())
+    rewards = configuration.instantiate(scoring)
+    drawn = evaluation.drawn
+    rewards.check_prompts(drawn.prompts)
+    engine = engine_of(config, module, rewards)
+    result: dict[str, Any] = {
+        "run": str(composed.run_dir),
+        "prompts": len(drawn.prompts),
+        "samples_per_prompt": drawn.per_prompt,
+        "steps": drawn.steps or config.sampling.eval.steps or config.sampling.steps,
+        "seed": drawn.seed,
+    }
+    pictures: dict[str, Pictures] = {"base": evaluation.sample(engine)}
+    if checkpoint is not None:
+        result["rl_step"] = rl_step
+        restore(module, checkpoint)
+        with module.averaged():
+            pictures["last"] = evaluation.sample(engine)
+    engine.close()
+    result |= {name: evaluation.measure(engine, shown) for name, shown in pictures.items()}
+    after = pictures.get("last", pictures["base"])
+    draw(composed.run_dir / PICTURE, pictures["base"], after, rl_step)
+    write_json(composed.run_dir / RESULT, result)
+    return result
+
+
+def draw(path: Path, before: Any, after: Any, rl_step: int) -> None:
+    """Draw the before/after grid of two `digenrl.callbacks.evaluation.Pictures`."""
+    from digenrl.report.page.comparison import save_comparison
+    from digenrl.report.pictures import Samples
+
+    grids = (
+        Samples(step, shown.media.numpy(), tuple(prompt.text for prompt in shown.prompts), {})
+        for step, shown in ((0, before), (rl_step, after))
+    )
+    save_comparison(path, *grids)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the numbers of `result`, one row per metric."""
+    columns = [name for name in ("base", "last") if name in result]
+    rows = [f"{'':<24}" + "".join(f"{name:>12}" for name in columns)]
+    for key in result[columns[0]]:
+        rows.append(f"{key:<24}" + "".join(f"{result[name][key]:>12.4g}" for name in columns))
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return the exit code: 0 for success, 1 without a whole checkpoint.
+
+    2 stands for arguments, a run or a configuration that do not fit.
+    """
+
+    def work(request: EvaluateKeys, words: list[str]) -> None:
+        result = evaluate(request, words)
+        print(table(result), file=sys.stderr)
+        print(Path(result["run"]) / RESULT)
+
+    return own_command(EvaluateKeys, __doc__, arguments, work, others=True, failures=NoCheckpoint)

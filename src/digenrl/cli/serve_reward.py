@@ -1,0 +1,80 @@
+"""`make serve-reward REWARD=ocr`: one reward as an HTTP service.
+
+    digenrl serve-reward reward=ocr port=8700
+
+Every key of configs/serve_reward.yaml may follow as key=value. Except on loopback the service needs
+a token. It comes from the variable named by `token_env`, or is made and written to `token_file`
+(mode 0600). A run that uses the service reads it from the variable DIGENRL_REWARD_TOKEN. The line
+with the URL is printed when requests are accepted.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+
+from digenrl.reward_command import reward_command, reward_suite
+
+if TYPE_CHECKING:
+    from digenrl.rewards.suite import RewardSuite
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until interrupted; `reward_command` describes the exit codes."""
+    return reward_command("serve_reward", __doc__, argv, _serve)
+
+
+def _serve(config: DictConfig) -> None:
+    from digenrl.rewards.service import RewardService, ServiceLimits, describe, serve
+
+    limits = ServiceLimits(**OmegaConf.to_container(config.limits))  # type: ignore[arg-type]
+    token = service_token(config.host, config.token_env, Path(config.token_file))
+    suite = reward_suite(config)
+    try:
+        service = RewardService(suite.scorer(_chosen(config, suite)), limits, token)
+        print(f"serve_reward: {describe(service)}", file=sys.stderr, flush=True)
+        serve(service, config.host, config.port, announce)
+    finally:
+        suite.close()
+
+
+def announce(url: str) -> None:
+    """Print the line that tells a person or a script that requests are accepted."""
+    print(f"serving at {url}", flush=True)
+
+
+def _chosen(config: DictConfig, suite: RewardSuite) -> str:
+    if config.name is None and len(suite.names) > 1:
+        raise ValueError(f"The mixture holds {', '.join(suite.names)}: choose one with name=...")
+    return config.name or suite.names[0]
+
+
+def service_token(host: str, variable: str, file: Path) -> str | None:
+    """Return the token that requests must carry: from the environment, or a new one in `file`; None
+    on loopback.
+
+    Raises FileExistsError if `file` exists: a token is neither overwritten nor taken from a file of
+    unknown origin.
+    """
+    from digenrl.rewards.service import is_loopback
+
+    token = os.environ.get(variable)
+    if token or is_loopback(host):
+        return token or None
+    token = secrets.token_urlsafe(32)
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise FileExistsError(
+            f"{file} exists: set {variable} to its content, or remove it for a new token."
+        ) from error
+    with os.fdopen(descriptor, "w") as target:
+        target.write(token)
+    print(f"serve_reward: the token was written to {file.absolute()}", file=sys.stderr)
+    return token

@@ -1,0 +1,62 @@
+"""What a command of `digenrl` is, and commands as texts that a user can paste."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from digenrl.record.run_dir import CONFIG
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of `digenrl`."""
+
+    module: str
+    """Module whose `main(words)` runs the command."""
+    does: str
+    """One line for the list of commands."""
+    run_key: str | None = None
+    """Key for the command's first bare word; None: the command takes `key=value` words only."""
+    run_required: bool = True
+    """Whether a command with a `run_key` refuses to start without a run."""
+    sweeps: bool = False
+    """Whether `-m` runs the command once for each combination of values."""
+
+
+_VARIABLES = {"experiment": "EXP", "hardware": "HW"}
+"""Keys that have a variable of their own in the Makefile."""
+
+
+def shell_command(name: str, words: Sequence[str], run: Path | None = None) -> str:
+    """Return a command that a shell reads as it stands: `make NAME ...` where make called this
+    process (the Makefile sets DIGENRL_CALLER), else `digenrl NAME ...`.
+
+    Args:
+        name: of the command, such as "resume".
+        words: key=value words.
+        run: run directory that the command works on.
+    """
+    if os.environ.get("DIGENRL_CALLER") != "make":
+        where = [] if run is None else [str(run)]
+        return shlex.join(["digenrl", name, *where, *words])
+    given = {} if run is None else {"RUN": str(run)}
+    pairs = [(word, *word.split("=", 1)) for word in words]
+    given |= {_VARIABLES[key]: value[0] for _, key, *value in pairs if key in _VARIABLES}
+    rest = shlex.join([word for word, key, *_ in pairs if key not in _VARIABLES])
+    given |= {"ARGS": rest} if rest else {}
+    doubled = [f"{key}={value.replace('$', '$$')}" for key, value in given.items()]
+    return shlex.join(["make", name, *doubled])
+
+
+def to_continue(run_dir: Path, *words: str) -> str:
+    """Return the command that resumes a run. What counts only on the command line is repeated."""
+    import yaml
+
+    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    given = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
+    repeated = [f"{key}=[{','.join(map(str, names))}]" for key, names in given.items() if names]
+    return shell_command("resume", [*repeated, *words], run_dir)

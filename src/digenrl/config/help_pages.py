@@ -1,0 +1,78 @@
+"""Pages of `--help`, from schemas and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel
+
+from digenrl.config.compose import composed, group_options, own_directories
+from digenrl.config.errors import ConfigError, listing
+from digenrl.config.schema import TrainKeys, may_change
+from digenrl.config.schemas import schema_of
+from digenrl.config.shipped import config_directory
+from digenrl.config.validation import Key, keys_of, shown
+
+
+def command_help(text: str | None, schema: type[BaseModel] | None = None) -> str:
+    """Return the help page of a command with keys of its own: its docstring, and the keys."""
+    lines = [(text or "").strip()]
+    if schema is not None:
+        keys = keys_of(schema)
+        defaults = {
+            key: "required" if its.required else shown(its.default) for key, its in keys.items()
+        }
+        lines += ["\nkeys (key=value):", *_key_lines(keys, defaults)]
+    return "\n".join(lines)
+
+
+def configuration_help(config_name: str, text: str | None = None, words: Sequence[str] = ()) -> str:
+    """Return the help page of a command that composes configs/<config_name>.yaml.
+
+    The page lists the groups with their options, including those of directories that `words` name.
+    Then it lists the keys with their default values.
+    """
+    options = group_options(config_directory(), *own_directories(words))
+    keys, defaults = keys_of(schema_of(config_name)), defaults_of(config_name)
+    whole = issubclass(schema_of(config_name), TrainKeys)
+    groups = {name: names for name, names in options.items() if whole or name == "reward"}
+    return "\n".join(
+        [
+            (text or f"digenrl {config_name} [group=option ...] [key=value ...]").strip(),
+            "\ngroups (group=option):",
+            *(f"  {name:<24}{listing(names)}" for name, names in groups.items()),
+            "\nkeys (key=value; +key=value adds one, ~key removes one), with the value where "
+            "nothing is said" + ("; keys with * may change on resume:" if whole else ":"),
+            *_key_lines(keys, defaults),
+        ]
+    )
+
+
+def _key_lines(keys: Mapping[str, Key], defaults: Mapping[str, str]) -> list[str]:
+    lines = []
+    for key, its in keys.items():
+        mark = "*" if may_change(key) else " "
+        lines.append(
+            f"{mark} {f'{key} = {defaults[key]}' if key in defaults else key:<42}  {its.allowed}"
+        )
+        lines += [f"      {its.meaning}"] if its.meaning else []
+    return lines
+
+
+def defaults_of(config_name: str) -> dict[str, str]:
+    """Return key -> its default value, for the keys that have one."""
+    try:
+        tree = composed(config_name, [])
+        HydraConfig.instance().set_config(tree)
+    except ConfigError:  # a group has no default: what the primary file itself says
+        primary = OmegaConf.load(config_directory() / f"{config_name}.yaml")
+        assert isinstance(primary, DictConfig)
+        tree = primary
+    found = {}
+    for key in keys_of(schema_of(config_name)):
+        node = OmegaConf.select(tree, key, default=tree, throw_on_missing=False)
+        if node is not tree and not OmegaConf.is_dict(node) and not OmegaConf.is_missing(tree, key):
+            found[key] = shown(node)
+    return found

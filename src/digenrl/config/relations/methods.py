@@ -1,0 +1,154 @@
+"""Rules of single algorithms and models.
+
+They know a class by the end of its `_target_`, because nothing is imported before a configuration
+is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from digenrl.config.relations.view import Rule, View
+from digenrl.facts import file_beside, of_target
+from digenrl.images import PREFERENCE, SAMPLES
+from digenrl.prompts import PromptFileError, read, sources
+
+_PREFERENCES = ".OfflineDPO"
+"""Ends the `_target_` of the algorithm that trains pairs of files."""
+_OF_FILES = (".Supervised", _PREFERENCES)
+"""End the `_target_` of algorithms that train nothing but files."""
+_LAST_WEIGHTS = "checkpoints/last/policy.safetensors"
+
+
+def _quantized_base(get: View) -> Iterator[str]:
+    if (kind := get("model.quantize")) is None:
+        return
+    if get("model.lora") is None:
+        yield (
+            f"model.quantize = {kind} with model.lora = null: only frozen weights can be "
+            "quantized; train an adapter (model.lora), or set model.quantize=null."
+        )
+    if (sharding := get("parallel.sharding")) != "ddp" and get("allocation.trainers") != 1:
+        yield (
+            f"model.quantize = {kind} with parallel.sharding = {sharding}: quantized weights are "
+            "not divided among trainers; set parallel.sharding=ddp."
+        )
+
+
+def _evaluation_solver(get: View) -> Iterator[str]:
+    solver, facts = get("sampling.eval.solver"), of_target(get("model._target_"))
+    if solver != "euler" and facts is not None and facts.own_levels:
+        yield (
+            f"sampling.eval.solver = {solver}: would count the {facts.own_levels} of {facts.family} "
+            "on the noise levels of its video; set sampling.eval.solver=euler."
+        )
+
+
+def _files(get: View) -> Iterator[str]:
+    target = get("algorithm._target_")
+    offline = target.endswith(_PREFERENCES)
+    if get("data.samples") == "generated":
+        if target.endswith(_OF_FILES):
+            yield (
+                f"algorithm._target_ = {target} with data.samples = generated: it trains on files, "
+                "and the model's own samples would teach it nothing; set data.samples=files."
+            )
+        return
+    levels = get("algorithm.train_steps._target_")
+    if not levels.endswith(".NoiseLevels"):
+        yield (
+            f"algorithm.train_steps = {levels} with data.samples = files: a file has no denoising "
+            "steps to train; use algorithm=sft, offline_dpo, nft or dpo."
+        )
+    if (candidates := get("sampling.scouts.candidates")) > 1:
+        yield (
+            f"data.samples = files with sampling.scouts.candidates = {candidates}: nothing is "
+            "generated; set sampling.scouts.candidates=1."
+        )
+    if offline and isinstance(size := get("sampling.task_size"), int) and size % 2:
+        yield (
+            f"sampling.task_size = {size} with {target}: a task holds pairs of a preferred and a "
+            f"rejected file; use an even number, such as {size + 1}."
+        )
+    wanted = PREFERENCE if offline else ("media",)
+    for name, _ in sources(get("data.prompts")):
+        try:
+            file = read(name)
+        except PromptFileError:  # said by the check of the files
+            return
+        for line, prompt in zip(file.lines, file.prompts, strict=True):
+            named = {image.role for image in prompt.images if image.role in SAMPLES}
+            if named != set(wanted):
+                found = ", ".join(sorted(named)) or "no file"
+                yield (
+                    f"algorithm._target_ = {target} with data.samples = files needs "
+                    f"{' and '.join(wanted)} in every line, and {file.path}:{line} names {found}; "
+                    "change the line, or the algorithm."
+                )
+                return
+
+
+def teacher_weights(run: str, target: str) -> Path:
+    """Return the file of a teacher's weights: the last checkpoint of a run, a file itself, or, by
+    its name, a file beside the module of the algorithm `target`."""
+    path = Path(run).expanduser()
+    if path.name == run and not path.exists():
+        path = file_beside(target, run)
+    return path / _LAST_WEIGHTS if path.is_dir() else path
+
+
+def _teachers(get: View) -> Iterator[str]:
+    target = get("algorithm._target_")
+    if not get("algorithm.teachers"):
+        yield (
+            "algorithm.teachers = {}: nobody teaches; name one, as "
+            "algorithm.teachers.NAME={run: RUN}."
+        )
+        return
+    for name, teacher in get("algorithm.teachers").items():
+        key = f"algorithm.teachers.{name}"
+        run, weight = teacher.get("run"), teacher.get("weight", 1.0)
+        looked = "" if run is None else f" (looked for {teacher_weights(run, target)})"
+        if run is None or not teacher_weights(run, target).is_file():
+            yield (
+                f"{key}.run = {run}: no such weights{looked}; name a finished run of the same "
+                "model, or its policy.safetensors."
+            )
+        if not weight > 0:
+            yield f"{key}.weight = {weight}: must be above 0; leave the teacher out instead."
+    if (levels := get("algorithm.train_steps._target_")).endswith(".NoiseLevels"):
+        yield (
+            f"algorithm.train_steps = {levels} with {target}: it compares transitions, and an ODE "
+            "keeps none; use algorithm/train_steps=all_but_last."
+        )
+    yield from _untaught(get("data.prompts"), get("algorithm.teachers"))
+
+
+def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
+    """Yield the first training prompt that no teacher knows."""
+    if any(teacher.get("prompts") is None for teacher in teachers.values()):
+        return
+    try:
+        taught = {p.uid for each in teachers.values() for p in read(each["prompts"]).prompts}
+        files = [read(name) for name, _ in sources(asked)]
+    except PromptFileError as error:
+        yield f"algorithm.teachers: {error}"
+        return
+    for file in files:
+        for line, prompt in zip(file.lines, file.prompts, strict=True):
+            if prompt.uid not in taught:
+                yield (
+                    f"algorithm.teachers: none has the prompt of {file.path}:{line}; add it to the "
+                    "`prompts` of one, or set a teacher's prompts=null (all)."
+                )
+                return
+
+
+RULES: tuple[Rule, ...] = (
+    _quantized_base,
+    _evaluation_solver,
+    _files,
+    _teachers,
+)

@@ -1,1 +1,0 @@
-"""Warnings about a run that its reader must not overlook."""

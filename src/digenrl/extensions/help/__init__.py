@@ -1,1 +1,0 @@
-"""Pages of `--help`: groups, keys, ranges, defaults."""

@@ -1,1 +1,0 @@
-"""Samples as files that people open: pictures and videos."""

@@ -1,0 +1,46 @@
+"""Supervised fine-tuning by flow matching: samples come from files, and rewards do not matter.
+
+See `losses.flow_matching_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from digenrl.algorithms.base import PolicyModule
+from digenrl.extensions.methods.forward_losses import flow_matching_loss
+from digenrl.extensions.methods.noised import noised
+from digenrl.models.policy import Policy
+from digenrl.types import CellBlock, TrainBatch
+
+STREAM = "supervised"
+
+
+class Supervised(PolicyModule):
+    """Loss per cell: `flow_matching_loss` at a noise level of the sampler's own grid. Published
+    trainers draw levels from a continuous distribution; here training visits what sampling visits.
+    """
+
+    needs_final, rewarded = True, False
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        seed: int,
+        **given: Any,
+    ) -> None:
+        """seed keys the noise; `given` are further arguments of `PolicyModule`."""
+        super().__init__(policy, optimizer=optimizer, **given)
+        self.seed = seed
+
+    def cell_losses(
+        self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
+    ) -> Tensor:
+        """[b, K]."""
+        cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM)
+        return flow_matching_loss(cells.velocity(self.policy), cells.noise, cells.clean)

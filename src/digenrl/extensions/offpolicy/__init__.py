@@ -1,1 +1,0 @@
-"""Off-policy corrections: surrogates that weigh stale samples."""

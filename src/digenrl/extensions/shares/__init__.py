@@ -1,1 +1,0 @@
-"""`schedule.shares=measured`: the shares of the trainers follow their measured speed."""

@@ -1,1 +1,0 @@
-"""What a user sees of a running run: a line every ten seconds."""

@@ -1,0 +1,59 @@
+"""Messages and records before a run starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from digenrl import devices
+from digenrl.config.relations import most_rollouts
+from digenrl.launchers.job import Job
+from digenrl.record.run_dir import LAUNCH, append_event
+from digenrl.schedule import groups_of_step
+from digenrl.settle import evaluators
+
+
+def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
+    """Record the launch, and print what is going to run from `checkpoint` (None: from the
+    beginning)."""
+    composed, (trainers, rollouts) = job.composed, job.ranks
+    world = {"trainer": trainers, "rollout": rollouts}
+    planned = {} if composed.planned is None else {"planned": dict(composed.planned)}
+    if job.advice.planned:
+        planned["expected"] = dict(job.advice.planned)
+    append_event(
+        run_dir, LAUNCH, {"world": world, "overrides": list(composed.overrides), **planned}
+    )
+    print(
+        "\n".join([*composed.notes, *described(job, run_dir, checkpoint), *job.memory]),
+        file=sys.stderr,
+    )
+
+
+def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
+    """Return the lines that precede a run: what runs where, with what schedule."""
+    config, (trainers, rollouts) = job.composed.config, job.ranks
+    data, schedule = config.data, config.schedule
+    prompts = groups_of_step(data)
+    samples = prompts * data.group_size
+    most = most_rollouts(config.allocation.rollouts)
+    more = f" (up to {most}, as there are places)" if most > rollouts else ""
+    ranks = (
+        f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} "
+        f"rollout{'s' * (rollouts != 1)}{more}"
+    )
+    lines = [
+        f"run       {run_dir}",
+        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
+        f"{f'tokens over {config.parallel.context}, ' if config.parallel.context > 1 else ''}"
+        f"{'GPU' if not config.hardware.emulate and devices.found() else 'CPU'}",
+        f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
+        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
+        f"{config.max_rl_steps} RL steps",
+        f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} "
+        f"tsp.shard={schedule.tsp.shard} "
+        f"tag={schedule.tag} shares={schedule.shares} async_steps={schedule.async_steps}",
+    ]
+    evaluating = evaluators(config, rollouts)
+    lines += [f"evaluate  by {evaluating}"] if evaluating else []
+    return lines + ([f"resume    {checkpoint}"] if checkpoint else [])

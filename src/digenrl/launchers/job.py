@@ -1,0 +1,222 @@
+"""A run that is ready to start: settled, checked, and with the checkpoint that it continues
+from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from digenrl import devices, parts
+from digenrl.advisor import Advice, Advisor
+from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
+from digenrl.cluster.network import Network
+from digenrl.config import EXIT_CODE, Composed
+from digenrl.config.commands import to_continue
+from digenrl.config.relations import most_rollouts
+from digenrl.config.stored import identity
+from digenrl.launchers.on_ray import RayLauncher
+from digenrl.launchers.places import Place, place_of
+from digenrl.record.code_version import code_version
+from digenrl.rewards.needs import require_weights
+from digenrl.settle import allocated, begins_with
+from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is going to run, and where."""
+
+    composed: Composed
+    """Settled: no value is `auto`."""
+    advice: Advice
+    """What every rank is told."""
+    place: Place | None
+    """What a scheduler gave this process, which is one rank; None: this process starts the
+    ranks."""
+    checkpoint: Path | None
+    """Directory that a resumed run continues from; None for a new run."""
+    memory: tuple[str, ...] = ()
+    """What each role's rank will hold, in words; () where nobody knows."""
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """(trainers, rollouts) that the run begins with."""
+        return begins_with(self.composed.config)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this process writes the report."""
+        return self.place is None or self.place.rank == 0
+
+    @property
+    def network(self) -> Network:
+        """The `network` group."""
+        return Network.of(self.composed.config.network)
+
+    @property
+    def max_lost(self) -> int | None:
+        """Rollouts that may die; None: all."""
+        config = self.composed.config
+        if config.schedule.claims == "split":  # nobody may claim the part of a rank that died
+            return 0
+        most = config.allocation.max_lost_rollouts
+        return None if most == "auto" else int(most)
+
+    @property
+    def credentials(self) -> dict[str, Any]:
+        """What a rollout that joins must show: the same code and the same configuration; {} where
+        none can join."""
+        config = self.composed.config
+        if not config.allocation.rollouts or config.schedule.claims == "split":
+            return {}
+        return {"code": code_version(), "configuration": identity(config)}
+
+
+class NotStarted(Exception):
+    """Nothing was started. The text says why; `run_dir` is the run that is complete already."""
+
+    def __init__(self, cause: object, exit_code: int, run_dir: Path | None = None) -> None:
+        super().__init__(cause)
+        self.exit_code, self.run_dir = exit_code, run_dir
+
+    def said(self) -> int:
+        """Print the cause, and the complete run as the last line of standard output; return the
+        exit code."""
+        print(self, file=sys.stderr)
+        if self.run_dir is not None:
+            print(self.run_dir)
+        return self.exit_code
+
+
+def settle(composed: Composed, advisor: Advisor) -> Job:
+    """Return the job of a configuration.
+
+    Raises:
+        NotStarted: the run is complete, has no whole checkpoint, lacks weights, or cannot run as
+            configured.
+    """
+    config = composed.config
+    try:
+        require_weights({} if config.hardware.emulate else config.reward, config.callbacks)
+    except ValueError as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    checkpoint = _continued(composed)
+    try:
+        place = find_place()
+        composed = allocated(composed, advisor, None if place is None else place.size)
+        parts.check(composed.config)
+        check_place(composed, place)
+        check_open_files(most_ranks(composed))
+        ranks = begins_with(composed.config)
+        advice = advisor.advise(composed, *ranks)
+        memory = advisor.memory_lines(composed, *ranks)
+    except (ValueError, OSError) as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    return Job(composed, advice, place, checkpoint, tuple(memory))
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return the position that torchrun or SLURM gave this process; None without a scheduler.
+
+    Raises:
+        ValueError: as `place_of`.
+    """
+    # srun sets SLURM_STEP_NUM_TASKS; the batch script itself has SLURM_NTASKS.
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "TORCHELASTIC_RUN_ID" not in environment and tasks < 2:
+        return None
+    return place_of(environment)
+
+
+def _continued(composed: Composed) -> Path | None:
+    """Return the checkpoint that a resumed run continues from; None for a new run.
+
+    Raises:
+        NotStarted: the run is complete, or has no whole checkpoint.
+    """
+    if not composed.resumed:
+        return None
+    try:
+        checkpoint = newest(composed.run_dir)
+    except CheckpointError as error:
+        raise NotStarted(error, 1) from error
+    step = step_of(checkpoint)
+    if step < composed.config.max_rl_steps:
+        return checkpoint
+    said = (
+        f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go "
+        f"on, raise max_rl_steps: {to_continue(composed.run_dir, f'max_rl_steps={2 * step}')}"
+    )
+    raise NotStarted(said, 0, composed.run_dir)
+
+
+def newest(run_dir: Path) -> Path:
+    """Return the newest whole checkpoint; damaged ones are named on standard error.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return newest_valid(run_dir / "checkpoints", partial(print, file=sys.stderr))
+
+
+def most_ranks(composed: Composed) -> int:
+    """Return the most ranks of a settled run."""
+    return int(
+        composed.config.allocation.trainers + most_rollouts(composed.config.allocation.rollouts)
+    )
+
+
+def launcher_of(composed: Composed) -> Launcher:
+    """Return what gives ranks their places where no scheduler did."""
+    return (
+        RayLauncher(composed.config) if composed.config.launch == "ray" else ThisMachine(composed)
+    )
+
+
+class ThisMachine:
+    """The `Launcher` whose ranks are forked here; rank r has GPU r."""
+
+    host = "127.0.0.1"
+    places = None
+
+    def __init__(self, composed: Composed) -> None:
+        self._composed = composed
+
+    @property
+    def ranks_here(self) -> int:
+        return most_ranks(self._composed)
+
+    def check(self) -> None:
+        count = sum(begins_with(self._composed.config))
+        if not self._composed.config.hardware.emulate:
+            devices.check(
+                self._composed.config, {rank: rank for rank in range(count)}, count, devices.found()
+            )
+
+    def rank_main(self, fit: RankMain) -> RankMain:
+        return fit
+
+
+def check_place(composed: Composed, place: Place | None) -> None:
+    """Check the run's GPUs, network interface and ports on this machine. Refuse the run
+    if any is missing.
+
+    Args:
+        place: the scheduler's numbers for this process; None without a scheduler.
+
+    Raises:
+        ValueError: as `Launcher.check`, `Place.check`, `Network.check`.
+    """
+    if place is None:
+        launcher = launcher_of(composed)
+        launcher.check()
+        here = launcher.ranks_here
+    else:
+        place.check(composed.config)
+        here = place.local_size
+    Network.of(composed.config.network).check(1 + here)

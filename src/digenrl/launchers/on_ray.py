@@ -1,0 +1,358 @@
+"""Launch a run on Ray (`launch=ray`): its ranks are actors of a Ray cluster, and the launcher is
+the driver.
+
+Ray places the ranks, starts their processes and reports when one is gone. Store, claims,
+trajectories and weights work as with every launcher, so the launcher watches these ranks as it
+watches forked ones. Ray is imported when ranks are placed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from digenrl import devices
+from digenrl.cluster.access import ACCESS
+from digenrl.cluster.control import Control
+from digenrl.cluster.launcher import PlacementError, RankMain, run_rank
+from digenrl.cluster.signals import end_with_parent
+from digenrl.cluster.store import StoreClient
+from digenrl.cluster.world import Session, World
+from digenrl.config.relations import most_rollouts
+from digenrl.hardware import assign, parse_hardware
+from digenrl.launchers.places import UNUSED_ADDRESS
+from digenrl.launchers.reaching import source_address
+from digenrl.settle import begins_with
+
+_INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+"""Variables that torch reads when it loads, before an actor could set them. Ray sets values of its
+own."""
+_INTERNAL = re.compile("^node:|memory|_group_")
+"""Names of resources that Ray counts for internal use."""
+_TELL_S, _LOOK_S = 5.0, 0.5
+"""Seconds until missing places are reported, and between two looks at a rollout."""
+_OLD = 10.0
+"""Lifetime of a rollout, in pauses before a restart, from which its death does not lengthen the
+pause."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Resources that a run asks of Ray, and its timeouts."""
+
+    address: str | None
+    """Address of the cluster; None = RAY_ADDRESS, or else a cluster on this machine for this
+    run."""
+    wants: tuple[Mapping[str, float], ...]
+    """Ray resources of each rank: CPU, GPU, or any other name."""
+    first: int
+    """Ranks that the run begins with. The others are rollouts that join when there is a place for
+    them."""
+    wait_s: float
+    """Seconds within which the first ranks must have a place."""
+    respawn_s: float
+    """Seconds before a dead rollout is replaced. They double with each replacement that dies
+    early."""
+
+
+class RayLauncher:
+    """`Launcher` of a settled run with this configuration."""
+
+    ranks_here = 0
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    @property
+    def host(self) -> str:
+        return driver_host(self._config.ray.address)
+
+    def check(self) -> None:
+        """Do nothing: each rank checks its GPU by itself, after Ray has given it one."""
+        driver_host(self._config.ray.address)
+
+    def rank_main(self, fit: RankMain) -> RankMain:
+        return partial(_fit_on_own_gpu, self._config, fit)
+
+    def places(self) -> AbstractContextManager[Callable[[RankMain, World, Session], RayRank]]:
+        """Return the context in which every rank has its place."""
+        config = self._config
+        hardware, own, emulated = (
+            parse_hardware(config.hardware),
+            config.ray,
+            config.hardware.emulate,
+        )
+
+        def want(pool: str) -> dict[str, float]:
+            if pool in own.resources:
+                return dict(own.resources[pool])
+            return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
+
+        trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+        wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
+        return seated(
+            Places(own.address, wants, sum(begins_with(config)), own.wait_s, own.respawn_s),
+            trainers,
+        )
+
+
+def _fit_on_own_gpu(config: Any, fit: RankMain, world: World, session: Session) -> None:
+    """Run `fit` on the GPU that Ray has given this rank."""
+    devices.check(config, {world.rank: 0}, 1, devices.seen())
+    if not config.hardware.emulate:
+        devices.take(0)
+        devices.claim(session, world.rank)
+    fit(world, session)
+
+
+class Seat:
+    """Ray actor: the process of one rank."""
+
+    def ready(self) -> bool:
+        """Return as soon as the actor has a place."""
+        return True
+
+    def live(self, rank_main: RankMain, world: World, facts: Mapping[str, Any]) -> int:
+        """Run this rank and return its exit code. `facts` are the fields of its `Session`."""
+        host = facts["network"].address(source_address(facts["store_host"]))
+        session = Session(**facts, host=host)
+        if not session.run_dir.is_dir():
+            error = ValueError(
+                f"this machine ({host}) does not see the run directory {session.run_dir}: set "
+                "output_root to a directory that all machines share"
+            )
+            Control(StoreClient(*session.store), world.rank).report(True, error)
+            return 1
+        return run_rank(rank_main, world, session)
+
+    def join(self, run_dir: str) -> int:
+        """Join the run in this directory as a further rollout, and return the exit code of `digenrl
+        join`."""
+        own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-m", "digenrl", "join", f"run={run_dir}"]
+        with (Path(run_dir) / "logs" / "join.log").open("a") as log:
+            return subprocess.run(
+                command,
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
+            ).returncode
+
+
+class RayRank:
+    """A rank as the launcher sees it, with the interface of a process."""
+
+    pid = None  # it may be on another machine
+
+    def __init__(self, actor: Any, call: Any) -> None:
+        self._actor = actor
+        self.exitcode: int | None = None
+        self.sentinel, self._ends = os.pipe()
+        call.future().add_done_callback(self._ended)
+
+    def kill(self) -> None:
+        """End the rank at once."""
+        import ray
+
+        with suppress(Exception):  # a cluster that is gone has no actors
+            ray.kill(self._actor)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the rank has ended."""
+        if self.exitcode is None:
+            connection.wait([self.sentinel], timeout)
+
+    def _ended(self, call: Future[int]) -> None:
+        self.exitcode = call.result() if call.exception() is None else -signal.SIGKILL
+        os.close(self._ends)
+
+
+def driver_host(address: str | None) -> str:
+    """Return the address on which the store listens.
+
+    It is this machine's address on the route to the cluster, or loopback without a cluster.
+
+    Raises:
+        ValueError: the address belongs to a Ray client, which the cluster cannot reach.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        return "127.0.0.1"
+    if "://" in address:
+        raise ValueError(
+            f"ray.address = {address}: ranks could not reach this process; start it on a node of "
+            "the cluster (ray job submit), with ray.address=auto."
+        )
+    return source_address(UNUSED_ADDRESS if address == "auto" else address.rpartition(":")[0])
+
+
+@contextmanager
+def seated(
+    places: Places, trainers: int
+) -> Iterator[Callable[[RankMain, World, Session], RayRank]]:
+    """Give every rank a place: trainers in one placement group, each rollout by itself. At exit all
+    actors end.
+
+    Raises:
+        PlacementError: Ray is missing, no cluster is at the address, or it lacks resources for the
+            ranks.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise PlacementError("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
+    from ray.util import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    over = threading.Event()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    try:
+        ray.init(
+            address=places.address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise PlacementError(
+            f"ray.address = {places.address}: no cluster answers there ({error})."
+        ) from error
+    try:
+        remote: Any = ray.remote(Seat)
+        environment = {
+            "env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        }
+        group = placement_group([dict(want) for want in places.wants[:trainers]], strategy="PACK")
+
+        def seat(rank: int) -> Any:
+            want = places.wants[rank]
+            options: dict[str, Any] = {
+                "num_cpus": want.get("CPU", 0),
+                "num_gpus": want.get("GPU", 0),
+            }
+            options["resources"] = {
+                name: amount for name, amount in want.items() if name not in ("CPU", "GPU")
+            }
+            if rank < trainers:
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
+            return remote.options(runtime_env=environment, max_restarts=0, **options).remote()
+
+        seats = [seat(rank) for rank in range(places.first)]
+        _wait_for_places(places, [actor.ready.remote() for actor in seats])
+
+        def fill(rank: int, run_dir: Path, life: RayRank | None) -> None:
+            how = life, partial(seat, rank), run_dir, places.respawn_s, over
+            threading.Thread(target=_fill, args=how, name=f"fill-{rank}", daemon=True).start()
+
+        def start(rank_main: RankMain, world: World, session: Session) -> RayRank:
+            names = (
+                "store_host",
+                "store_port",
+                "handshake",
+                "run_dir",
+                "epoch",
+                "network",
+                "limits",
+            )
+            facts = {name: getattr(session, name) for name in names}
+            life = RayRank(
+                seats[world.rank], seats[world.rank].live.remote(rank_main, world, facts)
+            )
+            if not world.is_trainer:
+                fill(world.rank, session.run_dir, life)
+            if world.rank == places.first - 1:
+                for rank in range(places.first, len(places.wants)):
+                    fill(rank, session.run_dir, None)
+            return life
+
+        yield start
+    finally:
+        over.set()
+        ray.shutdown()
+
+
+def _fill(
+    life: RayRank | None,
+    seat: Callable[[], Any],
+    run_dir: Path,
+    respawn_s: float,
+    over: threading.Event,
+) -> None:
+    """Replace the rollout of one place each time that it dies, until the run is over. Replacements
+    join the run.
+
+    `life` is the rollout in this place, or None if there was none yet.
+    """
+    pause_s, born = respawn_s, time.monotonic()
+    while not over.wait(_LOOK_S):
+        if life is None and (run_dir / ACCESS).is_file():
+            actor, born = seat(), time.monotonic()
+            life = RayRank(actor, actor.join.remote(str(run_dir)))
+        if life is None or life.exitcode is None:
+            continue
+        pause_s = respawn_s if time.monotonic() > born + _OLD * pause_s else pause_s
+        if not life.exitcode or over.wait(pause_s):
+            return
+        life.kill()  # an actor whose method raised still holds its place
+        life, pause_s = None, 2 * pause_s
+
+
+def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
+    """Wait until every rank has a place.
+
+    Raises:
+        PlacementError: a rank had no place after `wait_s`.
+    """
+    import ray
+
+    deadline, told = time.monotonic() + places.wait_s, False
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        _, missing = ray.wait(list(answers), num_returns=len(answers), timeout=min(_TELL_S, left))
+        if not missing:
+            try:
+                ray.get(list(answers))
+            except ray.exceptions.RayError as error:
+                raise PlacementError(
+                    f"ranks could not start: {error}; digenrl must be installed on every node, in "
+                    "one version."
+                ) from error
+            return
+        ranks = [rank for rank, answer in enumerate(answers) if answer in missing]
+        wants = "; ".join(f"rank {rank}: {dict(places.wants[rank])}" for rank in ranks[:4])
+        has, free = (
+            {name: amount for name, amount in found().items() if not _INTERNAL.search(name)}
+            for found in (ray.cluster_resources, ray.available_resources)
+        )
+        lack = (
+            f"{len(ranks)} ranks have no place yet ({wants}); the cluster has {has}, of which "
+            f"{free} are free"
+        )
+        if time.monotonic() > deadline:
+            raise PlacementError(
+                f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a "
+                "smaller allocation; raise ray.wait_s where nodes still start."
+            )
+        if not told:
+            print(
+                f"{lack}; waiting up to {places.wait_s:g} s (ray.wait_s)",
+                file=sys.stderr,
+                flush=True,
+            )
+            told = True

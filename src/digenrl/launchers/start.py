@@ -1,0 +1,29 @@
+"""Start a job: its ranks on this machine, or the one rank that a scheduler made of this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from digenrl.cluster.launcher import RunOutcome
+from digenrl.cluster.signals import StopSignals
+from digenrl.config import EXIT_CODE
+from digenrl.launchers.attach import attach
+from digenrl.launchers.attempts import Show, fork
+from digenrl.launchers.job import Job, NotStarted
+
+
+def launch(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
+    """Run the job to its end; return the run directory and how the run ended.
+
+    Args:
+        show: makes the display of a run whose ranks this process starts.
+
+    Raises:
+        NotStarted: this process is a scheduler's, and its run could not begin.
+    """
+    if job.place is None:
+        return fork(job, signals, show)
+    try:
+        return attach(job.place, job, signals)
+    except (ValueError, OSError) as error:  # OSError: no port, or no store
+        raise NotStarted(error, EXIT_CODE) from error

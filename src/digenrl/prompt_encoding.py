@@ -1,0 +1,151 @@
+"""Fill the prompt store with what a run asks for, before its first task."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from omegaconf import DictConfig
+
+from digenrl import accelerator
+from digenrl.callbacks.evaluation import Evaluation
+from digenrl.data import PromptData
+from digenrl.models import pretrained
+from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.policy import Policy
+from digenrl.models.pretrained import cache_root
+from digenrl.models.prompt_store import PromptStore, files_digest
+from digenrl.parts import Given
+from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space
+from digenrl.types import Prompt
+
+
+def encode(
+    given: Given, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
+) -> None:
+    """Fill the prompt store while the network is not on the device yet; the run goes on over one
+    that fails."""
+    if given.config.data.prompt_store is None:
+        return
+    session, rank = given.session, given.world.rank
+    with session.progress.stage("encode"):
+        try:
+            filled = fill_prompt_store(given.config, policy, data, callbacks, session.progress.tick)
+        except OSError as error:
+            logging.getLogger(__name__).warning(
+                f"{error} What it lacks is encoded by every rank that needs it."
+            )
+            return
+    if filled is not None and (filled.encoded or rank == 0):
+        append_event(session.run_dir, PROMPT_STORE, {"rank": rank, **asdict(filled)})
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A prompt store that has what a run needs."""
+
+    root: str
+    texts: int
+    """Number of prompts and negative prompts of the steps and of the evaluation."""
+    encoded: int
+    """Number of texts that this process encoded."""
+
+
+def fill_prompt_store(
+    config: DictConfig,
+    policy: Policy,
+    data: PromptData,
+    callbacks: Sequence[pl.Callback] = (),
+    progress: Callable[[], None] = lambda: None,
+) -> Filled | None:
+    """Have every prompt of the run, and of the evaluation among `callbacks`, in the store of
+    `data.prompt_store`, from which `policy` then reads. None: there is no store, or no encoder
+    worth one.
+
+    Args:
+        progress: as in `PromptStore.fill`.
+
+    Raises:
+        OSError: the store cannot be written; the policy reads what it has.
+    """
+    setting = config.data.prompt_store
+    if setting is None or not isinstance(policy, DiffusersPolicy):
+        return None
+    root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
+    steps = range(config.max_rl_steps)
+    all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
+    wanted = (
+        list(data.prompts)
+        if all_of_them
+        else [prompt for step in steps for prompt in data.sampler.batch(step)]
+    )
+    evaluated = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
+    wanted += [prompt for drawn in evaluated for prompt in drawn.prompts]
+    try:
+        with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
+            found = fill(policy, root, wanted, accelerator.current(), progress)
+    except OSError as error:
+        raise OSError(
+            f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
+            f"{free_space(root)}): make "
+            "room, name another directory, or set data.prompt_store=null."
+        ) from error
+    return Filled(str(root), *found)
+
+
+def fill(
+    policy: DiffusersPolicy,
+    root: Path,
+    prompts: Iterable[Prompt],
+    device: torch.device,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[int, int]:
+    """Put the conditioning of all `prompts` into the store under `root`. The policy's `encode` then
+    reads from the store, also if not all of it could be written.
+
+    Encoders with other weights, dtype, length, libraries or kind of device have another store. They
+    are moved to `device` at most once, and then leave memory. `progress` is called as in
+    `PromptStore.fill`.
+
+    Returns:
+        (wordings, wordings that this process has encoded).
+
+    Raises:
+        ValueError: as `Policy.encode`.
+        OSError: the store cannot be written.
+    """
+    files = pretrained.component_files(policy.path, *policy.encoders)
+    facts: dict[str, Any] = {}
+    if policy.reads:
+        files += pretrained.component_files(
+            policy.path, "vae", "image_encoder*", "image_processor*", "processor*"
+        )
+        facts = {
+            "size": [policy.height, policy.width, policy.frames],
+            "vae_dtype": str(policy.vae_dtype),
+        }
+    facts |= {
+        "family": policy.family,
+        "encoders": files_digest(files, root / "digests"),
+        "dtype": str(policy.dtype),
+        "length": policy.max_sequence_length,
+        "device": device.type,
+        "libraries": {
+            name: version(name) for name in ("diffusers", "transformers", "tokenizers", "torch")
+        },
+    }
+    policy.store = store = PromptStore(root, facts)
+    positive, negative = policy.wordings(prompts)
+    wordings = dict.fromkeys(positive + negative)
+    try:
+        encoded = store.fill(wordings, partial(policy.encode_each, device=device), progress)
+    finally:
+        policy.release_encoders()
+    return len(wordings), encoded

@@ -1,0 +1,26 @@
+"""Pictures and report.html of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from digenrl.record.run_dir import REPORT, replaced
+from digenrl.report.attempt import attempt
+from digenrl.report.page import html
+from digenrl.report.page.plots import draw_all
+from digenrl.report.read_run import Run
+
+
+def draw(run: Run, summary: Mapping[str, Any], warnings: list[str]) -> None:
+    """Write every picture and report.html of a run. Failures are added to `warnings`."""
+    pictures = draw_all(run, warnings)
+    page = partial(html.render, run, summary, pictures)
+    attempt(REPORT, lambda: _write_page(run.path / REPORT, page()), warnings)
+
+
+def _write_page(path: Path, page: str) -> None:
+    with replaced(path) as temporary:
+        temporary.write_text(page, encoding="utf-8", errors="replace")

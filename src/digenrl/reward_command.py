@@ -1,0 +1,96 @@
+"""The common part of commands around one option of the group `reward`: configuration, suite and
+exit codes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+
+from digenrl.config import ConfigError, config_directory, group_options, instantiate
+from digenrl.config.checks import problems_of, resolved
+from digenrl.config.compose import (
+    KnownKeys,
+    compose_words,
+    own_directories,
+    quoted,
+    with_search_path,
+)
+from digenrl.config.help import show, wants_help
+from digenrl.config.help_pages import configuration_help
+from digenrl.config.loading import command_line_list
+from digenrl.rewards.needs import require_weights
+
+if TYPE_CHECKING:
+    from digenrl.rewards.suite import RewardSuite
+
+_PATH_KEYS = ("images", "prompts", "output")
+
+
+def reward_command(
+    name: str, doc: str | None, argv: Sequence[str], work: Callable[[DictConfig], None]
+) -> int:
+    """Run `work` with the checked configs/<name>.yaml, and return the exit code.
+
+    0 stands for success, 1 for work that could not be done, 2 for a wrong command line.
+    """
+    if wants_help(argv):
+        show(configuration_help(name, doc, with_search_path(argv)))
+        return 0
+    try:
+        config = reward_config(argv, name)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from digenrl.rewards.protocol import RewardError
+
+    try:
+        work(config)
+    except (RewardError, ValueError, KeyError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def reward_config(argv: Sequence[str], name: str) -> DictConfig:
+    """Return configs/<name>.yaml with the words of `argv`, checked. Raises ConfigError with every
+    problem that was found."""
+    words = with_search_path(argv)
+    if odd := [word for word in words if word.startswith("-") or "=" not in word]:
+        raise ConfigError([f"{word}: settings are key=value (see --help)." for word in odd])
+    if not any(word.startswith("reward=") for word in words):
+        known = ", ".join(group_options(config_directory(), *own_directories(words))["reward"])
+        raise ConfigError([f"reward=... is missing; known: {known}."])
+    tree, problems = compose_words([_literal(word) for word in words], name)
+    config = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    OmegaConf.set_struct(config, False)
+    config.allow_targets = command_line_list("allow_targets", words, config)
+    problems += problems_of(*resolved(config), name, KnownKeys(config, name), config.allow_targets)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        require_weights(config.reward)
+    except ValueError as error:
+        raise ConfigError(str(error).splitlines()) from None
+    return config
+
+
+def reward_suite(config: DictConfig) -> RewardSuite:
+    """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a
+    ValueError."""
+    try:
+        suite: RewardSuite = instantiate(config.reward)
+        suite.load()
+        return suite
+    except Exception as error:
+        raise ValueError(f"reward: {error}") from error
+
+
+def _literal(word: str) -> str:
+    """Return a path in a form that Hydra reads literally."""
+    key, _, value = word.partition("=")
+    plain = key not in _PATH_KEYS or re.fullmatch(r"[\w./-]+|'.*'|\".*\"", value)
+    return word if plain else f"{key}={quoted(value)}"

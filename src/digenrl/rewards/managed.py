@@ -1,0 +1,116 @@
+"""Run a scorer once for all ranks of a machine, on GPUs that no rank has.
+
+The rank that asks first starts the child of `process.py` and watches it. The others find the
+child's address in a file. The child holds a lock on that file as long as it lives, so that whoever
+asks after its death takes the lock and starts the next one. The child ends with the rank that
+started it. Ranks of one machine have one parent (launcher, torchrun's agent, SLURM's step), which
+names their folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from digenrl import accelerator
+from digenrl.rewards.needs import gpus_of
+from digenrl.rewards.process import ProcessScorer
+from digenrl.rewards.protocol import RewardError
+from digenrl.rewards.remote import RemoteScorer
+
+_POLL_S = 0.1
+
+
+class ManagedScorer(ProcessScorer):
+    """Scorer in a process that the ranks of this machine share.
+
+    Args:
+        node: YAML node of the scorer. With a `url` it is a judge behind an OpenAI-compatible
+            endpoint, and the child serves that endpoint too (`judge.py`).
+        others: as of `ProcessScorer`.
+    """
+
+    def _start(self) -> RemoteScorer:
+        """Return a client of the machine's child, which is started if there is none."""
+        if self._client is not None and (self._child is None or self._child.poll() is None):
+            return self._client
+        self._end()
+        folder, deadline = _folder(), time.monotonic() + self._start_s
+        written = json.dumps(self._node, sort_keys=True).encode()
+        file = folder / hashlib.blake2b(written, digest_size=8).hexdigest()
+        while True:
+            if (lock := _locked(file)) is not None:
+                return self._own(folder, lock)
+            with suppress(ValueError):  # its owner has not written it yet
+                told = json.loads(file.read_bytes())
+                return self._connect(told["url"], told["token"])
+            if time.monotonic() > deadline:
+                self._lost(TimeoutError(), self._start_s)
+            time.sleep(_POLL_S)
+
+    def _own(self, folder: Path, lock: int) -> RemoteScorer:
+        """Start the child that holds `lock`, and tell the other ranks of it."""
+        held = [lock]
+        try:
+            os.ftruncate(lock, 0)
+            numbers = self._free(folder, held)
+            node = self._node
+            if "url" in node:
+                node = {
+                    "_target_": "digenrl.rewards.judge.ServedJudge",
+                    "_recursive_": False,
+                    "scorer": node,
+                    "gpus": numbers,
+                    "start_s": self._start_s,
+                }
+            url, token = self._spawn(node, numbers[0] if numbers else None, held)
+            os.pwrite(lock, json.dumps({"url": url, "token": token}).encode(), 0)
+        finally:
+            for descriptor in held:  # the child has its own
+                os.close(descriptor)
+        return self._connect(url, token)
+
+    def _free(self, folder: Path, held: list[int]) -> list[int]:
+        """Return the numbers of the GPUs that the child takes: the last ones that nobody has."""
+        wanted = gpus_of(self._node) if accelerator.count() else 0
+        numbers: list[int] = []
+        for number in reversed(range(accelerator.count())):
+            if len(numbers) == wanted or number == accelerator.current().index:
+                break
+            if (lock := _locked(folder / f"gpu-{number}")) is not None:
+                held.append(lock)
+                numbers.insert(0, number)
+        if len(numbers) < wanted:
+            raise RewardError(
+                f"{self._node.get('_target_')} is placed managed and takes {wanted} GPUs, but "
+                f"this process sees {len(numbers)} that nobody has: set "
+                "hardware.pools.NAME.judges, and let every process see all GPUs of its machine."
+            )
+        return numbers
+
+
+def _folder() -> Path:
+    """Return the folder of the locks that the ranks of this machine share, for this user alone."""
+    name = f"digenrl-judges-{os.getuid()}-{os.getppid()}"
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RewardError(f"{folder} belongs to another user: remove it, or set TMPDIR.")
+    return folder
+
+
+def _locked(file: Path) -> int | None:
+    """Return a descriptor of `file` with its lock; None while another process holds the lock."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

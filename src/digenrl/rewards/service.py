@@ -1,0 +1,369 @@
+"""Reward service: one scorer behind HTTP, bounded in bytes, samples, pixels, time and waiting
+requests.
+
+    GET  /health    200 {"status": "ok"}: the process lives; needs no token.
+    GET  /identity  `ServiceDescription`: what scores, and what a request may hold.
+    POST /score     a request frame (`digenrl.rewards.frames`) -> `ScoreResponse`.
+
+The body is checked while it streams in: its header declares every length, and nothing beyond the
+limits is kept. A request beyond `max_pending` is refused with 429 before its body is read. With a
+token, every path but /health needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import math
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from digenrl.rewards import frames
+from digenrl.rewards.protocol import (
+    Identity,
+    RewardUnavailable,
+    Scorer,
+    check_media,
+    check_scores,
+    contained,
+    identity_of,
+)
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    raise ImportError(
+        "a reward service needs starlette and uvicorn: pip install 'digenrl[serve]'"
+    ) from error
+
+log = logging.getLogger(__name__)
+_CLOSING = frozenset({400, 401, 408, 413, 422})
+"""Refusals after which the connection is closed. On an open connection the server would read and
+discard the rest of the body."""
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """Bounds of one service."""
+
+    max_body_bytes: int = 64 << 20
+    max_samples: int = 256
+    max_pixels: int = 1 << 26
+    """Most pixels (F x H x W) of one sample."""
+    max_pending: int = 4
+    """Most requests that are being read, wait or are scored; the next one gets 429."""
+    max_connections: int = 64
+    """Most open connections. A further connection closes the one that has waited longest for a
+    request."""
+    head_s: float = 10.0
+    """Seconds within which a connection must send the head of its next request, or it is closed."""
+    body_s: float = 30.0
+    """Seconds within which a body must be complete, or it is refused (408)."""
+    score_s: float = 300.0
+    """Seconds of scoring after which the answer is 504. The request's place stays taken until the
+    scorer returns."""
+    retry_after_s: float = 1.0
+    """Seconds of Retry-After in a 429."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(
+                    f"{name} is {value}: every limit of a reward service is a positive, finite "
+                    "number."
+                )
+
+
+class _Refused(Exception):
+    """A request is answered with a status other than 200."""
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
+class RewardService:
+    """Request handlers around one scorer.
+
+    Args:
+        scorer: scorer, which a single thread calls with one batch at a time.
+        limits: bounds.
+        token: bearer token that requests must carry; None = no token (loopback only, see `serve`).
+    """
+
+    def __init__(
+        self, scorer: Scorer, limits: ServiceLimits | None = None, token: str | None = None
+    ) -> None:
+        self.scorer, self.limits, self._token = scorer, limits or ServiceLimits(), token
+        self.identity: Identity = identity_of(scorer)
+        self._pending = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward-service")
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/identity", self._guarded(self._describe)),
+                Route("/score", self._guarded(self._score), methods=["POST"]),
+            ]
+        )
+
+    def server(self) -> uvicorn.Server:
+        """Return a server of the application that also bounds connections, which uvicorn itself
+        does not."""
+        config = uvicorn.Config(
+            self.app(),
+            http=partial(_Connection, limits=self.limits),  # type: ignore[arg-type]  # called as the class would be
+            # accepted at once, before any of them can be refused
+            backlog=self.limits.max_connections,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+        )
+        return uvicorn.Server(config)
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _describe(self, request: Request) -> Response:
+        limits = {name: getattr(self.limits, name) for name in frames.WireLimits.model_fields}
+        images = bool(getattr(self.scorer, "reads_images", False))
+        return JSONResponse(
+            {"protocol": 1, "identity": vars(self.identity), "limits": limits, "images": images}
+        )
+
+    async def _score(self, request: Request) -> Response:
+        if self._pending >= self.limits.max_pending:
+            headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
+            raise _Refused(429, f"{self._pending} requests are under way; come back later", headers)
+        self._pending += 1
+        running: asyncio.Future[Tensor] | None = None
+        try:
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    asked, payload = await self._read(request)
+            except TimeoutError as error:
+                raise _Refused(
+                    408, f"the body was not complete after {self.limits.body_s:g} s"
+                ) from error
+            running = asyncio.get_running_loop().run_in_executor(
+                self._worker, self._call, asked, payload
+            )
+            done, _ = await asyncio.wait({running}, timeout=self.limits.score_s)
+            if not done:
+                raise _Refused(504, f"scoring took longer than {self.limits.score_s:g} s")
+            return Response(
+                frames.encode_response(asked, running.result(), self.identity),
+                media_type="application/json",
+            )
+        finally:
+            if running is None or running.done():
+                self._release()
+            else:
+                running.add_done_callback(self._release)
+
+    def _release(self, _: object = None) -> None:
+        self._pending -= 1
+
+    async def _read(self, request: Request) -> tuple[frames.ScoreRequest, bytearray]:
+        """Return the request and its payload. Raises _Refused as soon as a limit is passed."""
+        limit = self.limits.max_body_bytes
+        declared = request.headers.get("content-length")
+        if declared is not None and (not declared.isdecimal() or int(declared) > limit):
+            raise _Refused(413, f"the body exceeds {limit} bytes")
+        raw, expected = bytearray(), limit
+        async for chunk in request.stream():
+            if len(raw) + len(chunk) > expected:
+                raise _Refused(413, f"the body exceeds {expected} bytes")
+            raw += chunk
+            if expected == limit and len(raw) >= frames.HEADER.size:
+                expected = frames.HEADER.size + sum(self._lengths(raw))
+                if expected > limit or len(raw) > expected:
+                    raise _Refused(
+                        413, f"the frame declares {expected} bytes; at most {limit} are read"
+                    )
+        if len(raw) < frames.HEADER.size or len(raw) != expected:
+            raise _Refused(400, f"the body ends after {len(raw)} bytes, its frame is longer")
+        json_bytes, payload_bytes = self._lengths(raw)
+        head = frames.HEADER.size + json_bytes
+        try:
+            asked = frames.decode_request(bytes(raw[frames.HEADER.size : head]), payload_bytes)
+        except frames.FrameError as error:
+            raise _Refused(422, str(error)) from error
+        shape = asked.media.shape
+        pixels = math.prod(shape[1:]) // shape[-3]
+        if shape[0] > self.limits.max_samples or pixels > self.limits.max_pixels:
+            raise _Refused(
+                413,
+                f"media {shape} exceeds {self.limits.max_samples} samples of "
+                f"{self.limits.max_pixels} pixels",
+            )
+        del raw[:head]
+        return asked, raw
+
+    @staticmethod
+    def _lengths(raw: bytearray) -> tuple[int, int]:
+        try:
+            return frames.parse_header(bytes(raw[: frames.HEADER.size]))
+        except frames.FrameError as error:
+            raise _Refused(422, str(error)) from error
+
+    def _call(self, asked: frames.ScoreRequest, payload: bytearray) -> Tensor:
+        try:
+            media = frames.decode_media(asked.media, payload)
+            prompts = frames.decode_prompts(asked, payload, self.limits.max_pixels)
+            check_media(media, prompts)
+        except ValueError as error:  # of which WireError is one
+            raise _Refused(422, str(error)) from error
+        try:
+            with torch.no_grad(), contained(self.identity.model_id):
+                return check_scores(
+                    self.identity.model_id, self.scorer(media, prompts), len(prompts)
+                )
+        except RewardUnavailable as error:
+            raise _Refused(503, str(error)) from error
+        except ValueError as error:
+            raise _Refused(422, str(error)) from error
+
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return `handler` with a check of the token and with every refusal as JSON."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._authorise(request)
+                return await handler(request)
+            except _Refused as refused:
+                headers = dict(refused.headers or {})
+                if refused.status in _CLOSING:
+                    headers["Connection"] = "close"
+                return JSONResponse({"error": str(refused)}, refused.status, headers)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                # The cause goes to the service's log; a caller learns only its kind.
+                log.exception("scoring failed")
+                return JSONResponse({"error": f"the scorer failed: {type(error).__name__}"}, 500)
+
+        return guarded
+
+    def _authorise(self, request: Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise _Refused(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+
+
+class _Connection(H11Protocol):
+    """HTTP connection with a timeout for the head of a request."""
+
+    def __init__(self, *, limits: ServiceLimits, **server: Any) -> None:
+        super().__init__(**server)
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._limits.max_connections:
+            waiting = [
+                other
+                for other in self.connections
+                if isinstance(other, _Connection) and other._timer
+            ]
+            oldest = min(
+                waiting,
+                key=lambda other: other._timer.when() if other._timer else 0.0,
+                default=None,
+            )
+            if oldest is None:
+                transport.abort()
+            else:
+                # Its end is told later. Left in the set, it would be chosen again for each of a
+                # burst of connections.
+                oldest._stop_timer()
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+        super().connection_made(transport)
+        self._set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._set_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def _set_timer(self) -> None:
+        """Start the timer that runs from the end of a request to the end of the next request's
+        head."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self._limits.head_s, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(service: RewardService, host: str, port: int, announce: Callable[[str], None]) -> None:
+    """Serve until interrupted.
+
+    Args:
+        service: what to serve.
+        host: address to bind. Except on loopback the service must have a token.
+        port: port to bind; 0 = any free port.
+        announce: called once with the base URL, when connections are accepted.
+
+    Raises:
+        ValueError: the address is not loopback and there is no token.
+        OSError: the address cannot be bound.
+    """
+    if not is_loopback(host) and service._token is None:
+        raise ValueError(
+            f"{host} can be reached from outside: a reward service needs a token there."
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener:
+        bound = listener.getsockname()[1]
+        announce(f"http://{f'[{host}]' if ':' in host else host}:{bound}")
+        service.server().run(sockets=[listener])
+
+
+def describe(service: RewardService) -> str:
+    """Return a line of JSON for the start of a log: identity and limits, never the token."""
+    return json.dumps({"identity": vars(service.identity), "limits": vars(service.limits)})

@@ -1,0 +1,162 @@
+"""A vision-language model of transformers behind OpenAI's `POST /v1/chat/completions`, for one
+judge on one machine: one request at a time, greedy, pictures as data URIs.
+
+    python -m digenrl.rewards.vlm_server DIRECTORY --port 8000 --served-model-name NAME
+
+With `response_format` of type json_schema, whose only property is an integer, the answer is one of
+the numbers between its minimum and maximum. Each token must continue one of these answers. The
+bearer token is read from the variable VLLM_API_KEY, as by vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import hmac
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import uvicorn
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from digenrl.rewards.protocol import resolve_device
+
+_MOST_BYTES, _MOST_TOKENS = 64 << 20, 512
+
+
+class Chat:
+    """The model, and its answers to requests of OpenAI's form."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self.name, self.device = name, resolve_device("auto")
+        self.processor = AutoProcessor.from_pretrained(path)
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto")
+        self.model = model.to(self.device).eval()
+
+    @torch.no_grad()
+    def answer(self, body: Mapping[str, Any]) -> str:
+        """Return the answer's text. Raises LookupError, TypeError or ValueError for another
+        form."""
+        turns, pictures = [], list[Image.Image]()
+        for message in body["messages"]:
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            shown = [_picture(part) for part in parts if part["type"] == "image_url"]
+            pictures += shown
+            kept = [
+                {"type": "image"}
+                if part["type"] == "image_url"
+                else {"type": "text", "text": part["text"]}
+                for part in parts
+            ]
+            turns.append({"role": message["role"], "content": kept})
+        chat = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        inputs = self.processor(text=[chat], images=pictures or None, return_tensors="pt")
+        inputs = inputs.to(self.device)
+        began = inputs["input_ids"].size(1)
+        answers = self._answers(body.get("response_format"))
+
+        def allowed(_: int, ids: torch.Tensor) -> list[int]:
+            said = ids[began:].tolist()
+            going = [a for a in answers if a[: len(said)] == said and len(a) > len(said)]
+            return sorted({a[len(said)] for a in going}) or [self._end]
+
+        made = self.model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=min(int(body.get("max_tokens") or _MOST_TOKENS), _MOST_TOKENS),
+            **({"prefix_allowed_tokens_fn": allowed} if answers else {}),
+        )
+        text: str = self.processor.tokenizer.decode(made[0, began:], skip_special_tokens=True)
+        return text
+
+    @property
+    def _end(self) -> int:
+        return int(self.processor.tokenizer.eos_token_id)
+
+    def _answers(self, form: Mapping[str, Any] | None) -> list[list[int]]:
+        """Return the tokens of every answer that `form` allows; [] = any answer."""
+        if form is None or form["type"] == "text":
+            return []
+        ((key, kind),) = form["json_schema"]["schema"]["properties"].items()
+        numbers = range(kind["minimum"], kind["maximum"] + 1)
+        texts = [json.dumps({key: number}) for number in numbers]
+        ids: Sequence[list[int]] = self.processor.tokenizer(texts, add_special_tokens=False)[
+            "input_ids"
+        ]
+        return [[*each, self._end] for each in ids]
+
+
+def _picture(part: Mapping[str, Any]) -> Image.Image:
+    kind, _, data = part["image_url"]["url"].partition(";base64,")
+    if not kind.startswith("data:image/"):
+        raise ValueError("pictures are sent as data URIs; nothing is fetched")
+    return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
+
+
+def app(chat: Chat, token: str | None) -> Starlette:
+    """Return the ASGI application."""
+    worker = ThreadPoolExecutor(1, thread_name_prefix="vlm")
+
+    async def health(request: Request) -> Response:
+        return Response()
+
+    async def complete(request: Request) -> Response:
+        given = request.headers.get("authorization", "")
+        if token is not None and not hmac.compare_digest(
+            given.encode(), f"Bearer {token}".encode()
+        ):
+            return _refusal(401, "a bearer token is needed")
+        raw = bytearray()
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > _MOST_BYTES:
+                return _refusal(413, f"the body exceeds {_MOST_BYTES} bytes")
+        try:
+            body = json.loads(raw)
+            if body["model"] != chat.name:
+                return _refusal(404, f"{chat.name} is served here")
+            text = await asyncio.get_running_loop().run_in_executor(worker, chat.answer, body)
+        except (LookupError, TypeError, ValueError, OSError) as error:
+            return _refusal(400, f"{type(error).__name__}: {error}")
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return JSONResponse({"object": "chat.completion", "model": chat.name, "choices": [choice]})
+
+    routes = [
+        Route("/health", health),
+        Route("/v1/chat/completions", complete, methods=["POST"]),
+    ]
+    return Starlette(routes=routes)
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status)
+
+
+def main(words: Sequence[str]) -> None:
+    """Load the model, then serve it until the process is ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--served-model-name", required=True)
+    given = parser.parse_args(words)
+    served = app(Chat(given.path, given.served_model_name), os.environ.get("VLLM_API_KEY"))
+    uvicorn.run(served, host=given.host, port=given.port, log_level="warning", access_log=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,424 @@
+"""Publish weights by broadcasts of torch.distributed, from trainer 0 to the rollouts that a run
+began with.
+
+    trainer 0, thread `broadcast`                          rollout, thread `broadcast`
+    announce (socket), broadcast the bytes  ------------>  take part, digest, inbox
+    after a version's last message: reduce  <----------->  proof that every member has all of it
+
+The group (NCCL, or gloo on processors) is formed before the first bytes, when all members are
+there. The group ends with the first member that is lost, or with a piece that makes no progress for
+`limits.silent_s`. The rank that notices this writes the cause on the control store, and all ranks
+leave the group. The version in progress travels again from its first message, as a stream, and
+later versions do likewise. A rollout skips the messages that it has already. A rank that joins the
+run is no member, and gets streams.
+
+On the control store:
+    broadcast/group    the prefix of torch's own keys
+    broadcast/ended    why there is no group any more
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from digenrl import accelerator
+from digenrl.cluster.control import Aborted, Control
+from digenrl.cluster.store import StoreLost
+from digenrl.cluster.world import Session, World
+from digenrl.record.run_dir import append_event
+from digenrl.transport.link import RELAY, Routes, SocketLink, socket_link
+from digenrl.transport.wire import Message, MessageKind, tensor_bytes
+
+_SHARED = "broadcast"
+"""Key of a message's meta: number of bytes that follow by broadcast; null = the message itself
+carries them."""
+_FORM = "form"
+"""Value of `_SHARED` in the message that tells members to form the group."""
+_ENDED = "broadcast/ended"
+_PIECE_BYTES = 64 << 20
+"""Bytes of a message that a GPU holds at once."""
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_LOOK_S = 0.1
+"""Seconds between two looks at the control store."""
+
+
+class _Over(RuntimeError):
+    """The group has lost a member, has timed out, or is being closed."""
+
+
+@dataclass(frozen=True)
+class Audience:
+    """Members of a broadcast: trainer 0 and the rollouts that a run began with."""
+
+    ranks: Sequence[int]
+    """Launch ranks. The first one sends."""
+    store: dist.Store
+    """Store over which the group is formed."""
+    device: torch.device
+    """Device of this rank, whose kind decides the backend."""
+    tell: Callable[[str, Mapping[str, Any]], object]
+    """Function that writes an event (kind, facts) into the run's events."""
+
+
+class BroadcastLink(SocketLink):
+    """Link of a member of `audience`; other arguments are those of `SocketLink`.
+
+    Messages that trainer 0 multicasts arrive in order, whether by broadcast or as streams.
+    """
+
+    def __init__(self, audience: Audience, *args: Any, **kwargs: Any) -> None:
+        self._audience = audience
+        self._turns: queue.Queue[tuple[Routes, Message] | None] = queue.Queue()
+        """Messages for the broadcast thread, with their routes; routes are empty on a rollout."""
+        self._group: dist.Backend | None = None
+        self._ended = False
+        self._kept: list[tuple[Routes, Message]] = []
+        """Trainer 0: messages of the version in progress, with the routes to ranks that may lack
+        them."""
+        self._passed: tuple[int, float] = (0, -1.0)
+        """Rollout: version and bucket of the last message that it has received."""
+        self._stream: torch.Stream | None = None
+        super().__init__(*args, **kwargs)
+        self._sends = self._rank == audience.ranks[0]
+        if self._sends:
+            self._turns.maxsize = self._depth
+        self._thread = threading.Thread(target=self._run, name="broadcast", daemon=True)
+        self._thread.start()
+
+    def multicast(self, routes: Routes, message: Message) -> None:
+        if not self._sends:
+            return super().multicast(routes, message)
+        while True:
+            try:
+                return self._turns.put((routes, message), timeout=0.5)
+            except queue.Full:
+                self._control.check()
+
+    def drain(self, seconds: float = math.inf) -> None:
+        deadline = time.monotonic() + seconds
+        if self._sends:
+            with suppress(queue.Full):
+                self._turns.put(None, timeout=0.5)
+            while self._thread.is_alive() and time.monotonic() < deadline and not self._aborted():
+                self._thread.join(timeout=0.05)
+        super().drain(deadline - time.monotonic())
+
+    def close(self) -> None:
+        super().close()
+        with suppress(queue.Full):
+            self._turns.put_nowait(None)
+        self._leave()
+
+    def _deliver(self, message: Message) -> None:
+        if _SHARED not in message.meta:
+            return super()._deliver(message)
+        self._pass_on(message)
+        return self._turns.put(({}, message))
+
+    def _run(self) -> None:
+        try:
+            if accelerator.is_own(self._audience.device):
+                torch.accelerator.set_device_index(self._audience.device)
+                self._stream = torch.Stream(self._audience.device)
+            with self._own_stream():
+                while (turn := self._turns.get()) is not None:
+                    if self._sends:
+                        self._give(*turn)
+                    else:
+                        self._take(turn[1])
+        except (Aborted, StoreLost):  # every rank sees this by itself
+            return
+        except (
+            BaseException
+        ) as error:  # raised again by `receive`, in the thread that can act on it
+            self._inbox.put(error)
+
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else self._stream
+
+    # ---- trainer 0
+
+    def _give(self, routes: Routes, message: Message) -> None:
+        peers = _peers(routes)
+        members = peers.intersection(self._audience.ranks)
+        self._kept.append((routes, message))
+        again = self._kept
+        try:
+            if members and self._together(message) and self._share(message):
+                self._kept[-1] = dict.fromkeys(members, ()), message
+                super().multicast(dict.fromkeys(peers - members, ()), message)
+                again = []
+            else:
+                again = self._kept[-1:]
+        except _Over as cause:
+            self._end(str(cause))
+        lost = self._control.lost_ranks() if again else frozenset()
+        for lacking, each in again:
+            left = dict.fromkeys(_peers(lacking) - lost, ()) if lost & _peers(lacking) else lacking
+            super().multicast(left, replace(each, meta={**each.meta, _SHARED: None}))
+        self._kept = [] if "digest" in message.meta else self._kept
+
+    def _together(self, message: Message) -> bool:
+        """Return whether there is a group. It is formed before the first bytes, when all members
+        are there.
+
+        Raises _Over.
+        """
+        if self._ended:
+            return False
+        self._look()
+        if self._group is None and message.tensors:
+            ranks = list(self._audience.ranks)
+            if None not in self._control.get_all([f"address/{rank}" for rank in ranks]):
+                self._announce({_SHARED: _FORM})
+                self._form()
+                by = dist.get_default_backend_for_device(self._audience.device)
+                self._audience.tell("publication", {"by": f"{by} broadcast", "ranks": ranks})
+        return self._group is not None
+
+    def _share(self, message: Message) -> bool:
+        """Broadcast a bucket, or the end of a version; return False for any other message. Raises
+        _Over."""
+        if not message.tensors:
+            self._announce({**message.meta, _SHARED: 0})
+            self._agree()
+            return True
+        if message.tensors.keys() != {"data"} or "bucket" not in message.meta:
+            return False
+        data = message.tensors["data"]
+        self._announce({**message.meta, _SHARED: len(data)})
+        with self._stage("send"):
+            for piece in data.split(_PIECE_BYTES):
+                self._broadcast(
+                    piece
+                    if self._stream is None
+                    else piece.to(self._audience.device, non_blocking=True)
+                )
+        return True
+
+    def _announce(self, meta: Mapping[str, Any]) -> None:
+        for rank in self._audience.ranks[1:]:
+            super().send(rank, Message(MessageKind.WEIGHTS, meta))
+
+    def _end(self, cause: str) -> None:
+        """End the group for the given cause, tell the user once, and send streams from now on."""
+        deadline = time.monotonic() + self._limits.verdict_s
+        # A collective fails before the launcher has noticed the death that caused it, so wait for
+        # the better cause.
+        while not (lost := self._lost()) and time.monotonic() < deadline:
+            if self._closing.is_set() or self._finished():  # the rollouts have left
+                break
+            time.sleep(0.05)
+        cause = lost or cause
+        self._control.compare_set(_ENDED, "", cause)
+        if not self._finished():
+            said = (
+                f"weights are no longer broadcast, because {cause}: they travel as streams from "
+                "here on"
+            )
+            self._audience.tell("warning", {"message": f"network.publication: {said}"})
+        self._leave()
+
+    # ---- rollouts
+
+    def _take(self, message: Message) -> None:
+        shared = message.meta[_SHARED]
+        try:
+            if shared is None:
+                self._pass(message)
+            elif shared == _FORM:
+                self._form()
+            elif self._group is not None:
+                self._pass(self._taken(message) if "bucket" in message.meta else message)
+                if "digest" in message.meta:
+                    self._agree()
+        except _Over as cause:  # trainer 0 will send this message again, as a stream
+            self._control.compare_set(_ENDED, "", f"rank {self._rank}: {cause}")
+            self._leave()
+
+    def _taken(self, message: Message) -> Message:
+        """Return the message with the bytes that the broadcast brings. Raises _Over."""
+        staging, hasher = self._stream is not None, xxhash.xxh3_64()
+        data = torch.empty(message.meta[_SHARED], dtype=torch.uint8, pin_memory=staging)
+        for piece in data.split(_PIECE_BYTES):
+            staged = torch.empty_like(piece, device=self._audience.device) if staging else piece
+            self._broadcast(staged)
+            if staging:
+                piece.copy_(staged)
+            hasher.update(tensor_bytes(piece))
+        return replace(message, tensors={"data": data}, digest=hasher.hexdigest())
+
+    def _pass(self, message: Message) -> None:
+        """Deliver a message that this rank lacks."""
+        place = int(message.meta["version"]), float(message.meta.get("bucket", math.inf))
+        if place[0] != self._passed[0] or place[1] > self._passed[1]:
+            self._passed = place
+            meta = {
+                key: value for key, value in message.meta.items() if key not in (_SHARED, RELAY)
+            }
+            self._inbox.put(replace(message, meta=meta))
+
+    # ---- the group
+
+    def _form(self) -> None:
+        """Form the group. Raises _Over when a member is lost or does not come in time."""
+        made: Future[Any] = Future()
+        threading.Thread(
+            target=self._make, args=(made,), name="broadcast-group", daemon=True
+        ).start()
+        self._watch(made.done, "join_s")
+        if (error := made.exception()) is not None:
+            raise _Over(_short(error))
+        self._group = made.result()
+        self._agree("join_s")  # the backend connects now
+
+    def _make(self, made: Future[Any]) -> None:
+        """Form the group in a thread that may be abandoned, because torch cannot be interrupted
+        while it waits."""
+        audience = self._audience
+        seat = audience.ranks.index(self._rank), len(audience.ranks)
+        store = dist.PrefixStore("broadcast/group", audience.store)
+        try:
+            if self._stream is None:
+                made.set_result(
+                    dist.ProcessGroupGloo(store, *seat, timedelta(seconds=self._limits.join_s))
+                )
+            else:  # longer than this link waits: its watchdog would end the whole process
+                torch.accelerator.set_device_index(audience.device)
+                limit = timedelta(seconds=self._limits.collective_s)
+                made.set_result(_group_of(audience.device, store, seat, limit))
+        except Exception as error:
+            made.set_exception(error)
+
+    def _broadcast(self, data: Tensor) -> None:
+        if data.numel():
+            self._complete(lambda group: group.broadcast(data, root=0), "silent_s")
+
+    def _agree(self, limit: str = "silent_s") -> None:
+        """Wait until every member has made this call. Raises _Over."""
+        one = torch.ones(1, device=self._audience.device)
+        self._complete(lambda group: group.allreduce(one), limit)
+
+    def _complete(self, begin: Callable[[Any], Any], limit: str) -> None:
+        if (group := self._group) is None:  # `close` has ended it meanwhile
+            raise _Over("this rank leaves")
+        try:
+            work = begin(group)
+            self._watch(work.is_completed, limit)
+            work.wait()
+        except (_Over, Aborted, StoreLost):
+            raise
+        except RuntimeError as error:
+            raise _Over(_short(error)) from error
+
+    def _watch(self, done: Callable[[], bool], limit: str) -> None:
+        """Wait until `done`, at most for the seconds of the named limit. Raises _Over on a timeout
+        or a lost member."""
+        seconds = getattr(self._limits, limit)
+        began = looked = time.monotonic()
+        pause = 0.0001
+        while not done():
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                self._control.check()
+                self._look()
+            if now - began > seconds:
+                raise _Over(f"nothing has come through for {seconds:.0f} s (limits.{limit})")
+            time.sleep(pause)
+            pause = min(0.002, 2 * pause)
+
+    def _look(self) -> None:
+        if self._closing.is_set():
+            raise _Over("this rank leaves")
+        if (cause := self._control.get(_ENDED)) or (cause := self._lost()):
+            raise _Over(cause)
+
+    def _lost(self) -> str:
+        """Return which members are gone, in words; "": none."""
+        gone = sorted(self._control.lost_ranks().intersection(self._audience.ranks))
+        return f"rank {', '.join(map(str, gone))} is gone" if gone else ""
+
+    def _leave(self) -> None:
+        """Leave the group. A thread of its own waits for torch to end the operation in progress."""
+        group, self._group, self._ended = self._group, None, True
+        if group is not None:
+            threading.Thread(target=_drop, args=(group,), name="broadcast-end", daemon=True).start()
+
+
+def _peers(routes: Routes) -> set[int]:
+    """Return every rank that a message reaches by `routes`."""
+    return {rank for first, further in routes.items() for rank in (first, *further)}
+
+
+def _drop(group: Any) -> None:
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _group_of(
+    device: torch.device, store: dist.Store, seat: tuple[int, int], limit: timedelta
+) -> dist.Backend:
+    """Return a new group of the backend of this kind of device.
+
+    Raises:
+        ValueError: torch has no such backend that can be built outside of its default group.
+    """
+    name = dist.get_default_backend_for_device(device)
+    made = getattr(dist, f"ProcessGroup{name.upper()}", None)
+    if made is not None:
+        options = made.Options()
+        options._timeout = limit
+        # NCCL's watchdog would end trainer 0 when a rollout dies in a broadcast: this group only
+        # aborts its communicator (2), and the link goes on with streams. The trainers' groups keep
+        # their setting; it is read when a group is made.
+        usual = os.environ.get(_ON_ERROR)
+        os.environ[_ON_ERROR] = "2"
+        try:
+            return cast(dist.Backend, made(store, *seat, options))
+        finally:
+            os.environ.pop(_ON_ERROR)
+            if usual is not None:
+                os.environ[_ON_ERROR] = usual
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None or plugin.extended_api:
+        raise ValueError(f"torch cannot form a group of its own with {name}")
+    return cast(dist.Backend, plugin.creator_fn(store, *seat, limit))
+
+
+def broadcast_link(
+    control: Control,
+    world: World,
+    session: Session,
+    device: torch.device,
+    **changes: Any,
+) -> SocketLink:
+    """Return the link of a rank in a run that publishes by broadcast, with `changes` to the
+    arguments of `SocketLink`. Trainer 0 and the rollouts that the run began with are the audience;
+    other ranks have sockets alone."""
+    ranks = (0, *world.rollout_ranks)
+    if world.rank not in ranks:
+        return socket_link(control, world, session, device, **changes)
+    audience = Audience(ranks, control.store, device, partial(append_event, session.run_dir))
+    made: Any = partial(BroadcastLink, audience)
+    return socket_link(control, world, session, device, made, **changes)

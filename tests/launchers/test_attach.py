@@ -1,0 +1,602 @@
+"""Ranks that somebody else started: torchrun with two agents, SLURM's environment, two network
+namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from digenrl import config
+from digenrl.cli import join
+from digenrl.cluster.access import Access, write_access
+from digenrl.hardware import parse_hardware
+from digenrl.launchers.job import find_place
+from digenrl.launchers.places import Place, check_allocation, numbering, place_of
+from digenrl.strategy.checkpoint_io import newest_valid
+from tests.conftest import ROOT
+from tests.namespaces import bytes_sent, two_machines
+from tests.strategy.processes import TINY
+from tests.training import fault
+
+SCRIPTS = ROOT / "scripts"
+STEP = {
+    "SLURM_NTASKS": "12",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NODELIST": "login1,gpu[03-04]-ib",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "12",
+    "SLURM_STEP_NODELIST": "gpu[03-04]-ib",
+    "SLURM_STEP_TASKS_PER_NODE": "8,4",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "MASTER_PORT": "23456",
+}
+
+
+def test_a_task_of_srun_finds_its_place() -> None:
+    place = place_of(STEP)
+    assert place == Place(
+        9, 12, 1, "gpu03-ib", 23456, "digenrl-77-2-0", hosts_store=False, local_size=4
+    )
+    first = place_of(
+        STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),4"}
+    )
+    assert (first.hosts_store, first.local_size) == (True, 4)
+    again = place_of(STEP | {"SLURM_RESTART_COUNT": "1", "MASTER_ADDR": "head"})
+    assert (again.prefix, again.address) == ("digenrl-77-2-1", "head")
+    with pytest.raises(
+        ValueError, match=r"MASTER_PORT: export one free port .* scripts/slurm\.sbatch"
+    ):
+        place_of({key: value for key, value in STEP.items() if key != "MASTER_PORT"})
+
+
+@pytest.mark.parametrize(
+    ("agent", "rank", "hosts"),
+    [(None, 0, False), ("True", 0, False), ("False", 0, True), ("False", 1, False)],
+)
+def test_process_0_hosts_the_store_where_torchruns_agent_does_not(
+    agent: str | None, rank: int, hosts: bool
+) -> None:
+    environment = {"TORCHELASTIC_RUN_ID": "a", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    environment |= {} if agent is None else {"TORCHELASTIC_USE_AGENT_STORE": agent}
+    expected = Place(rank, 2, rank, "head", 29500, "digenrl-a-0", hosts, 2)
+    assert find_place(environment) == expected
+
+
+def test_a_process_that_joins_is_prepared_as_one_that_starts_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it asks the run, which does not answer: torch loads meanwhile, and with it peft."""
+    run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    write_access(run, Access("127.0.0.1", port, "0" * 32, 0.0))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    del sys.modules["bitsandbytes"]
+    monkeypatch.setattr(os, "environ", environment := dict(os.environ) | {"OMP_NUM_THREADS": "3"})
+    assert join.main([f"run={run}"]) == 2
+    assert sys.modules["bitsandbytes"] is None
+    assert environment["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_batch_script_that_starts_us_without_srun_is_one_machine() -> None:
+    batch = {key: value for key, value in STEP.items() if "STEP" not in key}
+    assert find_place(batch) is None
+    assert find_place({}) is None
+
+
+def test_the_route_to_a_scheduler_on_ipv6_begins_at_an_ipv6_address() -> None:
+    assert Place(1, 2, 1, "::1", 29500, "job", hosts_store=False, local_size=2).host == "::1"
+
+
+def test_a_wrong_number_of_processes_names_both_numbers_and_the_remedy() -> None:
+    place = place_of(STEP)
+    check_allocation(place, 8, 4)
+    for trainers, rollouts in ((8, 8), (-1, 13)):
+        message = (
+            rf"trainers = {trainers} and .*rollouts = {rollouts} .* 12 "
+            r"processes.*nproc-per-node.*ntasks.*auto"
+        )
+        with pytest.raises(ValueError, match=message):
+            check_allocation(place, trainers, rollouts)
+
+
+def pools(**counts_and_roles: tuple[int, str]) -> Mapping[str, Any]:
+    figures = {"memory_gib": 80, "tflops": 300, "hbm_tb_s": 2, "intra_gb_s": 300, "inter_gb_s": 25}
+    return {
+        "pools": {
+            name: {"gpu": name, "count": count, "role": role, **figures}
+            for name, (count, role) in counts_and_roles.items()
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("profile", "trainers", "rollouts", "ranks"),
+    [
+        (pools(a=(4, "auto")), 2, 2, (0, 1, 2, 3)),
+        (pools(old=(2, "rollout"), new=(2, "trainer")), 2, 2, (2, 3, 0, 1)),
+        (pools(new=(3, "auto"), old=(2, "auto")), 2, 3, (0, 1, 4, 2, 3)),
+        (pools(a=(4, "auto")), 2, 0, (0, 1)),
+    ],
+    ids=["one-pool", "rollouts-first", "a-mixed-pool", "colocated"],
+)
+def test_the_profile_says_which_process_trains(
+    profile: Mapping[str, Any], trainers: int, rollouts: int, ranks: tuple[int, ...]
+) -> None:
+    assert numbering(parse_hardware(profile), trainers, rollouts) == ranks
+    assert sorted(ranks) == list(range(trainers + rollouts))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+class Processes:
+    """Processes of a test, each in a session of its own; all of them are gone afterwards."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        number = len(self._started)
+        own = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("SLURM_", "TORCHELASTIC"))
+        }
+        with (
+            (self._logs / f"{number}.out").open("wb") as out,
+            (self._logs / f"{number}.err").open("wb") as err,
+        ):
+            self._started.append(
+                subprocess.Popen(
+                    command, stdout=out, stderr=err, env=own | environment, start_new_session=True
+                )
+            )
+        return self._started[-1]
+
+    def codes(self) -> list[int]:
+        return [process.wait(timeout=600) for process in self._started]
+
+    def said(self, number: int = 0, stream: str = "out") -> str:
+        return (self._logs / f"{number}.{stream}").read_text()
+
+    def tails(self) -> str:
+        files = sorted(self._logs.glob("*.err"))
+        return "\n".join(f"== {file.name}\n{file.read_text()[-2500:]}" for file in files)
+
+    def kill(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                workers = psutil.Process(process.pid).children(
+                    recursive=True
+                )  # torchrun's are in other sessions
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                for worker in workers:
+                    with suppress(psutil.NoSuchProcess):
+                        worker.kill()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    found = Processes(tmp_path)
+    yield found
+    found.kill()
+
+
+def words(tmp_path: Path, trainers: int, rollouts: int, *more: str) -> list[str]:
+    allocation = (f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}")
+    return [*TINY, *allocation, f"output_root={tmp_path / 'outputs'}", *more]
+
+
+def summary(processes: Processes) -> dict[str, Any]:
+    """Of the run whose directory is the last line of process 0's standard output (under either
+    agent)."""
+    lines = [*processes.said(0).splitlines(), *processes.said(1).splitlines()]
+    assert lines, processes.tails()
+    return json.loads((Path(lines[-1]) / "summary.json").read_text())
+
+
+def agent(
+    tmp_path: Path,
+    processes: Processes,
+    *prefix: str,
+    more: Sequence[str] = ("parallel.sharding=fsdp",),
+    **settings: str,
+) -> subprocess.Popen[bytes]:
+    """Start scripts/torchrun.sh: one of two agents, each with two processes."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [*prefix, "bash", str(SCRIPTS / "torchrun.sh"), *words(tmp_path, 2, 2, *more)]
+    own = {"NODES": "2", "RANKS": "2", "RUN_ID": tmp_path.name, "PATH": path}
+    return processes.start(command, **(own | settings))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_agents_of_torchrun_on_one_machine(tmp_path: Path, processes: Processes) -> None:
+    """Two trainers under one agent, two rollouts under the other."""
+    port = str(free_port())
+    for _ in range(2):
+        agent(tmp_path, processes, PORT=port)
+    assert processes.codes() == [0, 0], processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["rl_steps"]) == ("completed", 2)
+    assert found["world"] == {"trainer": 2, "rollout": 2}
+
+
+def endless_run(tmp_path: Path, processes: Processes) -> list[subprocess.Popen[bytes]]:
+    """Two agents whose run is in its second RL step or later."""
+    port = str(free_port())
+    agents = [agent(tmp_path, processes, more=("max_rl_steps=10000",), PORT=port) for _ in range(2)]
+    wait_for_a_step(tmp_path)
+    assert list(tmp_path.glob("outputs/*/*/metrics.jsonl")), processes.tails()
+    return agents
+
+
+def wait_for_a_step(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/*/metrics.jsonl")):
+        time.sleep(0.2)
+
+
+def workers(agents: Sequence[subprocess.Popen[bytes]]) -> dict[int, psutil.Process]:
+    """RANK -> process, of what the agents have started."""
+    started = [child for process in agents for child in psutil.Process(process.pid).children()]
+    return {int(child.environ()["RANK"]): child for child in started if "RANK" in child.environ()}
+
+
+def assert_gone(ranks: Mapping[int, psutil.Process], seconds: float) -> None:
+    _, alive = psutil.wait_procs(list(ranks.values()), timeout=seconds)
+    assert not alive, f"ranks outlived their agents: {alive}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "signalled"), [("SIGTERM", (0, 1)), ("SIGINT", (1,))], ids=["all", "one-agent"]
+)
+def test_a_signal_to_torchrun_saves_and_leaves(
+    tmp_path: Path, processes: Processes, name: str, signalled: tuple[int, ...]
+) -> None:
+    """Torchrun passes the signal on to its own ranks; one of them suffices to stop all after the
+    step in progress."""
+    agents = endless_run(tmp_path, processes)
+    ranks = workers(agents)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    for number in signalled:
+        agents[number].send_signal(signal.Signals[name])
+    assert all(code != 0 for code in processes.codes())
+    assert_gone(ranks, 5.0)
+    found = summary(processes)
+    assert (found["status"], found["cause"]) == ("stopped", f"signal {name}"), processes.tails()
+    (saved,) = tmp_path.glob("outputs/*/*/checkpoints/last")
+    assert newest_valid(saved.parent) == saved.resolve()
+    assert saved.resolve().name == f"step-{found['rl_steps']:06d}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_under_torchrun_takes_rollouts_in_and_outlives_them(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """One that joined is killed. The next one is a job of scripts/slurm_join.sbatch near its time
+    limit: it leaves and queues itself again. The weights are those of a run that nobody joined."""
+    same = words(tmp_path, 1, 1, "sampling.steps=3", "callbacks.checkpoint.every=1000")
+    torchrun = ["bash", str(SCRIPTS / "torchrun.sh"), *same, "max_rl_steps=10000"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    agent = processes.start(
+        torchrun, RANKS="2", RUN_ID=tmp_path.name, PORT=str(free_port()), PATH=path
+    )
+    wait_for_a_step(tmp_path)
+    (run_dir,) = tmp_path.glob("outputs/*/*")
+
+    def noted(kind: str, rank: int) -> dict[str, Any] | None:
+        rows = [
+            json.loads(line)
+            for line in (run_dir / "events.jsonl").read_text().splitlines()
+            if line.endswith("}")
+        ]
+        return next((row for row in rows if (row["kind"], row.get("rank")) == (kind, rank)), None)
+
+    def wait_for(found: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 200
+        while not found():
+            assert agent.poll() is None, processes.tails()
+            assert time.monotonic() < deadline, processes.tails()
+            time.sleep(0.05)
+        return found()
+
+    def join(rank: int, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+        joiner = processes.start(command, **environment)
+        spans = run_dir / f"spans/rank-{rank:03d}.jsonl"
+        wait_for(lambda: spans.is_file() and '"generate"' in spans.read_text())
+        return joiner
+
+    killed = join(2, sys.executable, "-m", "digenrl", "join", f"run={run_dir}")
+    os.killpg(killed.pid, signal.SIGKILL)
+    at = time.time()
+    assert wait_for(lambda: noted("lost", 2))["time"] - at < 2.0
+    job = slurm(tmp_path, 'exec "$@"') | {"SLURM_JOB_ID": "9", "RUN": str(run_dir)}
+    asked = join(3, "env", "-C", str(tmp_path), "bash", str(SCRIPTS / "slurm_join.sbatch"), **job)
+    asked.send_signal(signal.SIGUSR1)
+    assert "left: signal SIGTERM" in wait_for(lambda: noted("left", 3))["cause"]
+    assert asked.wait(timeout=60) == 0, processes.tails()
+    assert (tmp_path / "requests").read_text() == "requeue 9\n"
+    agent.send_signal(signal.SIGTERM)
+    processes.codes()
+    found = summary(processes)
+    assert (found["status"], found["cause"]) == ("stopped", "signal SIGTERM"), processes.tails()
+    calm = [sys.executable, "-m", "digenrl.cli.train", *same, f"max_rl_steps={found['rl_steps']}"]
+    assert processes.start(calm).wait(timeout=400) == 0, processes.tails()
+    (other,) = set(tmp_path.glob("outputs/*/*")) - {run_dir}
+    weights = [path / "checkpoints/last/policy.safetensors" for path in (run_dir, other)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", [3, 1], ids=["rollout", "trainer"])
+def test_a_rank_killed_under_torchrun_ends_the_job(
+    tmp_path: Path, processes: Processes, victim: int
+) -> None:
+    """Its agent sees it; the other agent does not, but its ranks do: nobody waits for what the dead
+    rank owned. Where it owned nothing, its neighbour's SIGTERM (its agent's) may end the run in
+    order before anybody misses it."""
+    agents = endless_run(tmp_path, processes)
+    ranks = workers(agents)
+    ranks[victim].kill()
+    assert all(code != 0 for code in processes.codes())
+    assert_gone(ranks, 5.0)
+    found = summary(processes)
+    if victim == 3 and found["status"] == "stopped":
+        assert found["cause"] == "signal SIGTERM"
+        return
+    assert found["status"] == "failed", processes.tails()
+    # Its monitor and the links of the others see it at the same time.
+    told = f"rank {victim} ended before the run did", f"rank {victim} (rollout) (process"
+    assert any(cause in found["cause"] for cause in told) or victim == 1, found["cause"]
+
+
+def srun(processes: Processes, command: Sequence[str], tasks: int) -> None:
+    """What `srun --ntasks` gives to its tasks on one node."""
+    port = str(free_port())
+    for rank in range(tasks):
+        step = {
+            "SLURM_STEP_NUM_TASKS": str(tasks),
+            "SLURM_STEP_TASKS_PER_NODE": str(tasks),
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NODEID": "0",
+        }
+        processes.start(command, **(STEP | step | {"MASTER_PORT": port}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("point", "rank", "stage"), [("decode", 2, "decode"), ("save", 0, "checkpoint")]
+)
+def test_a_rank_that_hangs_under_torchrun_ends_the_job_and_is_named(
+    tmp_path: Path, processes: Processes, point: str, rank: int, stage: str
+) -> None:
+    """No launcher sees it: process 0 judges, itself too."""
+    limits = ("limits.stage_floor_s=8", "callbacks.checkpoint.every=1", "max_rl_steps=50")
+    for port in [str(free_port())] * 2:
+        agent(
+            tmp_path, processes, more=(*limits, *fault(point, rank, "hang", call=2)), PORT=port,
+            PYTHONPATH=f"{ROOT / 'src'}:{ROOT}",
+        )  # fmt: skip
+    assert 0 not in processes.codes()
+    found = summary(processes)
+    assert found["status"] == "failed"
+    assert (
+        f"rank {rank} ({'trainer' if rank < 2 else 'rollout'}) hangs in stage {stage}"
+        in found["cause"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tasks_of_slurm_run_a_run_in_which_the_profile_chooses_the_trainer(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """The first process stands on a pool of rollouts, hosts the store, and becomes rank 1."""
+    profile = [
+        f"+hardware.pools.front={{{_pool('rollout')}}}",
+        f"+hardware.pools.back={{{_pool('trainer')}}}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *words(tmp_path, 1, 1, "~hardware.pools.local", *profile),
+    ]
+    srun(processes, command, 2)
+    assert processes.codes() == [0, 0], processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["world"]) == ("completed", {"trainer": 1, "rollout": 1})
+    assert "Trainer.fit" in processes.said(1, "err"), "process 1 must be the trainer"
+
+
+def _pool(role: str) -> str:
+    return (
+        f"gpu:cpu,count:1,role:{role},memory_gib:16,tflops:1,hbm_tb_s:1,intra_gb_s:1,inter_gb_s:1"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sigterm_of_a_scheduler_ends_in_a_checkpoint(tmp_path: Path, processes: Processes) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *words(tmp_path, 1, 1, "max_rl_steps=10000"),
+    ]
+    srun(processes, command, 2)
+    wait_for_a_step(tmp_path)
+    for process in processes._started:
+        process.terminate()
+    assert processes.codes() == [128 + signal.SIGTERM] * 2, processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["cause"]) == ("stopped", "signal SIGTERM")
+    assert list(tmp_path.glob("outputs/*/*/checkpoints/last/manifest.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("task", "role"), [(0, "trainer"), (1, "rollout")])
+def test_a_task_that_is_suspended_ends_the_job_within_seconds(
+    tmp_path: Path, processes: Processes, task: int, role: str
+) -> None:
+    """Nobody on its machine is its launcher; a process of its own notices."""
+    command = [
+        sys.executable,
+        "-m",
+        "digenrl.cli.train",
+        *words(tmp_path, 1, 1, "max_rl_steps=10000"),
+    ]
+    srun(processes, command, 2)
+    wait_for_a_step(tmp_path)
+    processes._started[task].send_signal(signal.SIGSTOP)
+    since = time.monotonic()
+    processes._started[1 - task].wait(timeout=60)
+    assert time.monotonic() - since < 20
+    assert processes.codes()[1 - task] == 1, processes.tails()
+    assert processes.codes()[task] == -signal.SIGKILL
+    (path,) = tmp_path.glob("outputs/*/*/summary.json")
+    told = json.loads(path.read_text())
+    assert told["status"] == "failed"
+    assert (
+        f"rank {task} ({role}) (process {processes._started[task].pid}) stopped responding"
+        in told["cause"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_task_that_never_joins_is_named_with_the_key(
+    tmp_path: Path, processes: Processes
+) -> None:
+    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1, "limits.join_s=3")]
+    srun(processes, command, 2)
+    processes._started[1].send_signal(signal.SIGSTOP)
+    assert processes._started[0].wait(timeout=120) == 1, processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["rl_steps"]) == ("failed", 0)
+    assert (
+        "rank 1 (rollout) has not joined (no sign of life for 3 s; raise limits.join_s"
+        in found["cause"]
+    )
+
+
+def slurm(tmp_path: Path, srun: str) -> dict[str, str]:
+    """The environment of a batch script in `tmp_path`; srun is that line of shell, scontrol notes
+    its requests."""
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    for name, body in {"srun": srun, "scontrol": 'echo "$@" >> requests'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return {"SLURM_CPUS_PER_TASK": "1", "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_batch_job_that_lost_a_task_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    """scripts/slurm.sbatch, with srun and scontrol as SLURM's: one starts the tasks, the other gets
+    the request."""
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("SLURM_", "TORCHELASTIC"))
+    }
+    tasks = (
+        f'shift; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2 --no-python "$@"'
+    )
+    environment |= slurm(tmp_path, tasks) | {"SLURM_JOB_ID": "7"}
+    allocation = [
+        "allocation.trainers=1",
+        "allocation.rollouts=1",
+        "max_rl_steps=4",
+        "callbacks.checkpoint.every=1",
+    ]
+    strike = [*fault("accumulate", 0, "kill", call=60)]
+
+    def submit(*more: str, **settings: str) -> int:
+        script = ["bash", str(SCRIPTS / "slurm.sbatch"), *TINY, *allocation, *more]
+        return subprocess.run(
+            script, cwd=tmp_path, env=environment | settings, timeout=300
+        ).returncode
+
+    assert submit(*strike) != 0
+    (run,) = tmp_path.glob("outputs/slurm/7-*")
+    assert (tmp_path / "requests").read_text() == "requeue 7\n"
+    finished = newest_valid(run / "checkpoints").name
+    assert finished in ("step-000001", "step-000002", "step-000003")
+    assert submit(*strike, SLURM_RESTART_COUNT="1") == 0
+    assert list(tmp_path.glob("outputs/slurm/*")) == [run]
+    told = json.loads((run / "summary.json").read_text())
+    assert (told["status"], told["rl_steps"], told["attempts"]) == ("completed", 4, 2)
+    assert submit("sampling.steps=0", SLURM_JOB_ID="8") != 0
+    assert (tmp_path / "requests").read_text() == "requeue 7\n"
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    with two_machines() as names:
+        yield names
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_agents_in_two_network_namespaces(
+    tmp_path: Path, processes: Processes, namespaces: tuple[str, str]
+) -> None:
+    """The agents meet on one interface; store, gloo and data links take the configured one, in
+    IPv6."""
+    for number, ns in enumerate(namespaces):
+        settings = {"HEAD": "10.77.0.1", "ADDRESS": f"10.77.0.{number + 1}"}
+        more = ("parallel.sharding=fsdp", "network.interface=data0", "network.ports=[29610,29619]")
+        agent(tmp_path, processes, "ip", "netns", "exec", ns, more=more, **settings)
+    deadline, access = time.monotonic() + 400, {}
+    while time.monotonic() < deadline and not access:
+        access = {
+            path: json.loads(path.read_text() or "{}")
+            for path in tmp_path.glob("outputs/*/*/access.json")
+        }
+        time.sleep(0.1)
+    (found,) = access.values()
+    assert (found["host"], found["port"]) == ("fd77::1", 29610)
+    sent = {}
+    while any(process.poll() is None for process in processes._started):
+        sent = {name: bytes_sent(namespaces[0], name) or sent[name] for name in ("front0", "data0")}
+        time.sleep(0.2)
+    assert processes.codes() == [0, 0], processes.tails()
+    done = summary(processes)
+    assert (done["status"], done["rl_steps"]) == ("completed", 2)
+    assert sent["data0"] > 4 * sent["front0"], (
+        f"the agents talk on front0, the ranks on data0: {sent}"
+    )

@@ -1,0 +1,171 @@
+"""`launch=ray` on clusters of this machine: places, results, the death of a node, what no cluster
+has, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from digenrl import config as configuration
+from digenrl.config.errors import ConfigError
+from digenrl.launchers.on_ray import driver_host
+from tests.training import SMALL, Train, commands
+
+pytestmark = pytest.mark.processes
+
+LOCAL = (*SMALL, "max_rl_steps=3", "allocation.rollouts=2")
+RAY = ("launch=ray", "ray.resources={local:{CPU:0.1}}")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Any]:
+    """Starts train commands, and leaves none behind."""
+    yield from commands(tmp_path)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head with room for a trainer."""
+    utils = pytest.importorskip("ray.cluster_utils")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_BACKEND_LOG_LEVEL", "error")
+    head = {"num_cpus": 1, "resources": {"train": 1}, "include_dashboard": False}
+    found = utils.Cluster(initialize_head=True, head_node_args=head)
+    yield found
+    found.shutdown()
+
+
+def weights(train: Train) -> bytes:
+    return (train.run_dir / "checkpoints/last/policy.safetensors").read_bytes()
+
+
+def profile() -> list[str]:
+    """A pool of trainers and one of rollouts."""
+    pools = {
+        name: (
+            f"{{gpu:cpu,count:{count},role:{role},memory_gib:16,tflops:1,hbm_tb_s:1,intra_gb_s:1,inter_gb_s:1}}"
+        )
+        for name, count, role in (("fixed", 1, "trainer"), ("spot", 2, "rollout"))
+    }
+    words = [f"+hardware.pools.{name}={pool}" for name, pool in pools.items()]
+    return ["~hardware.pools.local", *words, "ray.resources={fixed:{train:1},spot:{spot:1}}"]
+
+
+@pytest.mark.slow
+def test_two_nodes_give_the_weights_of_one_machine(running: Any, cluster: Any) -> None:
+    """The rollouts have a node of their own; the logs of all ranks are in the run's directory."""
+    cluster.add_node(num_cpus=1, resources={"spot": 2})
+    local = running(*LOCAL)
+    assert local.finish() == 0, local.stderr
+    far = running(*LOCAL, *profile(), "launch=ray", f"ray.address={cluster.address}")
+    assert far.finish() == 0, far.stderr
+    assert weights(far) == weights(local)
+    assert far.summary["world"] == {"trainer": 1, "rollout": 2}
+    assert all((far.run_dir / f"logs/rank-00{rank}.log").is_file() for rank in range(3))
+
+
+def wait_for(train: Train, kind: str) -> dict[str, Any]:
+    while not (found := [row for row in train.rows("events.jsonl") if row["kind"] == kind]):
+        assert train.poll() is None, train.stderr
+        time.sleep(0.1)
+    return found[0]
+
+
+def assert_as_calm(running: Any, train: Train, *words: str) -> None:
+    """Stop it; a local run of as many steps, which nobody disturbs, has the same weights."""
+    os.killpg(train.pid, signal.SIGINT)
+    assert train.finish() == 128 + signal.SIGINT, train.stderr
+    calm = running(*words, f"max_rl_steps={train.summary['rl_steps']}", fork=True)
+    assert calm.finish() == 0, calm.stderr
+    assert weights(train) == weights(calm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_nodes_that_are_lost_cost_time_alone(running: Any, cluster: Any) -> None:
+    """A rollout's: another one joins where there is a place. The trainer's: the run begins again on
+    another node."""
+    same = (
+        *LOCAL,
+        "max_rl_steps=10000",
+        "callbacks.checkpoint.every=10",
+        "allocation.max_restarts=1",
+    )
+    trainer, rollout, _ = (
+        cluster.add_node(num_cpus=1, resources={name: 1}) for name in ("fix", "spot", "spot")
+    )
+    words = [word.replace("train:1", "fix:1") for word in profile()]
+    struck = running(*same, *words, "launch=ray", f"ray.address={cluster.address}")
+    struck.wait_for_step(2)
+    cluster.remove_node(rollout, allow_graceful=False)
+    cluster.add_node(num_cpus=1, resources={"spot": 1})
+    wait_for(struck, "joined")
+    cluster.remove_node(trainer, allow_graceful=False)
+    cluster.add_node(num_cpus=1, resources={"fix": 1})
+    struck.wait_for_step(wait_for(struck, "restart")["rl_step"] + 1)
+    assert_as_calm(running, struck, *same)
+    assert "(rollout) is gone, with its process or its machine" in struck.summary["lost"][0]
+    (restarted,) = struck.summary["restarted"]
+    assert "rank 0 (trainer) is gone, with its process or its machine" in restarted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_begins_with_the_fewest_rollouts_and_grows_with_its_cluster(
+    running: Any, cluster: Any
+) -> None:
+    """The second rollout has no place at first; it joins with the node that comes, and changes no
+    bit."""
+    same = (*LOCAL, "max_rl_steps=10000", "callbacks.checkpoint.every=10000")
+    cluster.add_node(num_cpus=1, resources={"spot": 1})
+    span = ("allocation.rollouts={min:1,max:2}", "launch=ray", f"ray.address={cluster.address}")
+    train = running(*same, *profile(), *span)
+    train.wait_for_step(2)
+    assert "1 trainer + 1 rollout (up to 2, as there are places)" in train.stderr
+    cluster.add_node(num_cpus=1, resources={"spot": 1})
+    wait_for(train, "joined")
+    assert_as_calm(running, train, *same)
+    assert train.summary["world"] == {"trainer": 1, "rollout": 1}
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_machine_alone_ends_with_the_run(running: Any) -> None:
+    """Ctrl-C saves and leaves no process; what the cluster will never have ends in one message."""
+    pytest.importorskip("ray")
+    refused = running(*LOCAL, "launch=ray", "ray.resources={local:{moon:1}}", "ray.wait_s=2")
+    assert refused.finish() == 1
+    assert "failed: 3 ranks have no place yet (rank 0: {'moon': 1" in refused.stderr
+    assert "set a smaller allocation; raise ray.wait_s where nodes still start." in refused.stderr
+    assert "Traceback" not in refused.stderr
+    train = running(*LOCAL, *RAY, "max_rl_steps=1000")
+    train.wait_for_step(1)
+    os.killpg(train.pid, signal.SIGINT)
+    assert train.finish() == 128 + signal.SIGINT, train.stderr
+    assert train.summary["status"] == "stopped"
+    assert (train.run_dir / "checkpoints/last/manifest.json").is_file()
+    deadline = time.monotonic() + 10
+    while left := [*train.left(), *refused.left()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def test_an_address_that_ranks_could_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(
+        ValueError, match=r"ray.address = ray://head:10001: ranks could not reach .*ray job submit"
+    ):
+        driver_host(None)
+    assert driver_host("127.0.0.1:6379") == "127.0.0.1"
+
+
+def test_resources_of_no_pool_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"ray\.resources\.spot: is no pool .* its pools are local"
+    ):
+        configuration.load(["experiment=digits_flowgrpo", "ray.resources={spot:{GPU:1}}"])

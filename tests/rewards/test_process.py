@@ -1,0 +1,127 @@
+"""A scorer in a process of its own: same scores, and its death is a missing score, not the
+run's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+from digenrl.rewards.process import ProcessScorer
+from digenrl.rewards.protocol import RewardError, RewardUnavailable, identity_of
+from digenrl.rewards.suite import RewardSuite
+from digenrl.types import Prompt
+from reward_models.jpeg_size import JpegSize
+
+pytestmark = pytest.mark.processes
+
+NODE = {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 80}
+PROMPTS = [Prompt("a", metadata={"k": 1}), Prompt("b")]
+MEDIA = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_scores_equal_inline_and_a_killed_child_starts_again():
+    suite = RewardSuite({"jpeg": {"scorer": NODE}}, placement="process")
+    scorer = suite.scorer("jpeg")
+    expected = JpegSize(80)(MEDIA, PROMPTS)
+    try:
+        assert torch.equal(suite.score(MEDIA, PROMPTS)["jpeg"], expected)
+        assert identity_of(scorer) == identity_of(JpegSize(80))
+        video = MEDIA[:, None].expand(2, 3, 3, 16, 16)
+        assert torch.equal(suite.score(video, PROMPTS)["jpeg"], expected)
+        pid = scorer._child.pid
+        os.kill(pid, signal.SIGSTOP)
+        scorer._client._deadline_s = 0.3
+        scorer._call_s = 0.3
+        began = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"did not answer within 0\.3 s"):
+            scorer(MEDIA, PROMPTS)
+        assert time.monotonic() - began < 3
+        assert not psutil.pid_exists(pid)
+        scorer._call_s = 60
+        assert torch.equal(suite.score(MEDIA, PROMPTS)["jpeg"], expected)
+        assert suite.failures()["jpeg"].missing == 0
+    finally:
+        suite.close()
+    assert scorer._child is None
+
+
+def test_a_scorer_that_fails_names_its_error():
+    scorer = ProcessScorer({"_target_": "reward_models.jpeg_size.JpegSize", "quality": 500})
+    with pytest.raises(RewardError, match=r"JPEG quality lies in 1\.\.95") as caught:
+        scorer(MEDIA, PROMPTS)
+    assert not isinstance(caught.value, RewardUnavailable)
+    scorer.close()
+
+
+@pytest.mark.slow
+def test_each_failure_of_a_call_is_told_apart():
+    scorer = ProcessScorer({"_target_": "tests.rewards.services.Moody"}, max_deaths=2)
+    one = MEDIA[:1]
+    try:
+        for _ in range(3):  # as often as it likes: it answers
+            with pytest.raises(RewardUnavailable, match="the judge is away"):
+                scorer(one, [Prompt("away")])
+        with pytest.raises(RewardUnavailable, match=r"died \(exit code -9\); it starts again"):
+            scorer(one, [Prompt("killed")])
+        assert scorer(one, [Prompt("fine")]).tolist() == [1.0]
+        with pytest.raises(RewardError, match="KeyError: 'no such weight'") as caught:
+            scorer(one, [Prompt("broken")])
+        assert not isinstance(caught.value, RewardUnavailable)
+        with pytest.raises(RewardError, match="Scorer `Moody` raised SystemExit: 3") as caught:
+            scorer(one, [Prompt("exit")])
+        assert not isinstance(caught.value, RewardUnavailable)
+        with pytest.raises(RewardUnavailable, match="died"):
+            scorer(one, [Prompt("killed")])
+        with pytest.raises(RewardError, match="2 times in a row") as caught:
+            scorer(one, [Prompt("killed")])
+        assert not isinstance(caught.value, RewardUnavailable)
+    finally:
+        scorer.close()
+
+
+def gone(process: psutil.Process) -> bool:
+    psutil.wait_procs([process], timeout=5)
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_scorer_has_started_ends_with_it():
+    scorer = ProcessScorer({"_target_": "tests.rewards.services.Moody"})
+
+    def helper() -> psutil.Process:
+        scorer(MEDIA[:1], [Prompt("helpers")])
+        (found,) = psutil.Process(scorer._child.pid).children()
+        return found
+
+    first = helper()
+    with pytest.raises(RewardUnavailable, match="died"):
+        scorer(MEDIA[:1], [Prompt("killed")])
+    assert gone(first)
+    second = helper()
+    scorer.close()
+    assert gone(second)
+
+
+def test_the_child_and_what_it_started_end_when_its_parent_is_killed():
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+
+    def scores():
+        scorer = ProcessScorer({"_target_": "tests.rewards.services.Moody"})
+        scorer(MEDIA[:1], [Prompt("helpers")])
+        theirs.send_bytes(str(scorer._child.pid).encode())
+        time.sleep(60)
+
+    parent = multiprocessing.get_context("fork").Process(target=scores)
+    parent.start()
+    assert ours.poll(100)
+    child = psutil.Process(int(ours.recv_bytes()))
+    (helper,) = child.children()
+    parent.kill()
+    parent.join()
+    assert gone(child)
+    assert gone(helper)
