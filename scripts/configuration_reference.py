@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from digenrl.config.help_pages import defaults_of
-from digenrl.config.schema import may_change
-from digenrl.config.schemas import schema_of
+from digenrl.config.settings import may_change
+from digenrl.config.command_settings import schema_of
 from digenrl.config.validation import Key, keys_of
 
 _INTRODUCTION = """\
 # Every key
 
-Made from the schema (`src/digenrl/config/schema.py`) by `make docs`; `digenrl train --help` prints the same with the
+Made from the schema (`src/digenrl/config/settings.py`) by `make docs`; `digenrl train --help` prints the same with the
 options of each group. Values are those of the first run, where nothing else is said; an experiment, a hardware profile
 and the command line change them; later ones win. Keys with * may change when a run is resumed. A component (`model`,
 `algorithm`, `reward`, `logger`, `callbacks`) takes what its constructor takes, beside the keys here. `NAME` is a name

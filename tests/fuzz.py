@@ -33,7 +33,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig
 
 from digenrl import config, prompts
-from digenrl.config.schemas import schema_of
+from digenrl.config.command_settings import schema_of
 from digenrl.config.validation import keys_of
 from digenrl.images import ImageLimits
 from digenrl.models.prompt_store import PromptStore

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config
-from digenrl.config.schema import TrainKeys
+from digenrl.config.settings import Settings
 from digenrl.config.validation import ANY_NAME, keys_of
 
 pytestmark = pytest.mark.heavy
@@ -155,7 +155,7 @@ def test_the_schema_names_keys_that_exist() -> None:
     """A key that no configuration has would be a stale field. (Pools are named by their users.)"""
     stale = {
         key  # of GPUs' kinds, too
-        for key in keys_of(TrainKeys)
+        for key in keys_of(Settings)
         if ANY_NAME not in key and not key.startswith("hardware.efficiency")
     }
     for tree in itertools.chain(

@@ -15,7 +15,7 @@ from digenrl import parts, run
 from digenrl.advisor import Advice
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.world import Session, World
-from digenrl.config.schema import TrainKeys
+from digenrl.config.settings import Settings
 from digenrl.config.validation import keys_of
 from digenrl.schedule import ScheduleSpec
 from tests.strategy.processes import configured
@@ -53,7 +53,7 @@ def test_a_schedule_is_the_one_that_its_overrides_give(schedule: str) -> None:
     assert spec.shares == (2.0, 1.0)
     assert ScheduleSpec.from_config(configured(*spec.overrides()), 3) == spec
     told = {word.partition("=")[0] for word in spec.overrides()}
-    assert told == {key for key in keys_of(TrainKeys) if key.startswith("schedule.")} - {
+    assert told == {key for key in keys_of(Settings) if key.startswith("schedule.")} - {
         "schedule.auto",
         "schedule.claims",
     }

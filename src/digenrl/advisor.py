@@ -119,11 +119,11 @@ class PlainAdvisor:
     def choose(self, composed: Composed, processes: int | None) -> Composed:
         """Return `composed` with groups that are trained as they complete, where advantages allow
         it."""
-        if not composed.config.schedule.auto:
+        if not composed.settings.schedule.auto:
             return composed
         words = ["schedule.auto=false"]
         if "schedule.gap" not in named(composed) and not needs_whole_batch(
-            composed.config.algorithm.advantage
+            composed.settings.algorithm.advantage
         ):
             words.append("schedule.gap=1")
         said = (
@@ -138,7 +138,7 @@ class PlainAdvisor:
 
     def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
         """Return nothing to expect; refuse emulation."""
-        if composed.config.hardware.emulate:
+        if composed.settings.hardware.emulate:
             raise ValueError(
                 "hardware.emulate = true: needs the planner, which this installation lacks; "
                 "install it, or set hardware.emulate=false."
@@ -157,15 +157,15 @@ def named(composed: Composed) -> set[str]:
 
 def changed(composed: Composed, words: Sequence[str]) -> Composed:
     """Return the configuration, changed by the words of a command line."""
-    tree: Any = OmegaConf.to_container(composed.config)
-    config = OmegaConf.create(tree)
-    if wrong := merge_words(config, list(words), "train"):
+    tree: Any = OmegaConf.to_container(composed.settings)
+    settings = OmegaConf.create(tree)
+    if wrong := merge_words(settings, list(words), "train"):
         raise ValueError("\n".join(wrong))
-    return with_config(composed, config)
+    return with_config(composed, settings)
 
 
 def with_config(composed: Composed, tree: DictConfig | dict[str, Any]) -> Composed:
     """Return `composed` with the configuration `tree`, read-only."""
-    config = OmegaConf.create(tree) if isinstance(tree, dict) else tree
-    OmegaConf.set_readonly(config, True)
-    return replace(composed, config=config)
+    settings = OmegaConf.create(tree) if isinstance(tree, dict) else tree
+    OmegaConf.set_readonly(settings, True)
+    return replace(composed, config=settings)

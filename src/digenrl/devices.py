@@ -157,12 +157,12 @@ def _ask(pipe: Connection) -> None:
         pipe.send(f"{' '.join(str(error).split())}.")
 
 
-def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequence[Device]) -> None:
+def check(settings: Settings, seats: Mapping[int, int], processes: int, devices: Sequence[Device]) -> None:
     """Refuse a run whose ranks cannot have the GPUs that the hardware profile gives them. Emulated
     GPUs need none.
 
     Args:
-        config: settled.
+        settings: settled.
         seats: rank -> local rank of the ranks to check: all of them, or this process's own where a
             scheduler started it.
         processes: ranks of this machine.
@@ -171,9 +171,9 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
     Raises:
         ValueError: too few, others than the profile's, or less memory.
     """
-    if config.hardware.emulate:
+    if settings.hardware.emulate:
         return
-    pools = {name: pool.gpu for name, pool in config.hardware.pools.items() if pool.gpu != "cpu"}
+    pools = {name: pool.gpu for name, pool in settings.hardware.pools.items() if pool.gpu != "cpu"}
     if pools and not devices:
         asked = ", ".join(f"{name}: {gpu}" for name, gpu in pools.items())
         raise ValueError(
@@ -184,16 +184,16 @@ def check(config: Any, seats: Mapping[int, int], processes: int, devices: Sequen
     dealt = len(seats) < processes and len(devices) == 1  # every process sees a GPU of its own
     if devices and processes > len(devices) and not dealt:
         raise ValueError(
-            f"allocation.trainers = {config.allocation.trainers} and allocation.rollouts = "
-            f"{config.allocation.rollouts}: {processes} ranks start on this machine, which has "
+            f"allocation.trainers = {settings.allocation.trainers} and allocation.rollouts = "
+            f"{settings.allocation.rollouts}: {processes} ranks start on this machine, which has "
             f"{len(devices)} GPUs; lower one, start the run on every machine of the profile "
             "(scripts/torchrun.sh, scripts/slurm.sbatch), or set CUDA_VISIBLE_DEVICES= to run on "
             "processors."
         )
     if pools:
-        hardware = parse_hardware(config.hardware)
+        hardware = parse_hardware(settings.hardware)
         places = assign(
-            hardware, config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+            hardware, settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
         )
         for rank, local_rank in seats.items():
             pool = hardware.pool(places[rank][0])

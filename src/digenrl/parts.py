@@ -42,7 +42,7 @@ from digenrl.types import Prompt
 class Given:
     """What every step of `build` reads."""
 
-    config: DictConfig
+    settings: Settings
     world: World
     session: Session
     advice: Advice
@@ -53,94 +53,94 @@ class Given:
         return self.advice.stand_in(self.world.rank)
 
 
-def link_maker(config: DictConfig, rollouts: int, stand_in: StandIn | None = None) -> LinkMaker:
+def link_maker(settings: Settings, rollouts: int, stand_in: StandIn | None = None) -> LinkMaker:
     """Return what makes the link of each rank of a run that begins with `rollouts` rollouts."""
     lines: Mapping[str, Any] = {} if stand_in is None else {"lines": stand_in.line}
-    return partial(broadcast_link if broadcasts(config, rollouts) else socket_link, **lines)
+    return partial(broadcast_link if broadcasts(settings, rollouts) else socket_link, **lines)
 
 
-def broadcasts(config: DictConfig, rollouts: int) -> bool:
+def broadcasts(settings: Settings, rollouts: int) -> bool:
     """Return whether a settled run with `rollouts` rollouts publishes by broadcast.
 
     `network.publication=auto` means a broadcast between GPUs in one place, of a fixed number of
     ranks.
     """
-    if config.network.publication != "auto":
-        return bool(config.network.publication == "broadcast" and rollouts)
+    if settings.network.publication != "auto":
+        return bool(settings.network.publication == "broadcast" and rollouts)
     fixed = (
         rollouts > 0
-        and not isinstance(config.allocation.rollouts, Mapping)
-        and config.launch != "ray"
+        and not isinstance(settings.allocation.rollouts, Mapping)
+        and settings.launch != "ray"
     )
-    gpus = not config.hardware.emulate and all(
-        pool.gpu != "cpu" for pool in config.hardware.pools.values()
+    gpus = not settings.hardware.emulate and all(
+        pool.gpu != "cpu" for pool in settings.hardware.pools.values()
     )
-    if config.hardware.get("links") or not (
-        fixed and gpus and config.trainer.get("accelerator") != "cpu"
+    if settings.hardware.get("links") or not (
+        fixed and gpus and settings.trainer.get("accelerator") != "cpu"
     ):
         return False
     return torch.distributed.is_nccl_available()
 
 
 def schedule_spec(
-    config: DictConfig, trained_steps: int, trainers: int, rollouts: int = 1
+    settings: Settings, trained_steps: int, trainers: int, rollouts: int = 1
 ) -> ScheduleSpec:
     """The schedule that a configuration describes; measured shares begin with the profile's."""
     shares: tuple[float, ...] = ()
-    if config.schedule.shares == "measured":
-        profile = parse_hardware(config.hardware)
+    if settings.schedule.shares == "measured":
+        profile = parse_hardware(settings.hardware)
         shares = relative(trainer_speeds(profile, trainers, rollouts))
-    return ScheduleSpec.from_config(config, trained_steps, shares)
+    return ScheduleSpec.from_config(settings, trained_steps, shares)
 
 
-def kinds_of_trainers(config: DictConfig, world: World) -> set[str]:
+def kinds_of_trainers(settings: Settings, world: World) -> set[str]:
     """GPUs that the profile gives to trainers, by name."""
-    if config.hardware.emulate or all(pool.gpu == "cpu" for pool in config.hardware.pools.values()):
+    if settings.hardware.emulate or all(pool.gpu == "cpu" for pool in settings.hardware.pools.values()):
         return set()
-    hardware = parse_hardware(config.hardware)
+    hardware = parse_hardware(settings.hardware)
     return {
         hardware.pool(name).gpu
         for name, _ in assign(hardware, world.trainers, world.rollouts)[: world.trainers]
     }
 
 
-def sampling_spec(config: DictConfig) -> SamplingSpec:
+def sampling_spec(settings: Settings) -> SamplingSpec:
     """The `sampling` group as the engine reads it."""
-    sampling, stored = config.sampling, getattr(torch, config.sampling.storage_dtype)
+    sampling, stored = settings.sampling, getattr(torch, settings.sampling.storage_dtype)
     evaluated = {f"eval_{key}": value for key, value in sampling.eval.items()}
     return SamplingSpec(sampling.steps, stored, same_noise=sampling.same_noise, **evaluated)
 
 
-def model_of(config: DictConfig, world: World) -> DictConfig:
+def model_of(settings: Settings, world: World) -> DictConfig:
     """The `model` group as this rank builds it: what its GPU keeps for the backward pass, where
     trainers differ; not filled yet where trainers shard it, or a rollout holds all weights in less
     than they are stored in; no reference copy and nothing for a backward pass on a rollout.
     """
     own: dict[str, Any] = {}
-    model = _target(config, "model")
-    shards = world.is_trainer and sharding(config) != "ddp"
-    casts = not world.is_trainer and config.model.get("lora") is None  # half of what is stored
+    model = _target(settings, "model")
+    shards = world.is_trainer and sharding(settings) != "ddp"
+    casts = not world.is_trainer and settings.model.get("lora") is None  # half of what is stored
     diffusers = isinstance(model, type) and issubclass(model, DiffusersPolicy)
     if (shards or casts) and diffusers:
         own["empty"] = True
-    kept = config.model.get("gradient_checkpointing")
+    kept = settings.model.get("gradient_checkpointing")
     if world.is_trainer and isinstance(kept, ListConfig):
         own["gradient_checkpointing"] = kept[world.rank]
     if not world.is_trainer:
         own |= {
             key: False
             for key in ("gradient_checkpointing", "keep_reference")
-            if key in config.model
+            if key in settings.model
         }
-    merged = OmegaConf.merge(config.model, own)
+    merged = OmegaConf.merge(settings.model, own)
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def loggers(config: DictConfig, run_dir: Path) -> list[Logger]:
+def loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
     run."""
-    makers = {key: configuration.instantiate(node) for key, node in (config.logger or {}).items()}
+    makers = {key: configuration.instantiate(node) for key, node in (settings.logger or {}).items()}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
     return [Guarded(logger, key, run_dir) for key, logger in made.items()]
 
@@ -151,8 +151,8 @@ class Resumed(pl.Callback):
     checkpoint: the Strategy has then published from it, for which they meet, and no other callback
     has written."""
 
-    def __init__(self, config: DictConfig) -> None:
-        self._config = config
+    def __init__(self, settings: Settings) -> None:
+        self._config = settings
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         configuration.store_config(self._config, Path(trainer.default_root_dir))
@@ -170,29 +170,29 @@ class WarningEvents(logging.Handler):
         append_event(self._run_dir, "warning", {"message": record.getMessage()})
 
 
-def check(config: DictConfig) -> None:
+def check(settings: Settings) -> None:
     """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
     could never score, before anything is written or started."""
-    model, strategy = _target(config, "model"), _target(config, "strategy")
-    if not config.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
-        model.check(config.model)
-        if config.parallel.context > 1:
-            check_model(model, config.parallel.context, config.model)
+    model, strategy = _target(settings, "model"), _target(settings, "strategy")
+    if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
+        model.check(settings.model)
+        if settings.parallel.context > 1:
+            check_model(model, settings.parallel.context, settings.model)
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
-            f"strategy._target_ = {config.strategy['_target_']}: is no subclass of "
+            f"strategy._target_ = {settings.strategy['_target_']}: is no subclass of "
             "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and "
             "override its hooks."
         )
-    algorithm = config.algorithm
+    algorithm = settings.algorithm
     configuration.instantiate(algorithm.advantage)
-    if not config.hardware.emulate:
-        for where, prompt in _prompts_of(config.data) if issubclass(model, Policy) else ():
+    if not settings.hardware.emulate:
+        for where, prompt in _prompts_of(settings.data) if issubclass(model, Policy) else ():
             try:
                 model.check_prompt(prompt)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-        if problems := unscorable(config.reward, _prompts_of(config.data)):
+        if problems := unscorable(settings.reward, _prompts_of(settings.data)):
             raise ValueError("\n".join(problems))
     surrogate = configuration.instantiate(algorithm.surrogate) if "surrogate" in algorithm else None
     if surrogate is not None:
@@ -207,9 +207,9 @@ def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
                 yield f"data.{key}: {file.path}:{line}", prompt
 
 
-def _target(config: DictConfig, group: str) -> Any:
+def _target(settings: Settings, group: str) -> Any:
     """What `_target_` of a group names."""
-    name = config[group]["_target_"]
+    name = settings[group]["_target_"]
     try:
         return get_object(name)
     except Exception as error:  # whatever the user's module raises while it is imported

@@ -32,12 +32,12 @@ def encode(
 ) -> None:
     """Fill the prompt store while the network is not on the device yet; the run goes on over one
     that fails."""
-    if given.config.data.prompt_store is None:
+    if given.settings.data.prompt_store is None:
         return
     session, rank = given.session, given.world.rank
     with session.progress.stage("encode"):
         try:
-            filled = fill_prompt_store(given.config, policy, data, callbacks, session.progress.tick)
+            filled = fill_prompt_store(given.settings, policy, data, callbacks, session.progress.tick)
         except OSError as error:
             logging.getLogger(__name__).warning(
                 f"{error} What it lacks is encoded by every rank that needs it."
@@ -59,7 +59,7 @@ class Filled:
 
 
 def fill_prompt_store(
-    config: DictConfig,
+    settings: Settings,
     policy: Policy,
     data: PromptData,
     callbacks: Sequence[pl.Callback] = (),
@@ -75,12 +75,12 @@ def fill_prompt_store(
     Raises:
         OSError: the store cannot be written; the policy reads what it has.
     """
-    setting = config.data.prompt_store
+    setting = settings.data.prompt_store
     if setting is None or not isinstance(policy, DiffusersPolicy):
         return None
     root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
-    steps = range(config.max_rl_steps)
-    all_of_them = len(steps) * config.data.prompts_per_batch >= len(data.prompts)
+    steps = range(settings.max_rl_steps)
+    all_of_them = len(steps) * settings.data.prompts_per_batch >= len(data.prompts)
     wanted = (
         list(data.prompts)
         if all_of_them
@@ -89,7 +89,7 @@ def fill_prompt_store(
     evaluated = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
     wanted += [prompt for drawn in evaluated for prompt in drawn.prompts]
     try:
-        with policy.guided(max(policy.guidance_scale, config.sampling.eval.guidance_scale or 0.0)):
+        with policy.guided(max(policy.guidance_scale, settings.sampling.eval.guidance_scale or 0.0)):
             found = fill(policy, root, wanted, accelerator.current(), progress)
     except OSError as error:
         raise OSError(

@@ -41,14 +41,14 @@ def reward_command(
         show(configuration_help(name, doc, with_search_path(argv)))
         return 0
     try:
-        config = reward_config(argv, name)
+        settings = reward_config(argv, name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     from digenrl.rewards.protocol import RewardError
 
     try:
-        work(config)
+        work(settings)
     except (RewardError, ValueError, KeyError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
@@ -65,24 +65,24 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
         known = ", ".join(group_options(config_directory(), *own_directories(words))["reward"])
         raise ConfigError([f"reward=... is missing; known: {known}."])
     tree, problems = compose_words([_literal(word) for word in words], name)
-    config = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    OmegaConf.set_struct(config, False)
-    config.allow_targets = command_line_list("allow_targets", words, config)
-    problems += problems_of(*resolved(config), name, KnownKeys(config, name), config.allow_targets)
+    settings = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    OmegaConf.set_struct(settings, False)
+    settings.allow_targets = command_line_list("allow_targets", words, settings)
+    problems += problems_of(*resolved(settings), name, KnownKeys(settings, name), settings.allow_targets)
     if problems:
         raise ConfigError(problems)
     try:
-        require_weights(config.reward)
+        require_weights(settings.reward)
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from None
-    return config
+    return settings
 
 
-def reward_suite(config: DictConfig) -> RewardSuite:
+def reward_suite(settings: Settings) -> RewardSuite:
     """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a
     ValueError."""
     try:
-        suite: RewardSuite = instantiate(config.reward)
+        suite: RewardSuite = instantiate(settings.reward)
         suite.load()
         return suite
     except Exception as error:

@@ -59,7 +59,7 @@ class Rank:
 
 
 def fit(
-    config: DictConfig,
+    settings: Settings,
     checkpoint: Path | None,
     advice: Advice,
     world: World,
@@ -68,14 +68,14 @@ def fit(
     """Be one rank from its assembly to the end of the run."""
     if world.rank == 0:
         logging.getLogger("digenrl").addHandler(parts.WarningEvents(session.run_dir))
-    rank = build(config, world, session, advice=advice)
+    rank = build(settings, world, session, advice=advice)
     if world.rank == 0 and checkpoint is not None:
-        rank.trainer.callbacks.insert(0, parts.Resumed(config))  # type: ignore[attr-defined]
+        rank.trainer.callbacks.insert(0, parts.Resumed(settings))  # type: ignore[attr-defined]
     rank.fit(checkpoint)
 
 
 def build(
-    config: DictConfig,
+    settings: Settings,
     world: World,
     session: Session,
     callbacks: Sequence[pl.Callback] = (),
@@ -84,24 +84,24 @@ def build(
     """Instantiate everything that rank `world.rank` needs.
 
     Args:
-        config: a composed, validated configuration.
+        settings: a composed, validated configuration.
         world: this process's place.
         session: how to reach the run.
         callbacks: further Lightning callbacks (tests record gradients with them).
         advice: what the ranks are told (`Advisor.advise`); None: nothing.
     """
-    given = Given(config, world, session, advice or Advice())
+    given = Given(settings, world, session, advice or Advice())
     # First: reward models, streams and contexts are made on the current device.
     device = _prepare_process(given)
     policy, rewards = _policy(given), _rewards(given)
     if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
-    module = configuration.instantiate(config.algorithm, policy=policy)
-    engine, data = engine_of(config, module, rewards), PromptData(config.data, config.seed)
-    named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
+    module = configuration.instantiate(settings.algorithm, policy=policy)
+    engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
+    named = [configuration.instantiate(callback) for callback in (settings.callbacks or {}).values()]
     setup = _setup(given, module, engine, data, named)
     _check_rewards(given, setup, rewards, data, named)
-    strategy = configuration.instantiate(config.strategy)(setup, DirectoryCheckpointIO())
+    strategy = configuration.instantiate(settings.strategy)(setup, DirectoryCheckpointIO())
     trainer = _trainer(given, setup, strategy, [*named, *callbacks], device)
     prompt_encoding.encode(given, policy, data, named)
     return Rank(trainer, module, data, strategy)
@@ -112,7 +112,7 @@ def _prepare_process(given: Given) -> int | None:
     or when emulated."""
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
-    torch.manual_seed(given.config.seed)
+    torch.manual_seed(given.settings.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO,
     # weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
@@ -126,7 +126,7 @@ def _policy(given: Given) -> Policy:
     """Return the network of this rank; a rank that only generates keeps nothing for training."""
     stand_in = given.stand_in
     policy: Policy = (
-        configuration.instantiate(parts.model_of(given.config, given.world))
+        configuration.instantiate(parts.model_of(given.settings, given.world))
         if stand_in is None
         else stand_in.policy()
     )
@@ -140,7 +140,7 @@ def _rewards(given: Given) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
     stand_in = given.stand_in
     rewards: RewardSuite = (
-        configuration.instantiate(given.config.reward) if stand_in is None else stand_in.rewards()
+        configuration.instantiate(given.settings.reward) if stand_in is None else stand_in.rewards()
     )
 
     def tell(reward: str, samples: int, cause: str) -> None:
@@ -160,28 +160,28 @@ def _setup(
 ) -> RankSetup:
     """Return what the Strategy is built from: the schedule, the roles, and what this rank sends,
     records and evaluates."""
-    config, world, session = given.config, given.world, given.session
-    trained = module.train_steps.count(config.sampling.steps)
+    settings, world, session = given.settings, given.world, given.session
+    trained = module.train_steps.count(settings.sampling.steps)
     drawn = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
-    keep = config.record.keep_mib * 2**20
+    keep = settings.record.keep_mib * 2**20
     limit_events(keep / 4)
     return RankSetup(
         world,
         session,
-        parts.schedule_spec(config, trained, world.trainers, world.rollouts),
+        parts.schedule_spec(settings, trained, world.trainers, world.rollouts),
         engine,
         data.sampler,
-        last_step=config.max_rl_steps - 1,
-        sharding=sharding(config),
-        shard_group=shard_group(config, world.trainers),
-        unequal_gpus=len(parts.kinds_of_trainers(config, world)) > 1,
-        split_claims=config.schedule.claims == "split",
+        last_step=settings.max_rl_steps - 1,
+        sharding=sharding(settings),
+        shard_group=shard_group(settings, world.trainers),
+        unequal_gpus=len(parts.kinds_of_trainers(settings, world)) > 1,
+        split_claims=settings.schedule.claims == "split",
         expected=given.advice.expected,
         record_bytes=keep / world.size,
         evaluated=drawn[0]
-        if drawn and trainers_must_evaluate(config, world.rollouts) is None
+        if drawn and trainers_must_evaluate(settings, world.rollouts) is None
         else None,
-        link=parts.link_maker(config, world.rollouts, given.stand_in),
+        link=parts.link_maker(settings, world.rollouts, given.stand_in),
     )
 
 
@@ -214,25 +214,25 @@ def _trainer(
 ) -> pl.Trainer:
     """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all
     micro-batches of an update."""
-    config, run_dir = given.config, given.session.run_dir
+    settings, run_dir = given.settings, given.session.run_dir
     trainer: pl.Trainer = configuration.instantiate(
-        config.trainer,
-        accelerator=devices.lightning(config.trainer.accelerator),
+        settings.trainer,
+        accelerator=devices.lightning(settings.trainer.accelerator),
         devices=1 if device is None else [device],
         strategy=strategy,
-        max_epochs=config.max_rl_steps,
+        max_epochs=settings.max_rl_steps,
         accumulate_grad_batches=setup.micro_batches_per_update,
         callbacks=list(callbacks),
-        logger=parts.loggers(config, run_dir) if given.world.rank == 0 else [],
+        logger=parts.loggers(settings, run_dir) if given.world.rank == 0 else [],
         default_root_dir=str(run_dir),
     )
     return trainer
 
 
-def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutEngine:
+def engine_of(settings: Settings, module: Any, rewards: RewardSuite) -> RolloutEngine:
     """Return what generates for an algorithm's `module`, with its policy, kernel and steps."""
-    scouts, make = config.sampling.scouts, cast(Callable[..., RolloutEngine], RolloutEngine)
-    if config.data.samples == "files":
+    scouts, make = settings.sampling.scouts, cast(Callable[..., RolloutEngine], RolloutEngine)
+    if settings.data.samples == "files":
         make = FileEngine
     elif scouts.candidates > 1:
         make = partial(ScoutingEngine, candidates=scouts.candidates, scout_steps=scouts.steps)
@@ -241,8 +241,8 @@ def engine_of(config: DictConfig, module: Any, rewards: RewardSuite) -> RolloutE
         rewards,
         module.sde,
         module.train_steps,
-        parts.sampling_spec(config),
-        config.seed,
+        parts.sampling_spec(settings),
+        settings.seed,
         keep_means=module.needs_means,
         keep_final=module.needs_final,
     )

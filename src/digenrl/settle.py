@@ -36,10 +36,10 @@ def allocated(composed: Composed, advisor: Advisor, processes: int | None = None
         ValueError: as `allocation` and `settled`.
     """
     composed = advisor.choose(with_task_size(composed, advisor), processes)
-    return settled(composed, *allocation(composed.config, processes), advisor)
+    return settled(composed, *allocation(composed.settings, processes), advisor)
 
 
-def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
+def allocation(settings: Settings, processes: int | None = None) -> tuple[int, int]:
     """Return (trainers, rollouts) with every `auto` as a number. {min, max} counts as max.
 
     Without `processes`, the pools of the hardware profile say how many there are. A pool's role
@@ -52,11 +52,11 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     Raises:
         ValueError: {min, max} where somebody else starts a fixed number of processes.
     """
-    trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+    trainers, rollouts = settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
     if processes is not None:
-        if rollouts != config.allocation.rollouts:
+        if rollouts != settings.allocation.rollouts:
             raise ValueError(
-                f"allocation.rollouts = {config.allocation.rollouts}: torchrun and SLURM start a "
+                f"allocation.rollouts = {settings.allocation.rollouts}: torchrun and SLURM start a "
                 "fixed number of ranks; give a number or auto and let others join (digenrl join), "
                 "or start the run with launch=ray."
             )
@@ -64,7 +64,7 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
             trainers = processes - rollouts if isinstance(rollouts, int) else max(1, processes // 2)
         return int(trainers), int(processes - trainers if rollouts == "auto" else rollouts)
     counts = {"trainer": 0, "rollout": 0, "auto": 0}
-    for pool in hardware.parse_hardware(config.hardware).pools:
+    for pool in hardware.parse_hardware(settings.hardware).pools:
         counts[pool.role] += pool.count if pool.gpu != "cpu" else 2
     if trainers == "auto":
         room = counts["trainer"] + counts["auto"]
@@ -76,12 +76,12 @@ def allocation(config: Any, processes: int | None = None) -> tuple[int, int]:
     return int(trainers), int(rollouts)
 
 
-def begins_with(config: Any) -> tuple[int, int]:
+def begins_with(settings: Settings) -> tuple[int, int]:
     """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets
     the rest of {min, max} join when it has them."""
-    rollouts = config.allocation.rollouts
-    elastic = config.launch != "local" and rollouts != most_rollouts(rollouts)
-    return config.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
+    rollouts = settings.allocation.rollouts
+    elastic = settings.launch != "local" and rollouts != most_rollouts(rollouts)
+    return settings.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
 
 
 def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
@@ -90,14 +90,14 @@ def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
     `auto` is a matter of model, sizes and hardware profile alone, so that samples are the same in
     every schedule. No task has samples of two updates.
     """
-    config: Any = composed.config
-    if config.sampling.task_size != AUTO:
+    settings = composed.settings
+    if settings.sampling.task_size != AUTO:
         return composed
-    portion = config.data.group_size // slices_of_group(
-        config.data.updates_split, config.algorithm.updates_per_batch
+    portion = settings.data.group_size // slices_of_group(
+        settings.data.updates_split, settings.algorithm.updates_per_batch
     )
     sizes = [size for size in range(1, portion + 1) if portion % size == 0]
-    tree: Any = OmegaConf.to_container(config)
+    tree: Any = OmegaConf.to_container(settings)
     tree["sampling"]["task_size"] = advisor.task_size(composed, sizes)
     return with_config(composed, tree)
 
@@ -113,19 +113,19 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
         ValueError: the numbers contradict another key, or a rank would not fit into its GPU's
             memory (with the estimate, the pool, and a change that fits if there is one).
     """
-    config: Any = composed.config
-    tree: Any = OmegaConf.to_container(config)
+    settings = composed.settings
+    tree: Any = OmegaConf.to_container(settings)
     tree["allocation"]["trainers"] = trainers
     if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
         tree["allocation"]["rollouts"] = rollouts
-    evaluate = evaluators(config, rollouts)
+    evaluate = evaluators(settings, rollouts)
     if wrong := relation_problems(tree):
         raise ValueError("\n".join(wrong))
-    steps = steps_per_forward(config.schedule.tsp.batch, trained_steps(config))
-    usual = Holding(sharding(config), steps, config.hardware.build == "real")
+    steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
+    usual = Holding(sharding(settings), steps, settings.hardware.build == "real")
     held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
     tree["parallel"]["sharding"], tree["schedule"]["tsp"]["batch"] = held.sharding, held.tsp_batch
-    if config.model.get("gradient_checkpointing") == AUTO:
+    if settings.model.get("gradient_checkpointing") == AUTO:
         tree["model"]["gradient_checkpointing"] = held.gradient_checkpointing
     if evaluate == ROLLOUTS and not held.rollouts_evaluate:
         tree["allocation"]["evaluation"] = "trainers"
@@ -134,20 +134,20 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
             "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
         )
     numbers = with_config(composed, tree)
-    return replace(numbers, notes=(*notes, *without_effect(numbers.config)))
+    return replace(numbers, notes=(*notes, *without_effect(numbers.settings)))
 
 
-def evaluators(config: Any, rollouts: int) -> str | None:
+def evaluators(settings: Settings, rollouts: int) -> str | None:
     """Return the ranks that evaluate, in words, with the reason where trainers do; None when no
     rank evaluates.
 
     Raises:
         ValueError: rollouts are asked to, and cannot.
     """
-    if not evaluations(config):
+    if not evaluations(settings):
         return None
-    cause = trainers_must_evaluate(config, rollouts)
-    if cause is not None and config.allocation.evaluation == "rollouts":
+    cause = trainers_must_evaluate(settings, rollouts)
+    if cause is not None and settings.allocation.evaluation == "rollouts":
         raise ValueError(
             f"allocation.evaluation = rollouts: cannot be, because {cause}; set "
             "allocation.evaluation=auto, with which trainers evaluate there."
@@ -155,21 +155,21 @@ def evaluators(config: Any, rollouts: int) -> str | None:
     return ROLLOUTS if cause is None else f"trainers ({cause})"
 
 
-def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
+def trainers_must_evaluate(settings: Settings, rollouts: int) -> str | None:
     """Why trainers evaluate by themselves, as settled or for the configuration as it is; None:
     rollouts do. Rollouts hold weights in the dtype that every forward casts them to, so that
     samples are the same."""
-    if config.allocation.evaluation == "trainers":
+    if settings.allocation.evaluation == "trainers":
         return "allocation.evaluation=trainers says so"
     if rollouts == 0:
         return "no rank only generates"
-    if len(evaluations(config)) > 1:
+    if len(evaluations(settings)) > 1:
         return (
-            f"there are {len(evaluations(config))} evaluations among the callbacks, and rollouts "
+            f"there are {len(evaluations(settings))} evaluations among the callbacks, and rollouts "
             "make one"
         )
-    copied = config.model.get("keep_reference") and config.model.get("lora") is None
-    if copied and any(node.get("kl_samples", 1) for node in evaluations(config)):
+    copied = settings.model.get("keep_reference") and settings.model.get("lora") is None
+    if copied and any(node.get("kl_samples", 1) for node in evaluations(settings)):
         return (
             "trainers alone keep the base model, and callbacks.evaluation.kl_samples asks for the "
             "distance to it"
@@ -177,40 +177,40 @@ def trainers_must_evaluate(config: Any, rollouts: int) -> str | None:
     return None
 
 
-def evaluations(config: Any) -> list[Any]:
+def evaluations(settings: Settings) -> list[Any]:
     """Return the evaluations among the callbacks."""
     return [
         node
-        for node in (config.callbacks or {}).values()
+        for node in (settings.callbacks or {}).values()
         if str(node["_target_"]).endswith("Evaluation")
     ]
 
 
-def sharding(config: Any) -> str:
+def sharding(settings: Settings) -> str:
     """`parallel.sharding`; replicas where nobody has settled `auto`."""
-    return "ddp" if config.parallel.sharding == AUTO else str(config.parallel.sharding)
+    return "ddp" if settings.parallel.sharding == AUTO else str(settings.parallel.sharding)
 
 
-def shard_group(config: Any, trainers: int) -> int:
+def shard_group(settings: Settings, trainers: int) -> int:
     """`parallel.shard_group` as a number: `auto` follows the smallest node of the pools that may
     train."""
-    if isinstance(config.parallel.shard_group, int):
-        return int(config.parallel.shard_group)
-    pools = hardware.parse_hardware(config.hardware).pools
+    if isinstance(settings.parallel.shard_group, int):
+        return int(settings.parallel.shard_group)
+    pools = hardware.parse_hardware(settings.hardware).pools
     nodes = [pool.per_node for pool in pools if pool.role != "rollout"]
     return hardware.shard_group(trainers, min(nodes, default=trainers))
 
 
-def trained_steps(config: Any) -> int:
+def trained_steps(settings: Settings) -> int:
     """S: what `algorithm.train_steps` counts among sampling.steps. Its class is imported, and torch
     if that needs it.
 
     Raises:
         ValueError: the selection does not fit into sampling.steps.
     """
-    selection = config.algorithm.train_steps
+    selection = settings.algorithm.train_steps
     try:
-        return int(instantiate(selection).count(config.sampling.steps))
+        return int(instantiate(selection).count(settings.sampling.steps))
     except ValueError as error:
         raise ValueError(
             f"algorithm.train_steps = {OmegaConf.to_container(selection)}: {error}"

@@ -17,7 +17,7 @@ from omegaconf.errors import ReadonlyConfigError
 from digenrl import config
 from digenrl.config.output_dir import prepare_run_dir_or_exit
 from digenrl.config.removed import REMOVED
-from digenrl.config.schema import TrainKeys
+from digenrl.config.settings import Settings
 from digenrl.config.stored import read_stored
 from digenrl.config.validation import keys_of
 
@@ -194,7 +194,7 @@ def test_a_stored_configuration_goes_on_without_the_keys_that_were_removed(tmp_p
 
 
 def test_a_removed_key_is_none_of_todays() -> None:
-    assert not {*REMOVED} & {*keys_of(TrainKeys)}
+    assert not {*REMOVED} & {*keys_of(Settings)}
 
 
 def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_help_lists_every_key_and_group(capsys: pytest.CaptureFixture[str]) -> N
         config.load_or_exit(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert all(key in text for key in keys_of(TrainKeys))
+    assert all(key in text for key in keys_of(Settings))
     assert all(group in text for group in config.group_options(config.config_directory()))
 
 
@@ -265,7 +265,7 @@ def test_flags_are_no_settings_and_hydras_words_belong_to_cfg_alone() -> None:
 
 
 def test_a_key_is_required_where_all_groups_around_it_are() -> None:
-    required = {key for key, its in keys_of(TrainKeys).items() if its.required}
+    required = {key for key, its in keys_of(Settings).items() if its.required}
     assert required >= {
         "seed",
         "schedule.tsp.batch",
@@ -278,14 +278,14 @@ def test_a_key_is_required_where_all_groups_around_it_are() -> None:
         "hardware.links.NAME.gb_s", "hardware.efficiency.train", "reward.rewards",
     }  # fmt: skip
     assert not required & optional
-    assert optional <= {*keys_of(TrainKeys)}
+    assert optional <= {*keys_of(Settings)}
 
 
 def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
     tree = config.load([]).config
     assert all(
         OmegaConf.select(tree, key, default="absent") != "absent"
-        for key, its in keys_of(TrainKeys).items()
+        for key, its in keys_of(Settings).items()
         if its.required
     )
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from digenrl import config
 from digenrl.config.compose import composed
 from digenrl.config.help_pages import configuration_help
-from digenrl.config.schema import RESUMABLE
+from digenrl.config.settings import RESUMABLE
 from digenrl.config.stored import unconfirmed_hosts
 
 SERVED = "reward.urls={judge_a: ['%s']}"

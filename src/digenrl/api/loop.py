@@ -68,7 +68,7 @@ def rl_loop(*words: str) -> Loop:
     try:
         advisor = choose_advisor()
         sized = with_task_size(composed, advisor)
-        return Loop(settled(sized, trainers=1, rollouts=0, advisor=advisor).config)
+        return Loop(settled(sized, trainers=1, rollouts=0, advisor=advisor).settings)
     except ValueError as error:
         cause, _, remedy = str(error).partition(": ")
         advice = "use hardware.build=tiny, a profile with a larger GPU, or smaller media."
@@ -79,16 +79,16 @@ def rl_loop(*words: str) -> Loop:
 class Loop:
     """One policy, its rewards and its optimizer in this process, at RL step `step`."""
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, settings: Settings) -> None:
         """config: settled, of one rank that generates and trains. The policy is on a GPU where
         there is one."""
-        torch.manual_seed(config.seed)
+        torch.manual_seed(settings.seed)
         devices.take(0)
         self.step = 0
         """RL steps done, which is the version of the weights."""
-        self.policy: Policy = configuration.instantiate(config.model)
-        self.rewards: RewardSuite = configuration.instantiate(config.reward)
-        self.module: PolicyModule = configuration.instantiate(config.algorithm, policy=self.policy)
+        self.policy: Policy = configuration.instantiate(settings.model)
+        self.rewards: RewardSuite = configuration.instantiate(settings.reward)
+        self.module: PolicyModule = configuration.instantiate(settings.algorithm, policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
         # A strategy that names the device: for a kind that it does not know, Fabric takes the CPU.
         alone = SingleDeviceStrategy(accelerator.current())
@@ -96,12 +96,12 @@ class Loop:
             accelerator=devices.lightning(), strategy=alone, devices=1
         )
         self.module.to(self.fabric.device)
-        self.engine = engine_of(config, self.module, self.rewards)
-        self.data = PromptData(config.data, config.seed)
+        self.engine = engine_of(settings, self.module, self.rewards)
+        self.data = PromptData(settings.data, settings.seed)
         self.rewards.check_prompts(self.data.prompts)
         self.optimizer = self.module.configure_optimizers()
         self._spec = schedule_spec(
-            config, self.module.train_steps.count(config.sampling.steps), trainers=1, rollouts=0
+            settings, self.module.train_steps.count(settings.sampling.steps), trainers=1, rollouts=0
         )
         self.module.on_train_start()
 

@@ -64,9 +64,9 @@ class LoadedRun:
         return self.run.path
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def settings(self) -> Mapping[str, Any]:
         """config.yaml as plain data."""
-        return self.run.config
+        return self.run.settings
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -150,15 +150,15 @@ def sample(
     from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
 
-    policy = configuration.instantiate(composed.config.model)
-    module = configuration.instantiate(composed.config.algorithm, policy=policy)
+    policy = configuration.instantiate(composed.settings.model)
+    module = configuration.instantiate(composed.settings.algorithm, policy=policy)
     module.to(accelerator.kind())
     if checkpoint is not None:
         restore(module, checkpoint)
     asked = as_prompts(prompts)
     with nullcontext() if checkpoint is None else module.averaged():
         media = ode_samples(
-            policy.eval(), sampling_spec(composed.config), asked, samples, seed, steps
+            policy.eval(), sampling_spec(composed.settings), asked, samples, seed, steps
         )
     texts = tuple(prompt.text for prompt in asked for _ in range(samples))
     return Samples(rl_step, media.mul(255.0).round().to(torch.uint8).numpy(), texts, {})
@@ -184,7 +184,7 @@ def score(
         ConfigError: the reward does not exist, or its weights are missing here.
         ValueError: media or prompts that do not fit, or that a scorer could never score.
     """
-    config = reward_config([f"reward={reward}", *words], "serve_reward")
+    settings = reward_config([f"reward={reward}", *words], "serve_reward")
 
     import torch
 
@@ -195,7 +195,7 @@ def score(
         array / 255.0 if array.dtype == np.uint8 else array, dtype=torch.float32
     )
     asked = as_prompts(prompts)
-    suite = reward_suite(config)
+    suite = reward_suite(settings)
     try:
         suite.check_prompts(asked)
         scores = suite.score(pictures, asked, heldout=heldout)

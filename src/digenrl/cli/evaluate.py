@@ -62,19 +62,19 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
     composed = changed_run(request.run, changes)
     for note in composed.notes:
         print(note, file=sys.stderr)
-    config = composed.config
-    scoring = config.reward
+    settings = composed.settings
+    scoring = settings.reward
     if request.reward is not None:
         kept = ("hydra.searchpath=", "allow_targets=", "hardware.build=")
         own = [word for word in words if word.startswith(kept)]
-        scoring = configuration.load([f"reward={request.reward}", *own]).config.reward
-    if "evaluation" not in (config.callbacks or {}):
+        scoring = configuration.load([f"reward={request.reward}", *own]).settings.reward
+    if "evaluation" not in (settings.callbacks or {}):
         raise ValueError(
             f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; "
             "add one"
         )
 
-    require_weights(scoring, config.callbacks)
+    require_weights(scoring, settings.callbacks)
 
     # torch is imported only now, so that a mistyped word is refused at once.
     from digenrl import accelerator
@@ -89,19 +89,19 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         )
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
-    evaluation: Evaluation = configuration.instantiate(config.callbacks.evaluation)
-    policy = configuration.instantiate(config.model)
-    module = configuration.instantiate(config.algorithm, policy=policy)
+    evaluation: Evaluation = configuration.instantiate(settings.callbacks.evaluation)
+    policy = configuration.instantiate(settings.model)
+    module = configuration.instantiate(settings.algorithm, policy=policy)
     module.to(accelerator.kind())
     rewards = configuration.instantiate(scoring)
     drawn = evaluation.drawn
     rewards.check_prompts(drawn.prompts)
-    engine = engine_of(config, module, rewards)
+    engine = engine_of(settings, module, rewards)
     result: dict[str, Any] = {
         "run": str(composed.run_dir),
         "prompts": len(drawn.prompts),
         "samples_per_prompt": drawn.per_prompt,
-        "steps": drawn.steps or config.sampling.eval.steps or config.sampling.steps,
+        "steps": drawn.steps or settings.sampling.eval.steps or settings.sampling.steps,
         "seed": drawn.seed,
     }
     pictures: dict[str, Pictures] = {"base": evaluation.sample(engine)}

@@ -67,23 +67,23 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
     from digenrl.record.code_version import code_version
     from digenrl.settle import begins_with
 
-    config = composed.config
-    trainers, rollouts = begins_with(config)
-    asked = joining.JoinRequest(access, config, composed.run_dir, request.device)
+    settings = composed.settings
+    trainers, rollouts = begins_with(settings)
+    asked = joining.JoinRequest(access, settings, composed.run_dir, request.device)
     credentials = joining.credentials_of(asked)
     if credentials["code"] != code_version():
         raise ValueError(
             f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start "
             "the rollout from the same checkout and environment as the run."
         )
-    if different := disagreements(credentials["configuration"], identity(config)):
+    if different := disagreements(credentials["configuration"], identity(settings)):
         raise ValueError(
             f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: "
             f"{'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."
         )
     devices.check(
-        config, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found()
+        settings, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found()
     )
     check_open_files(trainers + rollouts + 1)
     advice = choose_advisor().advise(composed, trainers, rollouts)
@@ -93,7 +93,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
         flush=True,
     )
     try:
-        outcome = joining.join(asked, partial(run.fit, config, None, advice), signals)
+        outcome = joining.join(asked, partial(run.fit, settings, None, advice), signals)
     except (StoreLost, OSError) as error:
         raise Failed(f"the run at {asked.place} has ended ({error}).") from error
     if outcome.status == "failed":

@@ -30,16 +30,16 @@ def main(argv: Sequence[str]) -> int:
     return reward_command("serve_reward", __doc__, argv, _serve)
 
 
-def _serve(config: DictConfig) -> None:
+def _serve(settings: Settings) -> None:
     from digenrl.rewards.service import RewardService, ServiceLimits, describe, serve
 
-    limits = ServiceLimits(**OmegaConf.to_container(config.limits))  # type: ignore[arg-type]
-    token = service_token(config.host, config.token_env, Path(config.token_file))
-    suite = reward_suite(config)
+    limits = ServiceLimits(**OmegaConf.to_container(settings.limits))  # type: ignore[arg-type]
+    token = service_token(settings.host, settings.token_env, Path(settings.token_file))
+    suite = reward_suite(settings)
     try:
-        service = RewardService(suite.scorer(_chosen(config, suite)), limits, token)
+        service = RewardService(suite.scorer(_chosen(settings, suite)), limits, token)
         print(f"serve_reward: {describe(service)}", file=sys.stderr, flush=True)
-        serve(service, config.host, config.port, announce)
+        serve(service, settings.host, settings.port, announce)
     finally:
         suite.close()
 
@@ -49,10 +49,10 @@ def announce(url: str) -> None:
     print(f"serving at {url}", flush=True)
 
 
-def _chosen(config: DictConfig, suite: RewardSuite) -> str:
-    if config.name is None and len(suite.names) > 1:
+def _chosen(settings: Settings, suite: RewardSuite) -> str:
+    if settings.name is None and len(suite.names) > 1:
         raise ValueError(f"The mixture holds {', '.join(suite.names)}: choose one with name=...")
-    return config.name or suite.names[0]
+    return settings.name or suite.names[0]
 
 
 def service_token(host: str, variable: str, file: Path) -> str | None:

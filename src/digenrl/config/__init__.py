@@ -3,7 +3,7 @@ allow-list.
 
     composed = config.load(sys.argv[1:])        # raises ConfigError with every problem; `load_or_exit` prints and exits
     run_dir = config.prepare_run_dir(composed)  # the first thing that is written
-    model = config.instantiate(composed.config.model)
+    model = composed.settings.build("model")
 
 Importing this package imports Hydra, but neither torch nor Lightning.
 """  # noqa: E501

@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import facts
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import reason
-from digenrl.config.schema import DERIVED_TRAINER_KEYS
-from digenrl.config.schemas import schema_of
+from digenrl.config.settings import DERIVED_TRAINER_KEYS
+from digenrl.config.command_settings import schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from digenrl.config.compose import composed, group_options, own_directories
 from digenrl.config.errors import ConfigError, listing
-from digenrl.config.schema import TrainKeys, may_change
-from digenrl.config.schemas import schema_of
+from digenrl.config.settings import Settings, may_change
+from digenrl.config.command_settings import schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.validation import Key, keys_of, shown
 
@@ -36,7 +36,7 @@ def configuration_help(config_name: str, text: str | None = None, words: Sequenc
     """
     options = group_options(config_directory(), *own_directories(words))
     keys, defaults = keys_of(schema_of(config_name)), defaults_of(config_name)
-    whole = issubclass(schema_of(config_name), TrainKeys)
+    whole = issubclass(schema_of(config_name), Settings)
     groups = {name: names for name, names in options.items() if whole or name == "reward"}
     return "\n".join(
         [

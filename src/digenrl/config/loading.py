@@ -15,10 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
+from digenrl.config.command_settings import settings_of
 from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import show
 from digenrl.config.help_pages import configuration_help
+from digenrl.config.settings import Settings
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
 from digenrl.config.validation import shown
 
@@ -31,8 +33,8 @@ EXIT_CODE = 2
 class Composed:
     """A configuration that passed every check."""
 
-    config: DictConfig
-    """Resolved and read-only; without the `hydra` node."""
+    settings: Settings
+    """Every key, typed; without the `hydra` node."""
     choices: Mapping[str, str]
     """Group -> chosen option ({} for a resumed run)."""
     overrides: tuple[str, ...]
@@ -54,7 +56,7 @@ def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = 
 
     `--config-dir DIR` adds a directory with options of the user's own. `resume=RUN` takes
     RUN/config.yaml as the base instead, and RUN as the run directory. Only the keys of
-    `digenrl.config.schema.RESUMABLE` may then differ from it.
+    `digenrl.config.settings.RESUMABLE` may then differ from it.
 
     Args:
         stored: a run whose config.yaml is the base, to look at what it made. Every key may differ.
@@ -117,10 +119,8 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
             holder[key] = str(prompts.locate(holder[key]))
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
     plain["resume"] = None if run is None else str(run)
-    config = OmegaConf.create(plain)
-    OmegaConf.set_readonly(config, True)
     return Composed(
-        config,
+        settings_of(config_name).of(plain),
         choices,
         tuple(given),
         run_dir.absolute(),
@@ -198,7 +198,7 @@ def load_or_exit(
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_CODE) from None
     if "--cfg" in asked:
-        print(OmegaConf.to_yaml(composed.config))
+        print(OmegaConf.to_yaml(composed.settings.tree))
         raise SystemExit(0)
     return composed
 

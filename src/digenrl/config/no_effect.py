@@ -9,16 +9,16 @@ from typing import Any
 from digenrl.schedule import groups_of_step, slices_of_group
 
 
-def without_effect(config: Any) -> Iterator[str]:
+def without_effect(settings: Settings) -> Iterator[str]:
     """Yield a line for each setting of the settled `config` that has no effect."""
     schedule, trainers, rollouts = (
-        config.schedule,
-        config.allocation.trainers,
-        config.allocation.rollouts,
+        settings.schedule,
+        settings.allocation.trainers,
+        settings.allocation.rollouts,
     )
-    updates = config.algorithm.updates_per_batch
+    updates = settings.algorithm.updates_per_batch
     groups = (
-        groups_of_step(config.data) * slices_of_group(config.data.updates_split, updates) // updates
+        groups_of_step(settings.data) * slices_of_group(settings.data.updates_split, updates) // updates
     )
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
@@ -31,13 +31,13 @@ def without_effect(config: Any) -> Iterator[str]:
         )
     if schedule.shares != "equal" and trainers == 1:
         yield idle(f"shares = {schedule.shares}", "only one rank trains")
-    elif schedule.shares == "measured" and config.parallel.sharding != "ddp":
+    elif schedule.shares == "measured" and settings.parallel.sharding != "ddp":
         yield (
             "schedule.shares = measured: has no effect beyond the profile's speeds, because under "
-            f"{config.parallel.sharding} trainers compute each forward together and cannot be "
+            f"{settings.parallel.sharding} trainers compute each forward together and cannot be "
             "timed apart."
         )
-    elif schedule.shares != "equal" and config.parallel.sharding == "fsdp":
+    elif schedule.shares != "equal" and settings.parallel.sharding == "fsdp":
         yield (
             f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under "
             "fsdp they take each forward as one of all trainers."

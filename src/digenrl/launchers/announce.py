@@ -32,11 +32,11 @@ def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
 
 def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """Return the lines that precede a run: what runs where, with what schedule."""
-    config, (trainers, rollouts) = job.composed.config, job.ranks
-    data, schedule = config.data, config.schedule
+    settings, (trainers, rollouts) = job.composed.settings, job.ranks
+    data, schedule = settings.data, settings.schedule
     prompts = groups_of_step(data)
     samples = prompts * data.group_size
-    most = most_rollouts(config.allocation.rollouts)
+    most = most_rollouts(settings.allocation.rollouts)
     more = f" (up to {most}, as there are places)" if most > rollouts else ""
     ranks = (
         f"{trainers} trainer{'s' * (trainers > 1)} + {rollouts} "
@@ -44,16 +44,16 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     )
     lines = [
         f"run       {run_dir}",
-        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {config.parallel.sharding}, "
-        f"{f'tokens over {config.parallel.context}, ' if config.parallel.context > 1 else ''}"
-        f"{'GPU' if not config.hardware.emulate and devices.found() else 'CPU'}",
+        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {settings.parallel.sharding}, "
+        f"{f'tokens over {settings.parallel.context}, ' if settings.parallel.context > 1 else ''}"
+        f"{'GPU' if not settings.hardware.emulate and devices.found() else 'CPU'}",
         f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
-        f"{config.sampling.steps} denoising steps, {config.algorithm.updates_per_batch} updates; "
-        f"{config.max_rl_steps} RL steps",
+        f"{settings.sampling.steps} denoising steps, {settings.algorithm.updates_per_batch} updates; "
+        f"{settings.max_rl_steps} RL steps",
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} "
         f"tsp.shard={schedule.tsp.shard} "
         f"tag={schedule.tag} shares={schedule.shares} async_steps={schedule.async_steps}",
     ]
-    evaluating = evaluators(config, rollouts)
+    evaluating = evaluators(settings, rollouts)
     lines += [f"evaluate  by {evaluating}"] if evaluating else []
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])

@@ -100,10 +100,10 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
             directory.
         OSError: no port, or no store.
     """
-    config, (trainers, rollouts) = job.composed.config, job.ranks
+    settings, (trainers, rollouts) = job.composed.settings, job.ranks
     check_allocation(place, trainers, rollouts)
-    ranks = numbering(parse_hardware(config.hardware), trainers, rollouts)
-    handshake, limits, network = Handshake(), Limits(**config.limits), job.network
+    ranks = numbering(parse_hardware(settings.hardware), trainers, rollouts)
+    handshake, limits, network = Handshake(), Limits(**settings.limits), job.network
     host = network.address(place.host)
     network.announce(host)
     notices = _notices(place, handshake.connect_s)
@@ -148,7 +148,7 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
         control, watcher = (
             Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2)
         )
-        stops = _stop_on_signals(signals, watcher, partial(stop_grace, config, run_dir))
+        stops = _stop_on_signals(signals, watcher, partial(stop_grace, settings, run_dir))
         outcome = _run(partial(_be_rank, job, world, session), world, control, stops)
         with suppress(StoreLost):  # process 0 is gone
             control.set(f"left/{place.rank}", "1")
@@ -174,10 +174,10 @@ def _prepare(job: Job, signals: StopSignals) -> Path:
 
 def _be_rank(job: Job, world: World, session: Session) -> None:
     """Take this rank's GPU, and be the rank to the end of the run."""
-    if not job.composed.config.hardware.emulate:
+    if not job.composed.settings.hardware.emulate:
         devices.take(world.local_rank)
         devices.claim(session, world.rank)
-    run.fit(job.composed.config, job.checkpoint, job.advice, world, session)
+    run.fit(job.composed.settings, job.checkpoint, job.advice, world, session)
 
 
 def _run(

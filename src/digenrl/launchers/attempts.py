@@ -51,7 +51,7 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
     """
     signals.count_all()  # what exists from here on is ended in order
     run_dir = prepare_run_dir_or_exit(job.composed)
-    allocation, steps = job.composed.config.allocation, job.composed.config.max_rl_steps
+    allocation, steps = job.composed.settings.allocation, job.composed.settings.max_rl_steps
     restarts = Restarts(allocation.max_restarts, allocation.restart_pause_s, steps)
     launcher, checkpoint, metrics = (
         launcher_of(job.composed),
@@ -127,22 +127,22 @@ def _attempt(
     show: Show,
 ) -> Launch:
     """Return the launch of one attempt, from `checkpoint`."""
-    config = job.composed.config
-    shown = _Shown(partial(show, run_dir, config.max_rl_steps))
+    settings = job.composed.settings
+    shown = _Shown(partial(show, run_dir, settings.max_rl_steps))
     return Launch(
         *job.ranks,
-        launcher.rank_main(partial(run.fit, config, checkpoint, job.advice)),
+        launcher.rank_main(partial(run.fit, settings, checkpoint, job.advice)),
         run_dir,
         host=launcher.host,
         places=launcher.places,
         max_lost=job.max_lost,
-        patience_s=config.allocation.patience_s,
-        fewest=1 if isinstance(span := config.allocation.rollouts, int) else span.min,
+        patience_s=settings.allocation.patience_s,
+        fewest=1 if isinstance(span := settings.allocation.rollouts, int) else span.min,
         credentials=job.credentials,
-        limits=Limits(**config.limits),
+        limits=Limits(**settings.limits),
         network=job.network,
-        stop_grace=partial(stop_grace, config, run_dir),
-        stop_save_s=config.allocation.stop_save_s,
+        stop_grace=partial(stop_grace, settings, run_dir),
+        stop_save_s=settings.allocation.stop_save_s,
         signals=signals,
         on_tick=shown.tick,
         on_end=shown.end,

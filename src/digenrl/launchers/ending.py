@@ -29,10 +29,10 @@ _SLURM_KILL_WAIT_S, _SLURM_ANNOUNCED_S = 30.0, 600.0
 that end."""
 
 
-def stop_grace(config: DictConfig, run_dir: Path) -> float:
+def stop_grace(settings: Settings, run_dir: Path) -> float:
     """Return the seconds that a stop leaves to the step in progress, and say so on standard
     error."""
-    seconds = config.allocation.stop_grace_s
+    seconds = settings.allocation.stop_grace_s
     if seconds == "auto":
         measured = [
             row["step_s"]

@@ -46,7 +46,7 @@ class Job:
     @property
     def ranks(self) -> tuple[int, int]:
         """(trainers, rollouts) that the run begins with."""
-        return begins_with(self.composed.config)
+        return begins_with(self.composed.settings)
 
     @property
     def reports(self) -> bool:
@@ -56,25 +56,25 @@ class Job:
     @property
     def network(self) -> Network:
         """The `network` group."""
-        return Network.of(self.composed.config.network)
+        return Network.of(self.composed.settings.network)
 
     @property
     def max_lost(self) -> int | None:
         """Rollouts that may die; None: all."""
-        config = self.composed.config
-        if config.schedule.claims == "split":  # nobody may claim the part of a rank that died
+        settings = self.composed.settings
+        if settings.schedule.claims == "split":  # nobody may claim the part of a rank that died
             return 0
-        most = config.allocation.max_lost_rollouts
+        most = settings.allocation.max_lost_rollouts
         return None if most == "auto" else int(most)
 
     @property
     def credentials(self) -> dict[str, Any]:
         """What a rollout that joins must show: the same code and the same configuration; {} where
         none can join."""
-        config = self.composed.config
-        if not config.allocation.rollouts or config.schedule.claims == "split":
+        settings = self.composed.settings
+        if not settings.allocation.rollouts or settings.schedule.claims == "split":
             return {}
-        return {"code": code_version(), "configuration": identity(config)}
+        return {"code": code_version(), "configuration": identity(settings)}
 
 
 class NotStarted(Exception):
@@ -100,19 +100,19 @@ def settle(composed: Composed, advisor: Advisor) -> Job:
         NotStarted: the run is complete, has no whole checkpoint, lacks weights, or cannot run as
             configured.
     """
-    config = composed.config
+    settings = composed.settings
     try:
-        require_weights({} if config.hardware.emulate else config.reward, config.callbacks)
+        require_weights({} if settings.hardware.emulate else settings.reward, settings.callbacks)
     except ValueError as error:
         raise NotStarted(error, EXIT_CODE) from error
     checkpoint = _continued(composed)
     try:
         place = find_place()
         composed = allocated(composed, advisor, None if place is None else place.size)
-        parts.check(composed.config)
+        parts.check(composed.settings)
         check_place(composed, place)
         check_open_files(most_ranks(composed))
-        ranks = begins_with(composed.config)
+        ranks = begins_with(composed.settings)
         advice = advisor.advise(composed, *ranks)
         memory = advisor.memory_lines(composed, *ranks)
     except (ValueError, OSError) as error:
@@ -146,7 +146,7 @@ def _continued(composed: Composed) -> Path | None:
     except CheckpointError as error:
         raise NotStarted(error, 1) from error
     step = step_of(checkpoint)
-    if step < composed.config.max_rl_steps:
+    if step < composed.settings.max_rl_steps:
         return checkpoint
     said = (
         f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go "
@@ -167,14 +167,14 @@ def newest(run_dir: Path) -> Path:
 def most_ranks(composed: Composed) -> int:
     """Return the most ranks of a settled run."""
     return int(
-        composed.config.allocation.trainers + most_rollouts(composed.config.allocation.rollouts)
+        composed.settings.allocation.trainers + most_rollouts(composed.settings.allocation.rollouts)
     )
 
 
 def launcher_of(composed: Composed) -> Launcher:
     """Return what gives ranks their places where no scheduler did."""
     return (
-        RayLauncher(composed.config) if composed.config.launch == "ray" else ThisMachine(composed)
+        RayLauncher(composed.settings) if composed.settings.launch == "ray" else ThisMachine(composed)
     )
 
 
@@ -192,10 +192,10 @@ class ThisMachine:
         return most_ranks(self._composed)
 
     def check(self) -> None:
-        count = sum(begins_with(self._composed.config))
-        if not self._composed.config.hardware.emulate:
+        count = sum(begins_with(self._composed.settings))
+        if not self._composed.settings.hardware.emulate:
             devices.check(
-                self._composed.config, {rank: rank for rank in range(count)}, count, devices.found()
+                self._composed.settings, {rank: rank for rank in range(count)}, count, devices.found()
             )
 
     def rank_main(self, fit: RankMain) -> RankMain:
@@ -217,6 +217,6 @@ def check_place(composed: Composed, place: Place | None) -> None:
         launcher.check()
         here = launcher.ranks_here
     else:
-        place.check(composed.config)
+        place.check(composed.settings)
         here = place.local_size
-    Network.of(composed.config.network).check(1 + here)
+    Network.of(composed.settings.network).check(1 + here)

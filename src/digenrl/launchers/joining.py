@@ -44,7 +44,7 @@ class JoinRequest:
     """A request to join a run: where the run is, and what this process brings."""
 
     access: Access
-    config: DictConfig
+    settings: Settings
     """The run's, settled."""
     run_dir: Path
     """Directory in which this rank writes: the run's own, or a copy of it."""
@@ -109,9 +109,9 @@ def join(
     """
     # One atomic add, so that two processes that join at once get different numbers.
     rank = request.control().add("ranks", 1) - 1
-    control, access, config = request.control(rank), request.access, request.config
-    network, limits = Network.of(config.network), Limits(**config.limits)
-    world = World(rank, *begins_with(config), request.local_rank)
+    control, access, settings = request.control(rank), request.access, request.settings
+    network, limits = Network.of(settings.network), Limits(**settings.limits)
+    world = World(rank, *begins_with(settings), request.local_rank)
     session = Session(
         access.host,
         access.port,

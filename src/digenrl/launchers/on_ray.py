@@ -74,8 +74,8 @@ class RayLauncher:
 
     ranks_here = 0
 
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    def __init__(self, settings: Settings) -> None:
+        self._config = settings
 
     @property
     def host(self) -> str:
@@ -90,11 +90,11 @@ class RayLauncher:
 
     def places(self) -> AbstractContextManager[Callable[[RankMain, World, Session], RayRank]]:
         """Return the context in which every rank has its place."""
-        config = self._config
+        settings = self._config
         hardware, own, emulated = (
-            parse_hardware(config.hardware),
-            config.ray,
-            config.hardware.emulate,
+            parse_hardware(settings.hardware),
+            settings.ray,
+            settings.hardware.emulate,
         )
 
         def want(pool: str) -> dict[str, float]:
@@ -102,18 +102,18 @@ class RayLauncher:
                 return dict(own.resources[pool])
             return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
 
-        trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+        trainers, rollouts = settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
         wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
         return seated(
-            Places(own.address, wants, sum(begins_with(config)), own.wait_s, own.respawn_s),
+            Places(own.address, wants, sum(begins_with(settings)), own.wait_s, own.respawn_s),
             trainers,
         )
 
 
-def _fit_on_own_gpu(config: Any, fit: RankMain, world: World, session: Session) -> None:
+def _fit_on_own_gpu(settings: Settings, fit: RankMain, world: World, session: Session) -> None:
     """Run `fit` on the GPU that Ray has given this rank."""
-    devices.check(config, {world.rank: 0}, 1, devices.seen())
-    if not config.hardware.emulate:
+    devices.check(settings, {world.rank: 0}, 1, devices.seen())
+    if not settings.hardware.emulate:
         devices.take(0)
         devices.claim(session, world.rank)
     fit(world, session)

@@ -47,17 +47,17 @@ class Place:
             return source_address(UNUSED_ADDRESS)
         return host
 
-    def check(self, config: DictConfig) -> None:
+    def check(self, settings: Settings) -> None:
         """Refuse a run with other ranks than the started processes, or without this rank's GPU.
 
         Raises:
             ValueError: as `check_allocation`, `devices.check`, `devices.found`.
         """
-        if not config.hardware.emulate:
-            trainers, rollouts = begins_with(config)
+        if not settings.hardware.emulate:
+            trainers, rollouts = begins_with(settings)
             check_allocation(self, trainers, rollouts)
-            rank = numbering(parse_hardware(config.hardware), trainers, rollouts)[self.rank]
-            devices.check(config, {rank: self.local_rank}, self.local_size, devices.found())
+            rank = numbering(parse_hardware(settings.hardware), trainers, rollouts)[self.rank]
+            devices.check(settings, {rank: self.local_rank}, self.local_size, devices.found())
 
 
 def place_of(environment: Mapping[str, str]) -> Place:

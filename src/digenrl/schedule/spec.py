@@ -48,7 +48,7 @@ class ScheduleSpec:
     """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False,
     tag=False, ...
 
-    A new key needs a field here, a row of `_KEYS`, a field of `digenrl.config.schema` and a line of
+    A new key needs a field here, a row of `_KEYS`, a field of `digenrl.config.settings` and a line of
     configs/schedule/sync.yaml.
     """
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from digenrl import config as configuration
 from digenrl.cli import sweeps
 from digenrl.cli.main import main
-from digenrl.config.schemas import schema_of
+from digenrl.config.command_settings import schema_of
 from digenrl.config.validation import keys_of
 from digenrl.extensions.planner import enumeration, planner
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split

@@ -43,15 +43,15 @@ class PlannerAdvisor:
         """
         if not sized(composed):
             return PlainAdvisor().task_size(composed, sizes)
-        config: Any = composed.config
+        settings = composed.settings
         # Measured seconds belong to one size and say nothing about another. The size must not
         # depend on which role evaluates either, because that is chosen later.
         alone = replace(workload(composed), rollouts_evaluate=False)
-        costing = Costing(alone, replace(parse_hardware(config.hardware), seconds={}))
+        costing = Costing(alone, replace(parse_hardware(settings.hardware), seconds={}))
         costs, pools, stay = (
             costing.costs,
             costing.hardware.pools,
-            not config.model.get("offload_encoders", True),
+            not settings.model.get("offload_encoders", True),
         )
         room = USABLE * min(pool.memory_gib for pool in pools)
         fitting = [
@@ -73,7 +73,7 @@ class PlannerAdvisor:
     def choose(self, composed: Composed, processes: int | None) -> Composed:
         """Return `composed` with the best run of a plan where the schedule is auto, and else with
         the best split."""
-        if composed.config.schedule.auto:
+        if composed.settings.schedule.auto:
             plan = planned_schedule(composed, processes)
             composed = (
                 PlainAdvisor().choose(composed, processes)
@@ -93,19 +93,19 @@ class PlannerAdvisor:
         """
         if not sized(composed):
             return usual
-        config: Any = composed.config
+        settings = composed.settings
         costing = costing_of(composed)
-        candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
-        fitting = _held(config, costing, candidate)
+        candidate = candidate_of(settings, trainers, rollouts, costing.work.trained_steps)
+        fitting = _held(settings, costing, candidate)
         if not fitting:
-            if config.schedule.tsp.batch == AUTO:
+            if settings.schedule.tsp.batch == AUTO:
                 candidate = candidate.but(tsp_batch=1)
             raise ValueError(
                 f"{'; '.join(costing.misfits(candidate))}: {remedy(costing, candidate)}"
             )
         candidate = fitting[0]
         pools = costing.trainers(candidate)
-        kept = [costing.recompute(candidate, pool).config for pool, n in pools for _ in range(n)]
+        kept = [costing.recompute(candidate, pool).settings for pool, n in pools for _ in range(n)]
         return Holding(
             candidate.sharding,
             candidate.spec.tsp_batch,
@@ -116,15 +116,15 @@ class PlannerAdvisor:
     def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
         """Return the seconds that the profile's costs give, what emulated ranks build, and what the
         report compares."""
-        config: Any = composed.config
-        if not config.hardware.emulate and not sized(composed):
+        settings = composed.settings
+        if not settings.hardware.emulate and not sized(composed):
             return Advice()
         costing = costing_of(composed)
-        candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
+        candidate = candidate_of(settings, trainers, rollouts, costing.work.trained_steps)
         return Advice(
-            expected_seconds(config, costing, candidate),
+            expected_seconds(settings, costing, candidate),
             stand_ins(composed, trainers, rollouts),
-            planned_units(config, costing, candidate),
+            planned_units(settings, costing, candidate),
         )
 
     def memory_lines(self, composed: Composed, trainers: int, rollouts: int) -> list[str]:
@@ -139,8 +139,8 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
     sizes are not known, or if nothing fits (`settled` says why). It is also None if the pools are
     processors or differ from the GPUs that are there.
     """
-    config: Any = composed.config
-    pools = list(config.hardware.pools.values())
+    settings = composed.settings
+    pools = list(settings.hardware.pools.values())
     if not sized(composed) or any(pool.gpu == "cpu" for pool in pools):
         return None
     costing = costing_of(composed)
@@ -152,7 +152,7 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
             costing, hardware=replace(costing.hardware, pools=(replace(pool, count=processes),))
         )
     try:
-        return make_plan(costing, None, given(composed, costing), bool(config.schedule.async_steps))
+        return make_plan(costing, None, given(composed, costing), bool(settings.schedule.async_steps))
     except PlanError:
         return None
 
@@ -166,7 +166,7 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
     new = [
         w
         for w, key in keys.items()
-        if OmegaConf.select(composed.config, key) != OmegaConf.select(after.config, key)
+        if OmegaConf.select(composed.settings, key) != OmegaConf.select(after.settings, key)
     ]
     gained = (
         f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync"
@@ -190,8 +190,8 @@ def planned_split(composed: Composed, processes: int | None = None) -> Candidate
     The result is None if there is nothing to choose (a number or a role settles it), if the model's
     sizes are not known, or if nothing fits.
     """
-    config: Any = composed.config
-    asked = (config.allocation.trainers, config.allocation.rollouts)
+    settings = composed.settings
+    asked = (settings.allocation.trainers, settings.allocation.rollouts)
     if asked != ("auto", "auto") or not sized(composed):
         return None
     costing = costing_of(composed)
@@ -207,7 +207,7 @@ def planned_split(composed: Composed, processes: int | None = None) -> Candidate
             break
         try:
             splits += _held(
-                config, costing, candidate_of(config, trainers, ranks - trainers, steps)
+                settings, costing, candidate_of(settings, trainers, ranks - trainers, steps)
             )[:1]
         except ValueError:  # the roles of the pools do not allow it
             continue
@@ -240,7 +240,7 @@ def _predicted(outcome: CandidateOutcome) -> dict[str, Any]:
     }
 
 
-def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate]:
+def _held(settings: Settings, costing: Costing, candidate: Candidate) -> list[Candidate]:
     """Return `candidate` with each allowed `parallel.sharding` that fits, from the fewest
     collectives to the least memory.
 
@@ -249,13 +249,13 @@ def _held(config: Any, costing: Costing, candidate: Candidate) -> list[Candidate
     if candidate.trainers % candidate.spec.context:
         return []
     shardings = [candidate.sharding]
-    if config.parallel.sharding == AUTO and candidate.trainers > 1:
-        group = shard_group(config, candidate.trainers)
+    if settings.parallel.sharding == AUTO and candidate.trainers > 1:
+        group = shard_group(settings, candidate.trainers)
         shardings = ["ddp", *(["hsdp"] if 1 < group < candidate.trainers else []), "fsdp"]
     ways = []
     for sharding in shardings:
         trial: Candidate | None = candidate.but(sharding=sharding)
-        if config.schedule.tsp.batch == AUTO:
+        if settings.schedule.tsp.batch == AUTO:
             trial = _steps_that_fit(costing, candidate.but(sharding=sharding))
         if trial is not None and not costing.misfits(trial):
             ways.append(trial)
@@ -282,14 +282,14 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
 
 
 def expected_seconds(
-    config: Any, costing: Costing, candidate: Candidate
+    settings: Settings, costing: Costing, candidate: Candidate
 ) -> dict[tuple[str, int], float]:
     """Return (stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes
     them."""
-    scale, cluster = _scale(config), costing.cluster(candidate)
+    scale, cluster = _scale(settings), costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}
     for number, rank in enumerate(cluster.ranks):
-        seconds = {"generate": rank.task_seconds(config.sampling.steps)}
+        seconds = {"generate": rank.task_seconds(settings.sampling.steps)}
         if rank.role == "trainer":
             seconds |= {"train": rank.cell_seconds, "switch": cluster.switch_seconds}
             if candidate.rollouts:  # a loan encodes its prompt again
@@ -299,7 +299,7 @@ def expected_seconds(
 
 
 def planned_units(
-    config: Any, costing: Costing, candidate: Candidate
+    settings: Settings, costing: Costing, candidate: Candidate
 ) -> dict[str, dict[str, float]]:
     """Return `Advice.planned`: the mean over ranks that generate, and the slowest trainer."""
     cluster, size = costing.cluster(candidate), candidate.spec.task_size
@@ -307,24 +307,24 @@ def planned_units(
         stage: fmean(getattr(r, f"{stage}_seconds") for r in cluster.rollouts or cluster.trainers)
         for stage in ("encode", "step", "decode", "score")
     }
-    seconds["generate"] = seconds.pop("step") * config.sampling.steps
+    seconds["generate"] = seconds.pop("step") * settings.sampling.steps
     seconds["train"] = costing.cell_seconds(candidate)
     seconds["encode"] *= size  # per prompt
     gib = sorted((use.gib, role) for (_, role), use in costing.memory(candidate).items())
     return {
         "gib": {role: held for held, role in gib},
-        "seconds": {stage: _scale(config) / size * value for stage, value in seconds.items()},
+        "seconds": {stage: _scale(settings) / size * value for stage, value in seconds.items()},
     }
 
 
-def _scale(config: Any) -> float:
-    return float(config.hardware.time_scale) if config.hardware.emulate else 1.0
+def _scale(settings: Settings) -> float:
+    return float(settings.hardware.time_scale) if settings.hardware.emulate else 1.0
 
 
 def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     """Return what each role's rank will hold, in GiB, by what holds it."""
     costing = costing_of(composed)
-    candidate = candidate_of(composed.config, trainers, rollouts, costing.work.trained_steps)
+    candidate = candidate_of(composed.settings, trainers, rollouts, costing.work.trained_steps)
     several = len({name for name, _ in costing.placed(candidate)}) > 1
     lines = []
     for (pool, role), use in costing.memory(candidate).items():

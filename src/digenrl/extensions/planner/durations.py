@@ -43,11 +43,11 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
         ValueError: the experiment's model has no counted sizes, or the pools do not hold that many
             ranks.
     """
-    config: Any = composed.config
-    if not config.hardware.emulate:
+    settings = composed.settings
+    if not settings.hardware.emulate:
         return ()
     costing = costing_of(composed)
-    candidate = candidate_of(config, trainers, rollouts, costing.work.trained_steps)
+    candidate = candidate_of(settings, trainers, rollouts, costing.work.trained_steps)
     ranks = costing.cluster(candidate).ranks
     beside = Counter(rank.pool for rank in ranks if rank.send_seconds)
     return tuple(
@@ -59,6 +59,6 @@ def durations(composed: Composed, trainers: int, rollouts: int) -> tuple[Duratio
             cell=rank.cell_seconds,
             fetch=rank.fetch_seconds,
             send=rank.send_seconds * beside[rank.pool],
-        ).scaled(config.hardware.time_scale)
+        ).scaled(settings.hardware.time_scale)
         for rank in ranks
     )

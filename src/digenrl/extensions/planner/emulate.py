@@ -59,5 +59,5 @@ def stand_ins(composed: Composed, trainers: int, rollouts: int) -> tuple[StandIn
     Raises:
         ValueError: as `durations`.
     """
-    adapter = composed.config.model.get("lora") is not None
+    adapter = composed.settings.model.get("lora") is not None
     return tuple(EmulatedRank(own, adapter) for own in durations(composed, trainers, rollouts))

@@ -44,21 +44,21 @@ CHOICES = {
 def sized(composed: Composed) -> bool:
     """Return whether the model is a real build with counted sizes, on pools whose memory is
     known."""
-    config: Any = composed.config
-    known = composed.choices.get("model") in counted() and config.model.get("build") == "real"
-    return known and all(pool.get("memory_gib") for pool in config.hardware.pools.values())
+    settings = composed.settings
+    known = composed.choices.get("model") in counted() and settings.model.get("build") == "real"
+    return known and all(pool.get("memory_gib") for pool in settings.hardware.pools.values())
 
 
 def costing_of(composed: Composed) -> Costing:
     """Return the costing of the experiment on its hardware profile. Raises ValueError for a model
     without counted sizes."""
     work, folder = workload(composed), config_directory() / "hardware" / "measured"
-    return Costing(work, with_measured(parse_hardware(composed.config.hardware), work, folder))
+    return Costing(work, with_measured(parse_hardware(composed.settings.hardware), work, folder))
 
 
 def workload(composed: Composed) -> Workload:
     """Return the experiment's workload. Raises ValueError for a model without counted sizes."""
-    config: Any = composed.config
+    settings = composed.settings
     model_name = composed.choices["model"]
     if model_name not in counted():
         raise ValueError(
@@ -68,11 +68,11 @@ def workload(composed: Composed) -> Workload:
             f"hardware={composed.choices['hardware']} max_rl_steps=3` ends with step_s in "
             "summary.json. A large one is counted by benchmarks/count_facts.py, once."
         )
-    sampling, algorithm, model = config.sampling, config.algorithm, config.model
+    sampling, algorithm, model = settings.sampling, settings.algorithm, settings.model
     lora = model.get("lora")
     embedded = float(model.true_cfg_scale) > 1.0 if "true_cfg_scale" in model else None
-    judged = tuple(name for _, name, _ in placed(config.reward, "managed"))
-    drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(config)]
+    judged = tuple(name for _, name, _ in placed(settings.reward, "managed"))
+    drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(settings)]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     work = Workload(
         model=model_name,
@@ -80,24 +80,24 @@ def workload(composed: Composed) -> Workload:
         width=sampling.width,
         frames=sampling.frames,
         steps=sampling.steps,
-        trained_steps=trained_steps(config),
-        prompts=groups_of_step(config.data),
-        oversample=config.data.oversample,
-        group_size=config.data.group_size,
+        trained_steps=trained_steps(settings),
+        prompts=groups_of_step(settings.data),
+        oversample=settings.data.oversample,
+        group_size=settings.data.group_size,
         updates=algorithm.updates_per_batch,
-        updates_split=config.data.updates_split,
+        updates_split=settings.data.updates_split,
         guidance=guided,
         lora_rank=int(lora.rank) if lora else None,
-        trained_samples=_trained_samples(config),
-        stored_prompts=config.data.prompt_store is not None,
-        whole_batch=needs_whole_batch(config.algorithm.advantage),
+        trained_samples=_trained_samples(settings),
+        stored_prompts=settings.data.prompt_store is not None,
+        whole_batch=needs_whole_batch(settings.algorithm.advantage),
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,
-        rewards=tuple(name for name in config.reward.get("rewards", {}) if name not in judged),
+        rewards=tuple(name for name in settings.reward.get("rewards", {}) if name not in judged),
         judged=judged,
-        heldout=tuple(name for name in config.reward.get("heldout") or {} if name not in judged),
+        heldout=tuple(name for name in settings.reward.get("heldout") or {} if name not in judged),
         evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
         detached=guided and bool(algorithm.get("detach_uncond")),
         engine="compiled" if model.get("compile") else "eager",
@@ -105,42 +105,42 @@ def workload(composed: Composed) -> Workload:
         base_bytes=BASE_BYTES[model.get("quantize")],
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
-    most = most_rollouts(config.allocation.rollouts)
-    able = bool(drawn) and trainers_must_evaluate(config, 1 if most == AUTO else most) is None
-    asked = config.allocation.evaluation == "rollouts"
-    return replace(work, rollouts_evaluate=able and (asked or _has_room(config, work)))
+    most = most_rollouts(settings.allocation.rollouts)
+    able = bool(drawn) and trainers_must_evaluate(settings, 1 if most == AUTO else most) is None
+    asked = settings.allocation.evaluation == "rollouts"
+    return replace(work, rollouts_evaluate=able and (asked or _has_room(settings, work)))
 
 
-def _trained_samples(config: Any) -> int | None:
+def _trained_samples(settings: Settings) -> int | None:
     """Return 2k if only the k best and k worst samples of a group are trained, else None.
 
     This needs three settings: only these samples have an advantage, no other loss term needs the
     others, and cells without a gradient are skipped.
     """
-    k = config.algorithm.advantage.get("best_and_worst")
+    k = settings.algorithm.advantage.get("best_and_worst")
     skips = (
-        config.schedule.skip_zero
-        and "surrogate" in config.algorithm
-        and not config.algorithm.kl_weight
+        settings.schedule.skip_zero
+        and "surrogate" in settings.algorithm
+        and not settings.algorithm.kl_weight
     )
-    return 2 * k if k and skips and 2 * k < config.data.group_size else None
+    return 2 * k if k and skips and 2 * k < settings.data.group_size else None
 
 
-def _has_room(config: Any, work: Workload) -> bool:
+def _has_room(settings: Settings, work: Workload) -> bool:
     """Return whether the samples of an evaluation fit beside the model on every GPU that may be a
     rollout's."""
-    pools = [pool for pool in parse_hardware(config.hardware).pools if pool.role != "trainer"]
-    stay, size = not config.model.get("offload_encoders", True), config.sampling.task_size
+    pools = [pool for pool in parse_hardware(settings.hardware).pools if pool.role != "trainer"]
+    stay, size = not settings.model.get("offload_encoders", True), settings.sampling.task_size
     need = rollout_memory(
         replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay
     ).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
-def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Candidate:
+def candidate_of(settings: Settings, trainers: int, rollouts: int, trained: int) -> Candidate:
     """Return the candidate that the configuration describes, with `trained` trained denoising
     steps."""
-    asked = config.model.get("gradient_checkpointing", False)
+    asked = settings.model.get("gradient_checkpointing", False)
     if isinstance(
         asked, ListConfig
     ):  # settled for each trainer before; the planner's own choice gives the same
@@ -148,15 +148,15 @@ def candidate_of(config: Any, trainers: int, rollouts: int, trained: int) -> Can
     return Candidate(
         trainers,
         rollouts,
-        replace(ScheduleSpec.from_config(config, trained), shares=(), measured_shares=False),
-        sharding=sharding(config),
-        shard_group=config.parallel.shard_group
-        if isinstance(config.parallel.shard_group, int)
+        replace(ScheduleSpec.from_config(settings, trained), shares=(), measured_shares=False),
+        sharding=sharding(settings),
+        shard_group=settings.parallel.shard_group
+        if isinstance(settings.parallel.shard_group, int)
         else None,
         recompute=None if asked == AUTO else parse_recompute(asked),
-        encoders=not config.model.get("offload_encoders", True),
-        shares=config.schedule.shares != "equal",
-        static_claims=config.schedule.claims == "split",
+        encoders=not settings.model.get("offload_encoders", True),
+        shares=settings.schedule.shares != "equal",
+        static_claims=settings.schedule.claims == "split",
     )
 
 
@@ -165,18 +165,18 @@ def given(composed: Composed, costing: Costing) -> dict[str, Any]:
 
     These are the keys of the command line, and values that are neither `auto` nor off.
     """
-    config: Any = composed.config
-    trainers, rollouts = config.allocation.trainers, most_rollouts(config.allocation.rollouts)
+    settings = composed.settings
+    trainers, rollouts = settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
     gpus = costing.hardware.gpus
-    fixed: dict[str, Any] = {"skip_zero": config.schedule.skip_zero}
+    fixed: dict[str, Any] = {"skip_zero": settings.schedule.skip_zero}
     if isinstance(trainers, int) or isinstance(rollouts, int):
         fixed["trainers"] = trainers if isinstance(trainers, int) else gpus - rollouts
         fixed["rollouts"] = rollouts if isinstance(rollouts, int) else max(0, gpus - trainers)
-    candidate = candidate_of(config, 1, 0, costing.work.trained_steps)
+    candidate = candidate_of(settings, 1, 0, costing.work.trained_steps)
     values = {**vars(candidate.spec), **vars(candidate)}
     usual = {each.name: each.default for kind in (ScheduleSpec, Candidate) for each in fields(kind)}
     for key, name in CHOICES.items():
         differs = usual[name] is not MISSING and values[name] != usual[name]
-        if OmegaConf.select(config, key) != AUTO and (key in named(composed) or differs):
+        if OmegaConf.select(settings, key) != AUTO and (key in named(composed) or differs):
             fixed[name] = values[name]
     return fixed

@@ -56,12 +56,12 @@ class Download:
         return f"hf download {self.repository} --include {kept} --exclude {left}"
 
 
-def downloads(config: Any) -> tuple[list[Download], list[str]]:
+def downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
-    found, elsewhere = list(_model(config.model)), list[str]()
-    served = {key for key, _, _ in placed(config.reward, "managed")}
-    for key, what, node in measuring(config.reward, config.callbacks or {}):
+    found, elsewhere = list(_model(settings.model)), list[str]()
+    served = {key for key, _, _ in placed(settings.reward, "managed")}
+    for key, what, node in measuring(settings.reward, settings.callbacks or {}):
         if (model := node.get("model")) and "url" in node:
             if key not in served:
                 elsewhere.append(f"{key}: {model}, served at {node['url']} by you")

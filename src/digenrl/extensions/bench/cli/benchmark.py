@@ -104,7 +104,7 @@ class BenchmarkWork:
 
     request: BenchmarkKeys
     words: tuple[str, ...]
-    config: Any
+    settings: Settings
     suite: Suite
     items: tuple[Item, ...]
     samples: int
@@ -184,10 +184,10 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
         if request.run is None
         else earlier_run.changed_run(request.run, words)
     )
-    config, items = composed.config, suite.items[: request.prompts]
+    settings, items = composed.settings, suite.items[: request.prompts]
     samples = request.samples or suite.kind.samples
     above = (
-        Path("outputs/benchmark", config.experiment_name)
+        Path("outputs/benchmark", settings.experiment_name)
         if request.run is None
         else request.run / "benchmark"
     )
@@ -197,7 +197,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     folders = {name: out / name for name in models}
     ranks = _ranks(request.ranks, len(items))
     work = BenchmarkWork(
-        request, tuple(words), config, suite, items, samples, folders, checkpoint, ranks
+        request, tuple(words), settings, suite, items, samples, folders, checkpoint, ranks
     )
     for name, weights in models.items():
         settings: dict[str, Any] = {
@@ -206,7 +206,7 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
             "seed": request.seed,
         }
         for group in ("model", "sampling"):
-            plain: Any = OmegaConf.to_container(config[group], resolve=True)
+            plain: Any = OmegaConf.to_container(settings[group], resolve=True)
             settings |= {f"{group}.{key}": value for key, value in plain.items()}
         settings["weights"] = weights
         _same_settings(folders[name], settings)
@@ -414,10 +414,10 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     from digenrl.strategy.checkpoint_io import read
     from digenrl.types import Prompt
 
-    policy = configuration.instantiate(work.config.model)
-    module = configuration.instantiate(work.config.algorithm, policy=policy)
+    policy = configuration.instantiate(work.settings.model)
+    module = configuration.instantiate(work.settings.algorithm, policy=policy)
     module.to(accelerator.kind())
-    sampling, seed = sampling_spec(work.config), work.request.seed
+    sampling, seed = sampling_spec(work.settings), work.request.seed
     for name, folder in work.folders.items():
         if name != "base":
             assert work.checkpoint is not None

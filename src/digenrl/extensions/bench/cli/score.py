@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; `reward_command` describes the exit codes."""
-    return reward_command("score", __doc__, argv, lambda config: print(score(config)))
+    return reward_command("score", __doc__, argv, lambda settings: print(score(settings)))
 
 
-def score(config: DictConfig) -> Path:
+def score(settings: Settings) -> Path:
     """Score, print the table and write the file; return its absolute path."""
     from digenrl.extensions.bench.media_files import media_files
     from digenrl.rewards.protocol import RewardUnavailable
 
-    files, asked = media_files(Path(config.images)), aligned_prompts(config.prompts)
+    files, asked = media_files(Path(settings.images)), aligned_prompts(settings.prompts)
     if len(files) != len(asked):
         raise ValueError(
-            f"{config.images} holds {len(files)} pictures or videos, {config.prompts} {len(asked)} "
+            f"{settings.images} holds {len(files)} pictures or videos, {settings.prompts} {len(asked)} "
             "prompts: give one prompt a file, in the files' order of name."
         )
     if problems := unscorable(
-        config.reward, [(f"{config.prompts}:{line}", prompt) for line, prompt in asked]
+        settings.reward, [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked]
     ):
         raise ValueError("\n".join(problems))
-    suite: RewardSuite = reward_suite(config)
+    suite: RewardSuite = reward_suite(settings)
     try:
-        rows = list(_rows(config, suite, files, [prompt for _, prompt in asked]))
+        rows = list(_rows(settings, suite, files, [prompt for _, prompt in asked]))
         failures = suite.failures()
     finally:
         suite.close()
@@ -67,7 +67,7 @@ def score(config: DictConfig) -> Path:
     if all(row["score"] is None for row in rows):
         raise RewardUnavailable("no file could be scored; the causes are above.")
     path = Path(
-        config.output or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
+        settings.output or f"outputs/scores/{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
     ).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -86,16 +86,16 @@ def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
 
 
 def _rows(
-    config: DictConfig, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
+    settings: Settings, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[dict[str, Any]]:
     """Return one entry of `scores` per file."""
     import torch
 
     from digenrl.rewards.suite import combine
 
-    for group in _batches(config, files, asked):
+    for group in _batches(settings, files, asked):
         media = torch.stack([entry[2] for entry in group])
-        scores = suite.score(media, [entry[1] for entry in group], heldout=config.heldout)
+        scores = suite.score(media, [entry[1] for entry in group], heldout=settings.heldout)
         total = combine(scores, suite.weights)
         for row, (file, prompt, _) in enumerate(group):
             yield {
@@ -107,7 +107,7 @@ def _rows(
 
 
 def _batches(
-    config: DictConfig, files: Sequence[Path], asked: Sequence[Prompt]
+    settings: Settings, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[list[tuple[Path, Prompt, Tensor]]]:
     """Yield neighbouring files of equal size to score together: at most `batch` files and
     `max_pixels` pixels."""
@@ -115,9 +115,9 @@ def _batches(
 
     group: list[tuple[Path, Prompt, Tensor]] = []
     for file, prompt in zip(files, asked, strict=True):
-        media = read_media(file, config.max_frames, config.max_pixels)
-        fits = (len(group) + 1) * media[..., 0, :, :].numel() <= config.max_pixels
-        if group and not (fits and len(group) < config.batch and media.shape == group[0][2].shape):
+        media = read_media(file, settings.max_frames, settings.max_pixels)
+        fits = (len(group) + 1) * media[..., 0, :, :].numel() <= settings.max_pixels
+        if group and not (fits and len(group) < settings.batch and media.shape == group[0][2].shape):
             yield group
             group = []
         group.append((file, prompt, media))

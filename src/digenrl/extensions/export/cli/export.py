@@ -86,13 +86,13 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     from digenrl.extensions.export.card import write_card
     from digenrl.extensions.export.diffusers_export import export_layout, export_policy
 
-    ema = composed.config.algorithm.get("ema")
+    ema = composed.settings.algorithm.get("ema")
     every = 1 if ema is None else configuration.instantiate(ema).every
     tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights, every)
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     # A quantized base is for training: the adapter is merged with the published weights.
-    whole = {"quantize": None} if "quantize" in composed.config.model else {}
-    policy = configuration.instantiate(composed.config.model, **whole)
+    whole = {"quantize": None} if "quantize" in composed.settings.model else {}
+    policy = configuration.instantiate(composed.settings.model, **whole)
     policy.load_trained_parameters(tensors)
     if request.merge:
         if policy.lora is None:
@@ -104,7 +104,7 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     export_policy(policy, out)
     if request.format != "diffusers":
         export_layout(policy, out, request.format)
-    plain: Any = OmegaConf.to_container(composed.config, resolve=True)
+    plain: Any = OmegaConf.to_container(composed.settings, resolve=True)
     write_card(out, composed.run_dir, plain, policy, weights)
     return out
 

@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
     composed = configuration.load_or_exit(
         [word for word in words if word != "--json"], "plan", __doc__
     )
-    settings: Any = composed.config
+    settings: Any = composed.settings
     try:
         made = planned(composed)
     except ValueError as error:
@@ -80,7 +80,7 @@ def main(words: list[str]) -> int:
         print(f"as configured, {seat(asked)} of {plan.costing.hardware.gpus} GPUs: {versus}")
     if made.refused:
         print(f"as configured: does not run: {made.refused}")
-    if (target := composed.config.strategy["_target_"]) != STOCK_STRATEGY:
+    if (target := composed.settings.strategy["_target_"]) != STOCK_STRATEGY:
         print(
             f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
         )
@@ -143,7 +143,7 @@ def planned(composed: Composed) -> Made:
         ValueError: the configuration cannot be placed on its hardware.
     """
     composed = with_task_size(composed, PlannerAdvisor())
-    settings: Any = composed.config
+    settings: Any = composed.settings
     asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
     costing = costing_of(composed)
     plan = _fitting(costing, settings.plan.simulated_steps, asynchronous)
@@ -177,7 +177,7 @@ def as_configured(composed: Composed) -> CandidateOutcome:
     """
     run = allocated(composed, PlannerAdvisor())
     costing = costing_of(run)
-    candidate = candidate_of(run.config, *allocation(run.config), costing.work.trained_steps)
+    candidate = candidate_of(run.settings, *allocation(run.settings), costing.work.trained_steps)
     return evaluate(costing, candidate, costing.bound(), exact=True)
 
 

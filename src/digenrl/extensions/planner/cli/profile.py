@@ -71,13 +71,13 @@ def main(words: Sequence[str]) -> int:
     composed = configuration.load_or_exit([word for word in words if word not in own], doc=doc)
     try:
         composed = with_task_size(composed, PlannerAdvisor())
-        pool = chosen_pool(composed.config.hardware, read_arguments(ProfileKeys, own)[0].pool)
+        pool = chosen_pool(composed.settings.hardware, read_arguments(ProfileKeys, own)[0].pool)
     except (configuration.ConfigError, ValueError) as error:
         print(error, file=sys.stderr)
         return configuration.EXIT_CODE
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the ranks of a run
     run_dir = configuration.prepare_run_dir_or_exit(composed)
-    table = measure(composed.config)
+    table = measure(composed.settings)
     print("\n".join(lines(table)))
     path = run_dir / "profile.yaml"
     path.write_text(snippet(table, pool, composed), encoding="utf-8")
@@ -115,7 +115,7 @@ def chosen_pool(hardware: Any, name: str | None) -> str:
     return name or pools[0]
 
 
-def measure(config: Any) -> dict[str, Measured]:
+def measure(settings: Settings) -> dict[str, Measured]:
     """Return stage -> seconds per unit on this machine (on its GPU if it has one), in the order of
     a sample's life."""
     import torch
@@ -126,16 +126,16 @@ def measure(config: Any) -> dict[str, Measured]:
     from digenrl.schedule import Task
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    torch.manual_seed(config.seed)
+    torch.manual_seed(settings.seed)
     device = torch.device(accelerator.kind())
-    policy = configuration.instantiate(config.model).to(device)
-    rewards = configuration.instantiate(config.reward)
-    module = configuration.instantiate(config.algorithm, policy=policy).to(device)
+    policy = configuration.instantiate(settings.model).to(device)
+    rewards = configuration.instantiate(settings.reward)
+    module = configuration.instantiate(settings.algorithm, policy=policy).to(device)
     module.train()
     module.on_train_start()  # algorithms that keep copies of the weights make them here
-    engine = engine_of(config, module, rewards)
-    spec = parts.schedule_spec(config, module.train_steps.count(config.sampling.steps), trainers=1)
-    prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
+    engine = engine_of(settings, module, rewards)
+    spec = parts.schedule_spec(settings, module.train_steps.count(settings.sampling.steps), trainers=1)
+    prompt = PromptData(settings.data, settings.seed).sampler.batch(0)[0]
     rows = spec.task_size
     task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)
 

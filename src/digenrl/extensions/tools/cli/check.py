@@ -165,11 +165,11 @@ def needs(words: Sequence[str]) -> Iterator[Finding]:
     from digenrl.settle import allocated, allocation
 
     try:
-        composed = config.load(words)
-    except config.ConfigError as error:
+        composed = settings.load(words)
+    except settings.ConfigError as error:
         yield from (Finding("configuration", "fix", problem) for problem in error.problems)
         return
-    settings = composed.config
+    settings = composed.settings
     ranks = sum(allocation(settings))
     if settings.launch == "local" and not settings.hardware.emulate:
         places = {rank: rank for rank in range(ranks)}

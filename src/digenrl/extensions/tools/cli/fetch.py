@@ -45,7 +45,7 @@ def _fetch(request: FetchKeys, words: list[str]) -> None:
 
     if request.prompts not in (None, *SETS):
         raise ValueError(f"prompts = {request.prompts}: no such set; there are {', '.join(SETS)}.")
-    wanted, elsewhere = downloads(configuration.load(words).config)
+    wanted, elsewhere = downloads(configuration.load(words).settings)
     for line in elsewhere:
         print(f"not from the hub: {line}", file=sys.stderr)
     if request.list:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from digenrl.config.schema import (
+from digenrl.config.settings import (
     Amount,
     AtLeast1,
     Closed,
@@ -15,13 +15,13 @@ from digenrl.config.schema import (
     File,
     Positive,
     PromptFile,
-    ScorerKeys,
+    ScorerSettings,
     Text,
-    TrainKeys,
+    Settings,
 )
 
 
-class PlanOptionsKeys(Closed):
+class PlanOptionsSettings(Closed):
     """plan.*"""
 
     asynchronous: bool = Field(alias="async")
@@ -36,13 +36,13 @@ class PlanOptionsKeys(Closed):
     """draw the winner's step as plots/gantt.png"""
 
 
-class PlanKeys(TrainKeys):
+class PlanSettings(Settings):
     """A plan: the keys of a run, and `plan`."""
 
-    plan: PlanOptionsKeys
+    plan: PlanOptionsSettings
 
 
-class ScoreKeys(ScorerKeys):
+class ScoreSettings(ScorerSettings):
     """Scoring a folder: configs/score.yaml."""
 
     images: Directory
@@ -61,7 +61,7 @@ class ScoreKeys(ScorerKeys):
     """frames x height x width of a file, and about those held at once"""
 
 
-class LimitsKeys(Closed):
+class ServiceLimitsSettings(Closed):
     """limits.*"""
 
     max_body_bytes: AtLeast1
@@ -84,7 +84,7 @@ class LimitsKeys(Closed):
     """seconds after which a refused client may ask again"""
 
 
-class ServeRewardKeys(ScorerKeys):
+class ServeRewardSettings(ScorerSettings):
     """A reward over HTTP: configs/serve_reward.yaml."""
 
     name: Text | None
@@ -97,17 +97,25 @@ class ServeRewardKeys(ScorerKeys):
     """environment variable DIGENRL_... that holds the token"""
     token_file: File
     """where a new token is written, off loopback without that variable"""
-    limits: LimitsKeys
+    limits: ServiceLimitsSettings
 
 
-_SCHEMAS: dict[str, type[Closed]] = {
-    "train": TrainKeys,
-    "plan": PlanKeys,
-    "score": ScoreKeys,
-    "serve_reward": ServeRewardKeys,
+_COMMANDS: dict[str, type[Settings] | type[ScorerSettings]] = {
+    "train": Settings,
+    "plan": PlanSettings,
+    "score": ScoreSettings,
+    "serve_reward": ServeRewardSettings,
 }
 
 
 def schema_of(config_name: str) -> type[Closed]:
-    """Return the schema of configs/<config_name>.yaml."""
-    return _SCHEMAS[config_name]
+    """Return the class that holds the keys of configs/<config_name>.yaml."""
+    return _COMMANDS[config_name]
+
+
+def settings_of(config_name: str) -> type[Settings]:
+    """Return the class of a run's settings that configs/<config_name>.yaml makes."""
+    found = _COMMANDS[config_name]
+    if not issubclass(found, Settings):
+        raise ValueError(f"configs/{config_name}.yaml describes no run")
+    return found

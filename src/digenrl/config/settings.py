@@ -8,27 +8,52 @@ in every configuration.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from omegaconf import DictConfig, OmegaConf
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StringConstraints,
+    WithJsonSchema,
+)
+
+from digenrl.config.targets import instantiate
 
 
 class Closed(BaseModel):
     """A group of keys that accepts no other keys."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 class Open(Closed):
-    """A group of keys that accepts other keys, unchecked here."""
+    """A group of keys that accepts other keys: those of the constructor that `_target_` names."""
 
     model_config = ConfigDict(extra="allow")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a constructor's own key, or `default` where the group lacks it."""
+        return (self.model_extra or {}).get(key, default)
+
+    @property
+    def target(self) -> str:
+        """The class that the group instantiates (`_target_`)."""
+        return str(self.get("_target_"))
 
 
 def _component(node: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,7 +171,7 @@ Seconds = Annotated[
 ]
 
 
-class AllocationKeys(Closed):
+class AllocationSettings(Closed):
     """allocation.*"""
 
     trainers: AtLeast1 | Auto
@@ -178,7 +203,7 @@ class AllocationKeys(Closed):
     """Seconds before the first restart. The pause doubles before each further restart."""
 
 
-class RayKeys(Closed):
+class RaySettings(Closed):
     """ray.*"""
 
     address: Text | None
@@ -194,7 +219,7 @@ class RayKeys(Closed):
     replacement."""
 
 
-class NetworkKeys(Closed):
+class NetworkSettings(Closed):
     """network.*"""
 
     interface: Text | None
@@ -209,7 +234,7 @@ class NetworkKeys(Closed):
     rollouts get streams. auto: broadcast if every rank has a GPU and their number is fixed."""
 
 
-class ParallelKeys(Closed):
+class ParallelSettings(Closed):
     """parallel.*"""
 
     sharding: Literal["ddp", "hsdp", "fsdp", "auto"]
@@ -224,7 +249,7 @@ class ParallelKeys(Closed):
     heads. Wan and HunyuanVideo (also 1.5) support it. 1: no sharing."""
 
 
-class PatienceKeys(Closed):
+class LimitsSettings(Closed):
     """limits.*: how long ranks are waited for, in seconds unless said otherwise."""
 
     stage_factor: Annotated[float, Field(ge=1)] | None
@@ -257,7 +282,7 @@ class PatienceKeys(Closed):
     """Seconds that ranks have to exit by themselves after a failure. After that they are killed."""
 
 
-class RecordKeys(Closed):
+class RecordSettings(Closed):
     """record.*"""
 
     keep_mib: Positive
@@ -265,7 +290,7 @@ class RecordKeys(Closed):
     of it. Beyond the limit, steps are left out."""
 
 
-class DataKeys(Closed):
+class DataSettings(Closed):
     """data.*"""
 
     prompts: PromptFile | PromptFiles
@@ -300,7 +325,7 @@ class DataKeys(Closed):
     image is refused before it is decoded."""
 
 
-class TspKeys(Closed):
+class TspSettings(Closed):
     """schedule.tsp.*"""
 
     batch: AtLeast1 | Literal["auto", "all"]
@@ -309,7 +334,7 @@ class TspKeys(Closed):
     """Distribute the trained steps of a sample over the trainers."""
 
 
-class ScheduleKeys(Closed):
+class ScheduleSettings(Closed):
     """schedule.*"""
 
     auto: bool
@@ -322,7 +347,7 @@ class ScheduleKeys(Closed):
     claims: Literal["shared", "split"]
     """How tasks are distributed. shared: faster ranks take more tasks. split: every rank gets an
     equal part in advance."""
-    tsp: TspKeys
+    tsp: TspSettings
     tag: bool
     """Let waiting trainers generate when this is predicted to shorten the step."""
     shares: Literal["equal", "measured"] | Annotated[list[Amount], Field(min_length=1)]
@@ -336,7 +361,7 @@ class ScheduleKeys(Closed):
     """Share of a batch's groups that use older weights. Only read with async_steps=1."""
 
 
-class EvaluatedKeys(Closed):
+class EvaluatedSettings(Closed):
     """sampling.eval.*"""
 
     steps: Steps | None = ABSENT
@@ -350,7 +375,7 @@ class EvaluatedKeys(Closed):
     a prompt."""
 
 
-class ScoutsKeys(Closed):
+class ScoutsSettings(Closed):
     """sampling.scouts.*"""
 
     candidates: AtLeast1
@@ -360,7 +385,7 @@ class ScoutsKeys(Closed):
     """ODE steps of each try. The chosen noises are then sampled with sampling.steps."""
 
 
-class SamplingKeys(Closed):
+class SamplingSettings(Closed):
     """sampling.*"""
 
     steps: Steps
@@ -380,11 +405,11 @@ class SamplingKeys(Closed):
     smallest that keeps every GPU of the profile busy under any schedule."""
     same_noise: bool
     """Give all samples of a group the same initial noise."""
-    scouts: ScoutsKeys
-    eval: EvaluatedKeys
+    scouts: ScoutsSettings
+    eval: EvaluatedSettings
 
 
-class OptimizerKeys(Open):
+class OptimizerSettings(Open):
     """algorithm.optimizer.*"""
 
     lr: Positive = ABSENT
@@ -393,7 +418,7 @@ class OptimizerKeys(Open):
     """Weight decay."""
 
 
-class SdeKeys(Open):
+class SdeSettings(Open):
     """algorithm.sde.*"""
 
     noise_level: Amount = ABSENT
@@ -402,14 +427,14 @@ class SdeKeys(Open):
     """Noise strength of DanceGRPO's SDE."""
 
 
-class AdvantageKeys(Open):
+class AdvantageSettings(Open):
     """algorithm.advantage.*"""
 
     std: Literal["group", "batch", "none", "max_group"] = ABSENT
     """Standard deviation by which advantages are divided."""
 
 
-class AlgorithmKeys(Open):
+class AlgorithmSettings(Open):
     """algorithm.*"""
 
     clip_range: (
@@ -428,14 +453,14 @@ class AlgorithmKeys(Open):
     """Number of optimizer updates in an RL step."""
     max_grad_norm: Positive | None = ABSENT
     """Norm to which gradients are clipped. null: no clipping."""
-    optimizer: OptimizerKeys = Field(ABSENT)
-    sde: SdeKeys
-    advantage: AdvantageKeys
+    optimizer: OptimizerSettings = Field(ABSENT)
+    sde: SdeSettings
+    advantage: AdvantageSettings
     train_steps: dict[str, Any]
     """Class that chooses the denoising steps to train."""
 
 
-class RewardKeys(Open):
+class RewardSettings(Open):
     """reward.*"""
 
     placement: Literal["inline", "thread", "process", "managed", "http"] = ABSENT
@@ -457,7 +482,7 @@ class RewardKeys(Open):
     """Seconds that scoring a batch may take with placement process, managed or http."""
 
 
-class LoraKeys(Open):
+class LoraSettings(Open):
     """model.lora.*"""
 
     rank: int = Field(ABSENT, ge=1, le=4096)
@@ -466,7 +491,7 @@ class LoraKeys(Open):
     """Scale of the adapters: outputs are multiplied by alpha / rank."""
 
 
-class ModelKeys(Open):
+class ModelSettings(Open):
     """model.*"""
 
     path: Text | None = ABSENT
@@ -479,10 +504,10 @@ class ModelKeys(Open):
     null: 16 bits."""
     compile: bool = ABSENT
     """Compile the repeated blocks with torch.compile."""
-    lora: LoraKeys | None = Field(ABSENT)
+    lora: LoraSettings | None = Field(ABSENT)
 
 
-class EfficiencyKeys(Closed):
+class EfficiencySettings(Closed):
     """hardware.efficiency.* for all pools, hardware.pools.NAME.efficiency.* for one; the defaults
     are those of the kind of GPU (digenrl.extensions.planner.gpus)."""
 
@@ -508,7 +533,7 @@ class EfficiencyKeys(Closed):
     """GB/s between CPU and GPU."""
 
 
-class PoolKeys(Closed):
+class PoolSettings(Closed):
     """hardware.pools.NAME.*"""
 
     gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})]
@@ -534,11 +559,11 @@ class PoolKeys(Closed):
     """Number of GPUs in a node. null: 8, or all GPUs of a smaller pool."""
     host_gib: Positive | None = ABSENT
     """GiB of a node's host memory. Plans use nine tenths of it. null: unlimited."""
-    efficiency: EfficiencyKeys | None = ABSENT
+    efficiency: EfficiencySettings | None = ABSENT
     """Efficiencies of this pool, in place of those of its kind of GPU."""
 
 
-class LineKeys(Closed):
+class LineSettings(Closed):
     """hardware.links.NAME.*"""
 
     between: Annotated[
@@ -551,7 +576,7 @@ class LineKeys(Closed):
     """Seconds that a message takes in addition to its transfer."""
 
 
-class HardwareKeys(Closed):
+class HardwareSettings(Closed):
     """hardware.*"""
 
     build: Literal["tiny", "real"]
@@ -560,12 +585,12 @@ class HardwareKeys(Closed):
     """Sleep for the durations of the cost model instead of running the networks."""
     time_scale: Positive
     """Factor for emulated durations."""
-    pools: dict[str, PoolKeys] = Field(min_length=1)
+    pools: dict[str, PoolSettings] = Field(min_length=1)
     """Pools of equal GPUs, by name."""
-    links: dict[str, LineKeys] = ABSENT
+    links: dict[str, LineSettings] = ABSENT
     """Links between pools in different places, by names of your choice. All trainers must be in one
     place. Pools without an entry are connected by the slower inter_gb_s of the two."""
-    efficiency: EfficiencyKeys | None = ABSENT
+    efficiency: EfficiencySettings | None = ABSENT
     """Efficiencies of every pool."""
     seconds: Seconds | None = ABSENT
     """Measured seconds per unit, which replace the computed seconds."""
@@ -573,8 +598,56 @@ class HardwareKeys(Closed):
     """Sizes of tiny batches, by data.updates_split and number of updates."""
 
 
-class TrainKeys(Closed):
-    """A run: configs/train.yaml and its groups."""
+_NOTHING = object()
+
+
+class Settings(Closed):
+    """A run: configs/train.yaml and its groups, checked.
+
+    Attributes are the keys. A group that describes an object keeps its keys as YAML has them, and
+    `build` makes the object.
+    """
+
+    _tree: DictConfig = PrivateAttr()
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any] | DictConfig) -> Self:
+        """Return the settings of a resolved tree that passed every check."""
+        config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
+        OmegaConf.set_readonly(config, True)
+        settings = cls.model_validate(OmegaConf.to_container(config))
+        settings._tree = config
+        return settings
+
+    @property
+    def tree(self) -> DictConfig:
+        """The same keys as a read-only tree, as config.yaml stores them."""
+        return self._tree
+
+    def node(self, group: str) -> Any:
+        """Return the tree below a dotted key, as a component's constructor takes it.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        found = OmegaConf.select(self._tree, group, default=_NOTHING)
+        if found is _NOTHING:
+            raise KeyError(f"{group}: no such key in the settings")
+        return found
+
+    def build(self, group: str, *arguments: Any, **named: Any) -> Any:
+        """Return the object that the group at a dotted key describes: `algorithm`,
+        `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
+        `config.instantiate`."""
+        return instantiate(self.node(group), *arguments, **named)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return these settings with other values, dotted key -> value."""
+        tree: Any = OmegaConf.to_container(self._tree)
+        for key, value in values.items():
+            *groups, leaf = key.split(".")
+            functools.reduce(lambda node, name: node[name], groups, tree)[leaf] = value
+        return type(self).of(tree)
 
     experiment_name: Name
     """Name of the run's directory and reports."""
@@ -590,23 +663,23 @@ class TrainKeys(Closed):
     """Further packages that `_target_` may name. Only accepted on the command line."""
     confirm_hosts: list[Text]
     """Hosts that the config.yaml of an earlier run may name. Only accepted on the command line."""
-    allocation: AllocationKeys
+    allocation: AllocationSettings
     launch: Literal["local", "ray"]
     """Launcher of the ranks if neither torchrun nor SLURM has started them."""
-    ray: RayKeys
-    network: NetworkKeys
-    parallel: ParallelKeys
-    limits: PatienceKeys
-    record: RecordKeys
+    ray: RaySettings
+    network: NetworkSettings
+    parallel: ParallelSettings
+    limits: LimitsSettings
+    record: RecordSettings
     strategy: Component
     """DisaggregatedStrategy, or a subclass with other hooks."""
-    data: DataKeys
-    schedule: ScheduleKeys
-    sampling: SamplingKeys
-    algorithm: AlgorithmKeys
-    reward: RewardKeys
-    model: ModelKeys
-    hardware: HardwareKeys
+    data: DataSettings
+    schedule: ScheduleSettings
+    sampling: SamplingSettings
+    algorithm: AlgorithmSettings
+    reward: RewardSettings
+    model: ModelSettings
+    hardware: HardwareSettings
     trainer: dict[str, Any]
     """Arguments of Lightning's Trainer."""
     logger: dict[str, Any] | None = ABSENT
@@ -615,17 +688,17 @@ class TrainKeys(Closed):
     """Lightning callbacks by name."""
 
 
-class BuildKeys(Closed):
+class BuildSettings(Closed):
     """hardware.*"""
 
     build: Literal["tiny", "real"]
     """tiny: small random builds of the scorers' classes. real: the published weights."""
 
 
-class ScorerKeys(Closed):
+class ScorerSettings(Closed):
     """A command around one option of the group `reward`."""
 
-    hardware: BuildKeys
+    hardware: BuildSettings
     allow_targets: list[Package]
     """Further packages that `_target_` may name. Only accepted on the command line."""
     reward: dict[str, Any]
