@@ -10,7 +10,7 @@ import pytest
 from digenrl import parts, run
 from digenrl.cluster.world import World
 from digenrl.hardware import parse_hardware, trainer_speeds
-from digenrl.strategy import shares_new as measured
+from digenrl.strategy import shares as measured
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.types import TrainBatch
 from tests.strategy.processes import FP64, Record, completed, configured, relative, run_cluster

@@ -39,7 +39,6 @@ from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import replaced, write_json
-from digenrl.report.media import image_grid, write_mp4
 from digenrl.reward_command import reward_config, reward_suite
 
 if TYPE_CHECKING:
@@ -443,6 +442,8 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
 
 def _write(files: Sequence[Path], media: torch.Tensor, suite: Suite, item: Item) -> None:
     """Write the missing files of a prompt's media [n, C, H, W] or [n, F, C, H, W]."""
+    from digenrl.report.media import image_grid, write_mp4
+
     if suite.kind.video != (media.ndim == 5):
         remedy = (
             "take a video model"
