@@ -142,7 +142,7 @@ class Bench:
     def start(self, samples: int) -> denoise.SampleState:
         """Samples before their first step."""
         key = denoise.SampleKey(0, 0, PROMPT.uid, tuple(range(samples)))
-        dtype = getattr(torch, self.composed.config.sampling.storage_dtype)
+        dtype = getattr(torch, self.composed.settings.sampling.storage_dtype)
         return denoise.start(key, self.policy.latent_shape, dtype, self.device)
 
     def advance(self, state: denoise.SampleState, trained: int = 1) -> denoise.SampleState:
@@ -208,15 +208,15 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
         nn.Module.compile, **({"backend": "eager"} if device.type == "cpu" else {})
     )
     with random_weights(model, size, device), mock.patch.object(nn.Module, "compile", compiling):
-        policy: Policy = configuration.instantiate(settings.config.model).to(device)
+        policy: Policy = settings.settings.build("model").to(device)
     with torch.no_grad():
         for name, parameter in policy.trained_parameters().items():
             if "lora_B" in name:  # zero at first: the adapters would not show
                 parameter.normal_(std=0.01)
-    module = configuration.instantiate(settings.config.algorithm, policy=policy)
+    module = settings.settings.build("algorithm", policy=policy)
     module.train()
     module.on_train_start()
-    grid = policy.sigma_grid(settings.config.sampling.steps)
+    grid = policy.sigma_grid(settings.settings.sampling.steps)
     condition = {
         key: value.to(policy.dtype) if value.is_floating_point() else value
         for key, value in encoded.items()
@@ -227,7 +227,9 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
 @cache
 def conditioning(model: str, size: str, device: torch.device) -> dict[str, Tensor]:
     """What the text encoders make of a prompt, by a policy that is not kept."""
-    settings = composed(model, size, *Build().words, "model.offload_encoders=false").config.model
+    settings = composed(
+        model, size, *Build().words, "model.offload_encoders=false"
+    ).settings.tree.model
     with random_weights(model, size, device):
         policy: Policy = configuration.instantiate(settings).to(device)
         encoded = policy.encode([PROMPT])
@@ -267,7 +269,7 @@ def train(bench: Bench, unit: Unit) -> Row:
 
     taken = _device.seconds(trained, bench.device)
     work = workload(bench.composed)
-    kept = parse_recompute(bench.composed.config.model.gradient_checkpointing)
+    kept = parse_recompute(bench.composed.settings.tree.model.gradient_checkpointing)
     rows = unit.samples * unit.steps * work.passes
     held = trainer_memory(
         work, 1, unit.samples, unit.steps, kept, generates=False, keeps_copy=False
@@ -369,8 +371,8 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
     One task after the other, as a colocated run; the reward is the size of a JPEG, on the CPU
     beside generation.
     """
-    device, config, module = bench.device, bench.composed.config, bench.module
-    rewards = configuration.instantiate(config.reward)
+    device, config, module = bench.device, bench.composed.settings, bench.module
+    rewards = config.build("reward")
     sampling = sampling_spec(config)
     engine = RolloutEngine(
         bench.policy, rewards, module.sde, module.train_steps, sampling, 0, module.needs_means

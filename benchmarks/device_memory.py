@@ -186,9 +186,9 @@ def count(experiment: str) -> dict[str, Any]:
     have."""
     gc.freeze()  # or every collection would walk through all modules
     known = composed(experiment, *LORA)
-    config, model = cast(Any, known.config), known.choices["model"]
+    config, model = cast(Any, known.settings), known.choices["model"]
     facts = _families.models()[model]
-    policy: DiffusersPolicy = configuration.instantiate(config.model)
+    policy: DiffusersPolicy = config.build("model")
     sampler = PromptData(config.data, config.seed).sampler
     prompts = [prompt for step in range(config.max_rl_steps) for prompt in sampler.batch(step)]
     encoded = [policy.trimmed(policy.encode([prompt])) for prompt in prompts]
@@ -307,7 +307,7 @@ def measured(experiment: str, cases: Mapping[str, Case]) -> Iterator[tuple[str, 
     """Return the name of each case with the most bytes that a rank of each role held. A case that
     fails has no row."""
     jobs = [
-        Job(str(number), composed(experiment, *case.words).config, watched)
+        Job(str(number), composed(experiment, *case.words).settings, watched)
         for number, case in enumerate(cases.values())
     ]
     with tempfile.TemporaryDirectory() as folder:

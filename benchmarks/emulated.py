@@ -314,8 +314,8 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
     scale = STEP_SLEEP * gpus / (shortest if colocated else slowest)
     sleeps = [rank.scaled(scale) for rank in unscaled]
     train(run_dir, scale, 3, words)
-    count = trained_steps(composed.config)
-    spec = parts.schedule_spec(composed.config, count, trainers)
+    count = trained_steps(composed.settings)
+    spec = parts.schedule_spec(composed.settings, count, trainers)
     spans = spans_of(run_dir)
     steps, tasks = [], []
     others: dict[int, list[float]] = defaultdict(list)  # rank -> when it began to train or to wait

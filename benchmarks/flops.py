@@ -329,14 +329,14 @@ def ratio(name: str, *more: str) -> Ratio:
     """Generate a task of the recipe and train its cells, as a run does, and set it beside the
     least. `more` are words of its configuration."""
     composed = composed_of(name, *more)
-    config = composed.config
+    config = composed.settings
     torch.manual_seed(0)
-    policy: Policy = configuration.instantiate(config.model)
+    policy: Policy = config.build("model")
     randomise(policy)
-    module = configuration.instantiate(config.algorithm, policy=policy)
+    module = config.build("algorithm", policy=policy)
     module.train()
     module.on_train_start()
-    rewards = configuration.instantiate(config.reward)
+    rewards = config.build("reward")
     engine = engine_of(config, module, rewards)
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), trainers=1)
     prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
@@ -421,10 +421,10 @@ def at_real_width(each: Ratio) -> tuple[float, float]:
     network. What is read of each product is what is read of it in a narrow network as deep."""
     words = [f"experiment={each.name}", "hardware=single_gpu", *WORDS, *SMALL]
     composed = configuration.load(words)
-    if composed.config.model.get("frames", 1) > 1:
+    if composed.settings.tree.model.get("frames", 1) > 1:
         composed = configuration.load([*words, FEW_FRAMES])
-    settings = OmegaConf.to_yaml(composed.config.model)
-    detached = bool(composed.config.algorithm.get("detach_uncond"))
+    settings = OmegaConf.to_yaml(composed.settings.tree.model)
+    detached = bool(composed.settings.tree.algorithm.get("detach_uncond"))
     rows = published_rows(composed.choices["model"], settings, detached)
     forward = sum(own.flops for own, _, _ in rows)
     least = sum(own.flops * read.read for own, read, _ in rows)
@@ -494,7 +494,7 @@ def of_peer(sources: Path, name: str, *more: str) -> float:
     Raises:
         SystemExit: it failed; with its last lines.
     """
-    config, (script, family) = composed_of(name, *more).config, SCRIPTS[name]
+    config, (script, family) = composed_of(name, *more).settings, SCRIPTS[name]
     own = {
         "resolution": config.sampling.height,
         "sample.num_steps": config.sampling.steps,
@@ -544,7 +544,7 @@ def recipes() -> list[str]:
         if not path.stem.startswith("_"):
             with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(Exception):
                 words = [f"experiment={path.stem}", "hardware=cpu_tiny", *WORDS]
-                target = configuration.load(words).config.model._target_
+                target = configuration.load(words).settings.tree.model._target_
                 found += [path.stem] if "Policy" in target else []
     return found
 

@@ -39,7 +39,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from benchmarks import mixture_tables
@@ -49,6 +48,7 @@ from digenrl import config as configuration
 from digenrl.algorithms.advantages import Advantages
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.objectives import mean_dims
+from digenrl.config.settings import Settings
 from digenrl.diffusion import keys
 from digenrl.diffusion.sde import FlowSDE, ode_step
 from digenrl.diffusion.sigmas import step_sigmas
@@ -253,9 +253,9 @@ class Together:
 
 
 @functools.cache
-def composed(words: tuple[str, ...]) -> DictConfig:
+def composed(words: tuple[str, ...]) -> Settings:
     """The configuration, as `make train` would have it."""
-    return configuration.load(list(words)).config
+    return configuration.load(list(words)).settings
 
 
 @dataclass(frozen=True)
@@ -275,18 +275,16 @@ class Loop:
         config = composed(
             setting.words if of_group else (*setting.words, f"{setting.knob}={setting.value}")
         )
-        config = OmegaConf.create({**config, "seed": seed})
+        config = config.changed({"seed": seed})
         self.setting, self.seed = setting, seed
-        self.policy: MixturePolicy = configuration.instantiate(
-            config.model, seed=seed, **BASES[setting.base]
-        )
-        self.module: PolicyModule = configuration.instantiate(config.algorithm, policy=self.policy)
+        self.policy: MixturePolicy = config.build("model", seed=seed, **BASES[setting.base])
+        self.module: PolicyModule = config.build("algorithm", policy=self.policy)
         if of_group:
             own = self.module
             self.module = BestOfGroup(
                 self.policy,
                 own.sde,
-                configuration.instantiate(composed(ALGORITHMS["nft"][0]).algorithm.train_steps),
+                composed(ALGORITHMS["nft"][0]).build("algorithm.train_steps"),
                 own._optimizer,
                 Kept(int(setting.value)),  # type: ignore[arg-type]
                 own.updates_per_batch,
@@ -295,7 +293,7 @@ class Loop:
             )
         self.sampler = self.policy.reference if of_group else self.module.rollout_weights
         """Inside, the policy is the one that generates."""
-        self.pairs = "pairs" in config.algorithm
+        self.pairs = config.algorithm.holds("pairs")
         """Its loss compares the samples of a block, which then are those of one prompt."""
         self.module.advantage = Together(self.module.advantage)
         self.module.first_ratio_max_dev = 0.0  # a run's own check, which asks all ranks
@@ -621,9 +619,7 @@ def grown(
 @functools.cache
 def judge(base: str) -> Judge:
     """One for all runs on a base model."""
-    return Judge(
-        configuration.instantiate(composed(ALGORITHMS["flowgrpo"][0]).model, **BASES[base])
-    )
+    return Judge(composed(ALGORITHMS["flowgrpo"][0]).build("model", **BASES[base]))
 
 
 # ---- the record

@@ -105,10 +105,10 @@ class Loop:
         composed = configuration.load(
             [*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"]
         )
-        settings = settled(composed, 1, 0, PlainAdvisor()).config
-        self.policy = configuration.instantiate(settings.model)
-        self.module = configuration.instantiate(settings.algorithm, policy=self.policy)
-        self.clip_range = float(settings.algorithm.clip_range)
+        settings = settled(composed, 1, 0, PlainAdvisor()).settings
+        self.policy = settings.build("model")
+        self.module = settings.build("algorithm", policy=self.policy)
+        self.clip_range = float(settings.node("algorithm.clip_range"))
         prompt, plan = (
             Prompt("a red circle on a white background"),
             self.module.train_steps.plan(0, 0, STEPS),

@@ -228,7 +228,7 @@ def planned_seconds(unit: Unit, gpu: str) -> float:
     sheet, settings = known(gpu), composed(unit.model, REAL, *unit.build.words)
     if sheet is None:
         return nan
-    profile = parse_hardware(settings.config.hardware)
+    profile = parse_hardware(settings.settings.hardware)
     pool = replace(profile.pools[0], gpu=gpu, tflops=sheet.tflops, hbm_tb_s=sheet.hbm_tb_s)
     costs = Costs(workload(settings), replace(profile, pools=(pool,)))
     return computed_seconds(costs, pool, unit.stage, unit.samples, unit.steps, unit.build.kept)

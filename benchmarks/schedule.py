@@ -27,8 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from benchmarks._shared import RESULTS, Report, options
 from digenrl import config as configuration
 from digenrl.extensions.planner.candidate import Candidate
@@ -88,10 +86,9 @@ def bench_of(experiment: str, hardware: str, *words: str) -> tuple[Costing, int]
     composed = configuration.load(
         [f"experiment={experiment}", f"hardware={hardware}", *words], "plan"
     )
-    node: Any = OmegaConf.to_container(composed.config.hardware)
-    return Costing(workload(composed), parse_hardware(node)), int(
-        composed.config.sampling.task_size
-    )
+    settings = composed.settings
+    costing = Costing(workload(composed), parse_hardware(settings.hardware))
+    return costing, int(settings.sampling.task_size)
 
 
 def naive_colocated(costing: Costing, task_size: int) -> Iterator[Candidate]:

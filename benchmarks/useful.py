@@ -68,7 +68,7 @@ def before(work: Workload) -> Workload:
 
 def texts_per_step(composed: Composed, work: Workload) -> float:
     """Prompts that a run encodes, over its RL steps, where each is encoded once."""
-    config: Any = composed.config
+    config: Any = composed.settings
     drawn = min(len(load_prompts(config.data.prompts)), config.max_rl_steps * work.prompts)
     return drawn / float(config.max_rl_steps)
 
@@ -141,7 +141,7 @@ def main(words: list[str]) -> int:
     slowest = float("inf")
     for testbed in given["testbeds"].split(","):
         composed = configuration.load([f"experiment={SELECTING}", f"hardware={testbed}"], "plan")
-        work, hardware = workload(composed), parse_hardware(composed.config.hardware)
+        work, hardware = workload(composed), parse_hardware(composed.settings.hardware)
         costings = [Costing(each, hardware) for each in (before(work), work)]
         bounds, steps = (
             [each.bound() for each in costings],

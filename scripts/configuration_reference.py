@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from digenrl.config.command_settings import schema_of
 from digenrl.config.help_pages import defaults_of
 from digenrl.config.settings import may_change
-from digenrl.config.command_settings import schema_of
 from digenrl.config.validation import Key, keys_of
 
 _INTRODUCTION = """\

@@ -171,7 +171,7 @@ def stored(root: Path) -> Attack:
             found = config.load([f"resume={run}"])
         except config.ConfigError:
             return False
-        strange = [name for name in targets(found.config) if not name.startswith(OWN)]
+        strange = [name for name in targets(found.settings) if not name.startswith(OWN)]
         assert not strange, f"names {strange}"
         return True
 

@@ -32,11 +32,11 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 CODE = f"""
 from digenrl import config as configuration
 from digenrl.cli.extensions import ExtensionMissing, choose_advisor
-from digenrl.settle import allocated
+from digenrl.settle import settle
 composed = configuration.load({list(WORDS)})
 advisor = choose_advisor()
-settled = allocated(composed, advisor)
-config = settled.config
+settled = settle(composed, advisor)
+config = settled.settings
 print(config.parallel.sharding, config.schedule.auto, config.schedule.gap, config.sampling.task_size)
 print(config.model.gradient_checkpointing, settled.planned, type(advisor).__name__)
 print(advisor.advise(settled, 1, 1), advisor.memory_lines(settled, 1, 1))

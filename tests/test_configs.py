@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from digenrl import config
 from digenrl.config.settings import Settings
@@ -47,8 +47,8 @@ targets and loss are the experiment's own."""
 
 
 @cache
-def published(experiment: str) -> DictConfig:
-    return config.load([f"experiment={experiment}"]).config
+def published(experiment: str) -> Settings:
+    return config.load([f"experiment={experiment}"]).settings
 
 
 @cache
@@ -89,7 +89,7 @@ def test_experiment_composes(experiment: str) -> None:
 )
 def test_experiment_on_a_laptop_and_as_published(experiment: str) -> None:
     full = published(experiment)
-    tiny = config.load([f"experiment={experiment}", "hardware=cpu_tiny"]).config
+    tiny = config.load([f"experiment={experiment}", "hardware=cpu_tiny"]).settings
     assert full.experiment_name == tiny.experiment_name == experiment
     assert tiny.hardware.build == "tiny"
     assert tiny.data.group_size >= 4
@@ -109,7 +109,7 @@ def test_experiment_on_a_laptop_and_as_published(experiment: str) -> None:
 def test_hardware_composes_with_the_largest_experiment(hardware: str) -> None:
     composed = largest_on(hardware)
     assert composed.choices["hardware"] == hardware
-    assert composed.config.hardware.pools
+    assert composed.settings.hardware.pools
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "cpu_tiny", "a100x32"])
@@ -119,7 +119,7 @@ def test_a_hardware_profile_leaves_a_colocated_schedule_colocated(hardware: str)
     composed = config.load(
         ["experiment=wan21_flowgrpo", f"hardware={hardware}", "schedule=colocated"]
     )
-    assert composed.config.allocation.rollouts == 0
+    assert composed.settings.allocation.rollouts == 0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_schema_names_keys_that_exist() -> None:
         if ANY_NAME not in key and not key.startswith("hardware.efficiency")
     }
     for tree in itertools.chain(
-        map(published, EXPERIMENTS), (largest_on(name).config for name in OPTIONS["hardware"])
+        map(published, EXPERIMENTS), (largest_on(name).settings for name in OPTIONS["hardware"])
     ):
         present = {key for key, _ in flat(OmegaConf.to_container(tree))}
         stale = {

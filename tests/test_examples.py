@@ -21,7 +21,7 @@ def test_the_commands_of_examples_compose(tmp_path: Path) -> None:
         given = [
             word for word in words[words.index(first) + 1 :] if not word.startswith("output_root=")
         ]
-        config = load([*given, f"output_root={tmp_path}"]).config
+        config = load([*given, f"output_root={tmp_path}"]).settings
         assert (config.allocation.trainers, config.allocation.rollouts) == (8, 8)
     assert sum(group["replicas"] for group in job["rayClusterSpec"]["workerGroupSpecs"]) == 3
 
@@ -35,7 +35,7 @@ def test_the_pods_of_kubernetes_join_the_run_that_its_job_starts(tmp_path: Path)
     config = load(
         [word for word in start[3:] if not word.startswith("hydra.run.dir=")]
         + [f"output_root={tmp_path}"]
-    ).config
+    ).settings
     ranks = config.allocation.trainers + config.allocation.rollouts
     assert (start[:3], str(ranks)) == (
         ["exec", "digenrl", "train"],

@@ -89,7 +89,7 @@ def test_the_commands_of_the_quickstart_fit(
         elif "-m" in words:
             assert [config.load(job.words) for job in expand(words)[1]]
         elif command in ("train", "plan"):
-            assert config.load(words, command).config is not None
+            assert config.load(words, command).settings is not None
         elif command == "score":
             assert reward_config([word.lower() for word in words], "score").reward is not None
         elif command == "resume":
@@ -117,7 +117,7 @@ def test_the_runs_and_plans_of_every_page_compose(document: Path) -> None:
         words += given.get("ARGS", "").split()
         own = [word.partition("=") for word in words if word.partition("=")[0] in groups]
         if all(value in groups[group] for group, _, value in own) and "allow_targets" not in rest:
-            assert config.load(words, command).config is not None
+            assert config.load(words, command).settings is not None
 
 
 def test_the_prompts_of_the_data_page_are_read(tmp_path: Path) -> None:

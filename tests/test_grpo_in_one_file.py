@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from digenrl import config as configuration
+from digenrl.config.settings import Settings
 from digenrl.data import PromptSampler, load_prompts
 from examples import grpo_in_one_file as page
 from tests.conftest import ROOT
@@ -72,7 +72,9 @@ def test_the_page_is_short_and_borrows_data_alone() -> None:
 
 
 def test_the_page_has_the_values_of_the_first_run() -> None:
-    assert settings_of(configuration.load(["experiment=digits_flowgrpo"]).config) == page.Settings()
+    assert (
+        settings_of(configuration.load(["experiment=digits_flowgrpo"]).settings) == page.Settings()
+    )
 
 
 @pytest.mark.parametrize("size", [2, 5, 10])
@@ -97,7 +99,7 @@ def test_the_page_runs_as_a_command() -> None:
 
 @pytest.mark.processes
 def test_samples_rewards_and_gradients_of_a_run_are_the_pages(tmp_path: Path) -> None:
-    config = configuration.load(WORDS).config
+    config = configuration.load(WORDS).settings
     settings = settings_of(config)
     assert config.sampling.task_size == config.data.group_size, (
         "the page draws a group in one forward"
@@ -128,9 +130,10 @@ def test_samples_rewards_and_gradients_of_a_run_are_the_pages(tmp_path: Path) ->
     assert relative(by_names_of_the_page(run.weights), trained) <= ROUNDING
 
 
-def settings_of(config: DictConfig) -> page.Settings:
+def settings_of(config: Settings) -> page.Settings:
     """Return the page's settings with the values of a configuration."""
-    algorithm, optimizer, lora = config.algorithm, config.algorithm.optimizer, config.model.lora
+    algorithm, lora = config.node("algorithm"), config.node("model.lora")
+    optimizer = algorithm.optimizer
     found = {
         "seed": config.seed,
         "prompts_per_batch": config.data.prompts_per_batch,

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": {"types", "schedule", "diffusion", "models", "rewards", "images", "prompts"},
     "data": {"prompts", "schedule"},
     "report": {"record", "images"},
-    "devices": {"accelerator", "cluster", "hardware", "config.relations"},
+    "devices": {"accelerator", "cluster", "hardware", "config.settings"},
     "cluster": {"record", "schedule"},
     "transport": {"accelerator", "types", "schedule", "diffusion", "cluster", "record"},
     "strategy": {
@@ -117,6 +117,8 @@ TOP = {"cli", "api", "__init__", "__main__", "extensions"}
 TYPES_ONLY: dict[str, set[str]] = {
     "diffusion": {"models.policy"},
     "advisor": {"models", "rewards", "transport"},
+    "data": {"config.settings"},
+    "hardware": {"config.settings"},
 }
 """Room -> what it may name in annotations alone (under TYPE_CHECKING), where the import would point
 upwards."""

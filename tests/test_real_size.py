@@ -97,7 +97,7 @@ def test_a_run_on_a_gpu_takes_the_profile_that_names_it(monkeypatch: pytest.Monk
         assert found[0] == word
         hardware = configuration.load(
             ["experiment=sd35_flowgrpo", *found, "allocation.trainers=1", "allocation.rollouts=0"]
-        ).config.hardware
+        ).settings.hardware
         (pool,) = parse_hardware(hardware).pools
         assert pool.count == pool.per_node == 1
         assert (pool.memory_gib == 79) is (name != "h200")
@@ -178,7 +178,7 @@ def test_the_planner_takes_what_was_measured_on_its_gpu(tmp_path: Path) -> None:
     table = {unit.key: facts | {"seconds": taken} for unit, taken in rows.items()}
     results = real_size.Results(tmp_path / "rows.json", machine, table)
     (tmp_path / "h200.yaml").write_text(real_size.planner_rows(results, list(rows)))
-    hardware = parse_hardware(configuration.load(words).config.hardware)
+    hardware = parse_hardware(configuration.load(words).settings.hardware)
     found, plain = with_measured(hardware, work, tmp_path), Costs(work, hardware)
     assert found.seconds == {"decode": {"h200": pytest.approx(0.05)}}
     (pool,), costs = found.pools, Costs(work, found)
@@ -238,7 +238,7 @@ def test_what_cannot_be_measured_is_refused(word: str, part: str, tmp_path: Path
 @pytest.mark.parametrize("model", FAMILY)
 def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) -> None:
     device = torch.device("cuda", 0)
-    settings = composed(model, REAL, *Build().words).config.model
+    settings = composed(model, REAL, *Build().words).settings.tree.model
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         mock.patch.object(nn.Module, "_apply", plainly),

@@ -17,7 +17,7 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.config.validation import keys_of
-from digenrl.schedule import ScheduleSpec
+from digenrl.settle import schedule_of
 from tests.strategy.processes import configured
 
 pytestmark = pytest.mark.heavy
@@ -49,9 +49,9 @@ def test_a_schedule_is_the_one_that_its_overrides_give(schedule: str) -> None:
     """The planner prints a schedule as words; a key that one of the two translations forgot would
     be lost."""
     words = (f"schedule={schedule}", "schedule.tsp.batch=2", "schedule.shares=[2,1]")
-    spec = ScheduleSpec.from_config(configured(*words), 3)
+    spec = schedule_of(configured(*words), 3)
     assert spec.shares == (2.0, 1.0)
-    assert ScheduleSpec.from_config(configured(*spec.overrides()), 3) == spec
+    assert schedule_of(configured(*spec.overrides()), 3) == spec
     told = {word.partition("=")[0] for word in spec.overrides()}
     assert told == {key for key in keys_of(Settings) if key.startswith("schedule.")} - {
         "schedule.auto",
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(
 ) -> None:
     composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=cpu_tiny", *words])
     with pytest.raises(ValueError, match=message):
-        parts.check(composed.config)
+        parts.check(composed.settings)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(
 ) -> None:
     composed = configuration.load(["experiment=digits_flowgrpo", *words])
     with pytest.raises(ValueError, match=message):
-        parts.check(composed.config)
+        parts.check(composed.settings)
 
 
 def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
@@ -151,13 +151,13 @@ def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
 def test_a_rollout_of_all_weights_holds_no_value_before_the_cast(tmp_path: Path) -> None:
     """A checkpoint is read into the dtype of the rollout: fp32 would take twice the host memory."""
     words = ["experiment=flux1_flowgrpo", "hardware=cpu_tiny", "model.lora=null"]
-    config = configuration.load([*words, "model.dtype=bfloat16"]).config
+    config = configuration.load([*words, "model.dtype=bfloat16"]).settings
     rollout = World(1, 1, 1)
     policy = configuration.instantiate(parts.model_of(config, rollout))
     assert all(value.is_meta for value in policy.transformer.parameters())
     session = Session("127.0.0.1", 0, Handshake(), tmp_path, time.time())
     read = run._policy(run.Given(config, rollout, session, Advice()))
-    usual = configuration.instantiate(config.model)
+    usual = config.build("model")
     usual.only_generate()
     before, after = (dict(each.transformer.named_parameters()) for each in (usual, read))
     assert before.keys() == after.keys()

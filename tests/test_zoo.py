@@ -19,7 +19,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.launcher import Launch, RunOutcome, launch
 from digenrl.cluster.world import Session, World
+from digenrl.config.settings import Settings
 from digenrl.extensions.export.cli.export import read_weights
 from digenrl.extensions.export.diffusers_export import export_policy
 from digenrl.models.pipeline import DiffusersPolicy
@@ -83,7 +83,7 @@ def _trained(module: Any) -> dict[str, torch.nn.Parameter]:
 class Run:
     """A finished run of one experiment."""
 
-    config: DictConfig
+    config: Settings
     outcome: RunOutcome
     directory: Path
 
@@ -99,12 +99,12 @@ class Run:
         return read_weights(self.directory / "checkpoints", "trained")[0]
 
 
-def composed(experiment: str, *words: str) -> DictConfig:
-    config = configuration.load([f"experiment={experiment}", *WORDS, *words]).config
+def composed(experiment: str, *words: str) -> Settings:
+    config = configuration.load([f"experiment={experiment}", *WORDS, *words]).settings
     if {"ocr", "geneval"} & set(config.reward.rewards):
         config = configuration.load(
             [f"experiment={experiment}", *WORDS, SECOND_REWARD, *words]
-        ).config
+        ).settings
     return config
 
 
@@ -115,7 +115,7 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
     config = composed(experiment, *words)
     for reward in config.reward.rewards.values():  # loaded once here, not once in every rank
         importlib.import_module(reward.scorer._target_.rpartition(".")[0])
-    policy: Policy = configuration.instantiate(config.model)
+    policy: Policy = config.build("model")
 
     def rank_main(world: World, session: Session) -> None:
         callbacks = (
@@ -133,7 +133,7 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
 )
 def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) -> None:
     finished, policy = execute(experiment, tmp_path)
-    assert allocation(finished.config) == (1, 1)
+    assert allocation(finished.settings) == (1, 1)
     assert finished.outcome.status == "completed", f"{finished.outcome.cause}\n{logs(tmp_path)}"
     steps = [row for row in finished.rows("metrics.jsonl") if row["kind"] == "step"]
     assert [row["rl_step"] for row in steps] == list(range(1, STEPS + 1))
@@ -190,7 +190,7 @@ def test_schedules_train_the_same_weights(experiment: str, tmp_path: Path) -> No
 
 def check_ratio(finished: Run, first: dict[str, Any]) -> None:
     """Replay reproduced the rollout's log-probs before the first update; NFT has none."""
-    if finished.config.algorithm._target_.endswith(".NFT"):
+    if finished.settings.tree.algorithm._target_.endswith(".NFT"):
         assert first.get("first_ratio_max_dev") is None
     else:
         assert 0.0 <= first["first_ratio_max_dev"] <= RATIO_BOUND
@@ -202,7 +202,7 @@ def check_gradients(finished: Run) -> None:
     gradients: list[dict[str, float | None]] = json.loads(
         (finished.directory / "gradients.json").read_text()
     )
-    assert len(gradients) == STEPS * finished.config.algorithm.updates_per_batch
+    assert len(gradients) == STEPS * finished.settings.tree.algorithm.updates_per_batch
     for number, update in enumerate(gradients):
         assert not [name for name, largest in update.items() if largest is None], f"update {number}"
     assert set(gradients[0]) == set(finished.initial)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from digenrl.config import Composed
 from digenrl.config.compose import merge_words
@@ -123,7 +123,7 @@ class PlainAdvisor:
             return composed
         words = ["schedule.auto=false"]
         if "schedule.gap" not in named(composed) and not needs_whole_batch(
-            composed.settings.algorithm.advantage
+            composed.settings.node("algorithm.advantage")
         ):
             words.append("schedule.gap=1")
         said = (
@@ -156,16 +156,12 @@ def named(composed: Composed) -> set[str]:
 
 
 def changed(composed: Composed, words: Sequence[str]) -> Composed:
-    """Return the configuration, changed by the words of a command line."""
-    tree: Any = OmegaConf.to_container(composed.settings)
-    settings = OmegaConf.create(tree)
-    if wrong := merge_words(settings, list(words), "train"):
+    """Return the configuration, changed by the words of a command line.
+
+    Raises:
+        ValueError: a word names no key, or is no override.
+    """
+    tree = OmegaConf.create(composed.settings.plain())
+    if wrong := merge_words(tree, list(words), "train"):
         raise ValueError("\n".join(wrong))
-    return with_config(composed, settings)
-
-
-def with_config(composed: Composed, tree: DictConfig | dict[str, Any]) -> Composed:
-    """Return `composed` with the configuration `tree`, read-only."""
-    settings = OmegaConf.create(tree) if isinstance(tree, dict) else tree
-    OmegaConf.set_readonly(settings, True)
-    return replace(composed, config=settings)
+    return replace(composed, settings=type(composed.settings).of(tree))

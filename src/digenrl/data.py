@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
 from digenrl.prompts import Prompt, most_of_batch, read, sources
-from digenrl.schedule import groups_of_step
+
+if TYPE_CHECKING:
+    from digenrl.config.settings import DataSettings
 
 
 def load_files(
@@ -219,10 +221,10 @@ class PromptData(pl.LightningDataModule):
     `train_dataloader`, and every rank asks `sampler` which prompts an RL step has.
 
     Args:
-        settings: the `data` group of a configuration.
+        settings: the group `data`.
     """
 
-    def __init__(self, settings: Any, seed: int) -> None:
+    def __init__(self, settings: DataSettings, seed: int) -> None:
         super().__init__()
         files = load_files(settings.prompts)
         self.prompts = tuple(chain.from_iterable(prompts for prompts, _ in files))
@@ -230,7 +232,7 @@ class PromptData(pl.LightningDataModule):
         """Evaluation prompts, never trained (the training prompts themselves where the set has no
         held-out split)."""
         shares = [(len(prompts), weight) for prompts, weight in files]
-        self.sampler = PromptSampler(self.prompts, groups_of_step(settings), seed, shares)
+        self.sampler = PromptSampler(self.prompts, settings.groups_per_step, seed, shares)
 
     def train_dataloader(self) -> range:
         """A placeholder, which the Strategy replaces. (A tuple would be a collection of loaders to

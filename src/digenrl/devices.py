@@ -21,7 +21,7 @@ from digenrl import accelerator
 from digenrl.cluster.control import Control
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session
-from digenrl.config.relations import most_rollouts
+from digenrl.config.settings import Settings
 from digenrl.hardware import Pool, assign, parse_hardware
 
 _LEAST = 0.97
@@ -157,7 +157,9 @@ def _ask(pipe: Connection) -> None:
         pipe.send(f"{' '.join(str(error).split())}.")
 
 
-def check(settings: Settings, seats: Mapping[int, int], processes: int, devices: Sequence[Device]) -> None:
+def check(
+    settings: Settings, seats: Mapping[int, int], processes: int, devices: Sequence[Device]
+) -> None:
     """Refuse a run whose ranks cannot have the GPUs that the hardware profile gives them. Emulated
     GPUs need none.
 
@@ -192,9 +194,7 @@ def check(settings: Settings, seats: Mapping[int, int], processes: int, devices:
         )
     if pools:
         hardware = parse_hardware(settings.hardware)
-        places = assign(
-            hardware, settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
-        )
+        places = assign(hardware, *settings.allocation.split)
         for rank, local_rank in seats.items():
             pool = hardware.pool(places[rank][0])
             if pool.gpu != "cpu":

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from digenrl.config.settings import EfficiencySettings, HardwareSettings
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,16 @@ class Hardware:
         return found
 
 
-def parse_hardware(node: Mapping[str, Any]) -> Hardware:
-    """Return a profile's `hardware` node, which `digenrl.config` has checked, as `Hardware`."""
+def parse_hardware(settings: HardwareSettings) -> Hardware:
+    """Return the `hardware` group of checked settings as `Hardware`.
+
+    Raises:
+        ValueError: the rewards of a pool take all GPUs of a node.
+    """
     pools = []
-    for name, entry in node["pools"].items():
-        given = {"count": 1, "role": "auto"} | {
-            key: value for key, value in entry.items() if value is not None
-        }
-        shares = {**(node.get("efficiency") or {}), **given.pop("efficiency", {})}
+    for name, entry in settings.pools.items():
+        given: dict[str, Any] = {"count": 1, "role": "auto"} | entry.model_dump(exclude_none=True)
+        shares = _shares(settings.efficiency) | given.pop("efficiency", {})
         given = {"per_node": min(given["count"], 8), "judges": 0} | given
         nodes = math.ceil(given["count"] / given["per_node"])
         if given["judges"] and given["judges"] >= given["per_node"]:
@@ -113,16 +118,16 @@ def parse_hardware(node: Mapping[str, Any]) -> Hardware:
         given["judges"] *= nodes
         given["count"] -= given["judges"]
         pools.append(Pool(str(name), efficiency=tuple(shares.items()), **given))
-    seconds = {stage: dict(table) for stage, table in (node.get("seconds") or {}).items()}
     lines = {
-        frozenset(entry["between"]): Line(entry["gb_s"], entry.get("latency_s", 0.0))
-        for entry in _links(node)
+        frozenset(entry.between): Line(entry.gb_s, entry.latency_s or 0.0)
+        for entry in (settings.links or {}).values()
     }
-    return Hardware(tuple(pools), seconds, lines)
+    return Hardware(tuple(pools), settings.seconds or {}, lines)
 
 
-def _links(node: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return list((node.get("links") or {}).values())
+def _shares(efficiency: EfficiencySettings | None) -> dict[str, Any]:
+    """Return what a profile says of efficiencies, without what it leaves to the kind of GPU."""
+    return {} if efficiency is None else efficiency.model_dump(exclude_none=True)
 
 
 def trainer_speeds(profile: Hardware, trainers: int, rollouts: int) -> tuple[float, ...]:

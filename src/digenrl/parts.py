@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.utils import get_object
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config as configuration
 from digenrl import prompts
@@ -22,6 +22,7 @@ from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.loggers import Guarded
 from digenrl.cluster.world import Session, World
+from digenrl.config.settings import DataSettings, Settings
 from digenrl.hardware import assign, parse_hardware, trainer_speeds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
@@ -30,7 +31,7 @@ from digenrl.rewards.needs import unscorable
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.speeds import relative
-from digenrl.settle import sharding
+from digenrl.settle import schedule_of, sharding
 from digenrl.strategy.context import check_model
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.broadcast import broadcast_link
@@ -75,7 +76,7 @@ def broadcasts(settings: Settings, rollouts: int) -> bool:
     gpus = not settings.hardware.emulate and all(
         pool.gpu != "cpu" for pool in settings.hardware.pools.values()
     )
-    if settings.hardware.get("links") or not (
+    if settings.hardware.links or not (
         fixed and gpus and settings.trainer.get("accelerator") != "cpu"
     ):
         return False
@@ -90,12 +91,13 @@ def schedule_spec(
     if settings.schedule.shares == "measured":
         profile = parse_hardware(settings.hardware)
         shares = relative(trainer_speeds(profile, trainers, rollouts))
-    return ScheduleSpec.from_config(settings, trained_steps, shares)
+    return schedule_of(settings, trained_steps, shares)
 
 
 def kinds_of_trainers(settings: Settings, world: World) -> set[str]:
     """GPUs that the profile gives to trainers, by name."""
-    if settings.hardware.emulate or all(pool.gpu == "cpu" for pool in settings.hardware.pools.values()):
+    pools = settings.hardware.pools.values()
+    if settings.hardware.emulate or all(pool.gpu == "cpu" for pool in pools):
         return set()
     hardware = parse_hardware(settings.hardware)
     return {
@@ -106,9 +108,16 @@ def kinds_of_trainers(settings: Settings, world: World) -> set[str]:
 
 def sampling_spec(settings: Settings) -> SamplingSpec:
     """The `sampling` group as the engine reads it."""
-    sampling, stored = settings.sampling, getattr(torch, settings.sampling.storage_dtype)
-    evaluated = {f"eval_{key}": value for key, value in sampling.eval.items()}
-    return SamplingSpec(sampling.steps, stored, same_noise=sampling.same_noise, **evaluated)
+    sampling, evaluated = settings.sampling, settings.sampling.eval
+    return SamplingSpec(
+        sampling.steps,
+        getattr(torch, sampling.storage_dtype),
+        same_noise=sampling.same_noise,
+        eval_steps=evaluated.steps or sampling.steps,
+        eval_guidance_scale=evaluated.guidance_scale,
+        eval_solver=evaluated.solver,
+        eval_batch=evaluated.batch,
+    )
 
 
 def model_of(settings: Settings, world: World) -> DictConfig:
@@ -119,20 +128,20 @@ def model_of(settings: Settings, world: World) -> DictConfig:
     own: dict[str, Any] = {}
     model = _target(settings, "model")
     shards = world.is_trainer and sharding(settings) != "ddp"
-    casts = not world.is_trainer and settings.model.get("lora") is None  # half of what is stored
+    casts = not world.is_trainer and settings.model.lora is None  # half of what is stored
     diffusers = isinstance(model, type) and issubclass(model, DiffusersPolicy)
     if (shards or casts) and diffusers:
         own["empty"] = True
-    kept = settings.model.get("gradient_checkpointing")
-    if world.is_trainer and isinstance(kept, ListConfig):
+    kept = settings.model.gradient_checkpointing
+    if world.is_trainer and isinstance(kept, list):
         own["gradient_checkpointing"] = kept[world.rank]
     if not world.is_trainer:
         own |= {
             key: False
             for key in ("gradient_checkpointing", "keep_reference")
-            if key in settings.model
+            if settings.model.holds(key)
         }
-    merged = OmegaConf.merge(settings.model, own)
+    merged = OmegaConf.merge(settings.node("model"), own)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -140,7 +149,7 @@ def model_of(settings: Settings, world: World) -> DictConfig:
 def loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
     run."""
-    makers = {key: configuration.instantiate(node) for key, node in (settings.logger or {}).items()}
+    makers = {key: settings.build(f"logger.{key}") for key in settings.logger or {}}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
     return [Guarded(logger, key, run_dir) for key, logger in made.items()]
 
@@ -152,10 +161,10 @@ class Resumed(pl.Callback):
     has written."""
 
     def __init__(self, settings: Settings) -> None:
-        self._config = settings
+        self._settings = settings
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        configuration.store_config(self._config, Path(trainer.default_root_dir))
+        configuration.store_config(self._settings.tree, Path(trainer.default_root_dir))
 
 
 class WarningEvents(logging.Handler):
@@ -175,41 +184,40 @@ def check(settings: Settings) -> None:
     could never score, before anything is written or started."""
     model, strategy = _target(settings, "model"), _target(settings, "strategy")
     if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
-        model.check(settings.model)
+        model.check(settings.node("model"))
         if settings.parallel.context > 1:
-            check_model(model, settings.parallel.context, settings.model)
+            check_model(model, settings.parallel.context, settings.node("model"))
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):
         raise ValueError(
             f"strategy._target_ = {settings.strategy['_target_']}: is no subclass of "
             "digenrl.strategy.disaggregated.DisaggregatedStrategy; derive it from that class and "
             "override its hooks."
         )
-    algorithm = settings.algorithm
-    configuration.instantiate(algorithm.advantage)
+    settings.build("algorithm.advantage")
     if not settings.hardware.emulate:
         for where, prompt in _prompts_of(settings.data) if issubclass(model, Policy) else ():
             try:
                 model.check_prompt(prompt)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-        if problems := unscorable(settings.reward, _prompts_of(settings.data)):
+        if problems := unscorable(settings.node("reward"), _prompts_of(settings.data)):
             raise ValueError("\n".join(problems))
-    surrogate = configuration.instantiate(algorithm.surrogate) if "surrogate" in algorithm else None
-    if surrogate is not None:
-        check_kernel(configuration.instantiate(algorithm.sde), surrogate)
+    if settings.algorithm.get("surrogate") is not None:
+        check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
 
 
-def _prompts_of(data: DictConfig) -> Iterator[tuple[str, Prompt]]:
+def _prompts_of(data: DataSettings) -> Iterator[tuple[str, Prompt]]:
     """(key, file and line, prompt) of the prompts of a run and of its evaluation."""
-    for key in (key for key in ("prompts", "heldout") if data[key] is not None):
-        for file in (prompts.read(name) for name, _ in prompts.sources(data[key])):
+    asked = {"prompts": data.prompts, "heldout": data.heldout}
+    for key, files in asked.items():
+        for file in (prompts.read(name) for name, _ in prompts.sources(files)) if files else ():
             for line, prompt in zip(file.lines, file.prompts, strict=True):
                 yield f"data.{key}: {file.path}:{line}", prompt
 
 
 def _target(settings: Settings, group: str) -> Any:
     """What `_target_` of a group names."""
-    name = settings[group]["_target_"]
+    name = settings.node(group)["_target_"]
     try:
         return get_object(name)
     except Exception as error:  # whatever the user's module raises while it is imported

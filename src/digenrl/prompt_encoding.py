@@ -12,10 +12,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from omegaconf import DictConfig
 
 from digenrl import accelerator
 from digenrl.callbacks.evaluation import Evaluation
+from digenrl.config.settings import Settings
 from digenrl.data import PromptData
 from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
@@ -37,7 +37,9 @@ def encode(
     session, rank = given.session, given.world.rank
     with session.progress.stage("encode"):
         try:
-            filled = fill_prompt_store(given.settings, policy, data, callbacks, session.progress.tick)
+            filled = fill_prompt_store(
+                given.settings, policy, data, callbacks, session.progress.tick
+            )
         except OSError as error:
             logging.getLogger(__name__).warning(
                 f"{error} What it lacks is encoded by every rank that needs it."
@@ -89,7 +91,9 @@ def fill_prompt_store(
     evaluated = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
     wanted += [prompt for drawn in evaluated for prompt in drawn.prompts]
     try:
-        with policy.guided(max(policy.guidance_scale, settings.sampling.eval.guidance_scale or 0.0)):
+        with policy.guided(
+            max(policy.guidance_scale, settings.sampling.eval.guidance_scale or 0.0)
+        ):
             found = fill(policy, root, wanted, accelerator.current(), progress)
     except OSError as error:
         raise OSError(

@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from digenrl.config import ConfigError, config_directory, group_options, instantiate
+from digenrl.config import ConfigError, config_directory, group_options
 from digenrl.config.checks import problems_of, resolved
+from digenrl.config.command_settings import scorer_settings_of
 from digenrl.config.compose import (
     KnownKeys,
     compose_words,
@@ -22,6 +23,7 @@ from digenrl.config.compose import (
 from digenrl.config.help import show, wants_help
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.loading import command_line_list
+from digenrl.config.settings import ScorerSettings
 from digenrl.rewards.needs import require_weights
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ _PATH_KEYS = ("images", "prompts", "output")
 
 
 def reward_command(
-    name: str, doc: str | None, argv: Sequence[str], work: Callable[[DictConfig], None]
+    name: str, doc: str | None, argv: Sequence[str], work: Callable[[Any], None]
 ) -> int:
     """Run `work` with the checked configs/<name>.yaml, and return the exit code.
 
@@ -55,7 +57,7 @@ def reward_command(
     return 0
 
 
-def reward_config(argv: Sequence[str], name: str) -> DictConfig:
+def reward_config(argv: Sequence[str], name: str) -> ScorerSettings:
     """Return configs/<name>.yaml with the words of `argv`, checked. Raises ConfigError with every
     problem that was found."""
     words = with_search_path(argv)
@@ -65,24 +67,26 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
         known = ", ".join(group_options(config_directory(), *own_directories(words))["reward"])
         raise ConfigError([f"reward=... is missing; known: {known}."])
     tree, problems = compose_words([_literal(word) for word in words], name)
-    settings = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-    OmegaConf.set_struct(settings, False)
-    settings.allow_targets = command_line_list("allow_targets", words, settings)
-    problems += problems_of(*resolved(settings), name, KnownKeys(settings, name), settings.allow_targets)
+    found = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    OmegaConf.set_struct(found, False)
+    found.allow_targets = command_line_list("allow_targets", words, found)
+    plain, unresolved = resolved(found)
+    problems += problems_of(plain, unresolved, name, KnownKeys(found, name), found.allow_targets)
     if problems:
         raise ConfigError(problems)
+    settings = scorer_settings_of(name).of(plain)
     try:
-        require_weights(settings.reward)
+        require_weights(settings.node("reward"))
     except ValueError as error:
         raise ConfigError(str(error).splitlines()) from None
     return settings
 
 
-def reward_suite(settings: Settings) -> RewardSuite:
+def reward_suite(settings: ScorerSettings) -> RewardSuite:
     """Return the suite of a checked configuration. Exceptions of its scorers' constructors become a
     ValueError."""
     try:
-        suite: RewardSuite = instantiate(settings.reward)
+        suite: RewardSuite = settings.build("reward")
         suite.load()
         return suite
     except Exception as error:

@@ -19,13 +19,13 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from omegaconf import DictConfig
 
 from digenrl import accelerator, devices, parts, prompt_encoding
 from digenrl import config as configuration
 from digenrl.advisor import Advice
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
+from digenrl.config.settings import Settings
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
 from digenrl.parts import Given
@@ -96,12 +96,12 @@ def build(
     policy, rewards = _policy(given), _rewards(given)
     if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
-    module = configuration.instantiate(settings.algorithm, policy=policy)
+    module = settings.build("algorithm", policy=policy)
     engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
-    named = [configuration.instantiate(callback) for callback in (settings.callbacks or {}).values()]
+    named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]
     setup = _setup(given, module, engine, data, named)
     _check_rewards(given, setup, rewards, data, named)
-    strategy = configuration.instantiate(settings.strategy)(setup, DirectoryCheckpointIO())
+    strategy = settings.build("strategy")(setup, DirectoryCheckpointIO())
     trainer = _trainer(given, setup, strategy, [*named, *callbacks], device)
     prompt_encoding.encode(given, policy, data, named)
     return Rank(trainer, module, data, strategy)
@@ -140,7 +140,7 @@ def _rewards(given: Given) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
     stand_in = given.stand_in
     rewards: RewardSuite = (
-        configuration.instantiate(given.settings.reward) if stand_in is None else stand_in.rewards()
+        given.settings.build("reward") if stand_in is None else stand_in.rewards()
     )
 
     def tell(reward: str, samples: int, cause: str) -> None:
@@ -215,9 +215,9 @@ def _trainer(
     """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all
     micro-batches of an update."""
     settings, run_dir = given.settings, given.session.run_dir
-    trainer: pl.Trainer = configuration.instantiate(
-        settings.trainer,
-        accelerator=devices.lightning(settings.trainer.accelerator),
+    trainer: pl.Trainer = settings.build(
+        "trainer",
+        accelerator=devices.lightning(settings.trainer["accelerator"]),
         devices=1 if device is None else [device],
         strategy=strategy,
         max_epochs=settings.max_rl_steps,

@@ -1,4 +1,4 @@
-"""Settle a configuration before anything is allocated: `auto` values become numbers, and
+"""Settle a configuration before anything is settle: `auto` values become numbers, and
 contradictions are refused.
 
 What needs costs, memory or a simulation is the `Advisor`'s to answer (advisor.py).
@@ -6,24 +6,26 @@ What needs costs, memory or a simulation is the `Advisor`'s to answer (advisor.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from digenrl import hardware
-from digenrl.advisor import Advisor, Holding, with_config
-from digenrl.config import Composed, instantiate
+from digenrl.advisor import Advisor, Holding
+from digenrl.config import Composed
 from digenrl.config.no_effect import without_effect
 from digenrl.config.relations import most_rollouts, relation_problems
+from digenrl.config.settings import Settings
 from digenrl.recompute import AUTO
-from digenrl.schedule import slices_of_group, steps_per_forward
+from digenrl.schedule import ScheduleSpec, slices_of_group, steps_per_forward
+from digenrl.schedule.spec import KEYS
 
 ROLLOUTS = "rollouts, while trainers go on"
 """Words of a run's announcement for the ranks that evaluate."""
 
 
-def allocated(composed: Composed, advisor: Advisor, processes: int | None = None) -> Composed:
+def settle(composed: Composed, advisor: Advisor, processes: int | None = None) -> Composed:
     """Return the settled configuration of a run: every `auto` is a value, and notes say what was
     chosen.
 
@@ -52,7 +54,8 @@ def allocation(settings: Settings, processes: int | None = None) -> tuple[int, i
     Raises:
         ValueError: {min, max} where somebody else starts a fixed number of processes.
     """
-    trainers, rollouts = settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
+    trainers: Any = settings.allocation.trainers
+    rollouts = most_rollouts(settings.allocation.rollouts)
     if processes is not None:
         if rollouts != settings.allocation.rollouts:
             raise ValueError(
@@ -79,9 +82,10 @@ def allocation(settings: Settings, processes: int | None = None) -> tuple[int, i
 def begins_with(settings: Settings) -> tuple[int, int]:
     """Return (trainers, rollouts) that a settled run starts; a launcher with places of its own lets
     the rest of {min, max} join when it has them."""
-    rollouts = settings.allocation.rollouts
-    elastic = settings.launch != "local" and rollouts != most_rollouts(rollouts)
-    return settings.allocation.trainers, rollouts["min"] if elastic else most_rollouts(rollouts)
+    trainers, most = settings.allocation.split
+    span = settings.allocation.rollouts
+    elastic = settings.launch != "local" and isinstance(span, dict)
+    return trainers, span["min"] if elastic and isinstance(span, dict) else most
 
 
 def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
@@ -97,9 +101,7 @@ def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
         settings.data.updates_split, settings.algorithm.updates_per_batch
     )
     sizes = [size for size in range(1, portion + 1) if portion % size == 0]
-    tree: Any = OmegaConf.to_container(settings)
-    tree["sampling"]["task_size"] = advisor.task_size(composed, sizes)
-    return with_config(composed, tree)
+    return composed.changed({"sampling.task_size": advisor.task_size(composed, sizes)})
 
 
 def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) -> Composed:
@@ -114,27 +116,26 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
             memory (with the estimate, the pool, and a change that fits if there is one).
     """
     settings = composed.settings
-    tree: Any = OmegaConf.to_container(settings)
-    tree["allocation"]["trainers"] = trainers
-    if most_rollouts(tree["allocation"]["rollouts"]) != rollouts:  # auto; {min, max} stays
-        tree["allocation"]["rollouts"] = rollouts
+    numbers: dict[str, Any] = {"allocation.trainers": trainers}
+    if most_rollouts(settings.allocation.rollouts) != rollouts:  # auto; {min, max} stays
+        numbers["allocation.rollouts"] = rollouts
     evaluate = evaluators(settings, rollouts)
-    if wrong := relation_problems(tree):
+    if wrong := relation_problems(settings.changed(numbers).plain()):
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     usual = Holding(sharding(settings), steps, settings.hardware.build == "real")
     held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
-    tree["parallel"]["sharding"], tree["schedule"]["tsp"]["batch"] = held.sharding, held.tsp_batch
-    if settings.model.get("gradient_checkpointing") == AUTO:
-        tree["model"]["gradient_checkpointing"] = held.gradient_checkpointing
+    numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
+    if settings.model.gradient_checkpointing == AUTO:
+        numbers["model.gradient_checkpointing"] = held.gradient_checkpointing
     if evaluate == ROLLOUTS and not held.rollouts_evaluate:
-        tree["allocation"]["evaluation"] = "trainers"
+        numbers["allocation.evaluation"] = "trainers"
         notes = (
             *notes,
             "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
         )
-    numbers = with_config(composed, tree)
-    return replace(numbers, notes=(*notes, *without_effect(numbers.settings)))
+    made = composed.changed(numbers)
+    return replace(made, notes=(*notes, *without_effect(made.settings)))
 
 
 def evaluators(settings: Settings, rollouts: int) -> str | None:
@@ -168,7 +169,7 @@ def trainers_must_evaluate(settings: Settings, rollouts: int) -> str | None:
             f"there are {len(evaluations(settings))} evaluations among the callbacks, and rollouts "
             "make one"
         )
-    copied = settings.model.get("keep_reference") and settings.model.get("lora") is None
+    copied = settings.model.get("keep_reference") and settings.model.lora is None
     if copied and any(node.get("kl_samples", 1) for node in evaluations(settings)):
         return (
             "trainers alone keep the base model, and callbacks.evaluation.kl_samples asks for the "
@@ -201,6 +202,24 @@ def shard_group(settings: Settings, trainers: int) -> int:
     return hardware.shard_group(trainers, min(nodes, default=trainers))
 
 
+def schedule_of(
+    settings: Settings, trained_steps: int, speeds: Sequence[float] = ()
+) -> ScheduleSpec:
+    """Return the schedule of a run.
+
+    Args:
+        trained_steps: S, as `algorithm.train_steps` counts it.
+        speeds: of the trainers. With schedule.shares=measured they are the first shares.
+    """
+    values: dict[str, Any] = {name: attrgetter(key)(settings) for name, key in KEYS.items()}
+    asked = values["shares"]
+    shares = {"equal": (), "measured": speeds}[asked] if isinstance(asked, str) else asked
+    values["shares"] = tuple(float(share) for share in shares)
+    values["prompts"] = settings.data.groups_per_step
+    values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
+    return ScheduleSpec(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
+
+
 def trained_steps(settings: Settings) -> int:
     """S: what `algorithm.train_steps` counts among sampling.steps. Its class is imported, and torch
     if that needs it.
@@ -208,10 +227,9 @@ def trained_steps(settings: Settings) -> int:
     Raises:
         ValueError: the selection does not fit into sampling.steps.
     """
-    selection = settings.algorithm.train_steps
     try:
-        return int(instantiate(selection).count(settings.sampling.steps))
+        return int(settings.build("algorithm.train_steps").count(settings.sampling.steps))
     except ValueError as error:
         raise ValueError(
-            f"algorithm.train_steps = {OmegaConf.to_container(selection)}: {error}"
+            f"algorithm.train_steps = {settings.algorithm.train_steps}: {error}"
         ) from error

@@ -15,7 +15,7 @@ from tests.strategy.reference import reference
 
 @pytest.mark.heavy
 def test_two_steps_equal_the_reference_loop() -> None:
-    loop, expected = digenrl.rl_loop(*TINY), reference(configuration.load(TINY).config)
+    loop, expected = digenrl.rl_loop(*TINY), reference(configuration.load(TINY).settings)
     for _ in range(2):
         made = loop.generate()
         metrics = loop.train(made)

@@ -15,9 +15,9 @@ def finished_run(directory: Path, experiment: str) -> Path:
     """`directory` with config.yaml and, of RL step 7, a checkpoint whose adapter is not the initial
     one."""
     composed = configuration.load([f"experiment={experiment}"])
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
-    policy = configuration.instantiate(composed.config.model)
-    module = configuration.instantiate(composed.config.algorithm, policy=policy)
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(composed.settings.tree))
+    policy = composed.settings.build("model")
+    module = composed.settings.build("algorithm", policy=policy)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.trained_parameters().values():

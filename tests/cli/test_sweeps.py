@@ -52,7 +52,7 @@ def rows(directory: Path) -> list[dict[str, str]]:
 def test_the_ablation_varies_the_schedule_alone() -> None:
     _, jobs = expand(["-m", "experiment=ablation_schedule"])
     assert [job.varied["schedule"] for job in jobs] == SCHEDULES
-    configs = [configuration.load(job.words).config for job in jobs]
+    configs = [configuration.load(job.words).settings for job in jobs]
     for config in configs:
         assert config.data == configs[0].data
         assert config.algorithm == configs[0].algorithm

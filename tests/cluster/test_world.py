@@ -54,8 +54,8 @@ def test_lightning_sees_the_ranks_of_a_role_alone(
 def test_limits_and_network_are_those_of_the_configuration(repository: Path) -> None:
     written: Any = yaml.safe_load((repository / "configs" / "train.yaml").read_text())
     assert asdict(Limits()) == written["limits"]
-    assert Network.of(written["network"]) == Network()
-    assert Network.of({"interface": "a", "ports": [1, 2]}) == Network("a", [1, 2])
+    network = written["network"]
+    assert Network(network["interface"], network["ports"]) == Network()
 
 
 def test_what_a_run_is_launched_with_if_nobody_says_otherwise(tmp_path: Path) -> None:

@@ -553,7 +553,7 @@ def problems_of(*words: str) -> tuple[str, ...]:
 
 
 def test_the_default_is_accepted() -> None:
-    assert config.load([]).config.experiment_name == "scenes_flowgrpo"
+    assert config.load([]).settings.experiment_name == "scenes_flowgrpo"
 
 
 @pytest.mark.parametrize("case", TABLE.values(), ids=TABLE.keys())
@@ -618,7 +618,7 @@ def test_a_window_beyond_the_trajectory_is_refused() -> None:
 def check_settled(words: Sequence[str], expected: Sequence[str]) -> None:
     def prepare() -> None:
         composed = config.load(words)
-        settled(composed, *allocation(composed.config), PlainAdvisor())
+        settled(composed, *allocation(composed.settings), PlainAdvisor())
 
     with pytest.raises(ValueError, match=r"^[a-z]") as caught:
         prepare()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
+from pydantic import ValidationError
 
 from digenrl import config
 from digenrl.config.output_dir import prepare_run_dir_or_exit
@@ -24,17 +25,19 @@ from digenrl.config.validation import keys_of
 
 def test_everything_is_resolved_and_read_only() -> None:
     composed = config.load(["sampling.height=24", "experiment_name=x"])
-    assert composed.config.model.height == 24  # model.height: ${sampling.height}
-    assert "${" not in OmegaConf.to_yaml(composed.config)
-    assert "hydra" not in composed.config
-    assert composed.config.resume is None
+    assert composed.settings.tree.model.height == 24  # model.height: ${sampling.height}
+    assert "${" not in OmegaConf.to_yaml(composed.settings.tree)
+    assert "hydra" not in composed.settings.tree
+    assert composed.settings.resume is None
     assert composed.run_dir.parent == Path.cwd() / "outputs" / "x"
     assert (
         composed.choices["hardware"] in config.group_options(config.config_directory())["hardware"]
     )
     assert not [group for group in composed.choices if group.startswith("hydra")]
     with pytest.raises(ReadonlyConfigError):
-        composed.config.seed = 3
+        composed.settings.tree.seed = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        composed.settings.seed = 3  # type: ignore[misc]
 
 
 def test_command_line_beats_hardware_beats_experiment_beats_groups() -> None:
@@ -46,8 +49,8 @@ def test_command_line_beats_hardware_beats_experiment_beats_groups() -> None:
     assert groups[-2:] == ["experiment", "hardware"]
     assert set(groups) == {group for group in config.group_options(directory) if "/" not in group}
     experiment = config.load(["data=signs", "data.prompts_per_batch=32"])
-    assert experiment.config.data.group_size == 16
-    assert experiment.config.data.prompts_per_batch == 32
+    assert experiment.settings.data.group_size == 16
+    assert experiment.settings.data.prompts_per_batch == 32
 
 
 def test_override_kinds() -> None:
@@ -58,21 +61,24 @@ def test_override_kinds() -> None:
         "schedule.shares=[3,1]",
     ]
     composed = config.load(overrides)
-    assert composed.config.seed == 7
-    assert composed.config.trainer.detect_anomaly is False
-    assert "recorder" not in composed.config.callbacks
-    assert composed.config.schedule.shares == [3, 1]
+    assert composed.settings.seed == 7
+    assert composed.settings.tree.trainer.detect_anomaly is False
+    assert "recorder" not in composed.settings.tree.callbacks
+    assert composed.settings.schedule.shares == [3, 1]
 
 
 @pytest.mark.parametrize("value", ["1e-4", "0.0001", "1.0e-04"])
 def test_numbers_in_scientific_notation_are_numbers(value: str) -> None:
-    assert config.load([f"algorithm.optimizer.lr={value}"]).config.algorithm.optimizer.lr == 1e-4
+    assert (
+        config.load([f"algorithm.optimizer.lr={value}"]).settings.tree.algorithm.optimizer.lr
+        == 1e-4
+    )
 
 
 @pytest.mark.heavy
 def test_schedule_presets_differ_as_their_names_say() -> None:
     presets = {
-        name: config.load([f"schedule={name}"]).config
+        name: config.load([f"schedule={name}"]).settings
         for name in config.group_options(config.config_directory())["schedule"]
     }
     assert presets["sync"].schedule.gap == 0
@@ -88,7 +94,7 @@ def test_schedule_presets_differ_as_their_names_say() -> None:
     assert presets["gap_tsp_tag"].schedule.tag
     assert presets["full"].schedule.tag
     assert presets["full"].schedule.async_steps == 1
-    keys = {frozenset(preset.schedule) for preset in presets.values()}
+    keys = {frozenset(preset.tree.schedule) for preset in presets.values()}
     assert len(keys) == 1
 
 
@@ -97,7 +103,7 @@ def test_run_directories_of_one_second_do_not_meet(tmp_path: Path) -> None:
     first, second = config.prepare_run_dir(composed), config.prepare_run_dir(composed)
     assert (first.name, second.name) == ("2026-01-01_00-00-00-0", "2026-01-01_00-00-00-1")
     stored = OmegaConf.load(second / "config.yaml")
-    assert stored == composed.config
+    assert stored == composed.settings.tree
     assert [path.name for path in second.iterdir()] == ["config.yaml"]
 
 
@@ -117,20 +123,24 @@ def test_resume_takes_the_runs_own_configuration(tmp_path: Path) -> None:
     run = config.prepare_run_dir(config.load([*words, f"hydra.run.dir={tmp_path}/run-0"]))
     again = config.load([f"resume={run}", "max_rl_steps=77"])
     assert again.resumed
-    assert again.config.resume == str(run)
+    assert again.settings.resume == str(run)
     assert again.run_dir == run
-    assert (again.config.seed, again.config.data.group_size, again.config.model.lora.rank) == (
+    assert (
+        again.settings.seed,
+        again.settings.data.group_size,
+        again.settings.tree.model.lora.rank,
+    ) == (
         5,
         8,
         3,
     )
-    assert again.config.max_rl_steps == 77
+    assert again.settings.max_rl_steps == 77
     before = (run / "config.yaml").read_bytes()
     assert config.prepare_run_dir(again) == run
     assert (run / "config.yaml").read_bytes() == before, (
         "kept until the ranks have loaded the checkpoint"
     )
-    config.store_config(again.config, run)
+    config.store_config(again.settings.tree, run)
     assert OmegaConf.load(run / "config.yaml").max_rl_steps == 77
     assert OmegaConf.load(run / "config.yaml").resume is None
 
@@ -149,13 +159,11 @@ def test_a_stored_configuration_is_completed_by_the_keys_that_came_after_it(tmp_
         del parent[key]
     OmegaConf.save(stored, run / "config.yaml")
     again = config.load([f"resume={run}"])
-    fresh = config.load([]).config
-    assert (again.config.strategy, again.config.data) == (fresh.strategy, fresh.data)
-    assert (again.config.schedule.skip_zero, again.config.schedule.tsp) == (
-        True,
-        {"batch": 1, "shard": False},
-    )
-    assert again.config.schedule.tag, "keys that are there stay"
+    fresh = config.load([]).settings
+    assert (again.settings.strategy, again.settings.data) == (fresh.strategy, fresh.data)
+    assert again.settings.schedule.skip_zero is True
+    assert again.settings.schedule.tsp.model_dump() == {"batch": 1, "shard": False}
+    assert again.settings.schedule.tag, "keys that are there stay"
     (note,) = again.notes
     for part in (
         str(run),
@@ -180,7 +188,7 @@ def test_a_stored_configuration_goes_on_without_the_keys_that_were_removed(tmp_p
     tree, (note,) = read_stored(run, "resume")
     assert all(f"{key}={value}" in note for key, value in kept.items())
     assert all(OmegaConf.select(tree, key) is None for key in kept)
-    assert tree.schedule == config.load([]).config.schedule
+    assert tree.schedule == config.load([]).settings.tree.schedule
     for key, value, said in (
         ("data.zero_variance_groups", "refill", r"refill: was removed; no experiment"),
         ("schedule.gradients", "generation", r"generation: was removed; trainers compute"),
@@ -229,14 +237,14 @@ def test_own_prompt_file_becomes_absolute_and_duplicates_are_noted(
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_bytes("\ufeffone\r\ntwo\r\none\r\n".encode())
     composed = config.load(["data.prompts=mine.txt", "data.prompts_per_batch=2"])
-    assert composed.config.data.prompts == str(tmp_path / "mine.txt")
+    assert composed.settings.data.prompts == str(tmp_path / "mine.txt")
     assert composed.notes == (
         f"data.prompts: {tmp_path}/mine.txt: 1 duplicates left out (line 3 repeats line 1).",
     )
     Path("many.txt").write_text("one\n" * 5 + "two\n")
     (note,) = config.load(["data.prompts=many.txt", "data.prompts_per_batch=2"]).notes
     assert ("4 duplicates left out" in note, note.count("repeats")) == (True, 3)
-    assert config.load([]).config.data.prompts == "drawn_scenes.txt"
+    assert config.load([]).settings.data.prompts == "drawn_scenes.txt"
 
 
 def test_help_lists_every_key_and_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +261,7 @@ def test_cfg_prints_the_configuration(capsys: pytest.CaptureFixture[str]) -> Non
         config.load_or_exit(["--cfg", "seed=9"])
     assert caught.value.code == 0
     assert OmegaConf.create(capsys.readouterr().out).seed == 9
-    assert config.load_or_exit(["seed=9"]).config.seed == 9
+    assert config.load_or_exit(["seed=9"]).settings.seed == 9
 
 
 def test_flags_are_no_settings_and_hydras_words_belong_to_cfg_alone() -> None:
@@ -282,7 +290,7 @@ def test_a_key_is_required_where_all_groups_around_it_are() -> None:
 
 
 def test_required_keys_have_defaults_and_all_keys_a_meaning() -> None:
-    tree = config.load([]).config
+    tree = config.load([]).settings.tree
     assert all(
         OmegaConf.select(tree, key, default="absent") != "absent"
         for key, its in keys_of(Settings).items()
@@ -299,7 +307,9 @@ def test_a_file_of_ones_own_cannot_extend_the_allow_list(tmp_path: Path) -> None
     said = r"^1 error .*\n  - allow_targets = \['os'\]: counts only on the command line"
     with pytest.raises(config.ConfigError, match=said):
         config.load(words)
-    assert config.load([*words, "allow_targets=[fractions]"]).config.allow_targets == ["fractions"]
+    assert config.load([*words, "allow_targets=[fractions]"]).settings.allow_targets == [
+        "fractions"
+    ]
 
 
 @pytest.mark.parametrize(

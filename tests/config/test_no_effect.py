@@ -40,7 +40,7 @@ def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list
     composed = config.load(words)
     notes = [
         note
-        for note in settled(composed, *allocation(composed.config), PlainAdvisor()).notes
+        for note in settled(composed, *allocation(composed.settings), PlainAdvisor()).notes
         if "has no effect" in note
     ]
     assert len(notes) == len(idle)

@@ -42,8 +42,8 @@ def test_an_experiment_of_ones_own_composes_with_a_reward_of_ones_own(
 ) -> None:
     words = [word.replace("DIR", str(own)) for word in form.split()]
     composed = config.load([*words, "experiment=mine"], config_name)
-    assert (composed.config.experiment_name, composed.config.max_rl_steps) == ("mine", 3)
-    assert list(composed.config.reward.rewards) == ["flat"]
+    assert (composed.settings.experiment_name, composed.settings.max_rl_steps) == ("mine", 3)
+    assert list(composed.settings.tree.reward.rewards) == ["flat"]
 
 
 def test_it_is_found_relative_to_the_working_directory(
@@ -57,7 +57,7 @@ def test_a_sweep_takes_it(own: Path) -> None:
     _, jobs = expand(
         config.loading.without_flags(["--config-dir", str(own), "experiment=mine", "seed=1,2"])[0]
     )
-    assert [config.load(job.words).config.max_rl_steps for job in jobs] == [3, 3]
+    assert [config.load(job.words).settings.max_rl_steps for job in jobs] == [3, 3]
 
 
 def test_the_stored_run_needs_the_directory_no_more(own: Path, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_the_stored_run_needs_the_directory_no_more(own: Path, tmp_path: Path) -
     )
     for path in [*own.rglob("*.yaml")]:
         path.unlink()
-    resumed = config.load([f"resume={run}", "max_rl_steps=5"]).config
+    resumed = config.load([f"resume={run}", "max_rl_steps=5"]).settings
     assert (resumed.experiment_name, resumed.max_rl_steps, list(resumed.reward.rewards)) == (
         "mine",
         5,
@@ -129,4 +129,4 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_configurations_of_the_checkout_are_no_names_taken_twice() -> None:
     """`digenrl new` in the checkout writes there, and prints a line with `--config-dir configs`."""
     words = ["--config-dir", str(config.config_directory()), "experiment=digits_flowgrpo"]
-    assert config.load(words).config == config.load(words[2:]).config
+    assert config.load(words).settings == config.load(words[2:]).settings

@@ -70,8 +70,8 @@ def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load)
     assert f"reward.urls.judge_a[0]: names {host}" in str(caught.value)
     assert f"add confirm_hosts=[{host}] to the command line" in str(caught.value)
     confirmed = load(run, [f"confirm_hosts=['{host}']"])
-    assert confirmed.config.reward.urls.judge_a == [url]
-    assert load(run, [SERVED % "http://mine.example:1"]).config.reward.urls.judge_a == [
+    assert confirmed.settings.tree.reward.urls.judge_a == [url]
+    assert load(run, [SERVED % "http://mine.example:1"]).settings.tree.reward.urls.judge_a == [
         "http://mine.example:1"
     ]
 
@@ -143,8 +143,8 @@ def test_a_resumed_run_changes_only_what_the_list_allows(run: Path) -> None:
         "+callbacks.checkpoint.every=3",
         SERVED % "http://mine.example",
     ]
-    assert config.load([f"resume={run}", *allowed]).config.max_rl_steps == 50
-    assert config.load(["model.lora.rank=4"], stored=run).config.model.lora.rank == 4, (
+    assert config.load([f"resume={run}", *allowed]).settings.max_rl_steps == 50
+    assert config.load(["model.lora.rank=4"], stored=run).settings.tree.model.lora.rank == 4, (
         "looking changes nothing"
     )
 
@@ -183,5 +183,5 @@ def test_a_class_that_moved_is_found_where_it_is_now(run: Path) -> None:
     tree = OmegaConf.load(run / "config.yaml")
     tree.algorithm.sde = {"_target_": "digenrl.diffusion.sde.LinearSDE", "noise_level": 0.9}
     OmegaConf.save(tree, run / "config.yaml")
-    resumed = RESUMED(run, []).config
+    resumed = RESUMED(run, []).settings
     assert resumed.algorithm.sde._target_ == "digenrl.extensions.methods.sde.LinearSDE"

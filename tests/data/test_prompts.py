@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
+from digenrl import config as configuration
 from digenrl import prompts
 from digenrl.data import PromptData, PromptSampler, load_prompts
 from digenrl.schedule import ScheduleSpec, queue
@@ -273,9 +273,9 @@ def test_several_files_of_a_run(tmp_path: Path) -> None:
         {"file": str(tmp_path / "a.txt"), "weight": 3},
         {"file": str(tmp_path / "b.jsonl"), "weight": 1},
     ]
-    settings_ = OmegaConf.create(
-        {"prompts": files, "heldout": None, "prompts_per_batch": 8, "oversample": 0}
-    )
+    usual = configuration.load([]).settings.data
+    own = {"prompts": files, "heldout": None, "prompts_per_batch": 8, "oversample": 0}
+    settings_ = usual.model_copy(update=own)
     data = PromptData(settings_, seed=0)
     assert len(data.prompts) == 32, "the first file's `a 3` is the second's too"
     assert (
@@ -286,22 +286,19 @@ def test_several_files_of_a_run(tmp_path: Path) -> None:
     for step in range(9):
         drawn = Counter(prompt.text[0] for prompt in data.sampler.batch(step))
         assert (drawn["a"], drawn["b"], drawn["c"]) == (6, 1, 1)
+    even = settings_.model_copy(update={"prompts": [{**entry, "weight": 2} for entry in files]})
     with pytest.raises(
         ValueError, match=r"its file 2 has 2 prompts .* weight 2 a batch of 8 takes up to 4 "
     ):
-        PromptData(
-            OmegaConf.merge(settings_, {"prompts": [{**entry, "weight": 2} for entry in files]}),
-            seed=0,
-        )
+        PromptData(even, seed=0)
 
 
 def test_datamodule() -> None:
-    settings_ = OmegaConf.create(
-        {"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "oversample": 2}
-    )
+    own = {"prompts": "digits.jsonl", "heldout": None, "prompts_per_batch": 4, "oversample": 2}
+    settings_ = configuration.load([]).settings.data.model_copy(update=own)
     data = PromptData(settings_, seed=0)
     assert len(data.sampler.batch(0)) == 6
     assert data.heldout is data.prompts
     assert all(prompt in data.prompts for prompt in data.sampler.batch(0))
-    settings_.heldout = "videos_heldout.txt"
-    assert len(PromptData(settings_, seed=0).heldout) == 50
+    other = settings_.model_copy(update={"heldout": "videos_heldout.txt"})
+    assert len(PromptData(other, seed=0).heldout) == 50

@@ -25,6 +25,7 @@ from digenrl.hardware import parse_hardware
 from digenrl.launchers.job import find_place
 from digenrl.launchers.places import Place, check_allocation, numbering, place_of
 from digenrl.strategy.checkpoint_io import newest_valid
+from tests.changed import hardware_settings
 from tests.conftest import ROOT
 from tests.namespaces import bytes_sent, two_machines
 from tests.strategy.processes import TINY
@@ -140,7 +141,9 @@ def pools(**counts_and_roles: tuple[int, str]) -> Mapping[str, Any]:
 def test_the_profile_says_which_process_trains(
     profile: Mapping[str, Any], trainers: int, rollouts: int, ranks: tuple[int, ...]
 ) -> None:
-    assert numbering(parse_hardware(profile), trainers, rollouts) == ranks
+    assert (
+        numbering(parse_hardware(hardware_settings(profile["pools"])), trainers, rollouts) == ranks
+    )
     assert sorted(ranks) == list(range(trainers + rollouts))
 
 

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from tests.models.families import experiments
@@ -36,7 +35,7 @@ SCORER_CHANGES = (".scorer.build", ".scorer.path")
 @cache
 def composed(experiment: str, *words: str) -> dict[str, Any]:
     loaded = configuration.load([f"experiment={experiment}", *words])
-    plain: Any = OmegaConf.to_container(loaded.config, resolve=True)
+    plain: Any = loaded.settings.plain()
     return plain
 
 

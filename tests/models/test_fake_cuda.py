@@ -265,7 +265,7 @@ def test_text_encoders_stay_on_the_device(model: str) -> None:
     """The whole pipeline where it counts no tokens; otherwise the networks in it."""
     usual = OmegaConf.load(config_directory() / "model" / f"{model}.yaml").max_sequence_length
     words = ("model.offload_encoders=false", f"model.max_sequence_length={usual}")
-    settings = composed(model, REAL, *Build().words, *words).config.model
+    settings = composed(model, REAL, *Build().words, *words).settings.tree.model
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         mock.patch.object(nn.Module, "_apply", plainly),

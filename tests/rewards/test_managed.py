@@ -32,6 +32,7 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.types import Prompt
 from reward_models.jpeg_size import JpegSize
 from reward_models.qwen_vl import write_tiny
+from tests.changed import hardware_settings
 from tests.training import commands
 
 NODE = {"_target_": "reward_models.jpeg_size.JpegSize", "quality": 80}
@@ -149,7 +150,7 @@ def test_a_profile_gives_managed_rewards_what_they_take(
 def test_gpus_of_judges_are_no_ranks() -> None:
     sizes = {"memory_gib": 79, "tflops": 989, "hbm_tb_s": 3, "intra_gb_s": 450, "inter_gb_s": 50}
     node = {"pools": {"a": {**tree(2)["hardware"]["pools"]["a"], **sizes}}}
-    hardware = parse_hardware(node)
+    hardware = parse_hardware(hardware_settings(node["pools"]))
     (pool,) = hardware.pools
     assert (pool.count, pool.per_node, pool.judges) == (12, 6, 4)
     assert (hardware.gpus, hardware.booked) == (12, 16)
@@ -158,7 +159,7 @@ def test_gpus_of_judges_are_no_ranks() -> None:
         assign(hardware, 4, 9)
     node["pools"]["a"]["judges"] = 8
     with pytest.raises(ValueError, match="leave one for a rank"):
-        parse_hardware(node)
+        parse_hardware(hardware_settings(node["pools"]))
 
 
 # ---- the server on transformers

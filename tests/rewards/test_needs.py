@@ -32,7 +32,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("reward", LEARNED)
 def test_absent_weights_say_what_to_download_and_where(reward: str, hub: Path) -> None:
-    group = config.load([f"reward={reward}", "data=signs"]).config.reward
+    group = config.load([f"reward={reward}", "data=signs"]).settings.tree.reward
     targets = {
         entry.scorer._target_: name
         for name, entry in group.rewards.items()
@@ -50,20 +50,22 @@ def test_absent_weights_say_what_to_download_and_where(reward: str, hub: Path) -
 
 @pytest.mark.parametrize("word", ["hardware=cpu_tiny", "reward.placement=http"])
 def test_a_tiny_build_and_a_service_need_no_weights(word: str, hub: Path) -> None:
-    require_weights(config.load([f"reward={LEARNED[0]}", "data=signs", word]).config.reward)
+    require_weights(config.load([f"reward={LEARNED[0]}", "data=signs", word]).settings.tree.reward)
 
 
 def test_weights_in_a_directory_or_in_the_hub_cache_are_there(tmp_path: Path, hub: Path) -> None:
     path = "reward.rewards.pickscore.scorer.path"
-    require_weights(config.load(["reward=pickscore", f"{path}={tmp_path}"]).config.reward)
+    require_weights(config.load(["reward=pickscore", f"{path}={tmp_path}"]).settings.tree.reward)
     with pytest.raises(ValueError, match="there is no such file or directory"):
-        require_weights(config.load(["reward=pickscore", f"{path}={tmp_path}/none"]).config.reward)
+        require_weights(
+            config.load(["reward=pickscore", f"{path}={tmp_path}/none"]).settings.tree.reward
+        )
     commit = "0" * 40
     repository = hub / "models--yuvalkirstain--PickScore_v1"
     (repository / "snapshots" / commit).mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    reward = config.load(["reward=pickscore"]).config.reward
+    reward = config.load(["reward=pickscore"]).settings.tree.reward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(hub))
         require_weights(reward)
@@ -78,9 +80,9 @@ def test_statistics_of_the_evaluation_need_weights_too(tmp_path: Path, hub: Path
         ValueError,
         match=f"^{path} = openai/.* of statistic ClipStatistics are not here.*hf download",
     ):
-        require_weights({}, config.load(words).config.callbacks)
-    require_weights({}, config.load([*words, f"{path}={tmp_path}"]).config.callbacks)
-    require_weights({}, config.load([*words, "hardware=cpu_tiny"]).config.callbacks)
+        require_weights({}, config.load(words).settings.tree.callbacks)
+    require_weights({}, config.load([*words, f"{path}={tmp_path}"]).settings.tree.callbacks)
+    require_weights({}, config.load([*words, "hardware=cpu_tiny"]).settings.tree.callbacks)
 
 
 @pytest.mark.processes
@@ -110,16 +112,18 @@ def test_prompts_are_checked_by_every_scorer_that_is_built_here() -> None:
         ("a.txt:2", Prompt("a horse")),
         ("a.txt:3", Prompt("x", target="3")),
     ]
-    digits = config.load(["reward=digits"]).config.reward
+    digits = config.load(["reward=digits"]).settings.tree.reward
     assert [line.partition(": prompt")[0] for line in unscorable(digits, lines)] == [
         "a.txt:2: reward judge_a cannot score it",
         "a.txt:2: reward judge_b cannot score it",
     ]
     assert len(unscorable(digits, lines[1:2] * 30)) == 21
     assert len(unscorable(digits, lines[1:2] * 10)) == 20
-    assert unscorable(config.load(["reward=jpeg"]).config.reward, lines) == []
+    assert unscorable(config.load(["reward=jpeg"]).settings.tree.reward, lines) == []
     assert (
-        unscorable(config.load(["reward=digits", "reward.placement=http"]).config.reward, lines)
+        unscorable(
+            config.load(["reward=digits", "reward.placement=http"]).settings.tree.reward, lines
+        )
         == []
     )
     broken = {"rewards": {"judge_a": {"scorer": {"_target_": "reward_models.absent.Judge"}}}}

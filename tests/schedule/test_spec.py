@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from digenrl import config as configuration
+from digenrl.config.settings import Settings
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.spec import groups_of_step, steps_per_forward
+from digenrl.settle import schedule_of
+from tests.changed import but
 
 SPEC = ScheduleSpec(6, 4, 2, 8, 5)
 CONFIG: dict[str, Any] = {
@@ -24,6 +28,13 @@ CONFIG: dict[str, Any] = {
         "async_steps": 1, "stale_fraction": 0.25,
     },
 }  # fmt: skip
+
+
+def settings(groups: dict[str, Any]) -> Settings:
+    values = {
+        f"{name}__{key}": value for name, keys in groups.items() for key, value in keys.items()
+    }
+    return but(configuration.load([]), **values).settings
 
 
 def test_a_configuration_says_every_number() -> None:
@@ -48,13 +59,13 @@ def test_a_configuration_says_every_number() -> None:
         1,
         0.25,
     )
-    assert ScheduleSpec.from_config(CONFIG, 5) == said
+    assert schedule_of(settings(CONFIG), 5) == said
     shares: list[tuple[Any, tuple[float, ...], bool]] = [
         ("equal", (), False), ("measured", (3.0, 1.0), True), ([2, 1], (2.0, 1.0), False),
     ]  # fmt: skip
     for asked, given, measured in shares:
         config = CONFIG | {"schedule": CONFIG["schedule"] | {"shares": asked}}
-        found = ScheduleSpec.from_config(config, 5, speeds=(3, 1))
+        found = schedule_of(settings(config), 5, speeds=(3, 1))
         assert (found.shares, found.measured_shares) == (given, measured)
 
 

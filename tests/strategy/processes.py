@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -34,6 +33,7 @@ from digenrl.cluster.launcher import Launch, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import Session, World
+from digenrl.config.settings import Settings
 from digenrl.rollout.engine import Generation
 from digenrl.strategy.checkpoint_io import newest_valid
 from digenrl.types import TrainBatch
@@ -115,12 +115,12 @@ class Record:
     """Trainer rank -> cells of weight 0 that it computed."""
 
 
-def configured(*overrides: str) -> DictConfig:
+def configured(*overrides: str) -> Settings:
     """The tiny configuration with `overrides` applied."""
     words = [*TINY, *overrides]
     if "model.lora=null" in overrides:
         words = [word for word in words if not word.startswith("model.lora.")]
-    return configuration.load(words).config
+    return configuration.load(words).settings
 
 
 class Probe(pl.Callback):
@@ -220,7 +220,7 @@ def run_cluster(
     run_dir: Path,
     trainers: int,
     rollouts: int,
-    config: DictConfig,
+    config: Settings,
     resume: bool = False,
     before: Callable[[World, Session], None] | None = None,
     after_build: Callable[[run.Rank, World], None] | None = None,
@@ -270,7 +270,7 @@ class Job:
     """One run of a series."""
 
     name: str
-    config: DictConfig
+    config: Settings
     after_build: Callable[[run.Rank, World], None] | None = None
     """Runs in each rank between assembly and fit."""
 

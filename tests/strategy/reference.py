@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
-from digenrl import config as configuration
+from digenrl.config.settings import Settings
 from digenrl.data import PromptData
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.models.policy import Policy
-from digenrl.schedule import ScheduleSpec, group_version, groups_of_step
+from digenrl.schedule import ScheduleSpec, group_version
 from digenrl.types import CellBlock, Prompt
 from examples.grpo_in_one_file import group_advantages
 from tests import sampling
@@ -35,21 +34,21 @@ class Reference:
         block_steps: trained steps of one forward (K). 1 = the per-step loop.
     """
 
-    def __init__(self, config: DictConfig, block_steps: int = 1) -> None:
+    def __init__(self, config: Settings, block_steps: int = 1) -> None:
         torch.set_num_threads(1)
         self.config, self.block_steps = config, block_steps
-        self.policy: Policy = configuration.instantiate(config.model)
+        self.policy: Policy = config.build("model")
         self.policy.eval()
-        self.rewards = configuration.instantiate(config.reward)
-        self.sde = FlowSDE(config.algorithm.sde.noise_level)
+        self.rewards = config.build("reward")
+        self.sde = FlowSDE(config.node("algorithm.sde.noise_level"))
         self.steps = config.sampling.steps
         self.grid = self.policy.sigma_grid(self.steps)
         self.sampler = PromptData(config.data, config.seed).sampler
-        self.optimizer = configuration.instantiate(config.algorithm.optimizer)(
+        self.optimizer = config.build("algorithm.optimizer")(
             list(self.policy.trained_parameters().values())
         )
         self.record = Record()
-        self.groups = groups_of_step(config.data)
+        self.groups = config.data.groups_per_step
 
     def run(self) -> Record:
         """All RL steps."""
@@ -201,7 +200,7 @@ class Reference:
         return losses + algorithm.kl_weight * kl
 
 
-def reference(config: DictConfig, block_steps: int = 1) -> Record:
+def reference(config: Settings, block_steps: int = 1) -> Record:
     """The record that a run of `config` must equal."""
     return Reference(config, block_steps).run()
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from digenrl import config as configuration
 from digenrl import parts, run
 from digenrl.cluster.world import World
+from digenrl.config.settings import Settings
 from digenrl.facts import families
 from tests.strategy.processes import (
     FEW,
@@ -35,11 +35,11 @@ KEPT = "model.gradient_checkpointing=false"
 TOGETHER = ("parallel.context=2",)
 
 
-def configured(family: str, *words: str) -> DictConfig:
-    return configuration.load([*SMALL, *SGD, *FP64, *FEW, *FAMILIES[family], *words]).config
+def configured(family: str, *words: str) -> Settings:
+    return configuration.load([*SMALL, *SGD, *FP64, *FEW, *FAMILIES[family], *words]).settings
 
 
-def records(path: Path, trainers: int, **jobs: DictConfig) -> dict[str, Record]:
+def records(path: Path, trainers: int, **jobs: Settings) -> dict[str, Record]:
     """One run after the other in the same ranks."""
     series = run_series(path, trainers, 1, [Job(name, config) for name, config in jobs.items()])
     return {job.name: completed(cluster) for job, cluster in series}

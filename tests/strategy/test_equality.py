@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from digenrl import run
 from digenrl.cluster.world import World
+from digenrl.config.settings import Settings
 from digenrl.schedule.policy import SchedulePolicy
 from tests.strategy.processes import (
     FP64,
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.processes
 _REFERENCES: dict[tuple[str, ...], Record] = {}
 
 
-def reference_of(config: DictConfig, block_steps: int = 1) -> Record:
+def reference_of(config: Settings, block_steps: int = 1) -> Record:
     """The reference of a configuration; schedules share it."""
     keys = ("model", "algorithm", "sampling", "data", "max_rl_steps", "seed")
     asynchrony = (

@@ -64,7 +64,7 @@ def draws_nothing(rank: run.Rank, world: World) -> None:
 
 
 def loaded(*words: str) -> Any:
-    return configuration.load([*EVALUATION, *words]).config
+    return configuration.load([*EVALUATION, *words]).settings
 
 
 @pytest.mark.processes
@@ -120,7 +120,7 @@ def test_what_rollouts_cannot_evaluate_is_said_and_refused(
     experiment: str, words: tuple[str, ...], rollouts: int, cause: str
 ) -> None:
     composed = configuration.load([f"experiment={experiment}", *words, ROLLOUTS])
-    assert cause in str(trainers_must_evaluate(composed.config, rollouts))
+    assert cause in str(trainers_must_evaluate(composed.settings, rollouts))
     with pytest.raises(
         ValueError, match=rf"allocation.evaluation = rollouts: cannot be, because .*{cause}.*=auto"
     ):

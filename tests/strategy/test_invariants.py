@@ -394,7 +394,7 @@ def test_I9_a_group_of_another_version_raises(wrong: int) -> None:
 def engine() -> RolloutEngine:
     config = configured(*LIGHT)
     reference = Reference(config)
-    module = run.configuration.instantiate(config.algorithm, policy=reference.policy)
+    module = config.build("algorithm", policy=reference.policy)
     return RolloutEngine(
         reference.policy,
         reference.rewards,

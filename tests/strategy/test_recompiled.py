@@ -48,7 +48,7 @@ def build(rank: run.Rank, world: World) -> None:
 @pytest.mark.processes
 def test_a_steady_run_compiles_in_its_first_step_alone(tmp_path: Path) -> None:
     words = ("experiment=wan21_flowgrpo", *SMALL, *FEW, "model.compile=true", "max_rl_steps=3")
-    cluster = run_cluster(tmp_path, 1, 1, configuration.load(words).config, after_build=build)
+    cluster = run_cluster(tmp_path, 1, 1, configuration.load(words).settings, after_build=build)
     completed(cluster)
     _, steady, changed = (row["graphs"] for row in cluster.metrics())
     assert steady >= 2  # the trainer's and the rollout's

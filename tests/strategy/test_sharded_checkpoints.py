@@ -309,7 +309,7 @@ def test_a_network_that_is_built_without_values_resumes_with_those_of_the_checkp
     # of digenrl.extensions.zoo
     words = ("experiment=wan21_flowgrpo", *SMALL, *FEW, "parallel.sharding=fsdp")
     for resume, steps in ((False, 1), (True, 2)):
-        config = configuration.load([*words, f"max_rl_steps={steps}"]).config
+        config = configuration.load([*words, f"max_rl_steps={steps}"]).settings
         cluster = run_cluster(tmp_path, 2, 1, config, resume=resume)
         completed(cluster)
     digests = [

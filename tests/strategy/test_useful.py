@@ -109,7 +109,7 @@ def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
         1,
         0,
         PlainAdvisor(),
-    ).config
+    ).settings
     cluster = run_cluster(tmp_path, 1, 0, config)
     record = completed(cluster)
     assert len({sample for _, _, sample, _ in record.cells}) == 8

@@ -269,7 +269,7 @@ def test_auto_broadcasts_between_gpus_alone(
         *words,
     )
     composed = configuration.load(words)
-    assert broadcasts(composed.config, 1) == chosen
+    assert broadcasts(composed.settings, 1) == chosen
 
 
 @pytest.mark.parametrize("usual", [None, "1"])

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import SingleDeviceStrategy
-from omegaconf import DictConfig
 
 from digenrl import accelerator, devices
 from digenrl import config as configuration
 from digenrl.algorithms.advantages import reward_statistics
 from digenrl.algorithms.base import PolicyModule
 from digenrl.cli.extensions import choose_advisor
+from digenrl.config.settings import Settings
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
 from digenrl.parts import schedule_spec
@@ -86,9 +86,9 @@ class Loop:
         devices.take(0)
         self.step = 0
         """RL steps done, which is the version of the weights."""
-        self.policy: Policy = configuration.instantiate(settings.model)
-        self.rewards: RewardSuite = configuration.instantiate(settings.reward)
-        self.module: PolicyModule = configuration.instantiate(settings.algorithm, policy=self.policy)
+        self.policy: Policy = settings.build("model")
+        self.rewards: RewardSuite = settings.build("reward")
+        self.module: PolicyModule = settings.build("algorithm", policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
         # A strategy that names the device: for a kind that it does not know, Fabric takes the CPU.
         alone = SingleDeviceStrategy(accelerator.current())

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from digenrl import config as configuration
 from digenrl.cli.extensions import plan_of
 from digenrl.earlier_run import changed_run, last_checkpoint, restore
 from digenrl.record.run_dir import Row
@@ -64,9 +63,9 @@ class LoadedRun:
         return self.run.path
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def config(self) -> Mapping[str, Any]:
         """config.yaml as plain data."""
-        return self.run.settings
+        return self.run.config
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -150,8 +149,8 @@ def sample(
     from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
 
-    policy = configuration.instantiate(composed.settings.model)
-    module = configuration.instantiate(composed.settings.algorithm, policy=policy)
+    policy = composed.settings.build("model")
+    module = composed.settings.build("algorithm", policy=policy)
     module.to(accelerator.kind())
     if checkpoint is not None:
         restore(module, checkpoint)

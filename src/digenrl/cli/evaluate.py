@@ -63,18 +63,18 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
     for note in composed.notes:
         print(note, file=sys.stderr)
     settings = composed.settings
-    scoring = settings.reward
+    scoring = settings
     if request.reward is not None:
         kept = ("hydra.searchpath=", "allow_targets=", "hardware.build=")
         own = [word for word in words if word.startswith(kept)]
-        scoring = configuration.load([f"reward={request.reward}", *own]).settings.reward
+        scoring = configuration.load([f"reward={request.reward}", *own]).settings
     if "evaluation" not in (settings.callbacks or {}):
         raise ValueError(
             f"{request.run}/config.yaml has no callbacks.evaluation, which says what to evaluate; "
             "add one"
         )
 
-    require_weights(scoring, settings.callbacks)
+    require_weights(scoring.node("reward"), settings.callbacks)
 
     # torch is imported only now, so that a mistyped word is refused at once.
     from digenrl import accelerator
@@ -89,11 +89,11 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         )
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error
-    evaluation: Evaluation = configuration.instantiate(settings.callbacks.evaluation)
-    policy = configuration.instantiate(settings.model)
-    module = configuration.instantiate(settings.algorithm, policy=policy)
+    evaluation: Evaluation = settings.build("callbacks.evaluation")
+    policy = settings.build("model")
+    module = settings.build("algorithm", policy=policy)
     module.to(accelerator.kind())
-    rewards = configuration.instantiate(scoring)
+    rewards = scoring.build("reward")
     drawn = evaluation.drawn
     rewards.check_prompts(drawn.prompts)
     engine = engine_of(settings, module, rewards)

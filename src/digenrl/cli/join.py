@@ -76,7 +76,7 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
             f"the run at {asked.place} runs {credentials['code']}, this is {code_version()}: start "
             "the rollout from the same checkout and environment as the run."
         )
-    if different := disagreements(credentials["configuration"], identity(settings)):
+    if different := disagreements(credentials["configuration"], identity(settings.tree)):
         raise ValueError(
             f"{request.run}/config.yaml is not the configuration of the run at {asked.place}: "
             f"{'; '.join(different)}. "

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
-
+from digenrl.config.command_settings import ServeRewardSettings
 from digenrl.reward_command import reward_command, reward_suite
 
 if TYPE_CHECKING:
@@ -30,10 +29,10 @@ def main(argv: Sequence[str]) -> int:
     return reward_command("serve_reward", __doc__, argv, _serve)
 
 
-def _serve(settings: Settings) -> None:
+def _serve(settings: ServeRewardSettings) -> None:
     from digenrl.rewards.service import RewardService, ServiceLimits, describe, serve
 
-    limits = ServiceLimits(**OmegaConf.to_container(settings.limits))  # type: ignore[arg-type]
+    limits = ServiceLimits(**settings.limits.model_dump())
     token = service_token(settings.host, settings.token_env, Path(settings.token_file))
     suite = reward_suite(settings)
     try:
@@ -49,7 +48,7 @@ def announce(url: str) -> None:
     print(f"serving at {url}", flush=True)
 
 
-def _chosen(settings: Settings, suite: RewardSuite) -> str:
+def _chosen(settings: ServeRewardSettings, suite: RewardSuite) -> str:
     if settings.name is None and len(suite.names) > 1:
         raise ValueError(f"The mixture holds {', '.join(suite.names)}: choose one with name=...")
     return settings.name or suite.names[0]

@@ -135,7 +135,7 @@ def _show(jobs: Sequence[SweepJob], config_name: str) -> int:
         print(
             f"# {job.cause}"
             if job.status == "refused"
-            else OmegaConf.to_yaml(load(job.words, config_name).config)
+            else OmegaConf.to_yaml(load(job.words, config_name).settings.tree)
         )
     return 0
 

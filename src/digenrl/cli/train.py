@@ -48,11 +48,11 @@ def train(words: list[str], signals: StopSignals) -> int:
         from digenrl.launchers import ending, job, start
 
     try:
-        settled = job.settle(composed, choose_advisor())
-        run_dir, outcome = start.launch(settled, signals, Display)
+        prepared = job.prepare(composed, choose_advisor())
+        run_dir, outcome = start.launch(prepared, signals, Display)
     except job.NotStarted as refusal:
         return refusal.said()
-    if settled.reports:
+    if prepared.reports:
         # The report is finished, unless it is asked for twice.
         signals.leave_after(1, 1, str(run_dir))
         ending.report(run_dir, outcome)

@@ -11,9 +11,8 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 
@@ -27,12 +26,6 @@ class Network:
     scheduler's address."""
     ports: Sequence[int] | None = None
     """First and last port; None: any free port."""
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Network:
-        """Return the interface and ports of a configuration's `network` group, whose other keys are
-        the links' own."""
-        return cls(settings["interface"], settings["ports"])
 
     def check(self, listeners: int) -> None:
         """Check that this machine has the interface and enough ports for `listeners` (stores and

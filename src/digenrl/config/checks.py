@@ -11,10 +11,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
+from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import KnownKeys
 from digenrl.config.relations import relation_problems
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
-from digenrl.config.command_settings import schema_of
 from digenrl.config.targets import nodes, target_problems
 from digenrl.config.validation import problems_by_key, shown
 from digenrl.images import ImageLimits

@@ -16,8 +16,8 @@ from digenrl.config.settings import (
     Positive,
     PromptFile,
     ScorerSettings,
-    Text,
     Settings,
+    Text,
 )
 
 
@@ -111,6 +111,14 @@ _COMMANDS: dict[str, type[Settings] | type[ScorerSettings]] = {
 def schema_of(config_name: str) -> type[Closed]:
     """Return the class that holds the keys of configs/<config_name>.yaml."""
     return _COMMANDS[config_name]
+
+
+def scorer_settings_of(config_name: str) -> type[ScorerSettings]:
+    """Return the class of the settings of a command around one option of the group `reward`."""
+    found = _COMMANDS[config_name]
+    if not issubclass(found, ScorerSettings):
+        raise ValueError(f"configs/{config_name}.yaml describes a run")
+    return found
 
 
 def settings_of(config_name: str) -> type[Settings]:

@@ -23,10 +23,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import facts
+from digenrl.config.command_settings import schema_of
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
-from digenrl.config.command_settings import schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of

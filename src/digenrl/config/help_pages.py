@@ -8,10 +8,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel
 
+from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import composed, group_options, own_directories
 from digenrl.config.errors import ConfigError, listing
 from digenrl.config.settings import Settings, may_change
-from digenrl.config.command_settings import schema_of
 from digenrl.config.shipped import config_directory
 from digenrl.config.validation import Key, keys_of, shown
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -48,6 +48,10 @@ class Composed:
     planned: Mapping[str, Any] | None = None
     """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its
     records."""
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return the configuration with other values, dotted key -> value."""
+        return replace(self, settings=self.settings.changed(values))
 
 
 def load(argv: Sequence[str], config_name: str = "train", stored: Path | None = None) -> Composed:

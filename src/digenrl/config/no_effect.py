@@ -4,9 +4,9 @@ settings."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from digenrl.schedule import groups_of_step, slices_of_group
+from digenrl.config.settings import Settings
+from digenrl.schedule import slices_of_group
 
 
 def without_effect(settings: Settings) -> Iterator[str]:
@@ -18,8 +18,11 @@ def without_effect(settings: Settings) -> Iterator[str]:
     )
     updates = settings.algorithm.updates_per_batch
     groups = (
-        groups_of_step(settings.data) * slices_of_group(settings.data.updates_split, updates) // updates
+        settings.data.groups_per_step
+        * slices_of_group(settings.data.updates_split, updates)
+        // updates
     )
+    shares = settings.node("schedule.shares")  # as the user wrote them
     idle = "schedule.{}: has no effect here, because {}.".format
     if schedule.tag and rollouts == 0:
         yield idle("tag = true", "colocated ranks take turns at generating and training")
@@ -30,7 +33,7 @@ def without_effect(settings: Settings) -> Iterator[str]:
             f"gap = {schedule.gap}", f"an update has {groups} groups: it is the same as {groups}"
         )
     if schedule.shares != "equal" and trainers == 1:
-        yield idle(f"shares = {schedule.shares}", "only one rank trains")
+        yield idle(f"shares = {shares}", "only one rank trains")
     elif schedule.shares == "measured" and settings.parallel.sharding != "ddp":
         yield (
             "schedule.shares = measured: has no effect beyond the profile's speeds, because under "
@@ -39,7 +42,7 @@ def without_effect(settings: Settings) -> Iterator[str]:
         )
     elif schedule.shares != "equal" and settings.parallel.sharding == "fsdp":
         yield (
-            f"schedule.shares = {schedule.shares}: has no effect on predicted times, because under "
+            f"schedule.shares = {shares}: has no effect on predicted times, because under "
             "fsdp they take each forward as one of all trainers."
         )
     if schedule.async_steps and schedule.stale_fraction == 0:

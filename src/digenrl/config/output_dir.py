@@ -8,11 +8,10 @@ import re
 import sys
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import Composed
-from digenrl.config.settings import Settings
 from digenrl.record.redact import redact
 from digenrl.record.run_dir import CONFIG
 
@@ -34,7 +33,7 @@ def prepare_run_dir(composed: Composed) -> Path:
         if composed.resumed:
             return composed.run_dir
         directory = _fresh(composed.run_dir)
-        store_config(composed.settings, directory)
+        store_config(composed.settings.tree, directory)
     except OSError as error:
         raise ConfigError(
             [
@@ -46,14 +45,14 @@ def prepare_run_dir(composed: Composed) -> Path:
     return directory
 
 
-def store_config(settings: Settings, directory: Path) -> None:
+def store_config(tree: DictConfig, directory: Path) -> None:
     """Write config.yaml, resolved and with secrets masked, in one rename.
 
     Raises:
         OSError: the file cannot be written; the file that was there is untouched.
     """
     temporary = directory / f".{CONFIG}.{os.getpid()}.tmp"
-    plain = redact(OmegaConf.to_container(settings.tree))
+    plain = redact(OmegaConf.to_container(tree))
     plain["resume"] = None  # naming the run that is resumed is the command line's part
     temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
     os.replace(temporary, directory / CONFIG)

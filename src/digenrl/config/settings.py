@@ -26,6 +26,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from digenrl.config.relations.view import most_rollouts
 from digenrl.config.targets import instantiate
 
 
@@ -47,13 +48,80 @@ class Open(Closed):
     model_config = ConfigDict(extra="allow")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a constructor's own key, or `default` where the group lacks it."""
-        return (self.model_extra or {}).get(key, default)
+        """Return the value of a key, or `default` where the YAML lacks it. For keys that only the
+        constructor knows; attributes have the others."""
+        extra = self.model_extra or {}
+        return extra[key] if key in extra else getattr(self, key) if self.holds(key) else default
+
+    def holds(self, key: str) -> bool:
+        """Return whether the YAML has the key, which may be null."""
+        return key in self.model_fields_set or key in (self.model_extra or {})
 
     @property
     def target(self) -> str:
         """The class that the group instantiates (`_target_`)."""
         return str(self.get("_target_"))
+
+
+_NOTHING = object()
+
+
+class Whole(Closed):
+    """A whole configuration, checked. Attributes are the keys. A group that describes an object
+    keeps its keys as YAML has them, and `build` makes the object.
+
+    Example:
+        settings = load(["experiment=digits_flowgrpo"]).settings
+        settings.data.group_size                        # 16, an int
+        settings.build("model")                         # the policy
+        settings.changed({"data.group_size": 8})        # other settings
+    """
+
+    _tree: DictConfig = PrivateAttr()
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any] | DictConfig) -> Self:
+        """Return the settings of a resolved tree that passed every check."""
+        config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
+        OmegaConf.set_readonly(config, True)
+        settings = cls.model_validate(OmegaConf.to_container(config))
+        settings._tree = config
+        return settings
+
+    @property
+    def tree(self) -> DictConfig:
+        """The same keys as a read-only tree, as config.yaml stores them."""
+        return self._tree
+
+    def plain(self) -> dict[str, Any]:
+        """Return a copy of the tree as dicts and lists."""
+        tree: Any = OmegaConf.to_container(self._tree)
+        return dict(tree)
+
+    def node(self, group: str) -> Any:
+        """Return the tree below a dotted key, as a component's constructor takes it.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        found = OmegaConf.select(self._tree, group, default=_NOTHING)
+        if found is _NOTHING:
+            raise KeyError(f"{group}: no such key in the settings")
+        return found
+
+    def build(self, group: str, *arguments: Any, **named: Any) -> Any:
+        """Return the object that the group at a dotted key describes: `algorithm`,
+        `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
+        `config.instantiate`."""
+        return instantiate(self.node(group), *arguments, **named)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return these settings with other values, dotted key -> value."""
+        tree = self.plain()
+        for key, value in values.items():
+            *groups, leaf = key.split(".")
+            functools.reduce(lambda node, name: node[name], groups, tree)[leaf] = value
+        return type(self).of(tree)
 
 
 def _component(node: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -202,6 +270,18 @@ class AllocationSettings(Closed):
     restart_pause_s: Amount
     """Seconds before the first restart. The pause doubles before each further restart."""
 
+    @property
+    def split(self) -> tuple[int, int]:
+        """(trainers, most rollouts) of a settled run.
+
+        Raises:
+            ValueError: one of them is still `auto`.
+        """
+        rollouts = most_rollouts(self.rollouts)
+        if isinstance(self.trainers, str) or isinstance(rollouts, str):
+            raise ValueError("allocation: is not settled yet; call `digenrl.settle.settle` first.")
+        return self.trainers, int(rollouts)
+
 
 class RaySettings(Closed):
     """ray.*"""
@@ -323,6 +403,11 @@ class DataSettings(Closed):
     image_max_pixels: AtLeast1
     """Largest width x height of an image that a prompt names, read from the file's header. A larger
     image is refused before it is decoded."""
+
+    @property
+    def groups_per_step(self) -> int:
+        """Groups that an RL step generates, spare ones included."""
+        return self.prompts_per_batch + self.oversample
 
 
 class TspSettings(Closed):
@@ -598,56 +683,8 @@ class HardwareSettings(Closed):
     """Sizes of tiny batches, by data.updates_split and number of updates."""
 
 
-_NOTHING = object()
-
-
-class Settings(Closed):
-    """A run: configs/train.yaml and its groups, checked.
-
-    Attributes are the keys. A group that describes an object keeps its keys as YAML has them, and
-    `build` makes the object.
-    """
-
-    _tree: DictConfig = PrivateAttr()
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any] | DictConfig) -> Self:
-        """Return the settings of a resolved tree that passed every check."""
-        config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
-        OmegaConf.set_readonly(config, True)
-        settings = cls.model_validate(OmegaConf.to_container(config))
-        settings._tree = config
-        return settings
-
-    @property
-    def tree(self) -> DictConfig:
-        """The same keys as a read-only tree, as config.yaml stores them."""
-        return self._tree
-
-    def node(self, group: str) -> Any:
-        """Return the tree below a dotted key, as a component's constructor takes it.
-
-        Raises:
-            KeyError: there is no such key.
-        """
-        found = OmegaConf.select(self._tree, group, default=_NOTHING)
-        if found is _NOTHING:
-            raise KeyError(f"{group}: no such key in the settings")
-        return found
-
-    def build(self, group: str, *arguments: Any, **named: Any) -> Any:
-        """Return the object that the group at a dotted key describes: `algorithm`,
-        `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
-        `config.instantiate`."""
-        return instantiate(self.node(group), *arguments, **named)
-
-    def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return these settings with other values, dotted key -> value."""
-        tree: Any = OmegaConf.to_container(self._tree)
-        for key, value in values.items():
-            *groups, leaf = key.split(".")
-            functools.reduce(lambda node, name: node[name], groups, tree)[leaf] = value
-        return type(self).of(tree)
+class Settings(Whole):
+    """A run: configs/train.yaml and its groups."""
 
     experiment_name: Name
     """Name of the run's directory and reports."""
@@ -695,7 +732,7 @@ class BuildSettings(Closed):
     """tiny: small random builds of the scorers' classes. real: the published weights."""
 
 
-class ScorerSettings(Closed):
+class ScorerSettings(Whole):
     """A command around one option of the group `reward`."""
 
     hardware: BuildSettings

@@ -18,11 +18,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import composed, group_options
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.removed import present_name, reason
-from digenrl.config.settings import RESUMABLE, Settings, may_change
-from digenrl.config.command_settings import schema_of
+from digenrl.config.settings import RESUMABLE, may_change
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
@@ -202,10 +202,10 @@ def changes(
     ]
 
 
-def identity(settings: Settings) -> dict[str, Any]:
+def identity(tree: DictConfig) -> dict[str, Any]:
     """Return the values about which two ranks of one run must agree: dotted key -> value, without a
     machine's own keys."""
-    plain = redact(OmegaConf.to_container(settings.tree))
+    plain = redact(OmegaConf.to_container(tree))
     return {
         key: value
         for key, value in _leaves(plain)

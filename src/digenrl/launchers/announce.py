@@ -9,7 +9,6 @@ from digenrl import devices
 from digenrl.config.relations import most_rollouts
 from digenrl.launchers.job import Job
 from digenrl.record.run_dir import LAUNCH, append_event
-from digenrl.schedule import groups_of_step
 from digenrl.settle import evaluators
 
 
@@ -34,7 +33,7 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     """Return the lines that precede a run: what runs where, with what schedule."""
     settings, (trainers, rollouts) = job.composed.settings, job.ranks
     data, schedule = settings.data, settings.schedule
-    prompts = groups_of_step(data)
+    prompts = data.groups_per_step
     samples = prompts * data.group_size
     most = most_rollouts(settings.allocation.rollouts)
     more = f" (up to {most}, as there are places)" if most > rollouts else ""
@@ -44,11 +43,13 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
     )
     lines = [
         f"run       {run_dir}",
-        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, {settings.parallel.sharding}, "
+        f"ranks     {ranks if rollouts else f'{trainers} colocated'}, "
+        f"{settings.parallel.sharding}, "
         f"{f'tokens over {settings.parallel.context}, ' if settings.parallel.context > 1 else ''}"
         f"{'GPU' if not settings.hardware.emulate and devices.found() else 'CPU'}",
         f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
-        f"{settings.sampling.steps} denoising steps, {settings.algorithm.updates_per_batch} updates; "
+        f"{settings.sampling.steps} denoising steps, "
+        f"{settings.algorithm.updates_per_batch} updates; "
         f"{settings.max_rl_steps} RL steps",
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} "
         f"tsp.shard={schedule.tsp.shard} "

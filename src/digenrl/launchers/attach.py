@@ -103,7 +103,7 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
     settings, (trainers, rollouts) = job.composed.settings, job.ranks
     check_allocation(place, trainers, rollouts)
     ranks = numbering(parse_hardware(settings.hardware), trainers, rollouts)
-    handshake, limits, network = Handshake(), Limits(**settings.limits), job.network
+    handshake, limits, network = Handshake(), Limits(**settings.limits.model_dump()), job.network
     host = network.address(place.host)
     network.announce(host)
     notices = _notices(place, handshake.connect_s)

@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from omegaconf import DictConfig
 from rich.console import Console
 
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config.commands import to_continue
+from digenrl.config.settings import Settings
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import EVENTS, METRICS
 from digenrl.report.build import close, finish

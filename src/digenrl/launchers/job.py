@@ -17,13 +17,12 @@ from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
 from digenrl.cluster.network import Network
 from digenrl.config import EXIT_CODE, Composed
 from digenrl.config.commands import to_continue
-from digenrl.config.relations import most_rollouts
 from digenrl.config.stored import identity
 from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place, place_of
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
-from digenrl.settle import allocated, begins_with
+from digenrl.settle import begins_with, settle
 from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
 
 
@@ -56,7 +55,9 @@ class Job:
     @property
     def network(self) -> Network:
         """The `network` group."""
-        return Network.of(self.composed.settings.network)
+        return Network(
+            self.composed.settings.network.interface, self.composed.settings.network.ports
+        )
 
     @property
     def max_lost(self) -> int | None:
@@ -74,7 +75,7 @@ class Job:
         settings = self.composed.settings
         if not settings.allocation.rollouts or settings.schedule.claims == "split":
             return {}
-        return {"code": code_version(), "configuration": identity(settings)}
+        return {"code": code_version(), "configuration": identity(settings.tree)}
 
 
 class NotStarted(Exception):
@@ -93,7 +94,7 @@ class NotStarted(Exception):
         return self.exit_code
 
 
-def settle(composed: Composed, advisor: Advisor) -> Job:
+def prepare(composed: Composed, advisor: Advisor) -> Job:
     """Return the job of a configuration.
 
     Raises:
@@ -102,13 +103,15 @@ def settle(composed: Composed, advisor: Advisor) -> Job:
     """
     settings = composed.settings
     try:
-        require_weights({} if settings.hardware.emulate else settings.reward, settings.callbacks)
+        require_weights(
+            {} if settings.hardware.emulate else settings.node("reward"), settings.callbacks
+        )
     except ValueError as error:
         raise NotStarted(error, EXIT_CODE) from error
     checkpoint = _continued(composed)
     try:
         place = find_place()
-        composed = allocated(composed, advisor, None if place is None else place.size)
+        composed = settle(composed, advisor, None if place is None else place.size)
         parts.check(composed.settings)
         check_place(composed, place)
         check_open_files(most_ranks(composed))
@@ -166,15 +169,15 @@ def newest(run_dir: Path) -> Path:
 
 def most_ranks(composed: Composed) -> int:
     """Return the most ranks of a settled run."""
-    return int(
-        composed.settings.allocation.trainers + most_rollouts(composed.settings.allocation.rollouts)
-    )
+    return sum(composed.settings.allocation.split)
 
 
 def launcher_of(composed: Composed) -> Launcher:
     """Return what gives ranks their places where no scheduler did."""
     return (
-        RayLauncher(composed.settings) if composed.settings.launch == "ray" else ThisMachine(composed)
+        RayLauncher(composed.settings)
+        if composed.settings.launch == "ray"
+        else ThisMachine(composed)
     )
 
 
@@ -195,7 +198,10 @@ class ThisMachine:
         count = sum(begins_with(self._composed.settings))
         if not self._composed.settings.hardware.emulate:
             devices.check(
-                self._composed.settings, {rank: rank for rank in range(count)}, count, devices.found()
+                self._composed.settings,
+                {rank: rank for rank in range(count)},
+                count,
+                devices.found(),
             )
 
     def rank_main(self, fit: RankMain) -> RankMain:
@@ -219,4 +225,5 @@ def check_place(composed: Composed, place: Place | None) -> None:
     else:
         place.check(composed.settings)
         here = place.local_size
-    Network.of(composed.settings.network).check(1 + here)
+    asked = composed.settings.network
+    Network(asked.interface, asked.ports).check(1 + here)

@@ -19,8 +19,6 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from digenrl.cluster.access import Access
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake, NotOfThisRun
@@ -33,6 +31,7 @@ from digenrl.cluster.store import StoreClient, StoreLost
 from digenrl.cluster.timers import BEAT_EVERY_S
 from digenrl.cluster.vitals import HeartbeatMonitor, watch_key
 from digenrl.cluster.world import Session, World
+from digenrl.config.settings import Settings
 from digenrl.launchers.reaching import source_address
 from digenrl.settle import begins_with
 
@@ -110,7 +109,10 @@ def join(
     # One atomic add, so that two processes that join at once get different numbers.
     rank = request.control().add("ranks", 1) - 1
     control, access, settings = request.control(rank), request.access, request.settings
-    network, limits = Network.of(settings.network), Limits(**settings.limits)
+    network, limits = (
+        Network(settings.network.interface, settings.network.ports),
+        Limits(**settings.limits.model_dump()),
+    )
     world = World(rank, *begins_with(settings), request.local_rank)
     session = Session(
         access.host,

@@ -32,7 +32,7 @@ from digenrl.cluster.launcher import PlacementError, RankMain, run_rank
 from digenrl.cluster.signals import end_with_parent
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
-from digenrl.config.relations import most_rollouts
+from digenrl.config.settings import Settings
 from digenrl.hardware import assign, parse_hardware
 from digenrl.launchers.places import UNUSED_ADDRESS
 from digenrl.launchers.reaching import source_address
@@ -75,22 +75,22 @@ class RayLauncher:
     ranks_here = 0
 
     def __init__(self, settings: Settings) -> None:
-        self._config = settings
+        self._settings = settings
 
     @property
     def host(self) -> str:
-        return driver_host(self._config.ray.address)
+        return driver_host(self._settings.ray.address)
 
     def check(self) -> None:
         """Do nothing: each rank checks its GPU by itself, after Ray has given it one."""
-        driver_host(self._config.ray.address)
+        driver_host(self._settings.ray.address)
 
     def rank_main(self, fit: RankMain) -> RankMain:
-        return partial(_fit_on_own_gpu, self._config, fit)
+        return partial(_fit_on_own_gpu, self._settings, fit)
 
     def places(self) -> AbstractContextManager[Callable[[RankMain, World, Session], RayRank]]:
         """Return the context in which every rank has its place."""
-        settings = self._config
+        settings = self._settings
         hardware, own, emulated = (
             parse_hardware(settings.hardware),
             settings.ray,
@@ -102,7 +102,7 @@ class RayLauncher:
                 return dict(own.resources[pool])
             return {"CPU": 1} if emulated or hardware.pool(pool).gpu == "cpu" else {"GPU": 1}
 
-        trainers, rollouts = settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
+        trainers, rollouts = settings.allocation.split
         wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
         return seated(
             Places(own.address, wants, sum(begins_with(settings)), own.wait_s, own.respawn_s),

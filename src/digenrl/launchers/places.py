@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from omegaconf import DictConfig
 
 from digenrl import devices
+from digenrl.config.settings import Settings
 from digenrl.hardware import Hardware, assign, parse_hardware
 from digenrl.launchers.reaching import source_address
 from digenrl.settle import begins_with

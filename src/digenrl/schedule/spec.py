@@ -15,7 +15,6 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +47,8 @@ class ScheduleSpec:
     """Every number that the schedule needs. "Off" is a value: gap=0, tsp_batch=1, tsp_shard=False,
     tag=False, ...
 
-    A new key needs a field here, a row of `_KEYS`, a field of `digenrl.config.settings` and a line of
-    configs/schedule/sync.yaml.
+    A new key needs a field here, a row of `KEYS`, a field of `digenrl.config.settings` and a
+    line of configs/schedule/sync.yaml.
     """
 
     prompts: int
@@ -98,30 +97,11 @@ class ScheduleSpec:
     """Part of each batch, at its head, that uses the previous version when async_steps=1:
     ceil(stale_fraction * P) groups."""
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], trained_steps: int, speeds: Sequence[float] = ()
-    ) -> ScheduleSpec:
-        """Return the schedule of a configuration that `digenrl.config` has checked.
-
-        Args:
-            config: the whole tree.
-            trained_steps: S, as `algorithm.train_steps` counts it.
-            speeds: speeds of the trainers. With schedule.shares=measured they are the first shares.
-        """
-        values: dict[str, Any] = {name: _at(config, key) for name, key in _KEYS.items()}
-        asked = values["shares"]
-        shares = {"equal": (), "measured": speeds}[asked] if isinstance(asked, str) else asked
-        values["shares"] = tuple(float(share) for share in shares)
-        values["prompts"] = groups_of_step(config["data"])
-        values["tsp_batch"] = steps_per_forward(values["tsp_batch"], trained_steps)
-        return cls(**values, trained_steps=trained_steps, measured_shares=asked == "measured")
-
     def overrides(self) -> list[str]:
         """Return the command-line words that set `schedule.*` to this schedule. Shares are in units
         of the smallest above 0."""
         words = {
-            key: getattr(self, name) for name, key in _KEYS.items() if key.startswith("schedule.")
+            key: getattr(self, name) for name, key in KEYS.items() if key.startswith("schedule.")
         }
         slowest = min((share for share in self.shares if share), default=1.0)
         relative = ",".join(f"{share / slowest:.3g}" for share in self.shares)
@@ -213,7 +193,7 @@ class ScheduleSpec:
         return self.places * self.group_size // self.slices * self.trained_steps
 
 
-_KEYS = {
+KEYS = {
     "group_size": "data.group_size",
     "task_size": "sampling.task_size",
     "denoise_steps": "sampling.steps",
@@ -232,10 +212,6 @@ _KEYS = {
     "stale_fraction": "schedule.stale_fraction",
 }
 """Field of ScheduleSpec -> key of the configuration."""
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    return functools.reduce(lambda node, part: node[part], key.split("."), config)
 
 
 @dataclass(frozen=True)

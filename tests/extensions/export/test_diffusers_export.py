@@ -213,7 +213,7 @@ def test_command_exports_a_run(tmp_path, capsys):
     run = prepare_run_dir(composed)
     assert command.main([f"run={run}"]) == 1
     assert "Nothing to export" in capsys.readouterr().err
-    policy = configuration.instantiate(composed.config.model)
+    policy = composed.settings.build("model")
     randomise_lora(policy)
     trained = {name: value.detach().clone() for name, value in policy.trained_parameters().items()}
     average = {name: value / 2 for name, value in trained.items()}

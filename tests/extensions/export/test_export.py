@@ -12,12 +12,13 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor
 
 import digenrl
 from digenrl import config as configuration
 from digenrl.callbacks.evaluation import save_pictures
+from digenrl.config.settings import Settings
 from digenrl.diffusion import denoise, keys
 from digenrl.extensions.export.cli.export import main
 from digenrl.extensions.export.diffusers_export import LORA_FILE
@@ -34,15 +35,15 @@ SHOWN = "callbacks.evaluation.max_prompts=2", "callbacks.evaluation.samples_per_
 EMA = "+algorithm.ema={_target_: digenrl.algorithms.copies.Ema, decay: 0.5, every: 1}"
 
 
-def make_run(directory: Path, *words: str) -> tuple[DictConfig, Policy]:
+def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
     """What training leaves: config.yaml, a checkpoint whose weights are not the initial ones (and
     whose average is neither), and the evaluation samples of the weights that a run evaluates with.
     """
-    config = configuration.load([*words, *SHOWN]).config
+    config = configuration.load([*words, *SHOWN]).settings
     directory.mkdir()
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
-    policy = configuration.instantiate(config.model)
-    module = configuration.instantiate(config.algorithm, policy=policy)
+    policy = config.build("model")
+    module = config.build("algorithm", policy=policy)
     if module.ema is not None:
         module.ema.begin(policy.trained_parameters())
     generator = torch.Generator().manual_seed(0)
@@ -56,11 +57,11 @@ def make_run(directory: Path, *words: str) -> tuple[DictConfig, Policy]:
     DirectoryCheckpointIO().save_checkpoint(
         checkpoint, directory / "checkpoints" / f"step-{RL_STEP:06d}"
     )
-    rewards = configuration.instantiate(config.reward)
+    rewards = config.build("reward")
     engine = RolloutEngine(
         policy, rewards, module.sde, module.train_steps, sampling_spec(config), config.seed
     )
-    evaluation = configuration.instantiate(config.callbacks.evaluation)
+    evaluation = config.build("callbacks.evaluation")
     with module.averaged():
         save_pictures(
             directory / "samples" / f"eval-{RL_STEP}.npz", evaluation.sample(engine), per_prompt=2
@@ -74,16 +75,16 @@ def stored(directory: Path) -> tuple[np.ndarray, list[str]]:
         return arrays["media"], [str(text) for text in arrays["prompts"]]
 
 
-def noise_of(config: DictConfig, policy: Policy, text: str) -> Tensor:
+def noise_of(config: Settings, policy: Policy, text: str) -> Tensor:
     """The evaluation noise of a prompt's first two samples, from its key."""
-    evaluation = configuration.instantiate(config.callbacks.evaluation)
+    evaluation = config.build("callbacks.evaluation")
     (uid,) = [prompt.uid for prompt in evaluation.drawn.prompts if prompt.text == text]
     return keys.noise(
         evaluation.drawn.seed, 0, uid, range(2), keys.INITIAL, policy.latent_shape, EVAL_STREAM
     )
 
 
-def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
+def flux(config: Settings, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
     """Two samples [2, H, W, 3] in [0, 1] of a plain FluxPipeline: nothing of digenrl but the
     folder."""
     from digenrl.models import tiny as tiny_builds
@@ -95,7 +96,7 @@ def flux(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> n
     return _images(pipeline, config, noise, text, guidance_scale=config.sampling.guidance_scale)
 
 
-def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
+def sd3(config: Settings, noise: Tensor, text: str, export: Path | None) -> np.ndarray:
     """The same of a plain StableDiffusion3Pipeline, which takes its sigmas from its scheduler's
     default range."""
     from digenrl.models import tiny as tiny_builds
@@ -112,7 +113,7 @@ def sd3(config: DictConfig, noise: Tensor, text: str, export: Path | None) -> np
 
 
 def _images(
-    pipeline: Any, config: DictConfig, noise: Tensor, text: str, **settings: Any
+    pipeline: Any, config: Settings, noise: Tensor, text: str, **settings: Any
 ) -> np.ndarray:
     sampling, length = config.sampling, 64
     drawn: list[np.ndarray] = []
@@ -222,7 +223,7 @@ def test_bad_words_are_refused_in_words(arguments: list[str], message: str, caps
 
 
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path, capsys: Any) -> None:
-    config = configuration.load(["experiment=digits_flowgrpo"]).config
+    config = configuration.load(["experiment=digits_flowgrpo"]).settings
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     assert main([f"run={tmp_path}"]) == 1
     assert "Nothing to export" in capsys.readouterr().err

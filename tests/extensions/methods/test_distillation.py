@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from digenrl.algorithms.advantages import Advantage
 from digenrl.config import ConfigError
 from digenrl.config.relations import methods as rules
 from digenrl.config.relations.view import View
+from digenrl.config.settings import Settings
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.methods.distillation import Distillation, distance
@@ -247,8 +247,10 @@ def test_rules_name_the_teacher_and_the_prompt(tmp_path: Path) -> None:
 # ---- a whole run
 
 
-def mixture(experiment: str, *words: str) -> DictConfig:
-    return configuration.load([f"experiment={experiment}", *PLAIN, "max_rl_steps=3", *words]).config
+def mixture(experiment: str, *words: str) -> Settings:
+    return configuration.load(
+        [f"experiment={experiment}", *PLAIN, "max_rl_steps=3", *words]
+    ).settings
 
 
 @pytest.mark.slow

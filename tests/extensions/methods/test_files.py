@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from digenrl import prompts
 from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
 from digenrl.config import ConfigError
+from digenrl.config.settings import Settings
 from digenrl.data import load_prompts
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.extensions.methods import dpo, sft
@@ -59,8 +59,8 @@ def made(kind: type[PolicyModule], policy: Any, **changes: Any) -> Any:
     )
 
 
-def configured(experiment: str, *words: str) -> DictConfig:
-    return configuration.load([f"experiment={experiment}", *TINY[1:], *words]).config
+def configured(experiment: str, *words: str) -> Settings:
+    return configuration.load([f"experiment={experiment}", *TINY[1:], *words]).settings
 
 
 # ---- the losses
@@ -306,7 +306,7 @@ def test_what_does_not_go_with_files_is_refused() -> None:
 
 def test_a_family_that_cannot_read_pictures_says_so() -> None:
     policy = configuration.instantiate(
-        configuration.load(["experiment=mixture_flowgrpo"]).config.model
+        configuration.load(["experiment=mixture_flowgrpo"]).settings.tree.model
     )
     with pytest.raises(ValueError, match=r"mixture has no `encode_media`.*data.samples=generated"):
         policy.encode_media(load_prompts("digits_sft.jsonl")[0].images)

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from omegaconf import OmegaConf
 
 from benchmarks.calibration import FORWARD, TRAINING, main, predicted, stage
 from benchmarks.schedule import bench_of
@@ -30,6 +29,7 @@ from digenrl.extensions.planner.workload import Workload
 from digenrl.hardware import Hardware, Line, Pool, assign, parse_hardware
 from digenrl.recompute import Recompute
 from digenrl.schedule import ScheduleSpec
+from tests.changed import hardware_settings
 
 WORK = Workload("flux1_dev", 512, 512, 1, 6, 5, 8, 8, 2, False, 64)
 POOL = Pool("p", "H100-SXM", 8, "auto", 80, 989, 3.35, 450, 25, 8)
@@ -225,7 +225,7 @@ def test_a_figure_says_where_it_comes_from() -> None:
     ]
     node = {"pools": {"p": {"gpu": "H100", "memory_gib": 80, "tflops": 989, "hbm_tb_s": 3, "intra_gb_s": 9,
                             "inter_gb_s": 9, "efficiency": {"generate": 0.3}}}}  # fmt: skip
-    own = parse_hardware(node)
+    own = parse_hardware(hardware_settings(node["pools"]))
     assert Costs(WORK, own).source("generate", own.pools[0]) == "assumed"
     assert reaches(own.pools[0]).generate == 0.3
     assert reaches(own.pools[0]).attention == reaches(POOL).attention
@@ -316,7 +316,7 @@ def test_rewards_on_gpus_of_their_own_are_charged_in_gpus_and_seconds() -> None:
     pool = {"gpu": "H100-SXM", "count": 16, "per_node": 8, **sizes}
 
     def costing(judges: int, **rewards: tuple[str, ...]) -> Costing:
-        hardware = parse_hardware({"pools": {"p": {**pool, "judges": judges}}})
+        hardware = parse_hardware(hardware_settings({"p": {**pool, "judges": judges}}))
         return Costing(replace(WORK, **rewards), hardware)
 
     own, shared = costing(1, judged=("hpsv3",)), costing(0, rewards=("hpsv3",))
@@ -347,20 +347,18 @@ def test_the_slowest_trainer_trains_its_part_of_the_whole_and_of_the_last_fragme
 
 
 @pytest.mark.parametrize(
-    ("model", "build", "memory_gib", "known"),
+    ("model", "build", "known"),
     [
-        ("flux1_dev", "real", 80, True),
-        ("flux1_dev", "tiny", 80, False),
-        ("nobodys", "real", 80, False),
-        ("flux1_dev", "real", None, False),
+        ("flux1_dev", "real", True),
+        ("flux1_dev", "tiny", False),
+        ("nobodys", "real", False),
     ],
 )
-def test_a_run_can_be_planned_where_its_sizes_and_its_memory_are_known(
-    model: str, build: str, memory_gib: int | None, known: bool
+def test_a_run_can_be_planned_where_its_sizes_are_known(
+    model: str, build: str, known: bool
 ) -> None:
-    pools = {"a": {"memory_gib": 24}, "b": {"memory_gib": memory_gib}}
-    config = OmegaConf.create({"model": {"build": build}, "hardware": {"pools": pools}})
-    assert sized(cast(Any, SimpleNamespace(choices={"model": model}, config=config))) == known
+    settings = SimpleNamespace(model={"build": build})
+    assert sized(cast(Any, SimpleNamespace(choices={"model": model}, settings=settings))) == known
 
 
 def test_every_eighth_of_the_gpus_is_tried_where_nothing_fits_around_the_balance(

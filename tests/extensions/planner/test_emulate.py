@@ -55,7 +55,7 @@ stage is missing."""
 def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     composed = configuration.load(WORDS)
-    config = composed.config
+    config = composed.settings
     sleeps = durations(composed, TRAINERS, ROLLOUTS)
     assert len(sleeps) == TRAINERS + ROLLOUTS
     before = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -106,7 +106,7 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
             "allocation.rollouts=2",
         )
     )
-    config = composed.config
+    config = composed.settings
     costing = costing_of(composed)
     candidate = candidate_of(config, 1, 2, costing.work.trained_steps)
     cluster = costing.cluster(candidate)

@@ -730,7 +730,7 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
     asking = PlannerAdvisor()
     yield shown(asking.task_size(composed, sizes) for sizes in ((1, 2, 3, 4, 6, 8), (1, 6)))
     composed = with_task_size(composed, PlannerAdvisor())
-    config, costing = composed.config, costing_of(composed)
+    config, costing = composed.settings, costing_of(composed)
     yield from (shown(vars(pool)) for pool in costing.hardware.pools)
     yield f"{shown(costing.work)} {shown(vars(booking_of(config)))}"
     yield shown(given(composed, costing))
@@ -752,7 +752,7 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
         yield f"split {shown(found and (found.candidate, found.step_s, found.bound_s))}"
     made = asking.choose(composed, min(4, gpus)) if found else composed
     yield f"{made.notes[len(composed.notes) :]} {shown(made.planned)}"
-    yield shown(dict(made.config.allocation))
+    yield shown(dict(made.settings.allocation))
 
 
 SECTIONS: dict[str, Callable[[], Iterator[str]]] = {

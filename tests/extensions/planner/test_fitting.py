@@ -17,7 +17,7 @@ from digenrl.extensions.planner.advice import PlannerAdvisor, memory_lines
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.plan_text import memory_by_role
 from digenrl.extensions.planner.reading import candidate_of, costing_of, sized
-from digenrl.settle import allocated, with_task_size
+from digenrl.settle import settle, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
 pytestmark = pytest.mark.heavy
@@ -55,7 +55,7 @@ def loaded(*words: str) -> Composed:
 
 def assert_fits(composed: Composed) -> None:
     """At most nine tenths of every GPU are filled, by the model's own figures."""
-    config = composed.config
+    config = composed.settings
     if not sized(composed):
         return
     costing = costing_of(composed)
@@ -81,13 +81,13 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(
     fit."""
     words = (f"experiment={experiment}", f"hardware={profile}")
     try:
-        assert_fits(allocated(loaded(*words), PlannerAdvisor()))
+        assert_fits(settle(loaded(*words), PlannerAdvisor()))
     except ValueError as error:
         message = str(error)
         assert re.search(r"needs [\d.]+ GiB of [\d.]+ GiB \(90% of [\d.]+\)", message)
         if "no split of this profile's GPUs fits" not in message:
             (change,) = re.findall(r": set (.*)\.$", message)
-            assert_fits(allocated(loaded(*words, *change.split()), PlannerAdvisor()))
+            assert_fits(settle(loaded(*words, *change.split()), PlannerAdvisor()))
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_a_misfit_is_refused_with_the_change_that_fits(
 ) -> None:
     trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"
     with pytest.raises(ValueError, match=message):
-        allocated(loaded(*words, trainers, "schedule.auto=false"), PlannerAdvisor())
+        settle(loaded(*words, trainers, "schedule.auto=false"), PlannerAdvisor())
 
 
 def test_all_weights_are_sharded_without_being_asked() -> None:
     """The first way that fits: replicas of a small model, a copy per node, one over all
     trainers."""
     chosen = {
-        experiment: allocated(
+        experiment: settle(
             loaded(
                 f"experiment={experiment}",
                 "hardware=a100x32",
@@ -158,7 +158,7 @@ def test_all_weights_are_sharded_without_being_asked() -> None:
                 "schedule.tsp.batch=auto",
             ),
             PlannerAdvisor(),
-        ).config.parallel.sharding
+        ).settings.parallel.sharding
         for experiment in ("flux1_flowgrpo", "flux1_dancegrpo")
     }
     assert chosen["flux1_flowgrpo"] == "ddp"
@@ -178,7 +178,7 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
         return int(
             with_task_size(
                 loaded(*words, f"hardware={hardware}", *more), PlannerAdvisor()
-            ).config.sampling.task_size
+            ).settings.sampling.task_size
         )
 
     large = ("sampling.height=1024", "sampling.width=1024")
@@ -188,9 +188,9 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
     assert size(*large, hardware="cpu_tiny") == 6, "nobody has counted a tiny build"
     given = ("schedule=sync", "allocation.trainers=1", "allocation.rollouts=1")  # no plan is made
     assert (
-        allocated(
+        settle(
             loaded(*words, "hardware=node_8xh100", *given), PlannerAdvisor()
-        ).config.sampling.task_size
+        ).settings.sampling.task_size
         == small
     )
 
@@ -207,13 +207,13 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
     kept: object = False
     if build == "real":
         costing = costing_of(composed)
-        candidate = candidate_of(composed.config, 1, 0, costing.work.trained_steps)
+        candidate = candidate_of(composed.settings, 1, 0, costing.work.trained_steps)
         kept = costing.recompute(candidate, costing.hardware.pools[0]).config
-        uncounted = allocated(
+        uncounted = settle(
             replace(composed, choices={**composed.choices, "model": "unknown"}), PlannerAdvisor()
         )
-        assert uncounted.config.model.gradient_checkpointing is True
-    assert allocated(composed, PlannerAdvisor()).config.model.gradient_checkpointing == kept
+        assert uncounted.settings.tree.model.gradient_checkpointing is True
+    assert settle(composed, PlannerAdvisor()).settings.tree.model.gradient_checkpointing == kept
 
 
 def test_compiled_blocks_are_computed_again_whole() -> None:
@@ -223,7 +223,7 @@ def test_compiled_blocks_are_computed_again_whole() -> None:
     for compiled in ("false", "true"):
         composed = loaded(*words, f"model.compile={compiled}", "allocation.rollouts=0")
         costing = costing_of(composed)
-        candidate = candidate_of(composed.config, 1, 0, costing.work.trained_steps)
+        candidate = candidate_of(composed.settings, 1, 0, costing.work.trained_steps)
         found.append(costing.recompute(candidate, costing.hardware.pools[0]))
     plain, whole = found
     assert plain.products > 0.0
@@ -243,9 +243,9 @@ def test_what_is_always_there_is_counted() -> None:
     base += ("schedule=sync",)
 
     def memory(*words: str) -> dict[str, float]:
-        composed = allocated(loaded(*base, *words), PlannerAdvisor())
+        composed = settle(loaded(*base, *words), PlannerAdvisor())
         costing = costing_of(composed)
-        table = costing.memory(candidate_of(composed.config, 4, 4, costing.work.trained_steps))
+        table = costing.memory(candidate_of(composed.settings, 4, 4, costing.work.trained_steps))
         return {role: use.gib for (_, role), use in table.items()}
 
     whole, unwatched = memory(), memory("~callbacks.evaluation")
@@ -277,10 +277,10 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
     offload = "model.gradient_checkpointing=offload"
 
     def host(*words: str) -> float:
-        composed = allocated(loaded(*base, *words), PlannerAdvisor())
+        composed = settle(loaded(*base, *words), PlannerAdvisor())
         costing = costing_of(composed)
         (gib,) = costing.host_gib(
-            candidate_of(composed.config, 4, 4, costing.work.trained_steps)
+            candidate_of(composed.settings, 4, 4, costing.work.trained_steps)
         ).values()
         assert (
             f"memory    host: {gib:.1f} GiB (off-loaded activations, published weights)"
@@ -292,13 +292,13 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
     version = 2 * work.trained_parameters / 2**30
     assert host() == pytest.approx(version)
     assert host("schedule.async_steps=1") == pytest.approx(3 * version)
-    rows = loaded(*base).config.sampling.task_size * work.passes
+    rows = loaded(*base).settings.sampling.task_size * work.passes
     waiting = 4 * work.sizes["blocks"] * work.kept_bytes("all", rows) / 2**30
     assert host(offload) == pytest.approx(version + waiting)
     node = "+hardware.pools.h100.host_gib={}".format
     assert host(offload, node(1.2 * (version + waiting))) == pytest.approx(version + waiting)
     with pytest.raises(ValueError, match=r"on its host: set model\.gradient_checkpointing=auto\.$"):
-        allocated(loaded(*base, offload, node(1.1 * (version + waiting))), PlannerAdvisor())
+        settle(loaded(*base, offload, node(1.1 * (version + waiting))), PlannerAdvisor())
 
 
 def test_stored_prompts_cost_no_step_anything() -> None:
@@ -334,14 +334,14 @@ def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
         words = [f"{key}={drawn.choice(values)}" for key, values in choices.items()]
         composed = loaded(*words, "data.prompts_per_batch=4", "data.group_size=12")
         try:
-            run = allocated(composed, PlannerAdvisor())
+            run = settle(composed, PlannerAdvisor())
         except ValueError as error:
             refused += 1
             with pytest.raises(ValueError, match=re.escape(str(error))):
                 as_configured(composed)
             continue
         asked = as_configured(composed)
-        split = run.config.allocation.trainers, run.config.allocation.rollouts
+        split = run.settings.allocation.trainers, run.settings.allocation.rollouts
         assert (asked.candidate.trainers, asked.candidate.rollouts) == split, words
         lines = PlannerAdvisor().memory_lines(run, *split)
         for role, gib in memory_by_role(asked).items():
@@ -361,6 +361,6 @@ def test_an_emulated_misfit_is_refused_like_a_real_one() -> None:
         "parallel.sharding=ddp",
     )
     with pytest.raises(ValueError, match=r"needs .* of 71\.1 GiB .*: set parallel\.sharding=fsdp"):
-        allocated(loaded(*words), PlannerAdvisor())
-    run = allocated(loaded(*words, "hardware.pools.b.memory_gib=300"), PlannerAdvisor())
-    assert run.config.parallel.sharding == "ddp"
+        settle(loaded(*words), PlannerAdvisor())
+    run = settle(loaded(*words, "hardware.pools.b.memory_gib=300"), PlannerAdvisor())
+    assert run.settings.parallel.sharding == "ddp"

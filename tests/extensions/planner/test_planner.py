@@ -48,7 +48,7 @@ from digenrl.extensions.planner.reading import candidate_of, costing_of
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool, assign
 from digenrl.recompute import Recompute
-from digenrl.settle import allocated
+from digenrl.settle import settle
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -88,8 +88,8 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
 ) -> None:
     plain = configuration.load([*SMALL, f"output_root={tmp_path}"])
     best = chosen(make_plan(costing_of(plain)), asynchronous=False)[0]
-    composed = allocated(plain, PlannerAdvisor())
-    config = composed.config
+    composed = settle(plain, PlannerAdvisor())
+    config = composed.settings
     found = candidate_of(
         config, config.allocation.trainers, config.allocation.rollouts, costing_of(plain).work.steps
     )
@@ -103,9 +103,9 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
     assert composed.planned["sync_step_s"] > composed.planned["step_s"] == best.step_s
 
     run = configuration.prepare_run_dir(composed)
-    again = allocated(configuration.load([f"resume={run}"]), PlannerAdvisor())
-    assert again.config.schedule == config.schedule
-    assert again.config.allocation == config.allocation
+    again = settle(configuration.load([f"resume={run}"]), PlannerAdvisor())
+    assert again.settings.schedule == config.schedule
+    assert again.settings.allocation == config.allocation
     assert again.planned is None
 
 
@@ -117,10 +117,10 @@ def test_what_is_given_is_not_the_planners() -> None:
         "schedule.tag": False,
         "schedule.tsp.batch": 1,
     }
-    config = allocated(
+    config = settle(
         configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())]),
         PlannerAdvisor(),
-    ).config
+    ).settings
     assert {key: OmegaConf.select(config, key) for key in given} == given
     assert config.allocation.rollouts == 3
 
@@ -130,9 +130,9 @@ def test_what_is_given_is_not_the_planners() -> None:
 def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(
     experiment: str, gap: int
 ) -> None:
-    schedule = allocated(
+    schedule = settle(
         configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"]), PlannerAdvisor()
-    ).config.schedule
+    ).settings.schedule
     assert (schedule.auto, schedule.gap) == (False, gap)
 
 
@@ -154,7 +154,7 @@ def test_a_role_of_auto_asks_the_planner_for_the_split(processes: int | None) ->
     assert chosen.candidate.trainers + chosen.candidate.rollouts == ranks
     steps = costing.work.trained_steps
     splits = [
-        candidate_of(composed.config, trainers, ranks - trainers, steps)
+        candidate_of(composed.settings, trainers, ranks - trainers, steps)
         for trainers in range(1, ranks)
     ]
     every = [
@@ -465,7 +465,7 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     composed = configuration.load(
         [*words, *best["overrides"]]
     )  # train accepts what the plan proposes
-    assert composed.config.allocation.trainers == best["trainers"]
+    assert composed.settings.allocation.trainers == best["trainers"]
     again = as_configured(composed)
     assert again.step_s == pytest.approx(best["step_s"], rel=0.02)
 
@@ -479,7 +479,7 @@ def test_overrides_carry_what_is_recomputed(recompute: Recompute | None) -> None
     costing = costing_of(configuration.load(words))
     outcome = evaluate(costing, costing.candidate(16, 0, recompute=recompute), costing.bound())
     composed = configuration.load([*words, *overrides(outcome)])
-    assert candidate_of(composed.config, 16, 0, costing.work.trained_steps).recompute == recompute
+    assert candidate_of(composed.settings, 16, 0, costing.work.trained_steps).recompute == recompute
 
 
 @pytest.mark.heavy
@@ -524,8 +524,8 @@ def test_where_nothing_fits_the_frozen_base_is_quantized(
     assert refused.endswith(": set model.quantize=nf4 parallel.sharding=ddp.")
     command = shlex.split(out[-2])
     assert "model.quantize=nf4" in command
-    run = allocated(configuration.load(command[command.index("train") + 1 :]), PlannerAdvisor())
-    assert run.config.model.quantize == "nf4"
+    run = settle(configuration.load(command[command.index("train") + 1 :]), PlannerAdvisor())
+    assert run.settings.tree.model.quantize == "nf4"
     assert plan_command.main(["experiment=qwen_image_flowgrpo", *small, *own]) == 3
     needed = re.search(r"needs ([\d.]+) GiB of 21\.2 GiB", capsys.readouterr().err)
     assert needed is not None

@@ -20,7 +20,7 @@ from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.hardware import parse_hardware
 from digenrl.rewards.suite import RewardSuite
-from digenrl.settle import allocated
+from digenrl.settle import settle
 from tests.training import commands
 
 pytestmark = pytest.mark.heavy
@@ -114,7 +114,7 @@ def test_a_published_experiment_is_measured_on_its_tiny_build_and_the_planner_re
             f"hardware.seconds={yaml.safe_dump(given, default_flow_style=True, width=1000).strip()}",
         ]
     )
-    costing = Costing(workload(composed), parse_hardware(composed.config.hardware))
+    costing = Costing(workload(composed), parse_hardware(composed.settings.hardware))
     seconds = costing.seconds_per_unit()
     for stage in ("generate", "decode", "train"):
         assert seconds[stage]["local"] == pytest.approx(given[stage]["local"])
@@ -138,7 +138,7 @@ def test_a_run_calibrates_the_next_plan(capsys: pytest.CaptureFixture[str], tmp_
     given = yaml.safe_dump({"seconds": table}, default_flow_style=True, width=1000)
     given = given.strip().removeprefix("{seconds: ").removesuffix("}")
     composed = configuration.load([*words, f"hardware.seconds={given}"])
-    hardware = parse_hardware(composed.config.hardware)
+    hardware = parse_hardware(composed.settings.hardware)
     assert hardware.seconds["train"]["local"] == pytest.approx(table["train"]["local"])
 
 
@@ -146,7 +146,7 @@ def test_a_run_of_one_step_cannot_calibrate(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     composed = configuration.load(["experiment=digits_flowgrpo"])
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(composed.config))
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(composed.settings.tree))
     assert profile.main([f"run={tmp_path}"]) == 2
     assert "has no second RL step" in capsys.readouterr().err
     assert not (tmp_path / "profile.yaml").exists()
@@ -173,7 +173,7 @@ def test_the_plan_of_a_profiled_machine_is_its_profile() -> None:
     told = {"generate": 3.0, "train": 0.7, "decode": 0.2, "score": 0.1}
     words = [f"+hardware.seconds.{stage}.h100={value}" for stage, value in told.items()]
     split = ("allocation.trainers=4", "allocation.rollouts=4", "hardware=node_8xh100")
-    composed = allocated(
+    composed = settle(
         configuration.load(["experiment=flux1_flowgrpo", *split, *words]), PlannerAdvisor()
     )
     advice = PlannerAdvisor().advise(composed, 4, 4)

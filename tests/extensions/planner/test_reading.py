@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from digenrl import config as configuration
 from digenrl.config import Composed
@@ -18,6 +17,7 @@ from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import sync_run
 from digenrl.extensions.planner.reading import candidate_of, costing_of, given, workload
 from digenrl.recompute import Recompute
+from tests.changed import ABSENT, but
 
 WORDS = (
     "experiment=flux1_flowgrpo", "hardware=node_8xh100", "data.prompts_per_batch=8",
@@ -30,14 +30,6 @@ def loaded() -> Composed:
     return configuration.load(WORDS, "plan")
 
 
-def but(composed: Composed, **values: Any) -> Composed:
-    """Return the configuration with other values at its keys, whose dots are written as `__`."""
-    config: Any = OmegaConf.create(OmegaConf.to_container(composed.config))
-    for key, value in values.items():
-        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
-    return replace(composed, config=config)
-
-
 @pytest.mark.parametrize(
     ("words", "trained"),
     [
@@ -47,7 +39,7 @@ def but(composed: Composed, **values: Any) -> Composed:
         ({"data__group_size": 7}, 6),
         ({"schedule__skip_zero": False}, None),
         ({"algorithm__kl_weight": 0.1}, None),
-        ({"without": "surrogate"}, None),
+        ({"algorithm__surrogate": ABSENT}, None),
     ],
 )
 def test_samples_whose_cells_are_skipped_are_not_trained(
@@ -56,8 +48,7 @@ def test_samples_whose_cells_are_skipped_are_not_trained(
     """The six samples with an advantage, of eight. All must be trained for another loss term, for
     an algorithm without a surrogate, and where no cell is skipped."""
     base = {"algorithm__advantage__best_and_worst": 3, "schedule__skip_zero": True}
-    config = but(loaded, **base | {"algorithm__kl_weight": 0.0} | words).config
-    config.algorithm.pop(str(config.get("without")), None)
+    config = but(loaded, **base | {"algorithm__kl_weight": 0.0} | words).settings
     assert reading._trained_samples(config) == trained
 
 
@@ -69,17 +60,21 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
     work = replace(workload(loaded), rollouts_evaluate=True, evaluated=1)
     for offloaded, size, rows in ((True, 2, 2), (False, 2, 2), (None, 2, 2), (True, "auto", 1)):
         need = rollout_memory(work, rows, offloaded is False).gib
-        (pool,) = loaded.config.hardware.pools.values()
+        (found,) = loaded.settings.plain()["hardware"]["pools"].values()
+        pool = dict(found)
         for memory, fits in ((need, True), (math.nextafter(need, 0.0), False)):
             pools = {
                 "small": {**pool, "memory_gib": 1, "role": "trainer"},
                 "one": {**pool, "memory_gib": memory, "role": "rollout"},
                 "other": {**pool, "memory_gib": 80, "role": "auto"},
             }
-            config = but(loaded, sampling__task_size=size, model__offload_encoders=offloaded).config
-            config.hardware.pools = pools
-            if offloaded is None:
-                del config.model["offload_encoders"]
+            config = but(
+                loaded,
+                sampling__task_size=size,
+                model__offload_encoders=ABSENT if offloaded is None else offloaded,
+                hardware__pools__h100=ABSENT,
+                **{f"hardware__pools__{name}": each for name, each in pools.items()},
+            ).settings
             assert reading._has_room(config, replace(work, rollouts_evaluate=False)) == fits
 
 
@@ -92,14 +87,13 @@ def test_evaluations_go_to_rollouts_where_each_has_room(
         ({"allocation__evaluation": "trainers"}, False),
         ({"allocation__evaluation": "rollouts", "allocation__rollouts": 0}, False),
         ({"allocation__evaluation": "rollouts", "allocation__rollouts": "auto"}, True),
-        ({"allocation__evaluation": "rollouts", "without": "evaluation"}, False),
+        ({"allocation__evaluation": "rollouts", "callbacks__evaluation": ABSENT}, False),
     ],
 )
 def test_rollouts_evaluate_what_there_is_if_they_may(
     loaded: Composed, words: dict[str, Any], evaluate: bool
 ) -> None:
     composed = but(loaded, **words)
-    composed.config.callbacks.pop(str(composed.config.get("without")), None)
     assert workload(composed).rollouts_evaluate == evaluate
 
 
@@ -109,9 +103,8 @@ def test_rollouts_evaluate_what_there_is_if_they_may(
 def test_a_forward_is_made_twice_where_the_guidance_is_not_the_networks_own(
     loaded: Composed, embedded: float | None, guided: bool
 ) -> None:
-    composed = but(loaded, sampling__guidance_scale=3.5, model__true_cfg_scale=embedded)
-    if embedded is None:
-        del composed.config.model["true_cfg_scale"]
+    scale = ABSENT if embedded is None else embedded
+    composed = but(loaded, sampling__guidance_scale=3.5, model__true_cfg_scale=scale)
     assert workload(composed).guidance == guided
 
 
@@ -132,9 +125,8 @@ def test_encoders_that_stay_leave_smaller_tasks(
         (away, False, 1),
     ):
         words = {"hardware__pools__h100__memory_gib": memory}
-        composed = but(loaded, **words, model__offload_encoders=offloaded)
-        if offloaded is None:
-            del composed.config.model["offload_encoders"]
+        stay = ABSENT if offloaded is None else offloaded
+        composed = but(loaded, **words, model__offload_encoders=stay)
         assert PlannerAdvisor().task_size(composed, (2, 4, 8)) == size
 
 
@@ -176,18 +168,22 @@ def test_what_a_plan_must_keep_is_what_the_user_has_set(
 
 
 def test_a_candidate_is_the_configurations(loaded: Composed) -> None:
-    found = candidate_of(loaded.config, 3, 5, 4)
+    found = candidate_of(loaded.settings, 3, 5, 4)
     assert (found.trainers, found.rollouts, found.spec.trained_steps) == (3, 5, 4)
     assert (found.encoders, found.shares, found.static_claims) == (False, False, False)
     assert (found.shard_group, found.spec.shares, found.spec.measured_shares) == (None, (), False)
-    other = but(loaded, parallel__shard_group=2, schedule__shares=[1.0, 2.0, 1.0]).config
-    del other.model["offload_encoders"]
-    del other.model["gradient_checkpointing"]
-    found = candidate_of(other, 3, 5, 4)
+    other = but(
+        loaded,
+        parallel__shard_group=2,
+        schedule__shares=[1.0, 2.0, 1.0],
+        model__offload_encoders=ABSENT,
+        model__gradient_checkpointing=ABSENT,
+    )
+    found = candidate_of(other.settings, 3, 5, 4)
     assert (found.encoders, found.shares, found.shard_group) == (False, True, 2)
     assert (found.recompute, found.spec.shares) == (Recompute(), ())
-    other.model.gradient_checkpointing = ["auto", {"inputs": 0.5}, "auto"]  # settled for each
-    assert candidate_of(other, 3, 5, 4).recompute is None
+    each = but(other, model__gradient_checkpointing=["auto", {"inputs": 0.5}, "auto"])
+    assert candidate_of(each.settings, 3, 5, 4).recompute is None, "settled for each"
 
 
 def test_a_schedule_of_auto_is_the_plans_best_but_for_what_is_named(
@@ -219,8 +215,8 @@ def test_a_schedule_of_auto_is_the_plans_best_but_for_what_is_named(
     assert {"allocation.trainers=2", "schedule.auto=false"} < set(words) < set(overrides(best))
     assert not any(word.startswith(("schedule.tsp.batch", "sampling.task_size")) for word in words)
     assert all(word.split("=")[0] not in named for word in words)
-    assert made.config.allocation.trainers == 2
-    assert made.config.schedule.auto is False
+    assert made.settings.allocation.trainers == 2
+    assert made.settings.schedule.auto is False
     without = replace(plan, outcomes=plan.outcomes[1:])
     monkeypatch.setattr(advice, "sync_run", lambda *_: None)
     assert " runs (predicted). " in advice._chosen(composed, without).notes[-1]
@@ -236,14 +232,13 @@ def test_a_schedule_of_auto_is_planned_where_the_gpus_are_those_of_the_profile(
         (8, None, False)
     ] * 2
     assert asked[0][2] == given(loaded, asked[0][0])
-    (pool,) = loaded.config.hardware.pools.values()
-    two = but(loaded)
-    two.config.hardware.pools = {"one": pool, "other": pool}
+    (pool,) = loaded.settings.plain()["hardware"]["pools"].values()
+    pools = {"hardware__pools__one": pool, "hardware__pools__other": pool}
+    two = but(loaded, hardware__pools__h100=ABSENT, **pools)
     planned_schedule(two, 16)
     assert asked.pop()[0].hardware.gpus == 16
     planned_schedule(two, 8)
     planned_schedule(but(loaded, hardware__pools__h100__gpu="cpu"))
-    planned_schedule(but(loaded, hardware__pools__h100__memory_gib=None))
     assert len(asked) == 2
     tight = but(loaded, hardware__pools__h100__memory_gib=9)
     monkeypatch.undo()

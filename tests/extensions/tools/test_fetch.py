@@ -97,11 +97,11 @@ def copied(source: Path, target: Path) -> Path:
 def test_a_run_opens_what_is_listed_of_its_checkpoint(experiment: str, tmp_path: Path) -> None:
     (wanted,) = (
         each
-        for each in downloads(configuration.load([f"experiment={experiment}"]).config)[0]
+        for each in downloads(configuration.load([f"experiment={experiment}"]).settings)[0]
         if each.key == "model.path"
     )
     words = [f"experiment={experiment}", "hardware=cpu_tiny"]
-    node = configuration.load(words).config.model
+    node = configuration.load(words).settings.tree.model
     policy_class: Any = get_class(node._target_)
     repository = copied(builds.ensure(policy_class.facts()), tmp_path)
     names = [str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()]
@@ -167,10 +167,10 @@ def test_the_model_of_a_judge_is_fetched_where_the_run_serves_it() -> None:
     words = ["experiment=sd35_flowgrpo", "hardware=node_8xh100", "reward=vlm_judge", "data=scenes"]
     own = ["reward.placement=managed", "hardware.pools.h100.judges=1"]
     judge = "Qwen/Qwen2.5-VL-7B-Instruct"
-    wanted, elsewhere = downloads(configuration.load(words).config)
+    wanted, elsewhere = downloads(configuration.load(words).settings)
     assert judge not in [each.repository for each in wanted]
     assert [line for line in elsewhere if judge in line and "by you" in line]
-    wanted, elsewhere = downloads(configuration.load([*words, *own]).config)
+    wanted, elsewhere = downloads(configuration.load([*words, *own]).settings)
     (found,) = (each for each in wanted if each.repository == judge)
     assert found.key == "reward.rewards.vlm_judge.scorer.model"
     assert {"config.json", "model.safetensors", "chat_template*"} <= set(found.files)

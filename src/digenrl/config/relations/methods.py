@@ -38,16 +38,16 @@ def _quantized_base(get: View) -> Iterator[str]:
 
 
 def _evaluation_solver(get: View) -> Iterator[str]:
-    solver, facts = get("sampling.eval.solver"), of_target(get("model._target_"))
+    solver, facts = get("sampling.eval.solver"), of_target(str(get("model._target_")))
     if solver != "euler" and facts is not None and facts.own_levels:
         yield (
-            f"sampling.eval.solver = {solver}: would count the {facts.own_levels} of {facts.family} "
-            "on the noise levels of its video; set sampling.eval.solver=euler."
+            f"sampling.eval.solver = {solver}: would count the {facts.own_levels} of "
+            f"{facts.family} on the noise levels of its video; set sampling.eval.solver=euler."
         )
 
 
 def _files(get: View) -> Iterator[str]:
-    target = get("algorithm._target_")
+    target = str(get("algorithm._target_"))
     offline = target.endswith(_PREFERENCES)
     if get("data.samples") == "generated":
         if target.endswith(_OF_FILES):
@@ -56,7 +56,7 @@ def _files(get: View) -> Iterator[str]:
                 "and the model's own samples would teach it nothing; set data.samples=files."
             )
         return
-    levels = get("algorithm.train_steps._target_")
+    levels = str(get("algorithm.train_steps._target_"))
     if not levels.endswith(".NoiseLevels"):
         yield (
             f"algorithm.train_steps = {levels} with data.samples = files: a file has no denoising "
@@ -100,7 +100,7 @@ def teacher_weights(run: str, target: str) -> Path:
 
 
 def _teachers(get: View) -> Iterator[str]:
-    target = get("algorithm._target_")
+    target = str(get("algorithm._target_"))
     if not get("algorithm.teachers"):
         yield (
             "algorithm.teachers = {}: nobody teaches; name one, as "
@@ -118,7 +118,7 @@ def _teachers(get: View) -> Iterator[str]:
             )
         if not weight > 0:
             yield f"{key}.weight = {weight}: must be above 0; leave the teacher out instead."
-    if (levels := get("algorithm.train_steps._target_")).endswith(".NoiseLevels"):
+    if (levels := str(get("algorithm.train_steps._target_"))).endswith(".NoiseLevels"):
         yield (
             f"algorithm.train_steps = {levels} with {target}: it compares transitions, and an ODE "
             "keeps none; use algorithm/train_steps=all_but_last."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from digenrl.advisor import Advice, Holding, PlainAdvisor, changed, named
 from digenrl.config import Composed
+from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.emulate import stand_ins
@@ -105,7 +105,7 @@ class PlannerAdvisor:
             )
         candidate = fitting[0]
         pools = costing.trainers(candidate)
-        kept = [costing.recompute(candidate, pool).settings for pool, n in pools for _ in range(n)]
+        kept = [costing.recompute(candidate, pool).config for pool, n in pools for _ in range(n)]
         return Holding(
             candidate.sharding,
             candidate.spec.tsp_batch,
@@ -152,7 +152,9 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
             costing, hardware=replace(costing.hardware, pools=(replace(pool, count=processes),))
         )
     try:
-        return make_plan(costing, None, given(composed, costing), bool(settings.schedule.async_steps))
+        return make_plan(
+            costing, None, given(composed, costing), bool(settings.schedule.async_steps)
+        )
     except PlanError:
         return None
 
@@ -166,7 +168,7 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
     new = [
         w
         for w, key in keys.items()
-        if OmegaConf.select(composed.settings, key) != OmegaConf.select(after.settings, key)
+        if attrgetter(key)(composed.settings) != attrgetter(key)(after.settings)
     ]
     gained = (
         f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 from digenrl.config import Composed
 from digenrl.extensions.planner.reading import candidate_of, costing_of

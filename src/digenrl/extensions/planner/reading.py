@@ -4,13 +4,13 @@ hardware profile."""
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
+from operator import attrgetter
 from typing import Any
-
-from omegaconf import ListConfig, OmegaConf
 
 from digenrl.advisor import named
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch
+from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.measured import with_measured
@@ -19,8 +19,8 @@ from digenrl.extensions.planner.workload import BASE_BYTES, Workload, counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.rewards.needs import placed
-from digenrl.schedule import ScheduleSpec, groups_of_step
-from digenrl.settle import evaluations, sharding, trained_steps, trainers_must_evaluate
+from digenrl.schedule import ScheduleSpec
+from digenrl.settle import evaluations, schedule_of, sharding, trained_steps, trainers_must_evaluate
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -42,11 +42,9 @@ CHOICES = {
 
 
 def sized(composed: Composed) -> bool:
-    """Return whether the model is a real build with counted sizes, on pools whose memory is
-    known."""
-    settings = composed.settings
-    known = composed.choices.get("model") in counted() and settings.model.get("build") == "real"
-    return known and all(pool.get("memory_gib") for pool in settings.hardware.pools.values())
+    """Return whether the model is a real build with counted sizes."""
+    known = composed.choices.get("model") in counted()
+    return known and composed.settings.model.get("build") == "real"
 
 
 def costing_of(composed: Composed) -> Costing:
@@ -69,9 +67,9 @@ def workload(composed: Composed) -> Workload:
             "summary.json. A large one is counted by benchmarks/count_facts.py, once."
         )
     sampling, algorithm, model = settings.sampling, settings.algorithm, settings.model
-    lora = model.get("lora")
-    embedded = float(model.true_cfg_scale) > 1.0 if "true_cfg_scale" in model else None
-    judged = tuple(name for _, name, _ in placed(settings.reward, "managed"))
+    lora, branch_scale = model.lora, model.get("true_cfg_scale")
+    embedded = None if branch_scale is None else float(branch_scale) > 1.0
+    judged = tuple(name for _, name, _ in placed(settings.node("reward"), "managed"))
     drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(settings)]
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     work = Workload(
@@ -81,7 +79,7 @@ def workload(composed: Composed) -> Workload:
         frames=sampling.frames,
         steps=sampling.steps,
         trained_steps=trained_steps(settings),
-        prompts=groups_of_step(settings.data),
+        prompts=settings.data.groups_per_step,
         oversample=settings.data.oversample,
         group_size=settings.data.group_size,
         updates=algorithm.updates_per_batch,
@@ -90,19 +88,19 @@ def workload(composed: Composed) -> Workload:
         lora_rank=int(lora.rank) if lora else None,
         trained_samples=_trained_samples(settings),
         stored_prompts=settings.data.prompt_store is not None,
-        whole_batch=needs_whole_batch(settings.algorithm.advantage),
+        whole_batch=needs_whole_batch(settings.node("algorithm.advantage")),
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
-        reference=float(algorithm.get("kl_weight") or 0.0) > 0.0,
+        reference=(algorithm.kl_weight or 0.0) > 0.0,
         ema=algorithm.get("ema") is not None,
-        rewards=tuple(name for name in settings.reward.get("rewards", {}) if name not in judged),
+        rewards=tuple(name for name in settings.reward.rewards or {} if name not in judged),
         judged=judged,
         heldout=tuple(name for name in settings.reward.get("heldout") or {} if name not in judged),
         evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
-        detached=guided and bool(algorithm.get("detach_uncond")),
-        engine="compiled" if model.get("compile") else "eager",
+        detached=guided and bool(algorithm.detach_uncond),
+        engine="compiled" if model.compile else "eager",
         fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
-        base_bytes=BASE_BYTES[model.get("quantize")],
+        base_bytes=BASE_BYTES[model.quantize],
         storage_bytes=_STORAGE[sampling.storage_dtype],
     )
     most = most_rollouts(settings.allocation.rollouts)
@@ -120,7 +118,7 @@ def _trained_samples(settings: Settings) -> int | None:
     k = settings.algorithm.advantage.get("best_and_worst")
     skips = (
         settings.schedule.skip_zero
-        and "surrogate" in settings.algorithm
+        and settings.algorithm.holds("surrogate")
         and not settings.algorithm.kl_weight
     )
     return 2 * k if k and skips and 2 * k < settings.data.group_size else None
@@ -131,24 +129,21 @@ def _has_room(settings: Settings, work: Workload) -> bool:
     rollout's."""
     pools = [pool for pool in parse_hardware(settings.hardware).pools if pool.role != "trainer"]
     stay, size = not settings.model.get("offload_encoders", True), settings.sampling.task_size
-    need = rollout_memory(
-        replace(work, rollouts_evaluate=True), 1 if size == AUTO else size, stay
-    ).gib
+    rows = 1 if isinstance(size, str) else size
+    need = rollout_memory(replace(work, rollouts_evaluate=True), rows, stay).gib
     return all(need <= USABLE * pool.memory_gib for pool in pools)
 
 
 def candidate_of(settings: Settings, trainers: int, rollouts: int, trained: int) -> Candidate:
     """Return the candidate that the configuration describes, with `trained` trained denoising
     steps."""
-    asked = settings.model.get("gradient_checkpointing", False)
-    if isinstance(
-        asked, ListConfig
-    ):  # settled for each trainer before; the planner's own choice gives the same
-        asked = AUTO
+    asked: Any = settings.model.gradient_checkpointing or False
+    if isinstance(asked, list):
+        asked = AUTO  # settled for each trainer before; the planner's own choice gives the same
     return Candidate(
         trainers,
         rollouts,
-        replace(ScheduleSpec.from_config(settings, trained), shares=(), measured_shares=False),
+        replace(schedule_of(settings, trained), shares=(), measured_shares=False),
         sharding=sharding(settings),
         shard_group=settings.parallel.shard_group
         if isinstance(settings.parallel.shard_group, int)
@@ -166,7 +161,8 @@ def given(composed: Composed, costing: Costing) -> dict[str, Any]:
     These are the keys of the command line, and values that are neither `auto` nor off.
     """
     settings = composed.settings
-    trainers, rollouts = settings.allocation.trainers, most_rollouts(settings.allocation.rollouts)
+    trainers: Any = settings.allocation.trainers
+    rollouts = most_rollouts(settings.allocation.rollouts)
     gpus = costing.hardware.gpus
     fixed: dict[str, Any] = {"skip_zero": settings.schedule.skip_zero}
     if isinstance(trainers, int) or isinstance(rollouts, int):
@@ -177,6 +173,6 @@ def given(composed: Composed, costing: Costing) -> dict[str, Any]:
     usual = {each.name: each.default for kind in (ScheduleSpec, Candidate) for each in fields(kind)}
     for key, name in CHOICES.items():
         differs = usual[name] is not MISSING and values[name] != usual[name]
-        if OmegaConf.select(settings, key) != AUTO and (key in named(composed) or differs):
+        if attrgetter(key)(settings) != AUTO and (key in named(composed) or differs):
             fixed[name] = values[name]
     return fixed

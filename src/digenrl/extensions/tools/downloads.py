@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from digenrl.config.settings import Settings
 from digenrl.rewards.needs import measuring, placed
 from digenrl.rewards.published import WEIGHTS, files_read
 
@@ -59,9 +60,9 @@ class Download:
 def downloads(settings: Settings) -> tuple[list[Download], list[str]]:
     """Return what a checked configuration needs from the hub, and a line for each thing that lies
     elsewhere. What is on this machine as a file or directory is left out."""
-    found, elsewhere = list(_model(settings.model)), list[str]()
-    served = {key for key, _, _ in placed(settings.reward, "managed")}
-    for key, what, node in measuring(settings.reward, settings.callbacks or {}):
+    found, elsewhere = list(_model(settings.node("model"))), list[str]()
+    served = {key for key, _, _ in placed(settings.node("reward"), "managed")}
+    for key, what, node in measuring(settings.node("reward"), settings.callbacks or {}):
         if (model := node.get("model")) and "url" in node:
             if key not in served:
                 elsewhere.append(f"{key}: {model}, served at {node['url']} by you")

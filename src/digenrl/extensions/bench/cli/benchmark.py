@@ -30,12 +30,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import OmegaConf
 from pydantic import Field
 
 from digenrl import config as configuration
 from digenrl import earlier_run
 from digenrl.config.help import Arguments, Folder, RunDirectory, own_command
+from digenrl.config.settings import Settings
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import replaced, write_json
@@ -199,16 +199,16 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
         request, tuple(words), settings, suite, items, samples, folders, checkpoint, ranks
     )
     for name, weights in models.items():
-        settings: dict[str, Any] = {
+        made_with: dict[str, Any] = {
             "digest": suite.digest,
             "samples": samples,
             "seed": request.seed,
         }
         for group in ("model", "sampling"):
-            plain: Any = OmegaConf.to_container(settings[group], resolve=True)
-            settings |= {f"{group}.{key}": value for key, value in plain.items()}
-        settings["weights"] = weights
-        _same_settings(folders[name], settings)
+            plain = settings.plain()[group]
+            made_with |= {f"{group}.{key}": value for key, value in plain.items()}
+        made_with["weights"] = weights
+        _same_settings(folders[name], made_with)
     _all_ranks(work)
     result: dict[str, Any] = {
         "suite": suite.name,
@@ -413,8 +413,8 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     from digenrl.strategy.checkpoint_io import read
     from digenrl.types import Prompt
 
-    policy = configuration.instantiate(work.settings.model)
-    module = configuration.instantiate(work.settings.algorithm, policy=policy)
+    policy = work.settings.build("model")
+    module = work.settings.build("algorithm", policy=policy)
     module.to(accelerator.kind())
     sampling, seed = sampling_spec(work.settings), work.request.seed
     for name, folder in work.folders.items():

@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from digenrl import prompts
+from digenrl.config.command_settings import ScoreSettings
 from digenrl.images import ImageLimits
 from digenrl.reward_command import reward_command, reward_suite
 from digenrl.rewards.needs import unscorable
@@ -39,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     return reward_command("score", __doc__, argv, lambda settings: print(score(settings)))
 
 
-def score(settings: Settings) -> Path:
+def score(settings: ScoreSettings) -> Path:
     """Score, print the table and write the file; return its absolute path."""
     from digenrl.extensions.bench.media_files import media_files
     from digenrl.rewards.protocol import RewardUnavailable
@@ -47,11 +46,11 @@ def score(settings: Settings) -> Path:
     files, asked = media_files(Path(settings.images)), aligned_prompts(settings.prompts)
     if len(files) != len(asked):
         raise ValueError(
-            f"{settings.images} holds {len(files)} pictures or videos, {settings.prompts} {len(asked)} "
-            "prompts: give one prompt a file, in the files' order of name."
+            f"{settings.images} holds {len(files)} pictures or videos, {settings.prompts} "
+            f"{len(asked)} prompts: give one prompt a file, in the files' order of name."
         )
     if problems := unscorable(
-        settings.reward, [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked]
+        settings.node("reward"), [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked]
     ):
         raise ValueError("\n".join(problems))
     suite: RewardSuite = reward_suite(settings)
@@ -86,7 +85,7 @@ def aligned_prompts(name: str) -> list[tuple[int, Prompt]]:
 
 
 def _rows(
-    settings: Settings, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
+    settings: ScoreSettings, suite: RewardSuite, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[dict[str, Any]]:
     """Return one entry of `scores` per file."""
     import torch
@@ -107,7 +106,7 @@ def _rows(
 
 
 def _batches(
-    settings: Settings, files: Sequence[Path], asked: Sequence[Prompt]
+    settings: ScoreSettings, files: Sequence[Path], asked: Sequence[Prompt]
 ) -> Iterator[list[tuple[Path, Prompt, Tensor]]]:
     """Yield neighbouring files of equal size to score together: at most `batch` files and
     `max_pixels` pixels."""
@@ -117,7 +116,9 @@ def _batches(
     for file, prompt in zip(files, asked, strict=True):
         media = read_media(file, settings.max_frames, settings.max_pixels)
         fits = (len(group) + 1) * media[..., 0, :, :].numel() <= settings.max_pixels
-        if group and not (fits and len(group) < settings.batch and media.shape == group[0][2].shape):
+        if group and not (
+            fits and len(group) < settings.batch and media.shape == group[0][2].shape
+        ):
             yield group
             group = []
         group.append((file, prompt, media))

@@ -24,6 +24,7 @@ from typing import Any
 
 from digenrl import config as configuration
 from digenrl.config import Composed
+from digenrl.config.command_settings import PlanSettings
 from digenrl.config.commands import shell_command
 from digenrl.config.compose import own_directories
 from digenrl.extensions.planner.advice import PlannerAdvisor
@@ -44,7 +45,7 @@ from digenrl.extensions.planner.reading import candidate_of, costing_of, given
 from digenrl.extensions.planner.workload import Drawn
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto
-from digenrl.settle import allocated, allocation, with_task_size
+from digenrl.settle import allocation, settle, with_task_size
 
 NOTHING_FITS = 3
 """Exit code of a plan in which no candidate fits."""
@@ -56,7 +57,8 @@ def main(words: list[str]) -> int:
     composed = configuration.load_or_exit(
         [word for word in words if word != "--json"], "plan", __doc__
     )
-    settings: Any = composed.settings
+    settings = composed.settings
+    assert isinstance(settings, PlanSettings)
     try:
         made = planned(composed)
     except ValueError as error:
@@ -143,8 +145,9 @@ def planned(composed: Composed) -> Made:
         ValueError: the configuration cannot be placed on its hardware.
     """
     composed = with_task_size(composed, PlannerAdvisor())
-    settings: Any = composed.settings
-    asynchronous = bool(settings.plan["async"] or settings.schedule.async_steps)
+    settings = composed.settings
+    assert isinstance(settings, PlanSettings)
+    asynchronous = bool(settings.plan.asynchronous or settings.schedule.async_steps)
     costing = costing_of(composed)
     plan = _fitting(costing, settings.plan.simulated_steps, asynchronous)
     free = settings.schedule.auto and given(composed, costing).keys() == {"skip_zero"}
@@ -175,25 +178,26 @@ def as_configured(composed: Composed) -> CandidateOutcome:
     Raises:
         ValueError: `train` would refuse the configuration; the message is the one of `train`.
     """
-    run = allocated(composed, PlannerAdvisor())
+    run = settle(composed, PlannerAdvisor())
     costing = costing_of(run)
     candidate = candidate_of(run.settings, *allocation(run.settings), costing.work.trained_steps)
     return evaluate(costing, candidate, costing.bound(), exact=True)
 
 
-def booking_of(settings: Any) -> Booking:
+def booking_of(settings: PlanSettings) -> Booking:
     """Return the run's length and its evaluations; `callbacks.evaluation` may be missing."""
-    steps, evaluation = settings.max_rl_steps, settings.callbacks.get("evaluation")
-    if evaluation is None:
+    steps, model = settings.max_rl_steps, settings.model
+    if (settings.callbacks or {}).get("evaluation") is None:
         return Booking(steps, settings.plan.price_per_gpu_hour)
+    evaluation = settings.node("callbacks.evaluation")
     times = 2 if not evaluation.every else 1 + -(-steps // evaluation.every)
-    samples, model = evaluation.samples_per_prompt, settings.model
+    samples = evaluation.samples_per_prompt
     drawn = Drawn(
         prompts=evaluation.max_prompts or settings.data.prompts_per_batch,
         samples=samples,
         steps=evaluation.steps or settings.sampling.steps,
         compared=min(evaluation.kl_samples, samples)
-        if model.get("lora") or model.get("keep_reference")
+        if model.lora or model.get("keep_reference")
         else 0,
     )
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)

@@ -29,6 +29,7 @@ from digenrl import config as configuration
 from digenrl.config import Composed
 from digenrl.config.help import Arguments, own_command, read_arguments
 from digenrl.config.help_pages import command_help
+from digenrl.config.settings import Settings
 from digenrl.config.stored import read_stored
 from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.report.read_run import read_run
@@ -128,13 +129,15 @@ def measure(settings: Settings) -> dict[str, Measured]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(settings.seed)
     device = torch.device(accelerator.kind())
-    policy = configuration.instantiate(settings.model).to(device)
-    rewards = configuration.instantiate(settings.reward)
-    module = configuration.instantiate(settings.algorithm, policy=policy).to(device)
+    policy = settings.build("model").to(device)
+    rewards = settings.build("reward")
+    module = settings.build("algorithm", policy=policy).to(device)
     module.train()
     module.on_train_start()  # algorithms that keep copies of the weights make them here
     engine = engine_of(settings, module, rewards)
-    spec = parts.schedule_spec(settings, module.train_steps.count(settings.sampling.steps), trainers=1)
+    spec = parts.schedule_spec(
+        settings, module.train_steps.count(settings.sampling.steps), trainers=1
+    )
     prompt = PromptData(settings.data, settings.seed).sampler.batch(0)[0]
     rows = spec.task_size
     task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)

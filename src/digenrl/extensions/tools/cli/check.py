@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from digenrl import config as configuration
 from digenrl.cli.extensions import choose_advisor
 from digenrl.config.commands import shell_command
 from digenrl.config.help import show, wants_help
@@ -160,13 +161,13 @@ def disk() -> Iterator[Finding]:
 
 def needs(words: Sequence[str]) -> Iterator[Finding]:
     """What the run of a command line lacks here, GPUs first."""
-    from digenrl import config, devices
+    from digenrl import devices
     from digenrl.rewards.needs import absent, require_weights, unscorable
-    from digenrl.settle import allocated, allocation
+    from digenrl.settle import allocation, settle
 
     try:
-        composed = settings.load(words)
-    except settings.ConfigError as error:
+        composed = configuration.load(words)
+    except configuration.ConfigError as error:
         yield from (Finding("configuration", "fix", problem) for problem in error.problems)
         return
     settings = composed.settings
@@ -175,18 +176,18 @@ def needs(words: Sequence[str]) -> Iterator[Finding]:
         places = {rank: rank for rank in range(ranks)}
         seen = partial(devices.check, settings, places, ranks, devices.found())
         yield from _of("GPUs", seen, f"{ranks} ranks have what they ask for")
-    yield from _of("memory", lambda: allocated(composed, choose_advisor()), "every rank fits")
+    yield from _of("memory", lambda: settle(composed, choose_advisor()), "every rank fits")
     model = settings.model
-    path, real = model.get("path"), model.get("build", "real") == "real"
+    path, real = model.path, model.get("build", "real") == "real"
     named = path if real and path != "random" and not settings.hardware.emulate else None
     remedy = named and absent(named, "model.path", named)
     level: Level = "fix" if remedy else "ok"
     said = f"{named}: {remedy}" if remedy else str(named or "nothing to download")
     yield Finding("model", level, said)
     if not settings.hardware.emulate:
-        weigh = partial(require_weights, settings.reward, settings.callbacks)
+        weigh = partial(require_weights, settings.node("reward"), settings.callbacks)
         yield from _of("rewards", weigh, "their weights are here")
-        scorers = partial(unscorable, settings.reward, ())
+        scorers = partial(unscorable, settings.node("reward"), ())
         yield from _of("scorers", scorers, "their packages are here")
 
 
