@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config
 from digenrl.config.settings import Settings
@@ -47,8 +47,8 @@ targets and loss are the experiment's own."""
 
 
 @cache
-def published(experiment: str) -> Settings:
-    return config.load([f"experiment={experiment}"]).settings
+def published(experiment: str) -> DictConfig:
+    return config.load([f"experiment={experiment}"]).settings.tree
 
 
 @cache
@@ -89,7 +89,7 @@ def test_experiment_composes(experiment: str) -> None:
 )
 def test_experiment_on_a_laptop_and_as_published(experiment: str) -> None:
     full = published(experiment)
-    tiny = config.load([f"experiment={experiment}", "hardware=cpu_tiny"]).settings
+    tiny = config.load([f"experiment={experiment}", "hardware=cpu_tiny"]).settings.tree
     assert full.experiment_name == tiny.experiment_name == experiment
     assert tiny.hardware.build == "tiny"
     assert tiny.data.group_size >= 4
@@ -159,7 +159,8 @@ def test_the_schema_names_keys_that_exist() -> None:
         if ANY_NAME not in key and not key.startswith("hardware.efficiency")
     }
     for tree in itertools.chain(
-        map(published, EXPERIMENTS), (largest_on(name).settings for name in OPTIONS["hardware"])
+        map(published, EXPERIMENTS),
+        (largest_on(name).settings.tree for name in OPTIONS["hardware"]),
     ):
         present = {key for key, _ in flat(OmegaConf.to_container(tree))}
         stale = {

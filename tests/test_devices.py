@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from digenrl import accelerator, devices, run
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreServer
 from digenrl.cluster.world import Session, World
+from digenrl.config.settings import Settings
 from digenrl.devices import Device, OtherAccelerator
 from digenrl.rewards import suite
 from digenrl.rewards.protocol import resolve_device
@@ -66,17 +65,17 @@ def built(
 
     monkeypatch.setattr(suite, "place_scorer", lambda *entry: make)
     config = configured("reward.placement=inline", *words)
-    config = OmegaConf.merge(config, {"trainer": {"precision": None}})
+    config = config.changed({"trainer.precision": None})
     given: dict[str, Any] = {}
-    made = run.configuration.instantiate
+    made = Settings.build
 
-    def instantiate(node: Mapping[str, Any], **more: Any) -> Any:
-        if str(node.get("_target_", "")).endswith("Trainer"):
+    def build(settings: Settings, group: str, *arguments: Any, **more: Any) -> Any:
+        if group == "trainer":
             given.update(more)
             return SimpleNamespace(**more)
-        return made(node, **more)
+        return made(settings, group, *arguments, **more)
 
-    monkeypatch.setattr(run.configuration, "instantiate", instantiate)
+    monkeypatch.setattr(Settings, "build", build)
     world = World(rank, 1, 1, local_rank=7)
     engine = run.build(config, world, session(tmp_path)).strategy.engine
     events = (tmp_path / "events.jsonl").read_text() if (tmp_path / "events.jsonl").exists() else ""

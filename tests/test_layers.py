@@ -74,7 +74,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "transport",
         "types",
     },
-    "prompt_encoding": {"accelerator", "callbacks", "data", "models", "parts", "record", "types"},
+    "prompt_encoding": {
+        "accelerator",
+        "callbacks",
+        "config",
+        "data",
+        "models",
+        "parts",
+        "record",
+        "types",
+    },
     "run": {
         "accelerator",
         "advisor",

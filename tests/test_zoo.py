@@ -113,7 +113,9 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
     sharded weights nobody holds all, so there are no gradients to look at."""
     torch.set_num_threads(1)
     config = composed(experiment, *words)
-    for reward in config.reward.rewards.values():  # loaded once here, not once in every rank
+    for reward in config.node(
+        "reward.rewards"
+    ).values():  # loaded once here, not once in every rank
         importlib.import_module(reward.scorer._target_.rpartition(".")[0])
     policy: Policy = config.build("model")
 
@@ -133,7 +135,7 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
 )
 def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) -> None:
     finished, policy = execute(experiment, tmp_path)
-    assert allocation(finished.settings) == (1, 1)
+    assert allocation(finished.config) == (1, 1)
     assert finished.outcome.status == "completed", f"{finished.outcome.cause}\n{logs(tmp_path)}"
     steps = [row for row in finished.rows("metrics.jsonl") if row["kind"] == "step"]
     assert [row["rl_step"] for row in steps] == list(range(1, STEPS + 1))
@@ -190,7 +192,7 @@ def test_schedules_train_the_same_weights(experiment: str, tmp_path: Path) -> No
 
 def check_ratio(finished: Run, first: dict[str, Any]) -> None:
     """Replay reproduced the rollout's log-probs before the first update; NFT has none."""
-    if finished.settings.tree.algorithm._target_.endswith(".NFT"):
+    if finished.config.algorithm.target.endswith(".NFT"):
         assert first.get("first_ratio_max_dev") is None
     else:
         assert 0.0 <= first["first_ratio_max_dev"] <= RATIO_BOUND
@@ -202,7 +204,7 @@ def check_gradients(finished: Run) -> None:
     gradients: list[dict[str, float | None]] = json.loads(
         (finished.directory / "gradients.json").read_text()
     )
-    assert len(gradients) == STEPS * finished.settings.tree.algorithm.updates_per_batch
+    assert len(gradients) == STEPS * finished.config.algorithm.updates_per_batch
     for number, update in enumerate(gradients):
         assert not [name for name, largest in update.items() if largest is None], f"update {number}"
     assert set(gradients[0]) == set(finished.initial)

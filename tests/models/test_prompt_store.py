@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from digenrl import config as configuration
 from digenrl.data import PromptData
 from digenrl.models.prompt_store import PromptStore, files_digest
 from digenrl.models.wording import Condition, Wording
 from digenrl.prompt_encoding import fill, fill_prompt_store
 from digenrl.types import Prompt
+from tests.changed import but
 from tests.models.tiny_policies import NEGATIVE, make
 from tests.training import commands
 
@@ -247,20 +248,15 @@ def test_the_store_holds_what_the_evaluations_guidance_needs(
 ) -> None:
     """Trained without guidance and evaluated with it: the negative prompt is encoded too."""
     (tmp_path / "two.txt").write_text("a red cube\na green cone\n")
-    data = {
-        "prompts": str(tmp_path / "two.txt"),
-        "heldout": None,
-        "prompts_per_batch": 2,
-        "oversample": 0,
-        "prompt_store": str(tmp_path),
-    }
-    config = OmegaConf.create(
-        {
-            "max_rl_steps": 1,
-            "data": data,
-            "sampling": {"eval": {"guidance_scale": scale}},
-        }
-    )
+    config = but(
+        configuration.load([]),
+        max_rl_steps=1,
+        data__prompts=str(tmp_path / "two.txt"),
+        data__heldout=None,
+        data__prompts_per_batch=2,
+        data__prompt_store=str(tmp_path),
+        sampling__eval__guidance_scale=scale,
+    ).settings
     policy = make("wan", guidance_scale=1.0)
     filled = fill_prompt_store(config, policy, PromptData(config.data, 0))
     assert filled is not None

@@ -41,7 +41,7 @@ def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
     """
     config = configuration.load([*words, *SHOWN]).settings
     directory.mkdir()
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(config.tree))
     policy = config.build("model")
     module = config.build("algorithm", policy=policy)
     if module.ema is not None:
@@ -160,9 +160,7 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
     (run / "summary.json").write_text(json.dumps({"status": "completed", "heldout_last": 0.5}))
     assert main([f"run={run}", f"out={tmp_path / 'out'}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
-    tree = OmegaConf.to_container(config.model, resolve=True)
-    assert isinstance(tree, dict)
-    plain = configuration.instantiate(OmegaConf.create(tree | {"lora": None}))
+    plain = config.changed({"model.lora": None}).build("model")
     plain.transformer.load_lora_adapter(
         str(tmp_path / "out"), prefix="transformer", weight_name=LORA_FILE
     )
@@ -224,7 +222,7 @@ def test_bad_words_are_refused_in_words(arguments: list[str], message: str, caps
 
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path, capsys: Any) -> None:
     config = configuration.load(["experiment=digits_flowgrpo"]).settings
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config.tree))
     assert main([f"run={tmp_path}"]) == 1
     assert "Nothing to export" in capsys.readouterr().err
 

@@ -121,7 +121,7 @@ def test_what_is_given_is_not_the_planners() -> None:
         configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())]),
         PlannerAdvisor(),
     ).settings
-    assert {key: OmegaConf.select(config, key) for key in given} == given
+    assert {key: OmegaConf.select(config.tree, key) for key in given} == given
     assert config.allocation.rollouts == 3
 
 

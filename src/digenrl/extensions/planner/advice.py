@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from statistics import fmean
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from digenrl.advisor import Advice, Holding, PlainAdvisor, changed, named
 from digenrl.config import Composed
@@ -168,7 +169,8 @@ def _chosen(composed: Composed, plan: Plan) -> Composed:
     new = [
         w
         for w, key in keys.items()
-        if attrgetter(key)(composed.settings) != attrgetter(key)(after.settings)
+        if OmegaConf.select(composed.settings.tree, key)
+        != OmegaConf.select(after.settings.tree, key)
     ]
     gained = (
         f", {planned['sync_step_s'] / best.step_s:.2f} x schedule=sync"

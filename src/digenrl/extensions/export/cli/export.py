@@ -81,7 +81,6 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     out = request.out or request.run / "export"
 
     # torch is imported only now, so that a mistyped word is refused at once.
-    from omegaconf import OmegaConf
 
     from digenrl.extensions.export.card import write_card
     from digenrl.extensions.export.diffusers_export import export_layout, export_policy
@@ -104,7 +103,7 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     export_policy(policy, out)
     if request.format != "diffusers":
         export_layout(policy, out, request.format)
-    plain: Any = OmegaConf.to_container(composed.settings, resolve=True)
+    plain: Any = composed.settings.plain()
     write_card(out, composed.run_dir, plain, policy, weights)
     return out
 
