@@ -37,6 +37,7 @@ from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
 from digenrl.schedule.claims import Claim, Claims
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
+from digenrl.strategy.rollout_loop import finish_task
 from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.cells import Part, Placement, StepBoard, pack
 from digenrl.transport.wire import Message, MessageKind
@@ -166,7 +167,7 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
         claimed = time.perf_counter()
         if task is None:
             raise SystemExit("the queue was empty too early")
-        runner.run(task)
+        finish_task(runner, runner.begin(task), "generate")
         answered()
         ended = time.perf_counter()
         runner.settle(wait=True)

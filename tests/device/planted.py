@@ -231,9 +231,9 @@ FAULTS = (
     # ---- memory
     Fault(
         "memory: a trainer whose device is full drops what it has learned",
-        "src/digenrl/strategy/steps.py",
-        "            self._stop_vote.give_up(",
-        "            _ = (",
+        "src/digenrl/strategy/stop_vote.py",
+        "            if not self._sharded and self._droppable():",
+        "            if False:",
         "the steps since the last checkpoint are lost",
         MEMORY,
         "trainer_that_is_full",

@@ -27,8 +27,9 @@ from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import tasks
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
+from digenrl.strategy.lending import Lending
 from digenrl.strategy.publishing import Publisher
-from digenrl.strategy.tasks import Lending, TaskRunner
+from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
 from digenrl.transport.suspended import Suspended, pack_state
 from digenrl.transport.wire import Message, WireError, decode, encode
@@ -261,7 +262,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
             Lending._wait,
             Lending._lend,
             Publisher.publish,
-            TaskRunner.run,
+            TaskRunner.generate,
         )
         early: set[int] = set()
         published: dict[str, Tensor] = {}
@@ -272,12 +273,12 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
             publish(publisher, version, tensors)
             published.update(_weights(rank))
 
-        def with_published_weights(runner: TaskRunner, *words: Any) -> None:
+        def with_published_weights(runner: TaskRunner, *words: Any) -> Any:
             now = _weights(rank)
             assert all(torch.equal(now[name], tensor) for name, tensor in published.items()), (
                 "unpublished weights"
             )
-            generate(runner, *words)
+            return generate(runner, *words)
 
         def one_then_always(board: StepBoard, pending: list[tuple[int, ...]]) -> int:
             if 0 not in board.completed and board.step in early:
@@ -311,7 +312,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
 
         Lending._wait = waited  # type: ignore[method-assign, assignment]
         Lending._lend = watched  # type: ignore[method-assign]
-        TaskRunner.run = with_published_weights  # type: ignore[method-assign]
+        TaskRunner.generate = with_published_weights  # type: ignore[method-assign]
         Publisher.publish = remember  # type: ignore[method-assign]
 
     words = (

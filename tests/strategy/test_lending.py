@@ -18,17 +18,18 @@ from digenrl.cluster.control import Aborted
 from digenrl.schedule import ScheduleSpec, next_fragment, place
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.ranks import Roles, Work
+from digenrl.strategy.inbox import Inbox
+from digenrl.strategy.lending import Lending
+from digenrl.strategy.publishing import PublishedCopy
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import Agreement, StopVote
-from digenrl.strategy.stream import Inbox
-from digenrl.strategy.tasks import Lending, PublishedCopy
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.wire import Message
 from tests.cluster.test_claims import Store
-from tests.strategy.test_tasks import Rollout
-from tests.strategy.test_worker import Fed
+from tests.strategy.test_rollout_loop import Fed
+from tests.strategy.test_tasks import Rollout, run_task
 
 SPEC = ScheduleSpec(
     prompts=2, group_size=2, task_size=1, denoise_steps=3, trained_steps=2, gap=1, tag=True
@@ -111,7 +112,7 @@ class Trainer(Rollout):
         """Let a rollout make tasks of version 0, whose results come here."""
         before = len(rollout.post.to)
         for _ in range(tasks):
-            rollout.runner.run(rollout.runner.claim(0))
+            run_task(rollout.runner, rollout.runner.claim(0))
         for peer, message in zip(
             rollout.post.to[before:], rollout.post.messages()[before:], strict=True
         ):
@@ -143,11 +144,11 @@ def test_a_wait_ends_with_the_fragment_that_is_complete_and_is_recorded_once(
     rollout = Rollout(trainer.controls[1], 1, tmp_path, ALONE, roles=Roles(1, 1))
     trainer.link.at_rest += [lambda: trainer.made(rollout)] * 3
     lending, board = trainer.lending, trainer.board
-    assert lending.next_fragment(board, 0, [(0,), (1,)]) == (0,)
+    assert lending.wait_for_fragment(board, 0, [(0,), (1,)]) == (0,)
     assert len(trainer.link.at_rest) == 1, "two tasks"
     trainer.link.at_rest.append(lambda: trainer.made(rollout))
-    assert lending.next_fragment(board, 0, [(1,)]) == (1,)
-    assert lending.next_fragment(board, 0, [(1,)]) == (1,), "at once"
+    assert lending.wait_for_fragment(board, 0, [(1,)]) == (1,)
+    assert lending.wait_for_fragment(board, 0, [(1,)]) == (1,), "at once"
     assert set(trainer.link.waited) == {0.2}
     assert waits(trainer) == [("first_fragment", 0), ("tail", 0)]
     assert {args[4] for args in trainer.decisions("next_move")} == {0, 1, 2}
@@ -159,7 +160,7 @@ def test_a_later_update_waits_for_no_first_fragment(store: Store, tmp_path: Path
     trainer = Trainer(store, tmp_path, spec)
     rollout = Rollout(trainer.controls[1], 1, tmp_path, spec, roles=Roles(1, 1))
     trainer.link.at_rest.append(lambda: trainer.made(rollout, 4))
-    assert trainer.lending.next_fragment(trainer.board, 1, [(1,)]) == (1,)
+    assert trainer.lending.wait_for_fragment(trainer.board, 1, [(1,)]) == (1,)
     assert waits(trainer) == [("tail", 0)]
 
 
@@ -167,12 +168,12 @@ def test_a_wait_ends_with_what_goes_wrong_meanwhile(store: Store, tmp_path: Path
     trainer = Trainer(store, tmp_path, ALONE)
     failed: Future[None] = Future()
     failed.set_exception(ValueError("it cannot be sent"))
-    trainer.link.at_rest.append(lambda: trainer.runner._unshipped.append(failed))
+    trainer.link.at_rest.append(lambda: trainer.runner._unsent.append(failed))
     with pytest.raises(ValueError, match="it cannot be sent"):
-        trainer.lending.next_fragment(trainer.board, 0, [(0,), (1,)])
+        trainer.lending.wait_for_fragment(trainer.board, 0, [(0,), (1,)])
     trainer.link.at_rest.append(lambda: trainer.launcher.abort("enough"))
     with pytest.raises(Aborted, match="enough"):
-        trainer.lending.next_fragment(trainer.board, 0, [(0,), (1,)])
+        trainer.lending.wait_for_fragment(trainer.board, 0, [(0,), (1,)])
 
 
 def known(trainer: Trainer, seconds: float = 1.0) -> None:
@@ -192,11 +193,11 @@ def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weig
     trainer.launcher.lose(1)
     trainer.control.set("work/1", "")
     lending, board = trainer.lending, trainer.board
-    found = lending.next_fragment(board, 0, [(0,), (1,)])
+    found = lending.wait_for_fragment(board, 0, [(0,), (1,)])
     assert (found, trainer.post.to) == ((0,), [0, 0])
     assert trainer.used == ["taken up", "put away"] * 2
     assert 1 not in trainer.runner.policy._ranks, "the death was seen"
-    assert lending.next_fragment(board, 0, [(1,)]) == (1,)
+    assert lending.wait_for_fragment(board, 0, [(1,)]) == (1,)
     rows = trainer.rows()
     assert [row["stage"] for row in rows] == ["lend", "decode", "score", "send"] * 4
     measured = [row["args"] for row in trainer.told if row.get("event") == "measured"]
@@ -222,7 +223,7 @@ def test_a_loan_is_of_the_step_and_the_update_that_wait_for_it(
     waits = iter([None, None, (1,)])
     monkeypatch.setattr(trainer.lending, "_wait", lambda *_: next(waits))
     monkeypatch.setattr(trainer.lending, "_lend", lambda *step: lent.append(step))
-    assert trainer.lending.next_fragment(trainer.board, 1, [(1,)]) == (1,)
+    assert trainer.lending.wait_for_fragment(trainer.board, 1, [(1,)]) == (1,)
     assert lent == [(0, 1)] * 2
 
 
@@ -237,7 +238,7 @@ def test_a_trainer_that_is_no_use_waits_and_asks_once_for_each_change(
     rollout.runner.announce(0)
     look = [lambda: None] * 3
     trainer.link.at_rest += [*look, lambda: trainer.made(rollout, 2)]
-    assert trainer.lending.next_fragment(trainer.board, 0, [(0,), (1,)]) == (0,)
+    assert trainer.lending.wait_for_fragment(trainer.board, 0, [(0,), (1,)]) == (0,)
     assert len(trainer.decisions("lend")) == 1
     assert trainer.post.to == []
 
@@ -261,7 +262,7 @@ def test_sharded_trainers_follow_trainer_0_into_loans_thrown_away_work_and_fragm
     board = trainer.board
 
     def comes() -> None:
-        other.runner.run(taken)
+        run_task(other.runner, taken)
         arrived = [
             m for to, m in zip(other.post.to, other.post.messages(), strict=True) if to == rank
         ]
@@ -272,7 +273,7 @@ def test_sharded_trainers_follow_trainer_0_into_loans_thrown_away_work_and_fragm
         trainer.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
     for position in range(4):
         trainer.control.add(f"got/v0/{position}", 1)
-    found = trainer.lending.next_fragment(board, 0, [(0,), (1,)])
+    found = trainer.lending.wait_for_fragment(board, 0, [(0,), (1,)])
     assert found == (0,)
     lent = [row for row in trainer.rows() if row["stage"] == "lend"]
     assert len([row for row in lent if not row.get("discarded")]) == 3
@@ -354,7 +355,7 @@ def test_sharded_trainers_vote_before_each_choice_and_lend_for_the_step_and_the_
     monkeypatch.setattr(lending, "_wait_for_cells", lambda _, fragment: done.append(fragment))
     monkeypatch.setattr(lending._stop_vote, "begin", done.append)
     monkeypatch.setattr(lending._agreement, "choose", lambda own: done.append(own) or own)
-    assert lending.next_fragment(trainer.board, 1, [(0,), (1,)]) == (1,)
+    assert lending.wait_for_fragment(trainer.board, 1, [(0,), (1,)]) == (1,)
     vote = trainer.inbox.receive
     assert done == [vote, -1, (0, 1), vote, 1, (1,)]
 
@@ -406,10 +407,11 @@ def test_a_loan_votes_as_its_trainers_do_and_its_switch_is_half_of_both_ways(
     monkeypatch.setattr(runner, "claim", lambda step: done.append(step) or next(tasks))
     monkeypatch.setattr(trainer.spans, "now", lambda: next(clock))
 
-    def run(task: Any, stage: str, interrupt: Any) -> None:
-        done.append((task, stage, interrupt(task)))
+    def generate(begun: Any, stage: str, interrupt: Any) -> None:
+        done.append((begun, stage, interrupt(begun)))
 
-    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "begin", lambda task: task)
+    monkeypatch.setattr(runner, "generate", generate)
     monkeypatch.setattr(runner, "run_discarded", lambda task, ask: done.append((task, ask(task))))
     monkeypatch.setattr(runner.policy, "measured", lambda *facts: done.append(facts))
     lending._lend(0, 0)

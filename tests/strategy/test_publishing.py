@@ -36,7 +36,7 @@ from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import StepGivenUp
 from tests.cluster.test_claims import Store
 from tests.strategy.test_lending import SPEC, Trainer, store
-from tests.strategy.test_worker import DRAWN
+from tests.strategy.test_rollout_loop import DRAWN
 
 __all__ = ["store"]
 HOSTS = {1: "10.0.0.1", 2: "10.0.0.2", 3: "10.0.0.2", 4: "10.0.0.1", 5: "10.0.0.2", 6: "10.0.0.2"}

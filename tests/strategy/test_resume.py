@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from digenrl.strategy.steps import Checkpoints
+from digenrl.strategy.checkpoints import Checkpoints
 from tests.strategy.processes import FULL, assert_same_cells, completed, configured, run_cluster
 
 SMALL = (

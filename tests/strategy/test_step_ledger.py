@@ -7,7 +7,8 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from digenrl.schedule.ranks import Roles
 from digenrl.schedule.search import Decision
 from digenrl.schedule.staleness import AccountingError, StalenessError
 from digenrl.schedule.timesteps import Block
+from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
-from digenrl.strategy.stream import FragmentStream, Inbox
+from digenrl.strategy.trainer_step import TrainerStep
 from digenrl.transport.cells import StepBoard, owned_positions
 from digenrl.transport.wire import Message, MessageKind
 from tests.cluster.test_claims import Store
@@ -349,11 +351,23 @@ class AsTheyCome:
     def predicted_end(self, step: int) -> float | None:
         return None if self.step_end is None else step + self.step_end
 
-    def next_fragment(
+    def wait_for_fragment(
         self, board: StepBoard, update: int, pending: list[tuple[int, ...]]
     ) -> tuple[int, ...]:
         self.asked.append((update, list(pending)))
         return pending[-1]
+
+
+def streamed(
+    spec: ScheduleSpec, inbox: Inbox, source: AsTheyCome, ledger: StepLedger, vote: StopVote
+) -> TrainerStep:
+    """RL step 3 of a trainer with 6 micro-batches in each update, which trains nothing."""
+    unused = cast(Any, None)
+    engine = SimpleNamespace(policy=None)
+    setup = SimpleNamespace(spec=spec, world=None, engine=engine, micro_batches_per_update=6)
+    ties = SimpleNamespace(setup=setup, state=TrainerState(version=3), spans=None)
+    lending = cast(Any, source)
+    return TrainerStep(cast(Any, ties), inbox, lending, ledger, unused, vote, unused)
 
 
 def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_empty(
@@ -380,7 +394,7 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
 
     monkeypatch.setattr(StepBoard, "batches", batches)
     vote.begin_micro_batch = lambda: asked.append("vote")  # type: ignore[method-assign]
-    stream = FragmentStream(spec, 6, TrainerState(version=3), inbox, source, ledger, vote)
+    stream = streamed(spec, inbox, source, ledger, vote)
     assert len(stream) == 12, "6 micro-batches of each of 2 updates"
     found = list(stream)
     store.close()
@@ -406,7 +420,7 @@ def test_a_replica_begins_with_fragments_that_concern_it(tmp_path: Path) -> None
     store = Store()
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     source = AsTheyCome(None)
-    stream = FragmentStream(SPEC, 6, TrainerState(version=3), inbox, source, ledger, vote)
+    stream = streamed(SPEC, inbox, source, ledger, vote)
     assert {block.group for batch in stream for block in batch.blocks} == {1}
     store.close()
     assert source.asked == [(0, [(1,), (0,)]), (0, [(1,)])]

@@ -23,13 +23,15 @@ from digenrl.record.span_log import SpanLog
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
-from digenrl.schedule import ScheduleSpec, place, queue
+from digenrl.schedule import ScheduleSpec, Task, place, queue
 from digenrl.schedule.claims import NOBODY, Claim, Claims
 from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles, Work
+from digenrl.strategy.lending import Lending
+from digenrl.strategy.rollout_loop import finish_task
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import TrainerState
-from digenrl.strategy.tasks import Lending, TaskRunner
+from digenrl.strategy.tasks import Interrupt, TaskRunner
 from digenrl.transport.cells import Part
 from digenrl.transport.suspended import Suspended
 from digenrl.transport.wire import Message, decode, tensor_bytes
@@ -180,6 +182,19 @@ class Rollout:
         return [json.loads(line) for line in self._path.read_text().splitlines()]
 
 
+def run_task(runner: TaskRunner, task: Task, interrupt: Interrupt | None = None) -> None:
+    """Let a rank make a whole task."""
+    finish_task(runner, runner.begin(task), "generate", interrupt)
+
+
+def resume_task(
+    runner: TaskRunner, suspended: Suspended, interrupt: Interrupt | None = None
+) -> None:
+    """Let a rank go on with a task, if it is still its own."""
+    if (begun := runner.take_over(suspended)) is not None:
+        finish_task(runner, begun, "generate", interrupt)
+
+
 @pytest.fixture
 def rollouts(store: Store, tmp_path: Path) -> list[Rollout]:
     controls = store.controls(4)[1]
@@ -195,7 +210,7 @@ def test_a_task_goes_to_every_trainer_under_its_claim_and_is_told_meanwhile(
     seen: list[Work | None] = []
     for number in (0, 1):
         task = runner.claim(0)
-        runner.run(task, interrupt=lambda task: seen.append(rollout.work()))
+        run_task(runner, task, interrupt=lambda task: seen.append(rollout.work()))
         assert (task.index, rollout.post.to) == (number, [0, 1] * (number + 1))
     runner.settle(wait=True)
     parts = [Part(message) for message in rollout.post.messages()[2:]]
@@ -225,18 +240,18 @@ def test_a_task_goes_to_every_trainer_under_its_claim_and_is_told_meanwhile(
 def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
     task = giver.runner.claim(0)
-    giver.runner.run(task, interrupt=lambda task: 3)
+    run_task(giver.runner, task, interrupt=lambda task: 3)
     assert (giver.post.to, giver.work().busy) == ([3], False)
     suspended = Suspended.of(giver.post.messages()[0], 3)
     assert (suspended.task, suspended.next_step) == (task, 1)
-    receiver.runner.resume(suspended)
+    resume_task(receiver.runner, suspended)
     receiver.runner.settle(wait=True)
     assert receiver.post.to == [0, 1]
     assert {Part(message).claim for message in receiver.post.messages()} == {Claim(0, 3, 0)}
     assert receiver.work().task_seconds == 0.0, "a rest of a task is no measure of one"
     (handed,) = giver.rows()
     assert (handed["stage"], handed["handed_to"]) == ("generate", 3)
-    giver.runner.resume(Suspended.of(giver.post.messages()[0], 2))
+    resume_task(giver.runner, Suspended.of(giver.post.messages()[0], 2))
     assert giver.post.to == [3], "somebody else has it"
 
 
@@ -246,14 +261,14 @@ def test_a_task_ticks_at_each_step_and_is_asked_for_after_each_of_its_own_but_th
     """Also where another rank has made some of its steps before."""
     giver, receiver = rollouts
     asked: list[str] = []
-    giver.runner.run(giver.runner.claim(0), interrupt=lambda task: 3)
+    run_task(giver.runner, giver.runner.claim(0), interrupt=lambda task: 3)
     suspended = Suspended.of(giver.post.messages()[0], 3)
     assert suspended.next_step == 1
     progress = receiver.spans.progress
     plain, said = progress.tick, list[str]()
     monkeypatch.setattr(progress, "tick", lambda: asked.append("tick") or plain())
     receiver.post.send = lambda *_: said.append(progress.said)  # type: ignore[method-assign]
-    receiver.runner.resume(suspended, lambda task: asked.append("asked"))
+    resume_task(receiver.runner, suspended, lambda task: asked.append("asked"))
     receiver.runner.settle(wait=True)
     assert asked == ["tick", "asked", "tick"]
     assert len(said) == 2
@@ -273,7 +288,7 @@ def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_
     monkeypatch.setattr(
         spans, "read", lambda *last, **how: done.append("read") or read(*last, **how)
     )
-    rollout.runner.run(rollout.runner.claim(0))
+    run_task(rollout.runner, rollout.runner.claim(0))
     assert done[-2:] == ["score", "read"]
     rollout.runner.settle(wait=True)
     engine.close()
@@ -282,8 +297,8 @@ def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_
 
 def test_the_receiver_confirms_the_very_task_that_it_was_given(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
-    giver.runner.run(giver.runner.claim(1), interrupt=lambda task: 3)
-    receiver.runner.resume(Suspended.of(giver.post.messages()[0], 3))
+    run_task(giver.runner, giver.runner.claim(1), interrupt=lambda task: 3)
+    resume_task(receiver.runner, Suspended.of(giver.post.messages()[0], 3))
     receiver.runner.settle(wait=True)
     assert {Part(message).claim for message in receiver.post.messages()} == {Claim(0, 3, 0)}
 
@@ -293,7 +308,7 @@ def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
 ) -> None:
     giver, leaving = rollouts
     task = giver.runner.claim(0)
-    giver.runner.run(task, interrupt=lambda task: 3)
+    run_task(giver.runner, task, interrupt=lambda task: 3)
     suspended = Suspended.of(giver.post.messages()[0], 3)
     leaving.runner.withdraw()
     assert leaving.work() is None
@@ -308,7 +323,7 @@ def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
     assert leaving.post.to == [2]
     assert giver.runner.claims.confirm(0, 0, 0) == Claim(0, 2, 0)
     last = giver.runner.claim(0)
-    giver.runner.run(last, interrupt=lambda task: NOBODY)
+    run_task(giver.runner, last, interrupt=lambda task: NOBODY)
     assert giver.post.to == [3]
     assert giver.runner.claims.confirm(0, 1, 0) is None
     assert "handed_to" not in giver.rows()[-1]
@@ -317,7 +332,7 @@ def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
 def test_a_task_stays_with_its_rank_if_the_receiver_is_lost(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
     receiver.control.lose(3)
-    giver.runner.run(giver.runner.claim(0), interrupt=lambda task: 3)
+    run_task(giver.runner, giver.runner.claim(0), interrupt=lambda task: 3)
     assert giver.post.to == [0, 1]
 
 
@@ -334,10 +349,10 @@ def test_an_error_of_a_scorer_is_raised_before_the_next_task(store: Store, tmp_p
         raise ValueError("no score")
 
     rollout = Rollout(store.controls(4)[1][2], 2, tmp_path, scorer=fails)
-    rollout.runner.run(rollout.runner.claim(0))
+    run_task(rollout.runner, rollout.runner.claim(0))
     task = rollout.runner.claim(0)
     with pytest.raises(RewardError, match="no score"):
-        rollout.runner.run(task)
+        run_task(rollout.runner, task)
     assert rollout.post.to == []
 
 
@@ -368,7 +383,7 @@ def test_a_rank_waits_for_its_scorer_when_too_many_tasks_do_and_says_so(
     for number in range(3):
         if number == 2:
             threading.Thread(target=open_gate).start()
-        rollout.runner.run(rollout.runner.claim(0))
+        run_task(rollout.runner, rollout.runner.claim(0))
     assert waiting.is_set()
     rollout.runner.settle(wait=True)
     engine.close()
@@ -389,7 +404,7 @@ def test_too_many_missing_scores_stop_the_run_after_they_are_sent(
     rollout = Rollout(store.controls(4)[1][2], 2, tmp_path, scorer=nothing)
     rollout.runner._engine._rewards.min_missing_samples = 2
     for stops in (False, True):
-        rollout.runner.run(rollout.runner.claim(0))
+        run_task(rollout.runner, rollout.runner.claim(0))
         assert rollout.control.stopping == stops
     assert rollout.post.to == [0, 1] * 2
 

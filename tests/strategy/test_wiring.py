@@ -65,7 +65,7 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     assert parts.checkpoints._policy is setup.engine.policy
     assert parts.agreement._control is parts.stop_vote._control is ties.control
     assert parts.inbox._link is ties.link
-    assert len(parts.stream) == 2 * setup.micro_batches_per_update
+    assert len(parts.step) == 2 * setup.micro_batches_per_update
     assert parts.inbox.open(2).step == 2
     path = setup.session.run_dir / "decisions" / "rank-000.jsonl"
     assert type(parts.decisions) is DecisionLog

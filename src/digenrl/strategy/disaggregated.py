@@ -11,15 +11,15 @@ aborted):
 
     role      waits for                      in                         unblocked by
     -------   ----------------------------   ------------------------   ----------------------------------------------
-    rollout   the first version              RolloutWorker._wait        trainers: Publisher.begin
-    rollout   a task of its version          RolloutWorker._wait        trainers: Publisher.publish (the next version)
-    rollout   its scorer                     TaskRunner._finish         the scorer's thread: a task is scored
-    rollout   room in a link's outbox        TaskRunner._ship           a trainer reads: Inbox.receive
-    trainer   a complete, scored fragment    Lending._wait              rollouts: TaskRunner._ship; or it lends (TAG)
+    rollout   the first version              RolloutMail.wait           trainers: Publisher.begin
+    rollout   a task of its version          RolloutMail.wait           trainers: Publisher.publish (the next version)
+    rollout   its scorer                     TaskRunner.score           the scorer's thread: a task is scored
+    rollout   room in a link's outbox        TaskRunner._send_scored    a trainer reads: Inbox.receive
+    trainer   a complete, scored fragment    Lending._wait              rollouts: TaskRunner.send; or it lends (TAG)
     trainer   trainer 0's choice (lockstep)  Agreement.choose           trainer 0: the same call
     trainer   the others, at a piece         StopVote.begin             the slowest trainer: it comes to the piece
     trainer   equal digests                  Publisher.publish          the slowest replica: its own digest
-    trainer   an evaluation's pieces         Evaluations.finish         rollouts: RolloutWorker._evaluate_once
+    trainer   an evaluation's pieces         Evaluations.finish         rollouts: EvaluationWorker.make
     trainer   the checkpoint in writing      Checkpoints.wait           the writing thread: files are flushed
 
                  tasks claimed on the control store
@@ -62,10 +62,10 @@ from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free
+from digenrl.strategy.rollout_loop import RolloutWorker
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import Fragment, Learner, TrainerState
 from digenrl.strategy.wiring import Wiring, wire
-from digenrl.strategy.worker import RolloutWorker
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.types import StepGivenUp, out_of_memory
 
@@ -207,7 +207,7 @@ class DisaggregatedStrategy(DDPStrategy):
         super().model_to_device()
         if self.spec.context > 1 and self.world.is_trainer:
             group = Context(policy, self.spec.context, device.type, self._timeout)
-            self.parts.steps.together = group.shared
+            self.parts.step.together = group.shared
 
     def configure_ddp(self) -> None:
         """Wrap nothing: `gradients.average` reduces once per update for replicas, and FSDP2 has
@@ -227,8 +227,8 @@ class DisaggregatedStrategy(DDPStrategy):
             self.state.first_step = int(control.wait_for("first_step", "the trainers to start"))
         if self.world.joined:
             control.join(self.world.rank)
-        leave, evaluated = self.session.leave, self.rank_setup.evaluated
-        evaluation_worker = EvaluationWorker(evaluated, self.engine, control, runner.claims)
+        leave = self.session.leave
+        evaluation_worker = EvaluationWorker(self.rank_setup.evaluated, self.ties, runner)
         RolloutWorker(self.ties, runner, evaluation_worker).run()
         if leave.is_set():
             # what this rank has given away is on its way when it says that it has left
@@ -267,34 +267,34 @@ class DisaggregatedStrategy(DDPStrategy):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # ---- data and updates: `stream.py`, `steps.py`
+    # ---- data and updates: `trainer_step.py`
 
     def process_dataloader(self, dataloader: Any) -> Any:
         assert self.lightning_module is not None
         trains = self.world.is_trainer and self.lightning_module.trainer.training
-        return self.parts.stream if trains else dataloader
+        return self.parts.step if trains else dataloader
 
     def block_backward_sync(self) -> Any:
         """Mark a micro-batch that is not the last one of its update; called by Lightning."""
-        return self.parts.steps.accumulation()
+        return self.parts.step.accumulation()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.parts.steps.micro_batch(args[0]):
+        with self.parts.step.train(args[0]):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        steps = self.parts.steps
-        scaled = closure_loss * steps.loss_scale
-        with steps.tokens_shared():
+        scaled = closure_loss * self.rank_setup.loss_scale
+        with self.parts.step.tokens_shared():
             loss = super().backward(scaled, optimizer, *args, **kwargs)
-        steps.backward_done()
+        self.parts.step.reduce()
         return loss
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.parts.steps.update_done():
+        if self.parts.step.update():
+            self.parts.step.publish()
             assert self.lightning_module is not None
             if self.reduce_boolean_decision(self.control.stopping, all=False):
                 self.lightning_module.trainer.should_stop = True
@@ -321,7 +321,7 @@ class DisaggregatedStrategy(DDPStrategy):
             | ({"graphs": graphs} if graphs else {})
         )
 
-    # ---- checkpoints: `steps.Checkpoints`
+    # ---- checkpoints: `checkpoints.py`
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -20,19 +20,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from digenrl.cluster.control import Control
 from digenrl.rollout.engine import Pictures, RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, pictures_of, tensors_of
 from digenrl.schedule.claims import Claim, Claims, evaluation_pieces, evaluation_queue
 from digenrl.strategy.setup import Ties
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.weights import Version, exchanged
 from digenrl.transport.wire import Message, MessageKind
 
 _OPEN = "evaluation"
 _POLL_S = 0.2
 """Longest wait for a message before trainer 0 looks at everything again."""
+
+
+class _Leaving(Exception):
+    """Raised when this rank leaves in the middle of a piece."""
 
 
 class EvaluationWorker:
@@ -42,10 +46,11 @@ class EvaluationWorker:
         drawn: samples of every evaluation. None: rollouts evaluate nothing.
     """
 
-    def __init__(
-        self, drawn: FixedSamples | None, engine: RolloutEngine, control: Control, claims: Claims
-    ) -> None:
-        self._drawn, self._engine, self._control, self._claims = drawn, engine, control, claims
+    def __init__(self, drawn: FixedSamples | None, ties: Ties, runner: TaskRunner) -> None:
+        self._drawn, self._runner, self._claims = drawn, runner, runner.claims
+        self._engine: RolloutEngine = ties.setup.engine
+        self._leave, self._control = ties.setup.session.leave, ties.control
+        self._link, self._spans = ties.link, ties.spans
         self._weights: Version | None = None
         """Weights received for the open evaluation, or None."""
         self._wanted = ""
@@ -74,17 +79,40 @@ class EvaluationWorker:
         pieces = evaluation_pieces(version, len(self._drawn.pieces))
         return self._claims.take(evaluation_queue(version), pieces, range(len(pieces)))
 
-    def release(self, version: int, claim: Claim) -> None:
-        """Give a piece up, because this rank leaves. Another rank makes it."""
-        self._claims.release(evaluation_queue(version), claim)
+    def make(self, version: int, claim: Claim, receive: Callable[[], None]) -> None:
+        """Make a claimed piece and send it to trainer 0. A rank that leaves meanwhile gives it up:
+        another rank makes it.
 
-    def make(self, version: int, number: int, before_step: Callable[[], None]) -> Message:
-        """Make a piece, and return the message for trainer 0."""
+        Args:
+            receive: called before each denoising step, to sort what has arrived.
+        """
+        with self._spans.stage("wait reward"):  # a scorer may not be asked by two threads at once
+            self._runner.settle(wait=True)
+        try:
+            with self._spans.span("eval", step=version, piece=claim.position):
+                pictures = self._draw(claim.position, receive)
+                facts = {"version": version, "piece": claim.position}
+                self._link.send(0, Message(MessageKind.EVALUATION, facts, tensors_of(pictures)))
+        except _Leaving:
+            self._claims.release(evaluation_queue(version), claim)
+
+    def _draw(self, number: int, receive: Callable[[], None]) -> Pictures:
+        """Draw the samples of piece `number` with the weights of the open evaluation.
+
+        Raises:
+            _Leaving: this rank leaves.
+        """
         assert self._drawn is not None, "a piece was claimed"
+
+        def before_step() -> None:
+            self._spans.progress.tick()
+            self._control.check()
+            receive()
+            if self._leave.is_set():
+                raise _Leaving
+
         with self._in_use():
-            pictures = self._drawn.draw(self._engine, [number], before_step)
-        facts = {"version": version, "piece": number}
-        return Message(MessageKind.EVALUATION, facts, tensors_of(pictures))
+            return self._drawn.draw(self._engine, [number], before_step)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

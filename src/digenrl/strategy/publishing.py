@@ -12,19 +12,55 @@ collectives: changing it on some of them would let all wait for ever.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor
 
 from digenrl.cluster.claims import note_version
 from digenrl.cluster.control import Control
+from digenrl.models.policy import Policy
 from digenrl.record.run_dir import append_event
+from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.claims import evaluation_queue
 from digenrl.strategy import gradients
 from digenrl.strategy.setup import Ties
+from digenrl.strategy.shared import Learner
 from digenrl.strategy.shares import Shares
-from digenrl.strategy.tasks import PublishedCopy, TaskRunner
-from digenrl.transport.weights import attest, publish, take_part
+from digenrl.strategy.tasks import TaskRunner
+from digenrl.transport.weights import attest, exchanged, publish, take_part
+
+
+class PublishedCopy:
+    """Copy of the published adapter beside the one in training, for trainers that lend between
+    updates (I6).
+
+    Only replicas with an adapter keep one: a copy of a whole model would not fit, and a sharded one
+    would have to be gathered. The others lend before the first update alone.
+    """
+
+    def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, sharding: str) -> None:
+        self._learner = learner
+        self._parameters = policy.trained_parameters()
+        whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
+        adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
+        self.kept = spec.tag and spec.updates_per_batch > 1 and sharding == "ddp" and adapter
+        self._tensors: dict[str, Tensor] = {}
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors`, which are the published version from now on."""
+        if self.kept:
+            self._tensors = {
+                name: tensors[name].detach().to(parameter, copy=True)
+                for name, parameter in self._parameters.items()
+            }
+
+    def in_use(self, updates_done: int) -> AbstractContextManager[None]:
+        """Return a context in which the policy holds the published version; afterwards it holds its
+        own weights, bit by bit (I6)."""
+        if updates_done == 0:
+            return self._learner.rollout_weights()
+        return exchanged(self._parameters, self._tensors)
 
 
 class Publisher:

@@ -57,6 +57,12 @@ class RankSetup:
         return micro_batches_per_update(self.spec, self.world.trainers)
 
     @property
+    def loss_scale(self) -> int:
+        """Factor of a loss, which is a sum over its cells already. It undoes Lightning's division
+        by the accumulation count, and the mean over trainers."""
+        return self.micro_batches_per_update * self.world.trainers
+
+    @property
     def levelled(self) -> bool:
         """Whether replicas take trainer 0's weights at every publication."""
         return self.unequal_gpus and self.sharding == "ddp"

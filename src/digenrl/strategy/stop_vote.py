@@ -15,12 +15,15 @@ would not fit twice, so their remaining updates are finished.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.record.progress import Progress
-from digenrl.types import StepGivenUp
+from digenrl.types import StepGivenUp, out_of_memory
 
 _POLL_S = 0.001
 _SELDOM_S = 0.05
@@ -74,19 +77,24 @@ class StopVote:
             raise StepGivenUp
         return values
 
-    def give_up(self, cause: str) -> None:
-        """End the run with the step before the one in progress, because this trainer cannot go on.
-
-        Return where the others cannot leave the step: the step is partly applied, or they wait in a
-        collective for this trainer.
+    @contextmanager
+    def memory_guarded(self) -> Iterator[None]:
+        """Inside, too little memory on the device ends the run with the step before the one in
+        progress. The error itself is raised where the others cannot leave the step: it is partly
+        applied, or they wait in a collective for this trainer.
 
         Raises:
             StepGivenUp: every trainer drops the step in progress.
         """
-        if not self._sharded and self._droppable():
-            self._control.request_stop(cause)
-            self._control.set("give_up", "1")
-            self.begin()
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if not self._sharded and self._droppable():
+                cause = out_of_memory(self._world.rank, self._progress.said, error)
+                self._control.request_stop(cause)
+                self._control.set("give_up", "1")
+                self.begin()
+            raise
 
     def between_steps(self) -> None:
         """Look between two denoising steps of a task, but seldom: each look is a request. Raises:

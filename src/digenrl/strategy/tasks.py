@@ -1,21 +1,18 @@
-"""The tasks of a rank: claiming, generating and shipping them, and lending (TAG).
+"""The tasks of a rank: claiming them, generating, scoring and sending.
 
-    control store --claims, notes of the others--> SchedulePolicy --take, lend, who goes on--> TaskRunner
+    control store --claims, notes of the others--> SchedulePolicy --take, who goes on--> TaskRunner
     TaskRunner: denoise -> decode -> score (in the scorer's thread) --cells, rewards--> trainers
-    Lending, on a trainer that waits for a fragment: train it, wait, or run a task with the published weights
 
 The same `TaskRunner` serves rollout ranks, colocated ranks and trainers that lend: a sample does
-not depend on the rank that made it. Every move of a waiting trainer is the policy's; `Lending`
-shows the policy what there is to see, and carries the moves out.
-"""  # noqa: E501
+not depend on the rank that made it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,22 +21,17 @@ from digenrl.cluster.claims import StoredClaims, announce, work_of
 from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.data import PromptSampler
-from digenrl.models.policy import Policy
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
-from digenrl.schedule import ScheduleSpec, Task, fragments
+from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.order import later_fragments
-from digenrl.schedule.policy import ASK, LEND, TRAIN, SchedulePolicy
+from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
-from digenrl.strategy.setup import Ties
-from digenrl.strategy.shared import Fragment, Learner
-from digenrl.strategy.stop_vote import Agreement, StopVote
-from digenrl.strategy.stream import Inbox
-from digenrl.transport.cells import Placement, StepBoard, owned_positions, pack
+from digenrl.strategy.shared import Fragment
+from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.link import Link
 from digenrl.transport.suspended import Suspended, pack_state
-from digenrl.transport.weights import exchanged, publish
 from digenrl.types import Prompt, Trajectory
 
 Interrupt = Callable[[Task], int | None]
@@ -47,10 +39,23 @@ Interrupt = Callable[[Task], int | None]
 it up, or None to go on."""
 
 
-_POLL_S = 0.2
-"""Longest wait for a message before the trainer looks at everything again."""
 _NOTICED_S = 0.001
 """Seconds below which a wait for the scorer is not recorded."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a task has become, before it is scored. `TaskRunner.generate` fills it."""
+
+    generation: Generation
+    media: Tensor
+    """[b, C, H, W] or [b, F, C, H, W], in 0..1."""
+    claim: Claim
+    """Under which the results are sent."""
+    seconds: float
+    """That this rank took to generate and decode it."""
+    whole: bool
+    """Whether this rank made all of its steps."""
 
 
 class TaskRunner:
@@ -86,10 +91,10 @@ class TaskRunner:
         self._control, self._link, self._spans = control, link, spans
         self.claims = Claims(StoredClaims(control), world.rank)
         self._held: dict[tuple[int, int], Claim] = {}
-        """(step, index) -> claim of each task that this rank has begun and not shipped. A single
+        """(step, index) -> claim of each task that this rank has begun and not yet made. A single
         thread touches these claims."""
         self._task_seconds = task_seconds
-        self._unshipped: deque[Future[None]] = deque()
+        self._unsent: deque[Future[None]] = deque()
         self._withdrawn = False
         self._tell(Work())
 
@@ -176,19 +181,19 @@ class TaskRunner:
 
     # ---- tasks
 
-    def run(self, task: Task, stage: str = "generate", interrupt: Interrupt | None = None) -> None:
-        """Generate one task and ship it, unless `interrupt` names another rank to finish it."""
-        self._finish(self._engine.begin(task, self._prompt(task)), stage, interrupt)
+    def begin(self, task: Task) -> Generation:
+        """Return a task before its first denoising step."""
+        return self._engine.begin(task, self._prompt(task))
 
-    def resume(self, suspended: Suspended, interrupt: Interrupt | None = None) -> None:
-        """Finish a task that another rank began, unless it has been given to somebody else
-        since."""
+    def take_over(self, suspended: Suspended) -> Generation | None:
+        """Return a task that another rank began, where that stopped; None if it has been given to
+        somebody else since."""
         task, claim = suspended.task, suspended.claim
         confirmed = self.claims.confirm(task.version, claim.position, claim.attempt)
-        if confirmed is not None:
-            self._held[task.step, task.index] = confirmed
-            state = suspended.state(self._engine.policy.device)
-            self._finish(Generation(task, self._prompt(task), state), "generate", interrupt)
+        if confirmed is None:
+            return None
+        self._held[task.step, task.index] = confirmed
+        return Generation(task, self._prompt(task), suspended.state(self._engine.policy.device))
 
     def forward(self, suspended: Suspended) -> None:
         """Give a task that waits for this rank, which leaves, to its successor. Without one, and
@@ -201,18 +206,29 @@ class TaskRunner:
     def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
         with self._spans.span("lend", step=task.step, discarded=True):
-            self._denoise(self._engine.begin(task, self._prompt(task)), interrupt)
+            self._denoise(self.begin(task), interrupt)
 
     def settle(self, wait: bool = False) -> None:
-        """Raise what went wrong in scoring or shipping of earlier tasks; with `wait`, also wait for
+        """Raise what went wrong in scoring or sending of earlier tasks; with `wait`, also wait for
         those under way."""
-        while self._unshipped and (wait or self._unshipped[0].done()):
-            self._unshipped.popleft().result()
+        while self._unsent and (wait or self._unsent[0].done()):
+            self._unsent.popleft().result()
 
     def _prompt(self, task: Task) -> Prompt:
         return self._sampler.batch(task.step)[task.group]
 
-    def _finish(self, generation: Generation, stage: str, interrupt: Interrupt | None) -> None:
+    def generate(
+        self, generation: Generation, stage: str = "generate", interrupt: Interrupt | None = None
+    ) -> Made | None:
+        """Make the denoising steps that are left, and decode; None if `interrupt` names another
+        rank to go on, which has the task then.
+
+        Args:
+            stage: name of the span: "lend" on a trainer that rollouts wait for.
+
+        Raises:
+            Exception: what went wrong in scoring or sending an earlier task.
+        """
         task, spans = generation.task, self._spans
         self.settle()
         took: list[float] = []
@@ -225,31 +241,41 @@ class TaskRunner:
                 facts["handed_to"] = receiver
         claim = self._held.pop((task.step, task.index))
         if receiver == NOBODY:
-            return self.claims.release(task.version, claim)
+            self.claims.release(task.version, claim)
+            return None
         if receiver is not None:
             self.announce(task.version)
             self._link.send(receiver, pack_state(task, generation.state, claim))
             return None
         with spans.span("decode", **where):
             media = self._engine.decode(generation)
-        shipped: Future[None] = Future()
-        self._unshipped.append(shipped)
-        handed = spans.now()
+        return Made(generation, media, claim, sum(took), whole=share == 1.0)
+
+    def score(self, made: Made) -> Future[Trajectory]:
+        """Hand what was made to the scorer; wait while too many tasks wait for theirs
+        (`reward.pending`)."""
+        task, spans, handed = made.generation.task, self._spans, self._spans.now()
         with spans.progress.stage("wait reward"):  # inline, the suite's own mark lies inside
-            scored = self._engine.score(generation, media)
+            scored = self._engine.score(made.generation, made.media)
         spans.read()  # scoring begins with a copy of the media, before which all was done
-        seconds = sum(took)
-        if share == 1.0:
-            self._task_seconds = 0.5 * (seconds + (self._task_seconds or seconds))
+        waited = spans.now()
         if self._engine.scores_inline:
-            spans.add("score", handed, spans.now(), step=task.step, group=task.group)
-        elif (
-            waited := spans.now()
-        ) - handed > _NOTICED_S:  # as many tasks wait for scores as `reward.pending` allows
+            spans.add("score", handed, waited, step=task.step, group=task.group)
+        elif waited - handed > _NOTICED_S:
             spans.add("wait", handed, waited, cause="reward", step=task.step)
-        scored.add_done_callback(lambda done: self._ship(task, claim, done, shipped, seconds))
+        return scored
+
+    def send(self, made: Made, scored: Future[Trajectory]) -> None:
+        """Send cells and rewards to every trainer as soon as they are scored. `settle` tells what
+        went wrong."""
+        if made.whole:
+            self._task_seconds = 0.5 * (made.seconds + (self._task_seconds or made.seconds))
+        sent: Future[None] = Future()
+        self._unsent.append(sent)
+        # without `made`, whose tensors would stay on the GPU until the task is scored
+        task, under = made.generation.task, (made.claim, made.seconds)
+        scored.add_done_callback(lambda done: self._send_scored(task, under, done, sent))
         self.announce(task.version)
-        return None
 
     def _denoise(
         self, generation: Generation, interrupt: Interrupt | None
@@ -271,15 +297,15 @@ class TaskRunner:
     def _give(self, task: Task, receiver: int) -> bool:
         return self.claims.give(task.version, self._held[task.step, task.index], receiver)
 
-    def _ship(
+    def _send_scored(
         self,
         task: Task,
-        claim: Claim,
+        under: tuple[Claim, float],
         scored: Future[Trajectory],
-        shipped: Future[None],
-        seconds: float,
+        sent: Future[None],
     ) -> None:
-        """Send a scored trajectory to every trainer rank. Runs in the scorer's thread."""
+        """Send a scored trajectory to every trainer rank, under its claim and with the seconds that
+        it took. Runs in the scorer's thread."""
         try:
             trajectory = scored.result()
             part = task.first_sample // self._spec.task_size
@@ -291,225 +317,10 @@ class TaskRunner:
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
                     positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
-                    self._link.send(rank, pack(trajectory, positions, claim, seconds))
+                    self._link.send(rank, pack(trajectory, positions, *under))
             if (trouble := self._engine.reward_trouble()) is not None:
-                self._control.request_stop(
-                    trouble
-                )  # the step in progress is finished and saved before the run stops
-            shipped.set_result(None)
+                # the step in progress is finished and saved before the run stops
+                self._control.request_stop(trouble)
+            sent.set_result(None)
         except BaseException as error:  # raised again by `settle`, in the thread that can act on it
-            shipped.set_exception(error)
-
-
-class PublishedCopy:
-    """Copy of the published adapter beside the one in training, for trainers that lend between
-    updates (I6).
-
-    Only replicas with an adapter keep one: a copy of a whole model would not fit, and a sharded one
-    would have to be gathered. The others lend before the first update alone.
-    """
-
-    def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, sharding: str) -> None:
-        self._learner = learner
-        self._parameters = policy.trained_parameters()
-        whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
-        adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
-        self.kept = spec.tag and spec.updates_per_batch > 1 and sharding == "ddp" and adapter
-        self._tensors: dict[str, Tensor] = {}
-
-    def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`, which are the published version from now on."""
-        if self.kept:
-            self._tensors = {
-                name: tensors[name].detach().to(parameter, copy=True)
-                for name, parameter in self._parameters.items()
-            }
-
-    def in_use(self, updates_done: int) -> AbstractContextManager[None]:
-        """Return a context in which the policy holds the published version; afterwards it holds its
-        own weights, bit by bit (I6)."""
-        if updates_done == 0:
-            return self._learner.rollout_weights()
-        return exchanged(self._parameters, self._tensors)
-
-
-class Lending:
-    """Waits for fragments, and lends in between.
-
-    Args:
-        runner: generates tasks.
-        inbox: takes messages while this trainer waits.
-        published: the published weights, which every lent task uses.
-        agreement: trainer 0's choices, where trainers move together.
-    """
-
-    def __init__(
-        self,
-        ties: Ties,
-        runner: TaskRunner,
-        inbox: Inbox,
-        published: PublishedCopy,
-        agreement: Agreement,
-        stop_vote: StopVote,
-    ) -> None:
-        spec, world = ties.setup.spec, ties.setup.world
-        self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
-        self._inbox, self._published, self._agreement = inbox, published, agreement
-        self._state, self._hooks, self._stop_vote = ties.state, ties.hooks, stop_vote
-        self._control, self._link, self._spans = ties.control, ties.link, ties.spans
-        self._stage = "lend" if world.rollouts else "generate"
-        chooses = spec.tag or not world.rollouts
-        self._together = runner.policy.roles.lockstep and chooses
-        """Forwards are collectives, and trainers may generate, or choose a fragment: all of them
-        must do so at once."""
-        self._recalled = 0
-        self._lost: frozenset[int] = frozenset()
-
-    def next_fragment(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment:
-        """Wait for a fragment of `pending` that can be trained now, and return it.
-
-        Sharded trainers that may generate move together, since their every forward is a collective:
-        rank 0 decides (train this fragment, or lend one round), and the others follow.
-        """
-        if not self._together:
-            while (fragment := self._wait(board, update, pending)) is None:
-                self._lend(board.step, update)
-            return fragment
-        while True:
-            first = self._wait(board, update, pending) if self._world.rank == 0 else None
-            self._stop_vote.begin(self._inbox.receive)
-            choice = self._agreement.choose(-1 if first is None else pending.index(first))
-            if choice >= 0:
-                self._wait_for_cells(board, pending[choice])
-                return pending[choice]
-            self._lend(board.step, update)
-
-    # ---- waiting
-
-    def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
-        """Wait. Return the fragment to train, or None as soon as this trainer should generate a
-        task."""
-        first = update == 0 and len(pending) == len(fragments(self._spec, update))
-        wait = self._spans.span(
-            "wait", cause="first_fragment" if first else "tail", step=board.step
-        )
-        waited = False
-        with ExitStack() as span:
-            while True:
-                while self._inbox.receive(0.0):
-                    pass
-                self._spans.read()  # the search below asks what training took
-                self._see_losses()
-                fragment = self._cut(board, pending)
-                move = self._move(board, update, pending, fragment)
-                if move in (TRAIN, LEND):
-                    return fragment if move == TRAIN else None
-                if not waited:
-                    waited = True
-                    span.enter_context(wait)
-                self._recall(board.step)
-                self._inbox.receive(_POLL_S)
-                self._runner.settle()
-                self._stop_vote.check()
-
-    def _cut(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
-        """Return the fragment that could be trained now. Trainers that move together need one that
-        all of them hold: a rollout may have died when it had sent its results to some of them."""
-        fragment = self._hooks.cut_fragment(pending, board)
-        if fragment is None or not (self._together and self._world.rollouts):
-            return fragment
-        held = partial(self._runner.claims.held_by, trainers=self._world.trainers)
-        return (
-            fragment
-            if all(held(version, claim.position) for version, claim in board.made_under(fragment))
-            else None
-        )
-
-    def _move(
-        self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None
-    ) -> str:
-        """Return the policy's move. Ask the search first if the policy wants that."""
-        facts = (
-            self._world.rank,
-            update,
-            pending,
-            fragment,
-            len(board.completed),
-            self._runner.left(board.step),
-        )
-        move = self._policy.next_move(*facts)
-        if move != ASK:
-            return move
-        rounds = self._hooks.on_bubble(board, [*pending, *later_fragments(self._spec, update)])
-        return self._policy.next_move(*facts, rounds)
-
-    def _see_losses(self) -> None:
-        """Show the policy that a rank is gone, which may leave its tasks to the trainers."""
-        if self._world.rollouts and (lost := self._control.lost_ranks()) != self._lost:
-            self._lost = lost
-            self._runner.see()
-
-    def _wait_for_cells(self, board: StepBoard, fragment: Fragment) -> None:
-        """Wait until this rank holds every cell that rank 0 held when it chose `fragment`."""
-        needed = tuple(range(self._spec.prompts)) if self._spec.gap == 0 else fragment
-        with self._spans.span("wait", cause="straggler", step=board.step):
-            while not board.is_complete(needed):
-                self._inbox.receive(_POLL_S)
-                self._stop_vote.check()
-
-    # ---- generating
-
-    def _lend(self, step: int, update: int) -> None:
-        """Generate one task with the published weights. A loan that has begun runs to its end.
-        Taking the weights up and putting them away is measured."""
-        between = self._stop_vote.begin if self._together else self._stop_vote.between_steps
-        task, now = self._runner.claim(step), self._spans.now
-        if task is None:
-            if self._together:  # a task that is thrown away keeps the collectives in step
-                self._runner.run_discarded(self._hooks.plan_tasks(step)[-1], lambda _: between())
-            return
-        began = now()
-        with self._published.in_use(update):
-            loaned = now()
-            self._runner.run(task, self._stage, lambda _: between())
-            done = now()
-        if self._world.rollouts:
-            switch = ((loaned - began) + (now() - done)) / 2
-            self._policy.measured("switch", self._world.rank, switch)
-
-    def predicted_end(self, step: int) -> float | None:
-        """Return the second of the run's clock at which RL step `step` should end. None before
-        costs are known."""
-        return self._policy.predicted_end(*self._runner.seen(step, later_fragments(self._spec, -1)))
-
-    def rounds(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
-        """Return how many tasks this idle trainer should generate now: the policy's search, with
-        what is seen at present."""
-        facts, head = self._runner.seen(board.step, pending), self._runner.claims.head_left
-        return self._policy.lend(*facts, head(board.step))
-
-    # ---- deaths
-
-    def _recall(self, version: int) -> None:
-        """Publish the version before again if a task of it came back (one-step asynchrony). Perhaps
-        no rank holds those weights any more. A rollout gets that version first, and then the
-        present version."""
-        before, present = self._state.previous, self._state.current
-        if self._world.rank != 0 or before is None:
-            return
-        waiting = self._runner.claims.returned(
-            version - 1, len(self._hooks.plan_tasks(version - 1))
-        )
-        if waiting > self._recalled:
-            self._runner.see()
-            receiver = self._policy.first_free(self._spans.now())
-            rollouts = self._control.survivors(self._world.rollout_ranks)
-            if (
-                not rollouts
-            ):  # a rank that joins later asks for the present version, and this is called again
-                return
-            if receiver is None:
-                receiver = rollouts[0]
-            for number, tensors in ((version - 1, before), (version, present)):
-                publish(number, tensors, self._link, {receiver: ()}, agree=lambda digest: None)
-        self._recalled = waiting
+            sent.set_exception(error)

@@ -14,16 +14,18 @@ from digenrl.record.run_dir import DECISIONS
 from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from digenrl.strategy.checkpoints import Checkpoints
 from digenrl.strategy.evaluating import Evaluations
-from digenrl.strategy.publishing import Publisher
+from digenrl.strategy.inbox import Inbox
+from digenrl.strategy.lending import Lending
+from digenrl.strategy.publishing import PublishedCopy, Publisher
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import Hooks, Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
-from digenrl.strategy.steps import Checkpoints, Steps
 from digenrl.strategy.stop_vote import Agreement, StopVote
-from digenrl.strategy.stream import FragmentStream, Inbox
-from digenrl.strategy.tasks import Lending, PublishedCopy, TaskRunner
+from digenrl.strategy.tasks import TaskRunner
+from digenrl.strategy.trainer_step import TrainerStep
 from digenrl.transport.cells import StepBoard
 from digenrl.transport.wire import MessageKind
 
@@ -52,10 +54,8 @@ class Wiring:
     """Opens evaluations on rollouts, and waits for their pieces."""
     lending: Lending
     """Waits for fragments, and generates in between."""
-    stream: FragmentStream
-    """The train dataloader: micro-batches of complete fragments."""
-    steps: Steps
-    """Updates, and the end of an RL step."""
+    step: TrainerStep
+    """The train dataloader, updates, and the end of an RL step."""
     checkpoints: Checkpoints
     """The checkpoint in writing."""
 
@@ -114,10 +114,7 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     inbox.handle(MessageKind.ASK, lambda message: publisher.serve(int(message.meta["rank"])))
     inbox.handle(MessageKind.EVALUATION, evaluations.add)
     lending = Lending(ties, runner, inbox, published, agreement, stop_vote)
-    stream = FragmentStream(
-        spec, setup.micro_batches_per_update, state, inbox, lending, ledger, stop_vote
-    )
-    steps = Steps(ties, ledger, shares, inbox, stop_vote, publisher)
+    step = TrainerStep(ties, inbox, lending, ledger, shares, stop_vote, publisher)
     checkpoints = Checkpoints(engine.policy, spans, checkpoint_io, savers, state)
     return Wiring(
         decisions=decisions,
@@ -130,8 +127,7 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
         inbox=inbox,
         evaluations=evaluations,
         lending=lending,
-        stream=stream,
-        steps=steps,
+        step=step,
         checkpoints=checkpoints,
     )
 

@@ -21,16 +21,16 @@ from digenrl.cluster.world import Session, World
 from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule.claims import NOBODY, Claims, evaluation_pieces, evaluation_queue
 from digenrl.strategy.evaluating import EvaluationWorker
+from digenrl.strategy.rollout_loop import RolloutWorker
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import TrainerState
-from digenrl.strategy.worker import RolloutWorker
 from digenrl.transport.cells import Part
 from digenrl.transport.suspended import Suspended
 from digenrl.transport.weights import Version, publish
 from digenrl.transport.wire import Message, MessageKind
 from digenrl.types import Prompt
 from tests.cluster.test_claims import Store
-from tests.strategy.test_tasks import SPEC, Post, Rollout
+from tests.strategy.test_tasks import SPEC, Post, Rollout, run_task
 
 DRAWN = FixedSamples(
     (Prompt("number one", target="1"), Prompt("number two", target="2")), 1, 7, 2, 0
@@ -73,10 +73,11 @@ class Life(Rollout):
         setup = RankSetup(
             world, self.session, SPEC, engine, self.runner._sampler, 1, evaluated=drawn
         )
-        evaluating = EvaluationWorker(drawn, engine, self.control, self.runner.claims)
         hooks, state = cast(Any, self), TrainerState()
         ties = Ties(setup, hooks, self.unused, state, self.control, self.post, self.spans)
+        evaluating = EvaluationWorker(drawn, ties, self.runner)
         self.worker = RolloutWorker(ties, self.runner, evaluating)
+        self.mail, self.ties = self.worker._mail, ties
         self.parameters = engine.policy.trained_parameters()
         self.versions = [
             {name: torch.full_like(p, 0.01 * n) for name, p in self.parameters.items()}
@@ -159,11 +160,12 @@ def test_a_rollout_looks_at_everything_in_its_order(
     worker, runner = life.worker, life.runner
     ends = iter([None, "1", None])
     looks = [
-        ((worker, "_receive", None), ("_receive", 0.0)),
-        ((worker, "_recalled", False), ("_recalled",)),
-        ((worker, "_work_once", False), ("_work_once",)),
-        ((worker, "_evaluate_once", False), ("_evaluate_once",)),
-        ((worker, "_wait", None), ("_wait",)),
+        ((life.mail, "receive", None), ("receive",)),
+        ((life.mail, "recalls", False), ("recalls", -1)),
+        ((worker, "_make_task", False), ("_make_task",)),
+        ((worker, "_make_evaluation_piece", False), ("_make_evaluation_piece",)),
+        ((runner, "settle", None), ("settle",)),
+        ((life.mail, "wait", None), ("wait", -1)),
     ]
     monkeypatch.setattr(life.control, "get", lambda key: done.append(("get", key)) or next(ends))
     noted(monkeypatch, done, (life.control, "check", None), *(part for part, _ in looks))
@@ -173,9 +175,9 @@ def test_a_rollout_looks_at_everything_in_its_order(
     done.clear()
     noted(monkeypatch, done, (runner, "withdraw", 0), (runner, "forward", 0), (runner, "settle", 0))
     life.session.leave.set()
-    worker._suspended.extend(cast(Any, ["one", "two"]))
+    life.mail.suspended.extend(cast(Any, ["one", "two"]))
     worker.run()
-    hands_in = [("withdraw",), ("_receive", 0.0), ("forward", "one"), ("forward", "two")]
+    hands_in = [("withdraw",), ("receive",), ("forward", "one"), ("forward", "two")]
     assert done == [("get", "done"), *hands_in, ("settle", True)]
 
 
@@ -187,33 +189,43 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     suspended: Any = SimpleNamespace(task=SimpleNamespace(version=4))
     piece: Any = SimpleNamespace(position=1)
     noted(
-        monkeypatch, done, (worker, "_end_wait", None), (runner, "resume", None),
-        (runner, "run", None), (runner, "settle", None), (runner, "takes", True),
-        (runner, "claim", "task"), (evaluating, "claim", piece), (evaluating, "make", "message"),
-        (life.link, "send", None),
+        monkeypatch, done, (life.mail, "end_wait", None), (runner, "take_over", "taken over"),
+        (runner, "begin", "begun"), (runner, "generate", "made"), (runner, "score", "scored"),
+        (runner, "send", None), (runner, "takes", True), (runner, "claim", "task"),
+        (evaluating, "claim", piece), (evaluating, "make", None),
     )  # fmt: skip
     between = worker._between_steps
     worker._version = 4
-    worker._suspended.append(suspended)
-    assert worker._work_once()
-    assert done == [("_end_wait", "tail"), ("resume", suspended, between)]
+    life.mail.suspended.append(suspended)
+    assert worker._make_task()
+    rest = [("score", "made"), ("send", "made", "scored")]
+    taken = [("end_wait", "tail"), ("take_over", suspended)]
+    assert done == [*taken, ("generate", "taken over", "generate", between), *rest]
     done.clear()
-    assert worker._work_once()
-    assert done == [("takes", 4), ("claim", 4), ("_end_wait", "tail"), ("run", "task", between)]
+    assert worker._make_task()
+    claimed = [("takes", 4), ("claim", 4), ("end_wait", "tail"), ("begin", "task")]
+    assert done == [*claimed, ("generate", "begun", "generate", between), *rest]
     done.clear()
-    assert worker._evaluate_once()
-    made = ("make", 4, 1, worker._between_steps_of_evaluation)
-    sent = ("send", 0, "message")
-    assert done == [("claim", 4), ("_end_wait", "tail"), ("settle", True), made, sent]
+    noted(monkeypatch, done, (runner, "generate", None))
+    assert worker._make_task()
+    assert done[-1] == ("generate", "begun", "generate", between), "another rank goes on with it"
+    done.clear()
+    assert worker._make_evaluation_piece()
+    assert done == [("claim", 4), ("end_wait", "tail"), ("make", 4, piece, life.mail.receive)]
+    done.clear()
+    noted(monkeypatch, done, (runner, "take_over", None))
+    life.mail.suspended.append(suspended)
+    assert worker._make_task()
+    assert [name for name, *_ in done][1:4] == ["take_over", "takes", "claim"], "it is another's"
     done.clear()
     monkeypatch.setattr(runner, "claim", lambda version: None)
-    assert not worker._work_once()
+    assert not worker._make_task()
     monkeypatch.setattr(runner, "takes", lambda version: False)
-    assert not worker._work_once()
+    assert not worker._make_task()
     worker._version = -1
-    assert not worker._work_once()
+    assert not worker._make_task()
     monkeypatch.setattr(evaluating, "claim", lambda version: None)
-    assert not worker._evaluate_once()
+    assert not worker._make_evaluation_piece()
     assert done == [("takes", 4)]
 
 
@@ -225,18 +237,18 @@ def test_who_adopts_tells_it_and_only_who_joined_asks_and_only_before_its_first_
         life = Life(store, tmp_path, rank)
         worker = life.worker
         noted(
-            monkeypatch, done, (worker, "_ask", None), (life.runner, "settle", None),
-            (worker, "_receive", None), (life.runner, "announce", None),
+            monkeypatch, done, (life.mail, "_ask", None), (life.mail, "receive", None),
+            (life.runner, "announce", None),
             (worker._evaluation_worker, "adopted", None),
         )  # fmt: skip
         worker._version = version
-        worker._wait()
-        looks = [("settle",), ("_receive", 0.2)]
+        life.mail.wait(version)
+        looks = [("receive", 0.2)]
         assert done == [("_ask",)] * (rank == 4 and version < 0) + looks
         stage = "wait startup" if version < 0 else "wait weights"
         assert life.spans.progress.now()[0].stage == stage
         done.clear()
-        worker._weights.append(Version(3, "digest", life.versions[1]))
+        life.mail.weights.append(Version(3, "digest", life.versions[1]))
         worker._adopt()
         assert done == [("adopted", 3), ("announce", 3)]
         assert life.holds(1)
@@ -250,12 +262,12 @@ def test_who_is_to_leave_takes_no_more_work_before_it_names_its_successor(
     life, done = Life(store, tmp_path), list[Any]()
     noted(
         monkeypatch, done, (life.runner, "withdraw", None), (life.runner, "successor", 3),
-        (life.worker, "_receive", None),
+        (life.mail, "receive", None),
     )  # fmt: skip
     task: Any = "task"
     life.worker._version = 4
     assert life.worker._between_steps(task) is None
-    assert done == [("_receive", 0.0)]
+    assert done == [("receive",)]
     done.clear()
     life.session.leave.set()
     assert life.worker._between_steps(task) == 3
@@ -267,13 +279,21 @@ def test_who_is_to_leave_takes_no_more_work_before_it_names_its_successor(
 def test_a_piece_looks_between_its_steps(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life, done = Life(store, tmp_path), list[Any]()
+    life, done = Life(store, tmp_path, drawn=DRAWN), list[Any]()
+    evaluating = life.worker._evaluation_worker
+
+    def draw(engine: Any, pieces: list[int], before_step: Callable[[], None]) -> str:
+        done.append(("draw", pieces))
+        before_step()
+        return "pictures"
+
+    monkeypatch.setattr(FixedSamples, "draw", lambda self, *args: draw(*args))
     noted(
         monkeypatch, done, (life.spans.progress, "tick", None), (life.control, "check", None),
-        (life.worker, "_receive", None),
+        (life.mail, "receive", None),
     )  # fmt: skip
-    life.worker._between_steps_of_evaluation()
-    assert done == [("tick",), ("check",), ("_receive", 0.0)]
+    assert cast(Any, evaluating._draw(1, life.mail.receive)) == "pictures"
+    assert done == [("draw", [1]), ("tick",), ("check",), ("receive",)]
 
 
 def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
@@ -282,7 +302,7 @@ def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
     life = Life(store, tmp_path)
     other = Rollout(life.controls[3], 3, tmp_path, SPEC)
     given = other.runner.claim(0)
-    other.runner.run(given, interrupt=lambda task: 2)
+    run_task(other.runner, given, interrupt=lambda task: 2)
 
     def leave() -> None:
         life.session.leave.set()
@@ -301,7 +321,7 @@ def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
 def test_who_leaves_sends_what_is_still_being_scored(store: Store, tmp_path: Path) -> None:
     life, late = Life(store, tmp_path), Future[None]()
     life.link.at_rest.append(life.session.leave.set)
-    life.runner._unshipped.append(late)
+    life.runner._unsent.append(late)
     timer = threading.Timer(0.05, late.set_exception, [ValueError("its scorer failed")])
     timer.start()
     with pytest.raises(ValueError, match="its scorer failed"):
@@ -322,7 +342,7 @@ def test_a_task_of_the_next_version_waits_for_it_and_goes_before_the_queue(
 ) -> None:
     life = Life(store, tmp_path)
     other = Rollout(life.controls[3], 3, tmp_path, SPEC)
-    other.runner.run(other.runner.claim(1), interrupt=lambda task: 2)
+    run_task(other.runner, other.runner.claim(1), interrupt=lambda task: 2)
 
     def both() -> None:
         life.link.waiting += other.post.messages()
@@ -411,11 +431,11 @@ def test_no_piece_is_claimed_of_another_version_or_before_its_weights_are_there(
     store: Store, tmp_path: Path
 ) -> None:
     life = Life(store, tmp_path, drawn=DRAWN)
-    nobody = EvaluationWorker(None, life.runner._engine, life.control, life.runner.claims)
+    nobody = EvaluationWorker(None, life.ties, life.runner)
     evaluating = life.worker._evaluation_worker
     assert evaluating.claim(0) is None, "none is open"
     life.arrive(evaluation_queue(0), tensors=life.versions[2])
-    life.worker._receive(0.0)
+    life.mail.receive()
     held = evaluating._weights
     life.launcher.set("evaluation", f"0:{life.digest}")
     assert evaluating.claim(1) is None

@@ -33,11 +33,12 @@ from digenrl.schedule.order import resumed_queue
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy import disaggregated
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
+from digenrl.strategy.checkpoints import Checkpoints
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.shares import Shares
-from digenrl.strategy.steps import Checkpoints, Steps
 from digenrl.strategy.stop_vote import StopVote
+from digenrl.strategy.trainer_step import TrainerStep
 from digenrl.strategy.wiring import _boards
 from digenrl.types import StepGivenUp
 from tests.cluster.test_claims import Store
@@ -64,8 +65,8 @@ class Training(Publishing):
         self.droppable = True
         world, progress = self.runner._world, self.spans.progress
         self.vote = StopVote(self.control, world, progress, sharded, lambda: self.droppable)
-        self.steps = Steps(
-            self.ties, self.ledger, self.shares, self.inbox, self.vote, self.publisher
+        self.step = TrainerStep(
+            self.ties, self.inbox, self.lending, self.ledger, self.shares, self.vote, self.publisher
         )
         self.weights = list(self.rollout_parameters().values())
 
@@ -88,13 +89,13 @@ def test_a_micro_batch_is_told_and_computed_in_the_group_of_its_tokens(
         yield
         trainer.done.append("apart")
 
-    trainer.steps.together = together
+    trainer.step.together = together
     batch: Any = object()
-    with trainer.steps.micro_batch(batch):
+    with trainer.step.train(batch):
         trainer.done.append("forward")
     assert trainer.done == [("begin", batch), "together", "forward", "apart"]
     micro_batches = trainer.ties.setup.micro_batches_per_update
-    assert trainer.steps.loss_scale == micro_batches > 1
+    assert trainer.ties.setup.loss_scale == micro_batches > 1
 
 
 def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_update(
@@ -113,24 +114,24 @@ def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_updat
     progress, before = trainer.spans.progress, trainer.spans.progress.now()[0].number
     ended: list[str] = []
     trainer.ledger.end_fragment = lambda: ended.append("fragment")  # type: ignore[method-assign]
-    with trainer.steps.accumulation():
-        trainer.steps.backward_done()
+    with trainer.step.accumulation():
+        trainer.step.reduce()
     apart = [("synchronise", False), "end", ("synchronise", True)]
     assert (trainer.done, trainer.gradients(), ended) == (apart, {1.0}, [])
     assert progress.now()[0].number > before
-    trainer.steps.backward_done()
+    trainer.step.reduce()
     assert ended == ["fragment"]
     assert trainer.done == [*apart, "end", "vote", "barrier"]
     assert trainer.gradients() == {0.5}, "two trainers, of which the group has one"
     trainer.state.updates_done = 0
     trainer.with_gradients()
     trainer.inbox.open(3).left_out.clear()
-    trainer.steps.backward_done()
+    trainer.step.reduce()
     rows = [
         (row["stage"], row["step"], row.get("what", row.get("cause"))) for row in trainer.rows()
     ]
     assert rows == [("wait", 3, "straggler"), ("optimizer", 3, "reduce")] * 2
-    assert trainer.steps.loss_scale == 2 * trainer.ties.setup.micro_batches_per_update
+    assert trainer.ties.setup.loss_scale == 2 * trainer.ties.setup.micro_batches_per_update
 
 
 def test_one_trainer_waits_for_nobody_and_scales_by_what_is_left(
@@ -141,7 +142,7 @@ def test_one_trainer_waits_for_nobody_and_scales_by_what_is_left(
     board.gradient_scale = lambda update: 3.0 + update  # type: ignore[method-assign]
     trainer.state.updates_done = 1
     trainer.with_gradients()
-    trainer.steps.backward_done()
+    trainer.step.reduce()
     assert trainer.gradients() == {4.0}
     assert [row["stage"] for row in trainer.rows()] == ["optimizer"]
 
@@ -152,9 +153,11 @@ def test_a_step_ends_with_its_last_update_and_is_published_and_closed(
     trainer = Training(store, tmp_path)
     trainer.publisher.begin()
     trainer.ledger.open(None)
-    assert not trainer.steps.update_done()
+    assert not trainer.step.update()
     assert (trainer.state.version, trainer.state.updates_done) == (0, 1)
-    assert trainer.steps.update_done()
+    assert trainer.step.update()
+    assert trainer.state.version == 0, "not yet published"
+    trainer.step.publish()
     assert (trainer.state.version, trainer.state.updates_done) == (1, 0)
     assert trainer.ledger.facts["samples"] == 4
 
@@ -166,7 +169,7 @@ def test_too_little_memory_gives_the_step_up_where_it_can_be_dropped(
     trainer = Training(store, tmp_path, sharded=sharded)
     trainer.spans.progress.said = "train"
     ends: Any = torch.OutOfMemoryError if sharded else StepGivenUp
-    with pytest.raises(ends), trainer.steps.tokens_shared():
+    with pytest.raises(ends), trainer.step.tokens_shared():
         raise torch.OutOfMemoryError("no 3 GiB are left")
     assert trainer.control.stopping != sharded
     if not sharded:
@@ -430,9 +433,7 @@ def test_what_lightning_and_researchers_ask_for_is_asked_of_the_part_that_does_i
 ) -> None:
     strategy, done = Ending(Publishing(store, tmp_path, roles=Roles(2, 1), rank=1)), list[Any]()
     part: Any = Notes(done)
-    strategy.parts = Notes(
-        done, lending=part, steps=part, checkpoints=part, publisher=part, stream="the stream"
-    )  # type: ignore[assignment]
+    strategy.parts = Notes(done, lending=part, step=part, checkpoints=part, publisher=part)  # type: ignore[assignment]
     board: Any = SimpleNamespace(completed={0})
     pending = [(0,), (1,)]
     wanted = next_fragment(ASYNC, pending, board.completed)
@@ -464,7 +465,7 @@ def test_what_lightning_and_researchers_ask_for_is_asked_of_the_part_that_does_i
     strategy._lightning_module = module
     assert strategy.learner is module
     assert strategy.lightning_module_state_dict() == state
-    assert strategy.process_dataloader("data") == "the stream"
+    assert strategy.process_dataloader("data") is part
     trainer.training = False
     assert strategy.process_dataloader("data") == "data"
     strategy.world = replace(strategy.world, rank=2)
@@ -487,14 +488,15 @@ def test_a_micro_batch_and_an_update_do_all_that_is_theirs_in_order(
         done.append(f"{name} ends")
 
     ends, stopping = [False, True, True], [False, True]
-    steps = Notes(
+    step = Notes(
         done,
-        loss_scale=3.0,
-        micro_batch=partial(inside, "micro-batch"),
+        train=partial(inside, "micro-batch"),
         tokens_shared=partial(inside, "shared"),
-        update_done=lambda: ends.pop(0),
+        update=lambda: ends.pop(0),
     )
-    strategy.parts = Notes(done, steps=steps, agreement=Notes(done))  # type: ignore[assignment]
+    scale = strategy.rank_setup.loss_scale
+    assert scale > 1
+    strategy.parts = Notes(done, step=step, agreement=Notes(done))  # type: ignore[assignment]
     strategy.control = cast(Any, SimpleNamespace(stopping=True))
     monkeypatch.setattr(
         strategy, "reduce_boolean_decision",
@@ -516,15 +518,15 @@ def test_a_micro_batch_and_an_update_do_all_that_is_theirs_in_order(
         ("plain training_step", "batch", 1),
         "micro-batch ends",
         ("shared",),
-        ("plain backward", torch.tensor(6.0), "optimizer"),
+        ("plain backward", torch.tensor(2.0 * scale), "optimizer"),
         "shared ends",
-        ("backward_done",),
+        ("reduce",),
     ]
     for closes, stops in ((False, False), (True, False), (True, True)):
         done.clear()
         assert strategy.optimizer_step("optimizer", "closure", "model") == "optimizer_step made"
-        step = [("plain optimizer_step", "optimizer", "closure", "model")]
-        assert done == step + [("any", True, False), ("forget",)] * closes
+        made = [("plain optimizer_step", "optimizer", "closure", "model")]
+        assert done == made + [("publish",), ("any", True, False), ("forget",)] * closes
         assert trainer.should_stop == stops
 
 
@@ -586,7 +588,7 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
     setup = replace(made.ties.setup, world=world, sharding=sharding, shard_group=2, spec=spec)
     strategy = DisaggregatedStrategy(setup, DirectoryCheckpointIO())
     strategy.parallel_devices = [torch.device("cpu")] * 3
-    strategy.parts = cast(Any, SimpleNamespace(steps=SimpleNamespace(together=None)))
+    strategy.parts = cast(Any, SimpleNamespace(step=SimpleNamespace(together=None)))
 
     def noted(name: str, answer: Any = None) -> Any:
         return lambda *args: done.append((name, *args)) or answer
@@ -612,7 +614,7 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
         ("moved", strategy),
         *[("context", policy, 2, "cpu", limit)] * shares,
     ]
-    assert strategy.parts.steps.together == ("together" if shares else None)
+    assert strategy.parts.step.together == ("together" if shares else None)
 
 
 @pytest.mark.parametrize(
@@ -714,7 +716,7 @@ def test_a_rollout_waits_for_the_trainers_says_that_it_joined_and_sends_all_befo
     strategy.run_rollouts()
     assert strategy.state.first_step == 7
     assert "wait startup" in strategy.session.progress._finished
-    evaluates = (strategy.rank_setup.evaluated, strategy.engine, strategy.control, "claims")
+    evaluates = (strategy.rank_setup.evaluated, "ties", strategy.parts.runner)
     works = ("ties", strategy.parts.runner, evaluates)
     assert done == [("join", 3)] * joined + [works, "run"] + ["drain"] * leaves
 

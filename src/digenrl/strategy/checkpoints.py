@@ -1,0 +1,111 @@
+"""Checkpoints of a trainer rank: a copy to the host, then a thread writes it while training goes
+on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from digenrl.models.policy import Policy
+from digenrl.record.span_log import SpanLog
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
+from digenrl.strategy.checkpoint_storage import PREFIX
+from digenrl.strategy.shared import TrainerState
+
+
+class Checkpoints:
+    """The checkpoint that is being written, and where a stored one is read to. Each trainer handles
+    what it holds.
+
+    Args:
+        io: Lightning's plugin, which knows the files.
+        group: the trainers, apart from the default group: a checkpoint is written from the host by
+            a thread, while the default group's collectives go on.
+        previous: weights of the version before, which never change and so need no copy.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        spans: SpanLog,
+        io: DirectoryCheckpointIO,
+        group: dist.ProcessGroup,
+        state: TrainerState,
+    ) -> None:
+        self._policy, self._spans, self._io, self._group, self._state = (
+            policy,
+            spans,
+            io,
+            group,
+            state,
+        )
+        self.writing: Writing | None = None
+        """The checkpoint that is being written, or None."""
+
+    def begin(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Begin to write `checkpoint` as `path`; `wait` reports the result.
+
+        Raises:
+            OSError: the checkpoint before could not be written.
+        """
+        self.wait()
+        fixed = (self._state.previous or {}).values()
+        with self._spans.stage("checkpoint"):
+            stage = partial(self._spans.progress.stage, "checkpoint")
+            self.writing = self._io.begin(checkpoint, path, self._group, stage, fixed)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in writing is complete, if there is one.
+
+        Raises:
+            OSError: it could not be written; every trainer is told.
+        """
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            with self._spans.stage("wait checkpoint"):
+                writing.result()
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Return the checkpoint at `path`: the rows that this trainer holds. Parameters are read in
+        place."""
+        return read(path, group=self._group, room=self._room)
+
+    def _room(self, place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return the tensor that an entry of a checkpoint is read into. A parameter is its own. A
+        moment or an average gets memory with its parameter's device and sharding."""
+        parameters = self._policy.trained_parameters()
+        if place.startswith("state_dict/"):
+            return parameters[place.removeprefix(f"state_dict/{PREFIX}")].detach()
+        name = next((part for part in place.split("/") if part in parameters), None)
+        if name is None or parameters[name].shape != size:
+            return torch.empty(size, dtype=dtype)
+        return torch.empty_like(parameters[name], dtype=dtype).detach()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the optimizer's state by the names of the parameters: numbers would depend on
+        their order."""
+        names, state = list(self._policy.trained_parameters()), optimizer.state_dict()
+        groups = [
+            {**group, "params": [names[i] for i in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        return {
+            "state": {names[i]: kept for i, kept in state["state"].items()},
+            "param_groups": groups,
+        }
+
+    @staticmethod
+    def load_optimizers(optimizers: list[Any], checkpoint: Mapping[str, Any]) -> None:
+        """Give each optimizer its state of `checkpoint`. The learning rate stays the
+        configuration's, which a resumed run may change."""
+        for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+            rates = [group["lr"] for group in optimizer.param_groups]
+            optimizer.load_state_dict(state)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate

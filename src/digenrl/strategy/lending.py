@@ -1,0 +1,214 @@
+"""Lending (TAG): what a trainer does until the next fragment can be trained.
+
+    SchedulePolicy --train--> the fragment    --wait--> the next message    --lend--> one task with the published weights
+
+Every move is the policy's. `Lending` shows it what there is to see, and carries its moves out. A
+lent task is made as a rollout makes it: a sample does not depend on the rank that made it.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from digenrl.schedule import fragments
+from digenrl.schedule.order import later_fragments
+from digenrl.schedule.policy import ASK, LEND, TRAIN
+from digenrl.strategy.inbox import Inbox
+from digenrl.strategy.publishing import PublishedCopy
+from digenrl.strategy.rollout_loop import finish_task
+from digenrl.strategy.setup import Ties
+from digenrl.strategy.shared import Fragment
+from digenrl.strategy.stop_vote import Agreement, StopVote
+from digenrl.strategy.tasks import TaskRunner
+from digenrl.transport.cells import StepBoard
+from digenrl.transport.weights import publish
+
+_POLL_S = 0.2
+"""Longest wait for a message before the trainer looks at everything again."""
+
+
+class Lending:
+    """Waits for fragments, and lends in between.
+
+    Args:
+        runner: generates tasks.
+        inbox: takes messages while this trainer waits.
+        published: the published weights, which every lent task uses.
+        agreement: trainer 0's choices, where trainers move together.
+    """
+
+    def __init__(
+        self,
+        ties: Ties,
+        runner: TaskRunner,
+        inbox: Inbox,
+        published: PublishedCopy,
+        agreement: Agreement,
+        stop_vote: StopVote,
+    ) -> None:
+        spec, world = ties.setup.spec, ties.setup.world
+        self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
+        self._inbox, self._published, self._agreement = inbox, published, agreement
+        self._state, self._hooks, self._stop_vote = ties.state, ties.hooks, stop_vote
+        self._control, self._link, self._spans = ties.control, ties.link, ties.spans
+        self._stage = "lend" if world.rollouts else "generate"
+        chooses = spec.tag or not world.rollouts
+        self._together = runner.policy.roles.lockstep and chooses
+        """Forwards are collectives, and trainers may generate, or choose a fragment: all of them
+        must do so at once."""
+        self._recalled = 0
+        self._lost: frozenset[int] = frozenset()
+
+    def wait_for_fragment(
+        self, board: StepBoard, update: int, pending: Sequence[Fragment]
+    ) -> Fragment:
+        """Wait for a fragment of `pending` that can be trained now, and return it.
+
+        Sharded trainers that may generate move together, since their every forward is a collective:
+        rank 0 decides (train this fragment, or lend one round), and the others follow.
+        """
+        if not self._together:
+            while (fragment := self._wait(board, update, pending)) is None:
+                self._lend(board.step, update)
+            return fragment
+        while True:
+            first = self._wait(board, update, pending) if self._world.rank == 0 else None
+            self._stop_vote.begin(self._inbox.receive)
+            choice = self._agreement.choose(-1 if first is None else pending.index(first))
+            if choice >= 0:
+                self._wait_for_cells(board, pending[choice])
+                return pending[choice]
+            self._lend(board.step, update)
+
+    # ---- waiting
+
+    def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
+        """Wait. Return the fragment to train, or None as soon as this trainer should generate a
+        task."""
+        first = update == 0 and len(pending) == len(fragments(self._spec, update))
+        wait = self._spans.span(
+            "wait", cause="first_fragment" if first else "tail", step=board.step
+        )
+        waited = False
+        with ExitStack() as span:
+            while True:
+                while self._inbox.receive(0.0):
+                    pass
+                self._spans.read()  # the search below asks what training took
+                self._see_losses()
+                fragment = self._cut(board, pending)
+                move = self._move(board, update, pending, fragment)
+                if move in (TRAIN, LEND):
+                    return fragment if move == TRAIN else None
+                if not waited:
+                    waited = True
+                    span.enter_context(wait)
+                self._recall(board.step)
+                self._inbox.receive(_POLL_S)
+                self._runner.settle()
+                self._stop_vote.check()
+
+    def _cut(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
+        """Return the fragment that could be trained now. Trainers that move together need one that
+        all of them hold: a rollout may have died when it had sent its results to some of them."""
+        fragment = self._hooks.cut_fragment(pending, board)
+        if fragment is None or not (self._together and self._world.rollouts):
+            return fragment
+        held = partial(self._runner.claims.held_by, trainers=self._world.trainers)
+        return (
+            fragment
+            if all(held(version, claim.position) for version, claim in board.made_under(fragment))
+            else None
+        )
+
+    def _move(
+        self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None
+    ) -> str:
+        """Return the policy's move. Ask the search first if the policy wants that."""
+        facts = (
+            self._world.rank,
+            update,
+            pending,
+            fragment,
+            len(board.completed),
+            self._runner.left(board.step),
+        )
+        move = self._policy.next_move(*facts)
+        if move != ASK:
+            return move
+        rounds = self._hooks.on_bubble(board, [*pending, *later_fragments(self._spec, update)])
+        return self._policy.next_move(*facts, rounds)
+
+    def _see_losses(self) -> None:
+        """Show the policy that a rank is gone, which may leave its tasks to the trainers."""
+        if self._world.rollouts and (lost := self._control.lost_ranks()) != self._lost:
+            self._lost = lost
+            self._runner.see()
+
+    def _wait_for_cells(self, board: StepBoard, fragment: Fragment) -> None:
+        """Wait until this rank holds every cell that rank 0 held when it chose `fragment`."""
+        needed = tuple(range(self._spec.prompts)) if self._spec.gap == 0 else fragment
+        with self._spans.span("wait", cause="straggler", step=board.step):
+            while not board.is_complete(needed):
+                self._inbox.receive(_POLL_S)
+                self._stop_vote.check()
+
+    # ---- generating
+
+    def _lend(self, step: int, update: int) -> None:
+        """Generate one task with the published weights. A loan that has begun runs to its end.
+        Taking the weights up and putting them away is measured."""
+        between = self._stop_vote.begin if self._together else self._stop_vote.between_steps
+        task, now = self._runner.claim(step), self._spans.now
+        if task is None:
+            if self._together:  # a task that is thrown away keeps the collectives in step
+                self._runner.run_discarded(self._hooks.plan_tasks(step)[-1], lambda _: between())
+            return
+        began = now()
+        with self._published.in_use(update):
+            loaned = now()
+            begun = self._runner.begin(task)
+            finish_task(self._runner, begun, self._stage, lambda _: between())
+            done = now()
+        if self._world.rollouts:
+            switch = ((loaned - began) + (now() - done)) / 2
+            self._policy.measured("switch", self._world.rank, switch)
+
+    def predicted_end(self, step: int) -> float | None:
+        """Return the second of the run's clock at which RL step `step` should end. None before
+        costs are known."""
+        return self._policy.predicted_end(*self._runner.seen(step, later_fragments(self._spec, -1)))
+
+    def rounds(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
+        """Return how many tasks this idle trainer should generate now: the policy's search, with
+        what is seen at present."""
+        facts, head = self._runner.seen(board.step, pending), self._runner.claims.head_left
+        return self._policy.lend(*facts, head(board.step))
+
+    # ---- deaths
+
+    def _recall(self, version: int) -> None:
+        """Publish the version before again if a task of it came back (one-step asynchrony). Perhaps
+        no rank holds those weights any more. A rollout gets that version first, and then the
+        present version."""
+        before, present = self._state.previous, self._state.current
+        if self._world.rank != 0 or before is None:
+            return
+        waiting = self._runner.claims.returned(
+            version - 1, len(self._hooks.plan_tasks(version - 1))
+        )
+        if waiting > self._recalled:
+            self._runner.see()
+            receiver = self._policy.first_free(self._spans.now())
+            rollouts = self._control.survivors(self._world.rollout_ranks)
+            if (
+                not rollouts
+            ):  # a rank that joins later asks for the present version, and this is called again
+                return
+            if receiver is None:
+                receiver = rollouts[0]
+            for number, tensors in ((version - 1, before), (version, present)):
+                publish(number, tensors, self._link, {receiver: ()}, agree=lambda digest: None)
+        self._recalled = waiting

@@ -1,0 +1,118 @@
+"""The loop of a rollout rank, from top to bottom.
+
+    claim      the next task of the version in use, or one that a leaving rank has begun
+    generate   its denoising steps, all with that version's weights
+    score      what they made, in the scorer's thread
+    send       cells and rewards to every trainer
+    adopt      the next version, once its queue is empty
+
+In one process, without ranks that share a queue: examples/grpo_in_one_file.py.
+"""
+
+from __future__ import annotations
+
+from digenrl.rollout.engine import Generation
+from digenrl.schedule import Task
+from digenrl.schedule.claims import NOBODY
+from digenrl.strategy.evaluating import EvaluationWorker
+from digenrl.strategy.rollout_mail import RolloutMail
+from digenrl.strategy.setup import Ties
+from digenrl.strategy.tasks import Interrupt, TaskRunner
+from digenrl.transport.weights import adopt
+
+
+def finish_task(
+    runner: TaskRunner, begun: Generation, stage: str, interrupt: Interrupt | None = None
+) -> None:
+    """Make what is left of a task and send it, unless `interrupt` names another rank to do so."""
+    made = runner.generate(begun, stage, interrupt)
+    if made is not None:
+        scored = runner.score(made)
+        runner.send(made, scored)
+
+
+class RolloutWorker:
+    """The life of a rollout rank. `run` is in place of Lightning's fit loop."""
+
+    def __init__(self, ties: Ties, runner: TaskRunner, evaluation_worker: EvaluationWorker) -> None:
+        self._runner, self._evaluation_worker = runner, evaluation_worker
+        self._leave, self._control, self._spans = ties.setup.session.leave, ties.control, ties.spans
+        self._parameters = ties.setup.engine.policy.trained_parameters()
+        self._mail = RolloutMail(ties, evaluation_worker.hold)
+        self._version = -1
+        """The version in use; -1 before the first."""
+
+    def run(self) -> None:
+        """Work until a trainer says that the run is done, or until this rank shall leave."""
+        with self._mail:
+            while self._control.get("done") is None:
+                if self._leave.is_set():
+                    return self._hand_in()
+                self._control.check()
+                self._mail.receive()
+                if self._mail.recalls(self._version) or not self._make_task():
+                    if self._mail.weights:
+                        self._adopt()
+                    elif not self._make_evaluation_piece():
+                        self._runner.settle()
+                        self._mail.wait(self._version)
+        return None
+
+    def _make_task(self) -> bool:
+        """Claim, generate, score and send one task; False if there is none for this rank."""
+        begun = self._claim_task()
+        if begun is not None:
+            finish_task(self._runner, begun, "generate", self._between_steps)
+        return begun is not None
+
+    def _claim_task(self) -> Generation | None:
+        """Take a suspended task, else the next of the queue. A task of the next version waits until
+        this rank has adopted that: its weights were published before it was begun."""
+        runner, suspended = self._runner, self._mail.suspended
+        while suspended and suspended[0].task.version <= self._version:
+            self._mail.end_wait("tail")
+            if (begun := runner.take_over(suspended.popleft())) is not None:
+                return begun
+        if self._version < 0 or not runner.takes(self._version):
+            return None
+        if (task := runner.claim(self._version)) is None:
+            return None
+        self._mail.end_wait("tail")
+        return runner.begin(task)
+
+    def _between_steps(self, task: Task) -> int | None:
+        """Return the rank that finishes `task` if this rank leaves, or None to go on."""
+        if self._leave.is_set():
+            self._runner.withdraw()
+            receiver = self._runner.successor(task, self._version)
+            return NOBODY if receiver is None else receiver
+        self._mail.receive()
+        return None
+
+    def _adopt(self) -> None:
+        """Take the next version into use."""
+        self._mail.end_wait("startup" if self._version < 0 else "weights")
+        weights = self._mail.weights.popleft()
+        self._version = weights.number
+        # Only here, between two tasks: a trajectory under way keeps its version (I7).
+        with self._spans.span("adopt", version=self._version, digest=weights.digest):
+            adopt(self._parameters, weights)
+        self._evaluation_worker.adopted(self._version)
+        self._runner.announce(self._version)
+
+    def _hand_in(self) -> None:
+        """Leave: send what is finished, and give away the suspended tasks that wait here."""
+        self._runner.withdraw()
+        self._mail.receive()
+        for suspended in self._mail.suspended:
+            self._runner.forward(suspended)
+        self._runner.settle(wait=True)
+
+    def _make_evaluation_piece(self) -> bool:
+        """Make a piece of the evaluation of the version in use; False if there is none for this
+        rank."""
+        claim = self._evaluation_worker.claim(self._version)
+        if claim is not None:
+            self._mail.end_wait("tail")
+            self._evaluation_worker.make(self._version, claim, self._mail.receive)
+        return claim is not None

@@ -1,0 +1,89 @@
+"""What comes to a rollout rank between two tasks, and the record of its waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from digenrl.strategy.setup import Ties
+from digenrl.transport.suspended import Suspended
+from digenrl.transport.weights import Arrivals, Version
+from digenrl.transport.wire import Message, MessageKind
+
+_WAIT_S = 0.2
+"""Longest wait for a message before a free rank looks at everything again."""
+
+
+class RolloutMail:
+    """Sorts what arrives on a rollout rank, and records how long the rank waited for it.
+
+    Used as a context, which ends the heartbeat's stage of a wait in progress.
+
+    Args:
+        hold_evaluated: keeps weights that an evaluation is of, where rollouts do not use them.
+    """
+
+    def __init__(self, ties: Ties, hold_evaluated: Callable[[Version], None]) -> None:
+        self._hold_evaluated = hold_evaluated
+        self._world, self._control = ties.setup.world, ties.control
+        self._link, self._spans = ties.link, ties.spans
+        self._arrivals = Arrivals(ties.setup.engine.policy.trained_parameters())
+        self.weights: deque[Version] = deque()
+        """Versions to take into use, in the order in which they were published."""
+        self.suspended: deque[Suspended] = deque()
+        """Tasks of ranks that left, which this rank goes on with."""
+        self._asked = False
+        """Whether this rank, which joined, has asked for weights."""
+        self._idle_since: float | None = None
+        self._idle = ExitStack()
+        """Stage of the wait in progress, for heartbeats."""
+
+    def __enter__(self) -> RolloutMail:
+        self._idle.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._idle.close()
+
+    def receive(self, timeout: float = 0.0) -> None:
+        """Sort arriving messages; wait up to `timeout` seconds for the first."""
+        while (message := self._link.receive(timeout)) is not None:
+            timeout = 0.0
+            if message.kind is MessageKind.WEIGHTS:
+                version = self._arrivals.add(message)
+                if version is not None and version.number < 0:
+                    self._hold_evaluated(version)
+                elif version is not None:
+                    self.weights.append(version)
+            elif message.kind is MessageKind.STATE:
+                self.suspended.append(Suspended.of(message, self._world.rank))
+
+    def recalls(self, version: int) -> bool:
+        """Whether one older than `version` came back: a task of its queue lost its owner when
+        nobody held it any more."""
+        return bool(self.weights) and self.weights[0].number < version
+
+    def wait(self, version: int) -> None:
+        """Spend a moment without work, with `version` in use (-1: none yet)."""
+        if self._idle_since is None:
+            self._idle_since = self._spans.now()
+            cause = "wait startup" if version < 0 else "wait weights"
+            self._idle.enter_context(self._spans.stage(cause))
+        if version < 0 and self._world.joined:
+            self._ask()
+        self.receive(_WAIT_S)
+
+    def end_wait(self, cause: str) -> None:
+        """End the wait in progress, if there is one, and record its cause."""
+        if self._idle_since is not None:
+            self._idle.close()
+            self._spans.add("wait", self._idle_since, self._spans.now(), cause=cause)
+            self._idle_since = None
+
+    def _ask(self) -> None:
+        """Ask trainer 0 for its newest weights, because this rank joined. Versions that are
+        published from now on come by themselves."""
+        if not self._asked and self._control.get("version") is not None:
+            self._asked = True
+            self._link.send(0, Message(MessageKind.ASK, {"rank": self._world.rank}))

@@ -1,0 +1,120 @@
+"""One RL step of a trainer rank, from top to bottom. Lightning's hooks call it, in this order.
+
+    wait       for a complete, scored fragment; a trainer that lends generates meanwhile (`lending`)
+    train      its micro-batches: forward and backward; Lightning accumulates
+    reduce     after the last one of an update: every trainer arrives, gradients are averaged once
+    update     Lightning's optimizer step
+    publish    after the last update of the logical batch; rollouts begin what waits for the version
+
+In one process: examples/grpo_in_one_file.py. One Lightning epoch is one RL step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch.distributed as dist
+
+from digenrl.schedule import fragments
+from digenrl.strategy import gradients, shard
+from digenrl.strategy.inbox import Inbox
+from digenrl.strategy.lending import Lending
+from digenrl.strategy.publishing import Publisher
+from digenrl.strategy.setup import Ties
+from digenrl.strategy.shares import Shares
+from digenrl.strategy.step_ledger import StepLedger
+from digenrl.strategy.stop_vote import StopVote
+from digenrl.types import TrainBatch
+
+
+class TrainerStep:
+    """What Lightning gets in place of the train dataloader, and what its hooks do with each batch.
+
+    It is *sized*: an unsized loader makes Lightning fetch the first fragment of the next batch
+    before the optimizer step, which on-policy never comes.
+    """
+
+    def __init__(
+        self, ties: Ties, inbox: Inbox, lending: Lending, ledger: StepLedger, shares: Shares,
+        stop_vote: StopVote, publisher: Publisher,
+    ) -> None:  # fmt: skip
+        setup = ties.setup
+        self._setup, self._spec, self._world = setup, setup.spec, setup.world
+        self._policy, self._state, self._spans = setup.engine.policy, ties.state, ties.spans
+        self._inbox, self._lending, self._ledger, self._shares = inbox, lending, ledger, shares
+        self._stop_vote, self._publisher = stop_vote, publisher
+        self._accumulating = False
+        self.together: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context of what a group of trainers computes together; set when the model has moved."""
+
+    def __len__(self) -> int:
+        return self._setup.micro_batches_per_update * self._spec.updates_per_batch
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        """Wait for each fragment, and yield its micro-batches to be trained."""
+        board = self._inbox.open(self._state.version)
+        self._ledger.open(self._lending.predicted_end(board.step))
+        for update in range(self._spec.updates_per_batch):
+            # a replica does not wait for what others train while something of its own is ready
+            pending = sorted(fragments(self._spec, update), key=lambda f: not board.concerns(f))
+            while pending:
+                fragment = self._lending.wait_for_fragment(board, update, pending)
+                pending.remove(fragment)
+                self._ledger.begin_fragment(board, fragment)
+                for batch in board.batches(fragment, last=not pending):
+                    self._stop_vote.begin_micro_batch()
+                    yield batch
+                self._ledger.end_fragment()
+
+    def train(self, batch: TrainBatch) -> AbstractContextManager[None]:
+        """Begin a micro-batch, and return the context of its forward."""
+        self._shares.begin(batch)
+        return self.tokens_shared()
+
+    @contextmanager
+    def tokens_shared(self) -> Iterator[None]:
+        """Inside, a context group computes together. Raises: see `StopVote.memory_guarded`."""
+        with self._stop_vote.memory_guarded(), self.together():
+            yield
+
+    @contextmanager
+    def accumulation(self) -> Iterator[None]:
+        """Inside, a backward pass is of a micro-batch that is not the last one of its update."""
+        self._accumulating = True
+        shard.synchronise_gradients(self._policy, on=False)
+        try:
+            yield
+        finally:
+            self._accumulating = False
+            shard.synchronise_gradients(self._policy, on=True)
+
+    def reduce(self) -> None:
+        """End a micro-batch. After the last one of an update, reduce the gradients of all trainers:
+        the one place that scales them (design, "Scaling of gradients"). Raises: see
+        `StopVote.begin`."""
+        self._shares.end()
+        self._spans.progress.tick()
+        if self._accumulating:
+            return
+        self._ledger.end_fragment()  # what follows belongs to the update
+        step, trained = self._state.version, self._policy.trained_parameters().values()
+        if self._world.trainers > 1:
+            with self._spans.span("wait", cause="straggler", step=step):
+                self._stop_vote.begin_update()
+                dist.barrier()  # so that the span below measures the reduction, not a straggler
+        scale = self._inbox.open(step).gradient_scale(self._state.updates_done)
+        with self._spans.span("optimizer", step=step, what="reduce"):
+            gradients.average(trained, self._world.trainers)
+            gradients.scale(trained, scale)
+
+    def update(self) -> bool:
+        """Count the optimizer step that was made; return whether it ends the RL step."""
+        self._state.updates_done += 1
+        return self._state.updates_done == self._spec.updates_per_batch
+
+    def publish(self) -> None:
+        """Make the weights the next version, and close the RL step."""
+        self._publisher.publish(self._state.version + 1)
+        self._ledger.close(self._state.version)
+        self._state.updates_done = 0
