@@ -35,8 +35,8 @@ from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
 from digenrl.schedule.claims import Claim, Claims
-from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
+from digenrl.schedule.scheduler import Scheduler, header
 from digenrl.strategy.rollout_loop import finish_task
 from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.cells import Part, Placement, StepBoard, pack
@@ -141,7 +141,7 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
     runner = TaskRunner(
         SPEC,
         World(here.rank, 1, 1),
-        SchedulePolicy(SPEC, roles, plan, decisions),
+        Scheduler(SPEC, roles, plan, decisions),
         plan,
         one_trainer,
         cast(RolloutEngine, Idle(trajectory)),

@@ -59,7 +59,7 @@ class Advice:
     """What every rank of a run is told when it starts."""
 
     expected: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """(stage, rank) -> seconds, as `SchedulePolicy.expected` takes them; {}: lending measures its
+    """(stage, rank) -> seconds, as `Scheduler.expected` takes them; {}: lending measures its
     own."""
     stand_ins: tuple[StandIn, ...] = ()
     """One for each rank of an emulated run; () for a real run."""

@@ -18,8 +18,8 @@ from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import World
 from digenrl.schedule import ScheduleSpec, Task, queue
 from digenrl.schedule.claims import Claim, ClaimError, Claims, MemoryClaims
-from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles, Work
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.strategy.tasks import TaskRunner
 from tests.schedule.test_figures import Drawing, life_of_claims
 
@@ -244,9 +244,9 @@ def runner_of(
 ) -> TaskRunner:
     """A rollout rank's claims, without anything to generate with."""
     nothing = cast(Any, None)
-    policy = SchedulePolicy(spec, Roles(0, ranks), lambda version: tasks)
+    scheduler = Scheduler(spec, Roles(0, ranks), lambda version: tasks)
     return TaskRunner(
-        spec, World(rank, 0, ranks), policy, lambda version: tasks, nothing, nothing, nothing, control, nothing,
+        spec, World(rank, 0, ranks), scheduler, lambda version: tasks, nothing, nothing, nothing, control, nothing,
         cast(Any, clock),
     )  # fmt: skip
 

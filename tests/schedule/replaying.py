@@ -1,4 +1,4 @@
-"""Feed the recorded decisions of a run to a fresh policy (I13)."""
+"""Feed the recorded decisions of a run to a fresh scheduler (I13)."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from digenrl.schedule.order import queue
-from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles, Work
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.schedule.spec import ScheduleSpec
 
 
 def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
-    """Feed a record to a fresh policy, and return the decisions that came out differently, as (row,
+    """Feed a record to a fresh scheduler, and return the decisions that came out differently, as (row,
     answer now).
 
-    A resumed run has several headers. Each begins a new policy.
+    A resumed run has several headers. Each begins a new scheduler.
     """
     different = []
-    policy: SchedulePolicy | None = None
+    scheduler: Scheduler | None = None
     for row in rows:
         if "spec" in row:
             spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
             plan = functools.partial(queue, spec, last_step=row["last_step"])
-            policy = SchedulePolicy(spec, Roles(**row["roles"]), plan)
+            scheduler = Scheduler(spec, Roles(**row["roles"]), plan)
             continue
-        assert policy is not None, "a record begins with its header"
+        assert scheduler is not None, "a record begins with its header"
         name, args = (
             row.get("event") or row["decision"],
             [_hashable(value) for value in row["args"]],
         )
         if name == "saw_rank":
-            policy.saw_rank(args[0], None if args[1] is None else Work(*args[1]))
+            scheduler.saw_rank(args[0], None if args[1] is None else Work(*args[1]))
             continue
-        answer = getattr(policy, name)(*args)
+        answer = getattr(scheduler, name)(*args)
         if "decision" in row and answer != row["answer"]:
             different.append((row, answer))
     return different

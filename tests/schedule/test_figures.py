@@ -39,8 +39,8 @@ from digenrl.schedule.claims import (
     queue_part,
 )
 from digenrl.schedule.order import later_fragments
-from digenrl.schedule.policy import ASK, SchedulePolicy
 from digenrl.schedule.ranks import Roles, Work, declines, finished_before
+from digenrl.schedule.scheduler import ASK, Scheduler
 from digenrl.schedule.search import (
     LendingMonitor,
     LendingState,
@@ -204,22 +204,22 @@ def type_of(name: str) -> type:
     return type(vars(ScheduleSpec).get(name))
 
 
-def of_policy(draw: Drawing) -> Iterator[Any]:
+def of_scheduler(draw: Drawing) -> Iterator[Any]:
     """Events and questions in the order of a small run's life, with what is recorded of them."""
     spec = draw.spec()
     trainers, rollouts = draw.number(1, 3), draw.of([0, 1, 2, 3])
     roles = Roles(trainers, rollouts, draw.true(0.3), draw.true(0.1), draw.true(0.3))
     rows: list[Any] = []
-    policy = SchedulePolicy(spec, roles, lambda version: queue(spec, version, 3), rows.append)
+    scheduler = Scheduler(spec, roles, lambda version: queue(spec, version, 3), rows.append)
     ranks, now, step = range(trainers + rollouts + 1), 0.0, draw.number(0, 2)
     for rank in ranks:
         if draw.true(0.8):
-            told = policy.expected if draw.true() else policy.measured
+            told = scheduler.expected if draw.true() else scheduler.measured
             told("generate", rank, draw.seconds(4.0, 0.5))
     for rank in range(trainers):
-        policy.measured("train", rank, draw.seconds(1.0))
+        scheduler.measured("train", rank, draw.seconds(1.0))
         if draw.true(0.3):
-            policy.measured("switch", rank, draw.seconds(1.0))
+            scheduler.measured("switch", rank, draw.seconds(1.0))
     for _ in range(30):
         if draw.true(0.7):
             now += draw.seconds(1.0)
@@ -236,31 +236,34 @@ def of_policy(draw: Drawing) -> Iterator[Any]:
                     step + draw.number(0, 1) if busy else -1,
                     draw.number(0, spec.prompts - 1) if busy else -1, now + draw.seconds(3.0),
                 )  # fmt: skip
-                policy.saw_rank(rank, work if draw.true(0.9) else None)
+                scheduler.saw_rank(rank, work if draw.true(0.9) else None)
             case 3:
                 some = draw.of([1, 2, left[1]])
-                yield policy.takes(rank, step, some, now), policy.takes(rank, step, some, now, some)
-                yield policy.many_left(rank, left[1])
+                yield (
+                    scheduler.takes(rank, step, some, now),
+                    scheduler.takes(rank, step, some, now, some),
+                )
+                yield scheduler.many_left(rank, left[1])
             case 4:
-                yield policy.first_free(now), policy.successor(rank, step, step, now)
+                yield scheduler.first_free(now), scheduler.successor(rank, step, step, now)
             case 5 | 6:
                 ready = draw.of([None, None, pending[0]])
                 asked = trainer, updates, pending, ready, draw.number(0, 2), draw.number(0, 2)
-                move = policy.next_move(*asked)
+                move = scheduler.next_move(*asked)
                 if move == ASK:
-                    move = ASK, policy.next_move(*asked, draw.number(0, 2))
+                    move = ASK, scheduler.next_move(*asked, draw.number(0, 2))
                 yield move
             case 7:
-                yield policy.opens(trainer, step, pending, left, now)
+                yield scheduler.opens(trainer, step, pending, left, now)
             case 8:
-                yield policy.lend(trainer, step, pending, left, now, draw.of([0, 0, 0, 1]))
-                yield policy.loan_facts(trainer, now + 1.0)
+                yield scheduler.lend(trainer, step, pending, left, now, draw.of([0, 0, 0, 1]))
+                yield scheduler.loan_facts(trainer, now + 1.0)
             case 9:
-                yield policy.predicted_end(trainer, step, pending, left, now)
+                yield scheduler.predicted_end(trainer, step, pending, left, now)
             case 10:
-                yield policy.step_ended(trainer, now)
-                policy.step_begun(trainer)
-    yield sorted(policy._generators), hashed(list(policy._costs.items())), hashed(rows)
+                yield scheduler.step_ended(trainer, now)
+                scheduler.step_begun(trainer)
+    yield sorted(scheduler._generators), hashed(list(scheduler._costs.items())), hashed(rows)
 
 
 def of_takes(draw: Drawing) -> Iterator[Any]:
@@ -269,33 +272,38 @@ def of_takes(draw: Drawing) -> Iterator[Any]:
     for _ in range(12):
         trainers, rollouts = draw.number(1, 2), draw.number(1, 3)
         roles = Roles(trainers, rollouts, keeps_copy=draw.true())
-        policy = SchedulePolicy(spec, roles, lambda version: queue(spec, version, 3))
+        scheduler = Scheduler(spec, roles, lambda version: queue(spec, version, 3))
         now, least = draw.seconds(2.0), draw.of([0.5, 1.0, 2.0])
         for rank in range(trainers + rollouts):
             group, until = draw.number(-1, 3), now + draw.seconds(3.0) - 0.5
-            policy.expected("generate", rank, seconds := least + draw.seconds(2.0))
-            policy.expected("train", rank, draw.seconds(1.0))
+            scheduler.expected("generate", rank, seconds := least + draw.seconds(2.0))
+            scheduler.expected("train", rank, draw.seconds(1.0))
             known = seconds if draw.true(0.9) else 0.0
-            policy.saw_rank(rank, Work(draw.number(0, 2), known, draw.number(0, 2), group, until))
+            scheduler.saw_rank(
+                rank, Work(draw.number(0, 2), known, draw.number(0, 2), group, until)
+            )
         left = draw.number(1, 4)
         for rank in range(trainers + rollouts):
-            yield [policy.takes(rank, 1, left, now, head) for head in (0, left - 1, left)]
+            yield [scheduler.takes(rank, 1, left, now, head) for head in (0, left - 1, left)]
             yield (
-                policy.many_left(rank, 2 * left),
-                policy.successor(rank, 1, draw.number(0, 1), now),
+                scheduler.many_left(rank, 2 * left),
+                scheduler.successor(rank, 1, draw.number(0, 1), now),
             )
         pending = later_fragments(spec, -1)
         sides = draw.number(0, 3), draw.number(0, 8)
-        working = policy._known_speed(policy._generators)
+        working = scheduler._known_speed(scheduler._generators)
         if working:
-            yield astuple(policy._state(0, working, {}, 1, pending, sides, now, 2))
-        yield policy.must_generate(0, 1, left - 1), policy.predicted_end(0, 1, pending, sides, now)
+            yield astuple(scheduler._state(0, working, {}, 1, pending, sides, now, 2))
+        yield (
+            scheduler.must_generate(0, 1, left - 1),
+            scheduler.predicted_end(0, 1, pending, sides, now),
+        )
         for _ in range(4):
-            yield policy.lend(0, 1, pending, sides, now), policy.loan_facts(0, now)
+            yield scheduler.lend(0, 1, pending, sides, now), scheduler.loan_facts(0, now)
             now += draw.seconds(4.0)
-            yield policy.step_ended(0, now), policy._trainers[0].monitor.loans
-            policy.step_begun(0)
-            yield policy.opens(0, 1, pending, sides, now)
+            yield scheduler.step_ended(0, now), scheduler._trainers[0].monitor.loans
+            scheduler.step_begun(0)
+            yield scheduler.opens(0, 1, pending, sides, now)
 
 
 def life_of_claims(
@@ -383,7 +391,7 @@ KINDS: dict[str, tuple[Callable[[Drawing], Iterator[Any]], int]] = {
     "search": (of_search, 24),
     "ranks": (of_ranks, 6),
     "cells": (of_cells, 40),
-    "policy": (of_policy, 160),
+    "policy": (of_scheduler, 160),
     "takes": (of_takes, 30),
     "claims": (of_claims, 60),
     "monitor": (of_monitor, 4),

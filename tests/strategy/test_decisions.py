@@ -13,7 +13,7 @@ import pytest
 
 from digenrl import run
 from digenrl.cluster.world import World
-from digenrl.schedule.policy import LEND, TRAIN
+from digenrl.schedule.scheduler import LEND, TRAIN
 from tests.schedule.replaying import replay
 from tests.strategy.conftest import EVERYTHING
 from tests.strategy.processes import (

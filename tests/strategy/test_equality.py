@@ -20,7 +20,7 @@ import torch
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.config.settings import Settings
-from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.scheduler import Scheduler
 from tests.strategy.processes import (
     FP64,
     FULL,
@@ -249,7 +249,7 @@ def lend_always(rank: run.Rank, world: World) -> None:
     """The search finds nothing to gain in runs of milliseconds; equality must hold whatever it
     decides."""
     rank.strategy.on_bubble = lambda board, pending: 1  # type: ignore[method-assign]
-    SchedulePolicy.opens = lambda *args: min(3, args[4][1])  # type: ignore[method-assign, assignment]
+    Scheduler.opens = lambda *args: min(3, args[4][1])  # type: ignore[method-assign, assignment]
 
 
 PAIRWISE = pairwise()

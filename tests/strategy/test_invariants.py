@@ -23,7 +23,7 @@ from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
 from digenrl.schedule.claims import Claim
-from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.schedule.staleness import StalenessError
 from digenrl.strategy import tasks
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
@@ -287,7 +287,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
             return 1
 
         strategy.on_bubble = one_then_always  # type: ignore[method-assign, assignment]
-        SchedulePolicy.opens = lambda *_: 0  # type: ignore[method-assign, assignment]
+        Scheduler.opens = lambda *_: 0  # type: ignore[method-assign, assignment]
 
         def waited(
             lending: Lending, board: StepBoard, update: int, pending: list[tuple[int, ...]]

@@ -67,18 +67,18 @@ class Trainer(Rollout):
             self.controls[rank], rank, directory, spec, Loop(rank), roles, self.told.append
         )
         self.link, unused = cast(Loop, self.post), cast(Any, None)
-        runner, policy, world = self.runner, self.runner.policy, self.runner._world
+        runner, scheduler, world = self.runner, self.runner.scheduler, self.runner._world
         setup = RankSetup(world, unused, spec, runner._engine, runner._sampler, 1)
         ties = Ties(
             setup, cast(Any, self), unused, TrainerState(), self.control, self.post, self.spans
         )
-        ledger = StepLedger(spec, world, self.spans, policy, directory)
+        ledger = StepLedger(spec, world, self.spans, scheduler, directory)
         placed = partial(place, spec, roles.trainers)
         self.ledger = ledger
         self.inbox = Inbox(
             cast(Any, self.link),
             runner.claims,
-            policy,
+            scheduler,
             ledger,
             lambda step: StepBoard(
                 spec, placed, rank, step, {"bright": 1.0}, lockstep=roles.lockstep
@@ -178,10 +178,10 @@ def test_a_wait_ends_with_what_goes_wrong_meanwhile(store: Store, tmp_path: Path
 
 def known(trainer: Trainer, seconds: float = 1.0) -> None:
     """Let trainer 0 know what everything takes, and that a rollout is there."""
-    policy = trainer.runner.policy
+    scheduler = trainer.runner.scheduler
     for stage, rank in (("train", 0), ("generate", 0), ("generate", 1)):
-        policy.expected(stage, rank, seconds)
-    policy.saw_rank(1, Work(0, seconds))
+        scheduler.expected(stage, rank, seconds)
+    scheduler.saw_rank(1, Work(0, seconds))
 
 
 def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weights(
@@ -196,7 +196,7 @@ def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weig
     found = lending.wait_for_fragment(board, 0, [(0,), (1,)])
     assert (found, trainer.post.to) == ((0,), [0, 0])
     assert trainer.used == ["taken up", "put away"] * 2
-    assert 1 not in trainer.runner.policy._ranks, "the death was seen"
+    assert 1 not in trainer.runner.scheduler._ranks, "the death was seen"
     assert lending.wait_for_fragment(board, 0, [(1,)]) == (1,)
     rows = trainer.rows()
     assert [row["stage"] for row in rows] == ["lend", "decode", "score", "send"] * 4
@@ -233,7 +233,7 @@ def test_a_trainer_that_is_no_use_waits_and_asks_once_for_each_change(
     """What takes a rollout a second takes this trainer a thousand."""
     trainer = Trainer(store, tmp_path)
     known(trainer)
-    trainer.runner.policy.expected("generate", 0, 1000.0)
+    trainer.runner.scheduler.expected("generate", 0, 1000.0)
     rollout = Rollout(trainer.controls[1], 1, tmp_path, SPEC, roles=Roles(1, 1))
     rollout.runner.announce(0)
     look = [lambda: None] * 3
@@ -251,7 +251,7 @@ def test_sharded_trainers_follow_trainer_0_into_loans_thrown_away_work_and_fragm
     trainer = Trainer(store, tmp_path, roles=roles, rank=rank, sharding="fsdp")
     other = Rollout(trainer.controls[1 - rank], 1 - rank, tmp_path, SPEC, Fed(), roles)
     known(trainer)
-    trainer.runner.policy._timed.add(2)
+    trainer.runner.scheduler._timed.add(2)
     # The other trainer is at every piece already, and took one of the tasks.
     trainer.launcher.set("granted", "99")
     trainer.launcher.add("arrived", 99)
@@ -334,15 +334,15 @@ def test_the_search_and_the_head_of_a_queue_are_told_what_the_others_do(
     (opened,) = trainer.decisions("opens")
     assert opened[:4] == [0, 1, later, [6, 2]]
     assert before <= opened[4] <= trainer.spans.now()
-    assert trainer.runner.policy._ranks[1] == Work(1, 7.0, until=rollout.work().until)
+    assert trainer.runner.scheduler._ranks[1] == Work(1, 7.0, until=rollout.work().until)
     trainer.runner.claims.begin_behind(0, 3)
     assert trainer.lending.rounds(trainer.board, [(1,)]) == 1
     (lent,) = trainer.decisions("lend")
     assert (lent[:2], lent[2], lent[3][1], lent[5]) == ([0, 0], [[1]], 6, 3)
     end = trainer.lending.predicted_end(1)
-    policy = trainer.runner.policy
+    scheduler = trainer.runner.scheduler
     facts = trainer.runner.seen(1, later_fragments(spec, -1))
-    assert end == pytest.approx(policy.predicted_end(*facts), abs=2.0)
+    assert end == pytest.approx(scheduler.predicted_end(*facts), abs=2.0)
 
 
 def test_sharded_trainers_vote_before_each_choice_and_lend_for_the_step_and_the_update(
@@ -413,7 +413,7 @@ def test_a_loan_votes_as_its_trainers_do_and_its_switch_is_half_of_both_ways(
     monkeypatch.setattr(runner, "begin", lambda task: task)
     monkeypatch.setattr(runner, "generate", generate)
     monkeypatch.setattr(runner, "run_discarded", lambda task, ask: done.append((task, ask(task))))
-    monkeypatch.setattr(runner.policy, "measured", lambda *facts: done.append(facts))
+    monkeypatch.setattr(runner.scheduler, "measured", lambda *facts: done.append(facts))
     lending._lend(0, 0)
     voted = "begin" if lockstep else "between"
     assert done == [0, voted, (task, "lend", None), ("switch", 0, 3.0)]

@@ -181,7 +181,7 @@ def test_a_resumed_run_publishes_the_version_before_first_if_it_has_it(
     trainer.state.first_step = first
     trainer.state.previous = before if async_steps else None
     for rank in (1, 2):
-        trainer.runner.policy.expected("generate", rank, 1.0)
+        trainer.runner.scheduler.expected("generate", rank, 1.0)
     trainer.publisher.begin()
     versions = [
         value for key, value in (d for d in trainer.done if len(d) == 2) if key == "version"
@@ -313,7 +313,7 @@ class Evaluated(Publishing):
     def __init__(self, store: Store, directory: Path, rank: int = 0) -> None:
         super().__init__(store, directory, SPEC, Roles(2, 2), rank, drawn=DRAWN)
         world, spans = self.runner._world, self.spans
-        ledger = StepLedger(SPEC, world, spans, self.runner.policy, directory)
+        ledger = StepLedger(SPEC, world, spans, self.runner.scheduler, directory)
         self.ledger = ledger
         vote = StopVote(self.control, world, spans.progress, False, lambda: True)
         agreement = Agreement(self.control, world, spans.progress)

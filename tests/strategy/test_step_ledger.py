@@ -18,8 +18,8 @@ from digenrl.record.progress import Progress
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec, group_tasks, queue
 from digenrl.schedule.claims import Claim, Claims, MemoryClaims
-from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.schedule.search import Decision
 from digenrl.schedule.staleness import AccountingError, StalenessError
 from digenrl.schedule.timesteps import Block
@@ -43,11 +43,11 @@ def opened(
     """A ledger of `ASYNC` in its step `step`, and the step's board with both groups complete; group
     1 has no score, and the next step's stale group has arrived too."""
     world = World(rank, 1 + rank, 1)
-    policy = SchedulePolicy(ASYNC, Roles(1 + rank, 1), lambda version: queue(ASYNC, version, 9))
+    scheduler = Scheduler(ASYNC, Roles(1 + rank, 1), lambda version: queue(ASYNC, version, 9))
     spans = SpanLog(None, rank, "trainer", 0.0)
     ticks = itertools.count()
     spans.now = lambda: float(next(ticks))  # type: ignore[method-assign]  # a second at each look
-    ledger = StepLedger(ASYNC, world, spans, policy, tmp_path)
+    ledger = StepLedger(ASYNC, world, spans, scheduler, tmp_path)
     ledger.open(predicted_end)
     board = StepBoard(ASYNC, placed, 0, step=step, reward_weights={"r": 1.0})
     for task in (*group_tasks(ASYNC, step, 0), *group_tasks(ASYNC, step, 1)):
@@ -82,13 +82,13 @@ def test_I10_every_issued_sample_is_trained_dropped_or_in_flight(tmp_path: Path)
 def test_a_closed_step_says_what_was_trained_and_how_long_it_took(tmp_path: Path) -> None:
     """Steps of 8 samples with 3 trained time steps; every look at the clock takes a second."""
     steps, board = opened(tmp_path, 3, predicted_end=7.5)
-    spans, policy = steps._spans, steps._policy
+    spans, scheduler = steps._spans, steps._scheduler
     spans.add("wait", 1.0, 3.5, cause="tail")
     spans.add("wait", 4.0, 5.0, cause="straggler")
     steps.begin_fragment(board, (0,))
     steps.begin_fragment(board, (1,))
     steps.end_fragment()
-    cell_s = policy._costs["train", 0]
+    cell_s = scheduler._costs["train", 0]
     assert cell_s == pytest.approx(1.0 / 6), "a second for the 2 tasks of a group, 3 steps each"
     before = spans.now()
     with steps.paused():
@@ -136,11 +136,11 @@ def complete(step: int) -> StepBoard:
 def test_a_step_without_older_weights_says_so_and_tells_the_policy_when_it_began(
     tmp_path: Path,
 ) -> None:
-    policy = SchedulePolicy(SPEC, Roles(1, 1), lambda version: queue(SPEC, version, 9))
+    scheduler = Scheduler(SPEC, Roles(1, 1), lambda version: queue(SPEC, version, 9))
     begun: list[int] = []
-    policy.step_begun = begun.append  # type: ignore[method-assign]
+    scheduler.step_begun = begun.append  # type: ignore[method-assign]
     spans = SpanLog(None, 0, "trainer", 0.0)
-    ledger = StepLedger(SPEC, World(0, 1, 1), spans, policy, tmp_path)
+    ledger = StepLedger(SPEC, World(0, 1, 1), spans, scheduler, tmp_path)
     for step in (3, 4):
         board = StepBoard(SPEC, placed, 0, step=step, reward_weights={"r": 1.0})
         ledger.open(None)
@@ -163,7 +163,7 @@ def test_trainer_0_notes_what_a_loan_promised_and_that_lending_is_off(
     steps.ledger.open.clear()
     steps.ledger.issued = 0
     for version in (1, 2, 3):
-        steps._policy._trainers[rank].prediction = Decision(2, 0.25, 0.5), steps._spans.now()
+        steps._scheduler._trainers[rank].prediction = Decision(2, 0.25, 0.5), steps._spans.now()
         steps.close(version)
     if rank:
         assert not (tmp_path / "events.jsonl").exists()
@@ -295,16 +295,16 @@ class Given(Wire):
 
 def inbox_of(
     tmp_path: Path, spec: ScheduleSpec, messages: list[Message], place: Any = placed
-) -> tuple[Inbox, Claims, SchedulePolicy, StepLedger]:
-    policy = SchedulePolicy(spec, Roles(1, 1), lambda version: queue(spec, version, 9))
-    ledger = StepLedger(spec, World(0, 1, 1), SpanLog(None, 0, "trainer", 0.0), policy, tmp_path)
+) -> tuple[Inbox, Claims, Scheduler, StepLedger]:
+    scheduler = Scheduler(spec, Roles(1, 1), lambda version: queue(spec, version, 9))
+    ledger = StepLedger(spec, World(0, 1, 1), SpanLog(None, 0, "trainer", 0.0), scheduler, tmp_path)
     claims = Claims(MemoryClaims(), 1)
 
     def new_board(step: int) -> StepBoard:
         return StepBoard(spec, place, 0, step=step, reward_weights={"r": 1.0})
 
-    inbox = Inbox(Given(messages), claims, policy, ledger, new_board)
-    return inbox, claims, policy, ledger
+    inbox = Inbox(Given(messages), claims, scheduler, ledger, new_board)
+    return inbox, claims, scheduler, ledger
 
 
 def test_of_what_arrives_each_result_counts_once_and_none_of_another_claim_or_an_old_step(
@@ -321,7 +321,7 @@ def test_of_what_arrives_each_result_counts_once_and_none_of_another_claim_or_an
         ask,
         message(next_step, mine),
     ]
-    inbox, claims, policy, ledger = inbox_of(tmp_path, SPEC, list(came))
+    inbox, claims, scheduler, ledger = inbox_of(tmp_path, SPEC, list(came))
     asked: list[Message] = []
     inbox.handle(MessageKind.ASK, asked.append)
     for version in (2, 3, 4):
@@ -336,7 +336,7 @@ def test_of_what_arrives_each_result_counts_once_and_none_of_another_claim_or_an
     assert not claims.held_by(3, 0, 2), "the second delivery counts for nobody"
     assert not claims.held_by(2, 0, 1)
     assert asked == [ask]
-    assert policy._costs["generate", 1] == 0.1
+    assert scheduler._costs["generate", 1] == 0.1
     assert inbox.open(3) is board
     assert len(inbox.open(4)._parts) == 1, "what came early is kept"
     assert inbox.open(3) is not board, "an old board is not"

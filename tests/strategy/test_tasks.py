@@ -25,8 +25,8 @@ from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.schedule import ScheduleSpec, Task, place, queue
 from digenrl.schedule.claims import NOBODY, Claim, Claims
-from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Roles, Work
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.rollout_loop import finish_task
 from digenrl.strategy.setup import RankSetup, Ties
@@ -62,7 +62,7 @@ def runners(store: Store, **roles: bool) -> list[TaskRunner]:
         TaskRunner(
             SPEC,
             World(rank, 2, 0),
-            SchedulePolicy(SPEC, Roles(2, 0, **roles), plan, None),
+            Scheduler(SPEC, Roles(2, 0, **roles), plan, None),
             plan,
             unused,
             unused,
@@ -107,9 +107,9 @@ def test_others_are_looked_at_only_where_it_may_change_whether_a_task_is_taken(
     runner, done = rollouts[0].runner, list[Any]()
     monkeypatch.setattr(runner, "left", lambda version: left)
     monkeypatch.setattr(runner.claims, "head_left", lambda version: head)
-    monkeypatch.setattr(runner.policy, "many_left", lambda *facts: done.append(facts) or many)
+    monkeypatch.setattr(runner.scheduler, "many_left", lambda *facts: done.append(facts) or many)
     monkeypatch.setattr(runner, "see", lambda: done.append("see"))
-    monkeypatch.setattr(runner.policy, "takes", lambda *facts: facts)
+    monkeypatch.setattr(runner.scheduler, "takes", lambda *facts: facts)
     monkeypatch.setattr(runner._spans, "now", lambda: 5.0)
     assert runner.takes(7) == (2, 7, left, 5.0, head)
     assert done == [(2, left)] * (left != head) + ["see"] * looks
@@ -163,7 +163,7 @@ class Rollout:
         self.runner = TaskRunner(
             spec,
             World(rank, roles.trainers, roles.rollouts),
-            SchedulePolicy(spec, roles, plan, record),
+            Scheduler(spec, roles, plan, record),
             plan,
             lambda fragment, step: place(spec, roles.trainers, fragment),
             engine_of(**engine),

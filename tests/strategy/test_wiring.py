@@ -12,8 +12,8 @@ import pytest
 from digenrl.cluster.world import World
 from digenrl.record.decisions import DecisionLog
 from digenrl.schedule import place
-from digenrl.schedule.policy import header
 from digenrl.schedule.ranks import Roles
+from digenrl.schedule.scheduler import header
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.wiring import wire
 from digenrl.transport.wire import Message, MessageKind
@@ -39,13 +39,13 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     io, savers = DirectoryCheckpointIO(), cast(Any, object())
     parts = wire(ties, io, savers)
     runner, lockstep = parts.runner, sharding == "fsdp"
-    assert runner.policy.roles == Roles(2, 1, lockstep, True, parts.lending._published.kept)
-    assert runner.policy._costs["generate", 2] == 7.0
-    assert runner.policy._costs["train", 1] == 3.0
+    assert runner.scheduler.roles == Roles(2, 1, lockstep, True, parts.lending._published.kept)
+    assert runner.scheduler._costs["generate", 2] == 7.0
+    assert runner.scheduler._costs["train", 1] == 3.0
     assert runner._task_seconds == 0.0
     assert parts.ledger._spec is spec
     assert parts.ledger._run_dir == setup.session.run_dir
-    assert parts.ledger._policy is runner.policy
+    assert parts.ledger._scheduler is runner.scheduler
     shares = parts.shares
     assert (shares._spec, shares._world) == (spec, setup.world)
     assert shares._timed == (measured and not lockstep)
@@ -74,7 +74,7 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     parts.close()
     first, *_, last = map(json.loads, path.read_text().splitlines())
     assert last == row, "it was in memory"
-    assert first == json.loads(json.dumps(header(spec, runner.policy.roles, setup.last_step)))
+    assert first == json.loads(json.dumps(header(spec, runner.scheduler.roles, setup.last_step)))
     parts.close()
     # A rank that joins counts as fast as the profile says of the last rollout, until it has measured.
     for stage, known in (("generate", 7.0), ("train", 0.0)):

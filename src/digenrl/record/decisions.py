@@ -1,4 +1,4 @@
-"""Log of one rank's scheduling policy: a JSON line per event and per decision."""
+"""Log of one rank's scheduler: a JSON line per event and per decision."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BLOCK = 100
 
 
 class DecisionLog:
-    """Writer of the events and decisions of `digenrl.schedule.policy`, below its `header`: a fresh
-    policy that is fed the events gives the decisions again.
+    """Writer of the events and decisions of `digenrl.schedule.scheduler`, below its `header`: a
+    fresh scheduler that is fed the events gives the decisions again.
 
     A waiting rank asks the same question many times a second. While the answer stays "nothing to
     do", it is written once. A rank's view of other ranks is written when a decision uses it. A

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from digenrl.schedule.claims import Claims
-from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.transport.cells import Part, StepBoard
 from digenrl.transport.link import Link
@@ -23,11 +23,11 @@ class Inbox:
         self,
         link: Link,
         claims: Claims,
-        policy: SchedulePolicy,
+        scheduler: Scheduler,
         ledger: StepLedger,
         new_board: Callable[[int], StepBoard],
     ) -> None:
-        self._link, self._claims, self._policy, self._ledger = link, claims, policy, ledger
+        self._link, self._claims, self._scheduler, self._ledger = link, claims, scheduler, ledger
         self._new_board = new_board
         self._handlers: dict[MessageKind, Callable[[Message], None]] = {}
         self._boards: dict[int, StepBoard] = {}
@@ -57,7 +57,7 @@ class Inbox:
             # Refused: a late result of a task that went back when its owner was lost. Its new owner
             # sends the same cells, and counting both would train them twice (I2).
             if step >= self._step and self._claims.accepts(version, part.claim):
-                self._policy.measured("generate", part.claim.rank, part.seconds)
+                self._scheduler.measured("generate", part.claim.rank, part.seconds)
                 if self._board(step).add(part):
                     self._ledger.issue(part)
                     self._claims.received(version, part.claim.position)

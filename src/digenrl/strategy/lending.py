@@ -1,8 +1,8 @@
 """Lending (TAG): what a trainer does until the next fragment can be trained.
 
-    SchedulePolicy --train--> the fragment    --wait--> the next message    --lend--> one task with the published weights
+    Scheduler --train--> the fragment    --wait--> the next message    --lend--> one task with the published weights
 
-Every move is the policy's. `Lending` shows it what there is to see, and carries its moves out. A
+Every move is the scheduler's. `Lending` shows it what there is to see, and carries its moves out. A
 lent task is made as a rollout makes it: a sample does not depend on the rank that made it.
 """  # noqa: E501
 
@@ -14,7 +14,7 @@ from functools import partial
 
 from digenrl.schedule import fragments
 from digenrl.schedule.order import later_fragments
-from digenrl.schedule.policy import ASK, LEND, TRAIN
+from digenrl.schedule.scheduler import ASK, LEND, TRAIN
 from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.publishing import PublishedCopy
 from digenrl.strategy.rollout_loop import finish_task
@@ -49,13 +49,18 @@ class Lending:
         stop_vote: StopVote,
     ) -> None:
         spec, world = ties.setup.spec, ties.setup.world
-        self._spec, self._world, self._runner, self._policy = spec, world, runner, runner.policy
+        self._spec, self._world, self._runner, self._scheduler = (
+            spec,
+            world,
+            runner,
+            runner.scheduler,
+        )
         self._inbox, self._published, self._agreement = inbox, published, agreement
         self._state, self._hooks, self._stop_vote = ties.state, ties.hooks, stop_vote
         self._control, self._link, self._spans = ties.control, ties.link, ties.spans
         self._stage = "lend" if world.rollouts else "generate"
         chooses = spec.tag or not world.rollouts
-        self._together = runner.policy.roles.lockstep and chooses
+        self._together = runner.scheduler.roles.lockstep and chooses
         """Forwards are collectives, and trainers may generate, or choose a fragment: all of them
         must do so at once."""
         self._recalled = 0
@@ -126,7 +131,7 @@ class Lending:
     def _move(
         self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None
     ) -> str:
-        """Return the policy's move. Ask the search first if the policy wants that."""
+        """Return the scheduler's move. Ask the search first if the scheduler wants that."""
         facts = (
             self._world.rank,
             update,
@@ -135,14 +140,14 @@ class Lending:
             len(board.completed),
             self._runner.left(board.step),
         )
-        move = self._policy.next_move(*facts)
+        move = self._scheduler.next_move(*facts)
         if move != ASK:
             return move
         rounds = self._hooks.on_bubble(board, [*pending, *later_fragments(self._spec, update)])
-        return self._policy.next_move(*facts, rounds)
+        return self._scheduler.next_move(*facts, rounds)
 
     def _see_losses(self) -> None:
-        """Show the policy that a rank is gone, which may leave its tasks to the trainers."""
+        """Show the scheduler that a rank is gone, which may leave its tasks to the trainers."""
         if self._world.rollouts and (lost := self._control.lost_ranks()) != self._lost:
             self._lost = lost
             self._runner.see()
@@ -174,18 +179,20 @@ class Lending:
             done = now()
         if self._world.rollouts:
             switch = ((loaned - began) + (now() - done)) / 2
-            self._policy.measured("switch", self._world.rank, switch)
+            self._scheduler.measured("switch", self._world.rank, switch)
 
     def predicted_end(self, step: int) -> float | None:
         """Return the second of the run's clock at which RL step `step` should end. None before
         costs are known."""
-        return self._policy.predicted_end(*self._runner.seen(step, later_fragments(self._spec, -1)))
+        return self._scheduler.predicted_end(
+            *self._runner.seen(step, later_fragments(self._spec, -1))
+        )
 
     def rounds(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
-        """Return how many tasks this idle trainer should generate now: the policy's search, with
+        """Return how many tasks this idle trainer should generate now: the scheduler's search, with
         what is seen at present."""
         facts, head = self._runner.seen(board.step, pending), self._runner.claims.head_left
-        return self._policy.lend(*facts, head(board.step))
+        return self._scheduler.lend(*facts, head(board.step))
 
     # ---- deaths
 
@@ -201,7 +208,7 @@ class Lending:
         )
         if waiting > self._recalled:
             self._runner.see()
-            receiver = self._policy.first_free(self._spans.now())
+            receiver = self._scheduler.first_free(self._spans.now())
             rollouts = self._control.survivors(self._world.rollout_ranks)
             if (
                 not rollouts

@@ -43,7 +43,7 @@ class RankSetup:
     """Divide every queue equally beforehand instead of claiming, as published colocated loops
     do."""
     expected: Mapping[tuple[str, int], float] = field(default_factory=dict)
-    """(stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes them."""
+    """(stage, rank) -> seconds by the hardware profile, as `Scheduler.expected` takes them."""
     record_bytes: float = math.inf
     """Most bytes of this rank's spans, and of its decisions. More are left out."""
     evaluated: FixedSamples | None = None

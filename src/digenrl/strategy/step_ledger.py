@@ -13,7 +13,7 @@ from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.policy import SchedulePolicy
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.schedule.selection import MISSING_REWARD, SURPLUS, ZERO_VARIANCE
 from digenrl.schedule.staleness import Ledger, check_staleness
 from digenrl.schedule.timesteps import cells_by_rank
@@ -28,14 +28,14 @@ class StepLedger:
         spec: ScheduleSpec,
         world: World,
         spans: SpanLog,
-        policy: SchedulePolicy,
+        scheduler: Scheduler,
         run_dir: Path,
     ) -> None:
-        self._spec, self._world, self._spans, self._policy, self._run_dir = (
+        self._spec, self._world, self._spans, self._scheduler, self._run_dir = (
             spec,
             world,
             spans,
-            policy,
+            scheduler,
             run_dir,
         )
         self._began = self._paused = 0.0
@@ -63,7 +63,7 @@ class StepLedger:
         self._missing.clear()
         self._useful = 0
         self._left_out.clear()
-        self._policy.step_begun(self._world.rank)
+        self._scheduler.step_begun(self._world.rank)
 
     def begin_fragment(self, board: StepBoard, fragment: tuple[int, ...]) -> None:
         """A fragment is about to be trained.
@@ -109,11 +109,11 @@ class StepLedger:
                 )
 
     def _took(self, fragment: tuple[int, ...], seconds: float) -> None:
-        """The device has trained a fragment: its duration goes to the policy's costs."""
-        rank, roles = self._world.rank, self._policy.roles
+        """The device has trained a fragment: its duration goes to the scheduler's costs."""
+        rank, roles = self._world.rank, self._scheduler.roles
         cells = cells_by_rank(self._spec, roles.trainers, roles.lockstep, fragment)[rank]
         if cells:
-            self._policy.measured("train", rank, seconds / cells)
+            self._scheduler.measured("train", rank, seconds / cells)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -131,10 +131,10 @@ class StepLedger:
         """
         self.ledger.check(before=version)
         now = self._spans.now() - self._paused
-        loan = self._policy.loan_facts(self._world.rank, now)
+        loan = self._scheduler.loan_facts(self._world.rank, now)
         if loan is not None:
             self._event("lend", {"rl_step": float(version)} | loan)
-        message = self._policy.step_ended(self._world.rank, now)
+        message = self._scheduler.step_ended(self._world.rank, now)
         if message is not None:
             self._event("tag_off", {"message": message})
         samples, seconds = self._spec.prompts * self._spec.group_size, now - self._began

@@ -1,6 +1,6 @@
 """The tasks of a rank: claiming them, generating, scoring and sending.
 
-    control store --claims, notes of the others--> SchedulePolicy --take, who goes on--> TaskRunner
+    control store --claims, notes of the others--> Scheduler --take, who goes on--> TaskRunner
     TaskRunner: denoise -> decode -> score (in the scorer's thread) --cells, rewards--> trainers
 
 The same `TaskRunner` serves rollout ranks, colocated ranks and trainers that lend: a sample does
@@ -26,8 +26,8 @@ from digenrl.rollout.engine import Generation, RolloutEngine
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import NOBODY, Claim, Claims, queue_part
 from digenrl.schedule.order import later_fragments
-from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
+from digenrl.schedule.scheduler import Scheduler
 from digenrl.strategy.shared import Fragment
 from digenrl.transport.cells import Placement, owned_positions, pack
 from digenrl.transport.link import Link
@@ -64,7 +64,7 @@ class TaskRunner:
     Args:
         spec: the schedule.
         world: this rank's place.
-        policy: decides which tasks this rank takes.
+        scheduler: decides which tasks this rank takes.
         plan: the Strategy's `plan_tasks`: version -> its queue of tasks, in claim order.
         place: the Strategy's `place_timesteps`: (fragment, step) -> which trainer rank trains which
             cells.
@@ -76,7 +76,7 @@ class TaskRunner:
         self,
         spec: ScheduleSpec,
         world: World,
-        policy: SchedulePolicy,
+        scheduler: Scheduler,
         plan: Callable[[int], tuple[Task, ...]],
         place: Callable[[Fragment, int], Placement],
         engine: RolloutEngine,
@@ -86,7 +86,7 @@ class TaskRunner:
         spans: SpanLog,
         task_seconds: float = 0.0,
     ) -> None:
-        self._spec, self._world, self.policy = spec, world, policy
+        self._spec, self._world, self.scheduler = spec, world, scheduler
         self._plan, self._place, self._engine, self._sampler = plan, place, engine, sampler
         self._control, self._link, self._spans = control, link, spans
         self.claims = Claims(StoredClaims(control), world.rank)
@@ -101,11 +101,11 @@ class TaskRunner:
     # ---- claims
 
     def see(self) -> None:
-        """Show the policy what every other rank does now. While some are still starting, nothing is
-        known of any."""
+        """Show the scheduler what every other rank does now. While some are still starting,
+        nothing is known of any."""
         for rank, work in work_of(self._control, range(self._world.size)).items():
             if rank != self._world.rank:
-                self.policy.saw_rank(rank, work)
+                self.scheduler.saw_rank(rank, work)
 
     def withdraw(self) -> None:
         """Stop counting as a rank that takes tasks, because this rank leaves."""
@@ -116,12 +116,12 @@ class TaskRunner:
         """Return the rollout that goes on with a task of this rank, which leaves; None: the task
         begins anew."""
         self.see()
-        return self.policy.successor(self._world.rank, version, task.step, self._spans.now())
+        return self.scheduler.successor(self._world.rank, version, task.step, self._spans.now())
 
     def left(self, version: int) -> int:
         """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody
         has finished. Sharded trainers generate together until all their parts are empty."""
-        tasks, roles = len(self._plan(version)), self.policy.roles
+        tasks, roles = len(self._plan(version)), self.scheduler.roles
         if not (roles.split and roles.lockstep):
             return self.claims.left(version, tasks, self._part(tasks))
         parts = (
@@ -133,9 +133,9 @@ class TaskRunner:
     def takes(self, version: int) -> bool:
         """Whether this free rank takes a task of the version's queue now."""
         left, head = self.left(version), self.claims.head_left(version)
-        if left and (left == head or not self.policy.many_left(self._world.rank, left)):
+        if left and (left == head or not self.scheduler.many_left(self._world.rank, left)):
             self.see()
-        return self.policy.takes(self._world.rank, version, left, self._spans.now(), head)
+        return self.scheduler.takes(self._world.rank, version, left, self._spans.now(), head)
 
     def claim(self, version: int) -> Task | None:
         """Claim the next task of the version's queue; None when all are claimed."""
@@ -151,19 +151,19 @@ class TaskRunner:
         """Decide how many tasks of a new version's queue trainers claim before anybody (TAG)."""
         if self._spec.tag:
             facts = self.seen(version, later_fragments(self._spec, -1))
-            self.claims.begin_behind(version, self.policy.opens(*facts))
+            self.claims.begin_behind(version, self.scheduler.opens(*facts))
 
     def seen(
         self, step: int, pending: Sequence[Fragment]
     ) -> tuple[int, int, Sequence[Fragment], tuple[int, int], float]:
-        """Show the policy the other ranks. Return the arguments of its search."""
+        """Show the scheduler the other ranks. Return the arguments of its search."""
         self.see()
         left = (self.left(step - 1), self.left(step))
         return self._world.rank, step, pending, left, self._spans.now()
 
     def _part(self, tasks: int) -> range:
         """Positions of the queue that this rank may claim."""
-        roles = self.policy.roles
+        roles = self.scheduler.roles
         if not roles.split:
             return range(tasks)
         return queue_part(tasks, self._world.rank - roles.generators.start, len(roles.generators))
@@ -177,7 +177,7 @@ class TaskRunner:
     def _tell(self, work: Work) -> None:
         if not self._withdrawn:
             announce(self._control, self._world.rank, work)
-        self.policy.saw_rank(self._world.rank, work)
+        self.scheduler.saw_rank(self._world.rank, work)
 
     # ---- tasks
 
@@ -313,7 +313,7 @@ class TaskRunner:
             def place(fragment: Fragment) -> Placement:
                 return self._place(fragment, task.step)
 
-            lockstep = self.policy.roles.lockstep
+            lockstep = self.scheduler.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
                     positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from digenrl.record.decisions import DecisionLog
 from digenrl.record.run_dir import DECISIONS
-from digenrl.schedule.policy import SchedulePolicy, header
 from digenrl.schedule.ranks import Roles
+from digenrl.schedule.scheduler import Scheduler, header
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.checkpoints import Checkpoints
 from digenrl.strategy.evaluating import Evaluations
@@ -35,7 +35,7 @@ class Wiring:
     """The parts of one rank. A rollout uses `runner` alone; a trainer uses all."""
 
     decisions: DecisionLog
-    """File of the policy's events and decisions."""
+    """File of the scheduler's events and decisions."""
     ledger: StepLedger
     """Numbers of the RL step in progress."""
     shares: Shares
@@ -84,16 +84,16 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     )
     path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
     decisions = DecisionLog(path, header(spec, roles, setup.last_step), setup.record_bytes)
-    policy = SchedulePolicy(spec, roles, hooks.plan_tasks, decisions)
+    scheduler = Scheduler(spec, roles, hooks.plan_tasks, decisions)
     for (stage, rank), seconds in setup.expected.items():
-        policy.expected(stage, rank, seconds)
-    ledger = StepLedger(spec, world, spans, policy, session.run_dir)
+        scheduler.expected(stage, rank, seconds)
+    ledger = StepLedger(spec, world, spans, scheduler, session.run_dir)
     shares = Shares(spec, world, control, session.run_dir, timed=setup.sharding == "ddp")
     # What is generated here. A rank that joins has the profile's figure until it has measured.
     known_s = setup.expected.get(("generate", world.size - 1), 0.0) if world.joined else 0.0
     plan, place = hooks.plan_tasks, hooks.place_timesteps
     runner = TaskRunner(
-        spec, world, policy, plan, place, engine, setup.sampler, control, link, spans, known_s
+        spec, world, scheduler, plan, place, engine, setup.sampler, control, link, spans, known_s
     )
     # What trainers do together.
     together = control, world, session.progress
@@ -101,7 +101,7 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     stop_vote = StopVote(*together, setup.lockstep, lambda: state.updates_done == 0 or adapter)
     publisher = Publisher(ties, runner, shares, published)
     # What arrives, and what is trained of it.
-    inbox = Inbox(link, runner.claims, policy, ledger, _boards(setup, hooks, learner))
+    inbox = Inbox(link, runner.claims, scheduler, ledger, _boards(setup, hooks, learner))
     evaluations = Evaluations(
         ties,
         runner.claims,

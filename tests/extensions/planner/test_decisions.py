@@ -1,4 +1,4 @@
-"""The record of a policy gives every decision again (I13), over random virtual runs."""
+"""The record of a scheduler gives every decision again (I13), over random virtual runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance
 from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.record.decisions import DecisionLog
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.policy import header
 from digenrl.schedule.ranks import Roles
+from digenrl.schedule.scheduler import header
 from tests.extensions.planner.test_virtual_run import clusters, specs
 from tests.schedule.replaying import replay
 

@@ -288,7 +288,7 @@ def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
 def expected_seconds(
     settings: Settings, costing: Costing, candidate: Candidate
 ) -> dict[tuple[str, int], float]:
-    """Return (stage, rank) -> seconds by the hardware profile, as `SchedulePolicy.expected` takes
+    """Return (stage, rank) -> seconds by the hardware profile, as `Scheduler.expected` takes
     them."""
     scale, cluster = _scale(settings), costing.cluster(candidate)
     expected: dict[tuple[str, int], float] = {}

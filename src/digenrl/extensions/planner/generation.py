@@ -1,6 +1,6 @@
 """Generation in a virtual run: which rank runs which task, and how long it takes.
 
-The policy (`digenrl.schedule.policy`) makes every choice. Claims are those of
+The scheduler (`digenrl.schedule.scheduler`) makes every choice. Claims are those of
 `digenrl.schedule.claims`, kept in memory.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from digenrl.extensions.planner.virtual_cluster import Cluster, VirtualRank
 from digenrl.schedule import ScheduleSpec, Task
 from digenrl.schedule.claims import Claim, Claims, MemoryClaims, queue_part
-from digenrl.schedule.policy import SchedulePolicy
 from digenrl.schedule.ranks import Work
+from digenrl.schedule.scheduler import Scheduler
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +53,7 @@ class VirtualGeneration:
     Args:
         spec: the schedule.
         cluster: durations of each rank.
-        policy: decides which rank takes, lends or leaves a task.
+        scheduler: decides which rank takes, lends or leaves a task.
         plan: version -> queue of its tasks.
         factor: rank -> factor on its next duration (jitter, stragglers).
         post: (time, kind, payload) -> None, the run's event queue.
@@ -64,13 +64,13 @@ class VirtualGeneration:
         self,
         spec: ScheduleSpec,
         cluster: Cluster,
-        policy: SchedulePolicy,
+        scheduler: Scheduler,
         plan: Callable[[int], Sequence[Task]],
         factor: Callable[[int], float],
         post: Callable[..., None],
         span: Callable[..., None],
     ) -> None:
-        self.spec, self.cluster, self.policy, self._plan = spec, cluster, policy, plan
+        self.spec, self.cluster, self.scheduler, self._plan = spec, cluster, scheduler, plan
         self._factor, self._post, self._span = factor, post, span
         self.store = MemoryClaims()
         self.workers = [
@@ -92,14 +92,14 @@ class VirtualGeneration:
         for worker in members:
             rank = worker.rank
             alone = 0.0 if worker.generates else rank.encode_seconds  # a loan encodes it again
-            policy.expected("generate", rank.rank, worker.seconds + alone)
+            scheduler.expected("generate", rank.rank, worker.seconds + alone)
 
-    # ---- what the policy sees
+    # ---- what the scheduler sees
 
     def announce(self, worker: Worker) -> None:
-        """Tell the policy what `worker` is doing now."""
+        """Tell the scheduler what `worker` is doing now."""
         running = (task.step, task.group, worker.free_at) if (task := worker.task) else ()
-        self.policy.saw_rank(worker.rank.rank, Work(worker.held, worker.seconds, *running))
+        self.scheduler.saw_rank(worker.rank.rank, Work(worker.held, worker.seconds, *running))
 
     def part(self, worker: Worker, tasks: int) -> range:
         """Return the positions of a queue of `tasks` that `worker` may claim."""
@@ -136,7 +136,7 @@ class VirtualGeneration:
             if not left:
                 continue
             head = worker.claims.head_left(version) if self.spec.tag else 0
-            if worker.generates and not self.policy.takes(rank, version, left, now, head):
+            if worker.generates and not self.scheduler.takes(rank, version, left, now, head):
                 cause = "tail"
                 continue
             tasks = self._plan(version)
@@ -195,7 +195,7 @@ class VirtualGeneration:
         self.idle_workers.pop(worker.rank.rank, None)
 
     def notice(self, worker: Worker) -> None:
-        """Return the tasks of a dead worker to the queue, and tell the policy that the rank is
+        """Return the tasks of a dead worker to the queue, and tell the scheduler that the rank is
         gone."""
         rank = worker.rank.rank
         self.store.lost.add(rank)
@@ -206,7 +206,7 @@ class VirtualGeneration:
         worker.claims.lose(rank, "died", trainers=1)
         self._left.clear()
         worker.claim = worker.task = None
-        self.policy.saw_rank(rank, None)
+        self.scheduler.saw_rank(rank, None)
 
     # ---- records
 

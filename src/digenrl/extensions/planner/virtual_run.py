@@ -1,5 +1,5 @@
-"""Simulate a run in virtual time: the schedule and the policy of `digenrl.schedule`, with durations
-in place of work.
+"""Simulate a run in virtual time: the schedule and the scheduler of `digenrl.schedule`, with
+durations in place of work.
 
 Only durations are simulated. Every decision (order, claims, fragments, placement, lending,
 staleness) is made by the code of the runtime.
@@ -26,8 +26,8 @@ from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, mic
 from digenrl.record.spans import Span
 from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, queue
 from digenrl.schedule.order import group_version, later_fragments
-from digenrl.schedule.policy import ASK, LEND, TRAIN, Record, SchedulePolicy
 from digenrl.schedule.ranks import Roles
+from digenrl.schedule.scheduler import ASK, LEND, TRAIN, Record, Scheduler
 from digenrl.schedule.staleness import Ledger, check_staleness
 
 UNBOUNDED_STEPS = 1 << 30
@@ -49,7 +49,7 @@ def simulate(
     """Run `steps` RL steps in virtual time.
 
     Args:
-        record: called with every event and every decision of the policy.
+        record: called with every event and every decision of the scheduler.
 
     Raises:
         DeadlockError: the schedule stopped before its last step. This is a defect, which the
@@ -147,9 +147,9 @@ class _VirtualRun:
         self.plan: Callable[[int], Sequence[Task]] = functools.cache(
             lambda version: queue(spec, version, last_step)
         )
-        self.policy = SchedulePolicy(spec, roles, self.plan, record)
+        self.scheduler = Scheduler(spec, roles, self.plan, record)
         self.gen = VirtualGeneration(
-            spec, cluster, self.policy, self.plan, self._factor, self._post, self._span
+            spec, cluster, self.scheduler, self.plan, self._factor, self._post, self._span
         )
         self.units = [Unit(ranks) for ranks in cluster.units]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.ranks}
@@ -170,15 +170,15 @@ class _VirtualRun:
         repeat."""
         self._ready_ones: set[tuple[int, ...]] = set()
         """Fragments of the step in progress that are known to be ready."""
-        self.cells = self.policy.cells
+        self.cells = self.scheduler.cells
         self.pending = functools.cache(self._pending)
         self.later = functools.cache(functools.partial(later_fragments, spec))
         for rank in self.unit_of:
-            self.policy.expected("switch", rank, cluster.switch_seconds)
+            self.scheduler.expected("switch", rank, cluster.switch_seconds)
             groups = self.pending(rank, 0)[0]
             if cells := self.cells(groups)[rank]:
                 seconds = sum(self.together(self.unit_of[rank], groups))
-                self.policy.expected("train", rank, seconds / cells)
+                self.scheduler.expected("train", rank, seconds / cells)
         self.version = 0
         """Version of the trainers' weights, which is also the number of the RL step in progress."""
         self.visible = dict.fromkeys([rank.fetch_seconds for rank in cluster.ranks], 0)
@@ -388,7 +388,7 @@ class _VirtualRun:
             unit.followed, unit.state, unit.since = 0, "idle", self.now
             unit.pending = list(self.pending(unit.ranks[0], self.updates_done))
             if self.updates_done == 0:
-                self.policy.step_begun(unit.ranks[0])
+                self.scheduler.step_begun(unit.ranks[0])
         self._advance_idle(self.units)
 
     def _ready(self, unit: Unit) -> tuple[int, ...] | None:
@@ -415,7 +415,7 @@ class _VirtualRun:
         # In all other cases the move does not depend on the number of tasks that are left.
         asks = self.gen.colocated or (self.spec.tag and ready is None)
         left = self._left(unit, self.version) if asks else 0
-        return self.policy.next_move(
+        return self.scheduler.next_move(
             unit.ranks[0], self.updates_done, unit.pending, ready, done, left, granted
         )
 
@@ -460,10 +460,10 @@ class _VirtualRun:
         if self.spec.tag:
             first = self.units[0]
             seen = self.version, self.later(-1), self._lefts(first), self.now
-            self.gen.open(self.version, self.policy.opens(first.ranks[0], *seen))
+            self.gen.open(self.version, self.scheduler.opens(first.ranks[0], *seen))
 
     def _on_bubble(self, _: None) -> None:
-        """Ask the policy whether the units that became idle at this moment lend (TAG)."""
+        """Ask the scheduler whether the units that became idle at this moment lend (TAG)."""
         units, self._bubbles = self._bubbles, []
         for unit in units:
             if unit.state != "idle":
@@ -474,7 +474,7 @@ class _VirtualRun:
                 pending = (*unit.pending, *self.later(self.updates_done))
                 head = self.gen.workers[unit.ranks[0]].claims.head_left(self.version)
                 seen = unit.ranks[0], self.version, pending, self._lefts(unit), self.now
-                move = self._move(unit, ready, self.policy.lend(*seen, head))
+                move = self._move(unit, ready, self.scheduler.lend(*seen, head))
             self._do(unit, move, ready)
 
     def _do(self, unit: Unit, move: str, ready: tuple[int, ...] | None) -> None:
@@ -565,7 +565,7 @@ class _VirtualRun:
                 for rank in unit.ranks:
                     self._span(rank, "train", start, end, self.version, args)
             if cells := self.cells(fragment)[first]:
-                self.policy.measured("train", first, (end - start) / cells)
+                self.scheduler.measured("train", first, (end - start) / cells)
             trained, begin = fragment, end
             # A unit on its own goes on with what is complete already, without an event for each.
             goes_on = alone and len(unit.pending) > self.gen.colocated
@@ -600,7 +600,7 @@ class _VirtualRun:
         self.updates_done += 1
         if last:
             for unit in self.units:
-                message = self.policy.step_ended(unit.ranks[0], self.now)
+                message = self.scheduler.step_ended(unit.ranks[0], self.now)
                 if message:
                     self.messages.append(message)
                     self.changed = len(self.step_ends) + 1

@@ -1,4 +1,4 @@
-"""The policy: what it decides."""
+"""The scheduler: what it decides."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from digenrl.schedule import ScheduleSpec, queue
-from digenrl.schedule.policy import ASK, LEND, TRAIN, WAIT, SchedulePolicy, header
 from digenrl.schedule.ranks import Roles, Work, declines, finished_before
+from digenrl.schedule.scheduler import ASK, LEND, TRAIN, WAIT, Scheduler, header
 from digenrl.schedule.search import Decision, LendingMonitor
 from digenrl.schedule.timesteps import cells_by_rank
 
@@ -53,10 +53,10 @@ def test_many_left_never_contradicts_the_count(
 ) -> None:
     """The short cut takes a task only where counting what the others end would take it too."""
     rank %= len(seconds)
-    policy = SchedulePolicy(SPEC, Roles(0, len(seconds)), lambda version: ())
+    scheduler = Scheduler(SPEC, Roles(0, len(seconds)), lambda version: ())
     for other, cost in enumerate(seconds):
-        policy.saw_rank(other, Work(0, cost))
-    if policy.many_left(rank, left):
+        scheduler.saw_rank(other, Work(0, cost))
+    if scheduler.many_left(rank, left):
         assert not declines(rank, now, dict(enumerate(seconds)), {}, left)
 
 
@@ -87,37 +87,37 @@ def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
 @pytest.mark.parametrize("head", [0, 8])
 def test_a_rank_of_unknown_speed_takes_a_task(head: int) -> None:
     """Also where the head of the queue alone is left, which trainers mean to make themselves."""
-    policy = SchedulePolicy(SPEC, Roles(1, 2), lambda version: ())
-    policy.saw_rank(1, Work(0, 1.0))
-    policy.saw_rank(2, Work(0))
-    assert policy.takes(2, 0, 8, 0.0, head)
+    scheduler = Scheduler(SPEC, Roles(1, 2), lambda version: ())
+    scheduler.saw_rank(1, Work(0, 1.0))
+    scheduler.saw_rank(2, Work(0))
+    assert scheduler.takes(2, 0, 8, 0.0, head)
 
 
 def test_a_rank_that_joined_generates_as_long_as_it_is_there() -> None:
     """With the speed that it says; a first rollout is waited for, though it has not begun."""
-    policy = SchedulePolicy(SPEC, Roles(1, 1), lambda version: ())
+    scheduler = Scheduler(SPEC, Roles(1, 1), lambda version: ())
     for rank in (1, 2):
-        policy.saw_rank(rank, Work(0, 2.0))
-    assert policy._generators == {1, 2}
-    assert policy._costs == {("generate", 2): 2.0}
-    policy.measured("generate", 2, 4.0)
-    assert policy._costs == {("generate", 2): 4.0}, "what its pool lets expect is a guess"
+        scheduler.saw_rank(rank, Work(0, 2.0))
+    assert scheduler._generators == {1, 2}
+    assert scheduler._costs == {("generate", 2): 2.0}
+    scheduler.measured("generate", 2, 4.0)
+    assert scheduler._costs == {("generate", 2): 4.0}, "what its pool lets expect is a guess"
     for rank in (1, 2):
-        policy.saw_rank(rank, None)
-    assert policy._generators == {1}
+        scheduler.saw_rank(rank, None)
+    assert scheduler._generators == {1}
 
 
-def trainer_policy(
+def trainer_scheduler(
     trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **roles: Any
-) -> SchedulePolicy:
-    policy = SchedulePolicy(
+) -> Scheduler:
+    scheduler = Scheduler(
         spec, Roles(trainers, rollouts, **roles), lambda version: queue(spec, version, 2)
     )
     fragment = (0,)
-    policy.measured("train", 0, TRAIN_S / cells_by_rank(spec, trainers, False, fragment)[0])
+    scheduler.measured("train", 0, TRAIN_S / cells_by_rank(spec, trainers, False, fragment)[0])
     for rank in range(trainers + rollouts):
-        policy.measured("generate", rank, TASK_S)
-    return policy
+        scheduler.measured("generate", rank, TASK_S)
+    return scheduler
 
 
 def test_what_nobody_has_said_yet() -> None:
@@ -128,11 +128,11 @@ def test_what_nobody_has_said_yet() -> None:
 
 
 def test_the_rollout_rank_that_is_free_first() -> None:
-    policy = trainer_policy(1, 2)
-    assert policy.first_free(0.0) is None
+    scheduler = trainer_scheduler(1, 2)
+    assert scheduler.first_free(0.0) is None
     for rank, until in ((0, 0.5), (1, 9.0), (2, 3.0)):  # rank 0 is a trainer
-        policy.saw_rank(rank, Work(0, TASK_S, 0, 0, until))
-    assert policy.first_free(1.0) == 2
+        scheduler.saw_rank(rank, Work(0, TASK_S, 0, 0, until))
+    assert scheduler.first_free(1.0) == 2
 
 
 @pytest.mark.parametrize(("until", "lends"), [(2.5, True), (0.0, False)], ids=["lending", "done"])
@@ -140,32 +140,32 @@ def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: b
     """All of group 0 is claimed. Where trainer 1 still generates its last task, trainer 0 has time
     for a task of group 1; where nobody does, it only waits for the result, and must not begin
     anything (I6)."""
-    policy = trainer_policy(2, 1)
-    policy.saw_rank(2, Work(0, TASK_S))
-    policy.saw_rank(1, Work(0, TASK_S, 0, 0, until) if until else Work(0, TASK_S))
+    scheduler = trainer_scheduler(2, 1)
+    scheduler.saw_rank(2, Work(0, TASK_S))
+    scheduler.saw_rank(1, Work(0, TASK_S, 0, 0, until) if until else Work(0, TASK_S))
     left = len(queue(SPEC, 0, 2)) - SPEC.tasks_per_group
-    assert (policy.lend(0, 0, PENDING, (0, left), 0.0) > 0) == lends
+    assert (scheduler.lend(0, 0, PENDING, (0, left), 0.0) > 0) == lends
 
 
 def test_a_group_of_the_next_step_in_flight_holds_up_nothing() -> None:
     """The rollout rank runs group 0 of the next step: this step's group 0 is done."""
-    policy = trainer_policy(1, 1)
-    policy.saw_rank(1, Work(0, TASK_S, 1, 0, 9.0))
-    assert policy.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(TRAIN_S)
-    policy.saw_rank(1, Work(0, TASK_S, 0, 0, 9.0))
-    assert policy.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(9.0 + TRAIN_S)
+    scheduler = trainer_scheduler(1, 1)
+    scheduler.saw_rank(1, Work(0, TASK_S, 1, 0, 9.0))
+    assert scheduler.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(TRAIN_S)
+    scheduler.saw_rank(1, Work(0, TASK_S, 0, 0, 9.0))
+    assert scheduler.predicted_end(0, 0, PENDING[:1], (0, 0), 0.0) == pytest.approx(9.0 + TRAIN_S)
 
 
 def test_a_step_is_predicted_with_loans_only_where_trainers_may_lend() -> None:
     left = len(queue(SPEC, 0, 2))
 
-    def end(policy: SchedulePolicy) -> float:
-        policy.saw_rank(1, Work(0, TASK_S))
-        found = policy.predicted_end(0, 0, PENDING, (0, left), 5.0)
+    def end(scheduler: Scheduler) -> float:
+        scheduler.saw_rank(1, Work(0, TASK_S))
+        found = scheduler.predicted_end(0, 0, PENDING, (0, left), 5.0)
         assert found is not None
         return found
 
-    lending, plain = trainer_policy(1, 1), trainer_policy(1, 1, replace(SPEC, tag=False))
+    lending, plain = trainer_scheduler(1, 1), trainer_scheduler(1, 1, replace(SPEC, tag=False))
     assert 5.0 < end(lending) < end(plain)
     lending._trainers[0].monitor.off = True
     assert end(lending) == end(plain)
@@ -175,64 +175,64 @@ def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
     """One-step asynchrony, every group stale: what step 1 still lacks only holders of version 0 may
     generate, so a trainer of version 1 lends to step 2 while it waits, and only then."""
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
-    policy = trainer_policy(1, 1, spec)
-    policy.saw_rank(1, Work(0, TASK_S, 1, 1, 0.5))
+    scheduler = trainer_scheduler(1, 1, spec)
+    scheduler.saw_rank(1, Work(0, TASK_S, 1, 1, 0.5))
     own = len(queue(spec, 1, 2))
     assert (
-        policy.lend(0, 1, PENDING[1:], (2, own), 0.0) == 2
+        scheduler.lend(0, 1, PENDING[1:], (2, own), 0.0) == 2
     )  # the rollout rank ends its three tasks after 2.5 s
-    assert policy.lend(0, 1, PENDING[1:], (2, 0), 0.1) == 0
+    assert scheduler.lend(0, 1, PENDING[1:], (2, 0), 0.1) == 0
 
 
 def test_a_loan_of_the_next_step_is_not_begun_where_the_fragment_is_ready_sooner() -> None:
     """A task takes 1 s, the fragment is ready in 0.15 s, and a task of the next step runs to its
     end."""
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
-    policy = trainer_policy(1, 1, spec)
-    policy.saw_rank(1, Work(0, TASK_S, 1, 1, 0.15))
-    assert policy.lend(0, 1, PENDING[1:], (0, len(queue(spec, 1, 2))), 0.0) == 0
+    scheduler = trainer_scheduler(1, 1, spec)
+    scheduler.saw_rank(1, Work(0, TASK_S, 1, 1, 0.15))
+    assert scheduler.lend(0, 1, PENDING[1:], (0, len(queue(spec, 1, 2))), 0.0) == 0
 
 
 def test_switching_costs_count() -> None:
     """Waiting is better than a loan whose two switches take longer than it saves."""
-    policy = trainer_policy(1, 1)
-    policy.saw_rank(1, Work(0, TASK_S))
+    scheduler = trainer_scheduler(1, 1)
+    scheduler.saw_rank(1, Work(0, TASK_S))
     left = len(queue(SPEC, 0, 2))
-    assert policy.lend(0, 0, PENDING, (0, left), 0.0) > 0
-    policy.measured("switch", 0, 100.0)
-    assert policy.lend(0, 0, PENDING, (0, left), 0.1) == 0
+    assert scheduler.lend(0, 0, PENDING, (0, left), 0.0) > 0
+    scheduler.measured("switch", 0, 100.0)
+    assert scheduler.lend(0, 0, PENDING, (0, left), 0.1) == 0
 
 
 def test_I6_a_ready_fragment_comes_first_and_foreign_weights_lend_nothing() -> None:
-    policy = trainer_policy(1, 1)
-    assert policy.next_move(0, 0, PENDING, None, 0, 8) == ASK
-    assert policy.next_move(0, 0, PENDING, None, 0, 8, 2) == LEND
-    assert policy.next_move(0, 0, PENDING, (0,), 1, 7) == TRAIN
-    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == ASK, (
+    scheduler = trainer_scheduler(1, 1)
+    assert scheduler.next_move(0, 0, PENDING, None, 0, 8) == ASK
+    assert scheduler.next_move(0, 0, PENDING, None, 0, 8, 2) == LEND
+    assert scheduler.next_move(0, 0, PENDING, (0,), 1, 7) == TRAIN
+    assert scheduler.next_move(0, 0, PENDING[1:], None, 1, 7) == ASK, (
         "the rest of a loan ends with the wait"
     )
-    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7, 0) == WAIT
-    assert policy.next_move(0, 0, PENDING[1:], None, 1, 7) == WAIT, (
+    assert scheduler.next_move(0, 0, PENDING[1:], None, 1, 7, 0) == WAIT
+    assert scheduler.next_move(0, 0, PENDING[1:], None, 1, 7) == WAIT, (
         "nothing has happened since the last answer"
     )
-    assert policy.next_move(0, 0, PENDING[1:], None, 1, 6) == ASK
-    assert policy.next_move(0, 1, PENDING, None, 0, 8) == WAIT, (
+    assert scheduler.next_move(0, 0, PENDING[1:], None, 1, 6) == ASK
+    assert scheduler.next_move(0, 1, PENDING, None, 0, 8) == WAIT, (
         "after an update the published weights are gone"
     )
-    copy = trainer_policy(1, 1, keeps_copy=True)
+    copy = trainer_scheduler(1, 1, keeps_copy=True)
     assert copy.next_move(0, 1, PENDING, None, 0, 8) == ASK
-    off = trainer_policy(1, 1, replace(SPEC, tag=False))
+    off = trainer_scheduler(1, 1, replace(SPEC, tag=False))
     assert off.next_move(0, 0, PENDING, None, 0, 8) == WAIT
 
 
 def test_colocated_ranks_generate_everything_before_an_update_takes_the_version_away() -> None:
     spec = ScheduleSpec(4, 2, 1, 4, 3, updates_per_batch=2, gap=1)
-    policy = SchedulePolicy(spec, Roles(1, 0), lambda version: queue(spec, version, 2))
-    assert policy.next_move(0, 0, PENDING, (0,), 1, 4) == TRAIN
-    assert policy.next_move(0, 0, PENDING[1:], (1,), 2, 4) == ASK, (
+    scheduler = Scheduler(spec, Roles(1, 0), lambda version: queue(spec, version, 2))
+    assert scheduler.next_move(0, 0, PENDING, (0,), 1, 4) == TRAIN
+    assert scheduler.next_move(0, 0, PENDING[1:], (1,), 2, 4) == ASK, (
         "the last fragment of the first update waits"
     )
-    assert policy.next_move(0, 0, PENDING[1:], (1,), 4, 0) == TRAIN
+    assert scheduler.next_move(0, 0, PENDING[1:], (1,), 4, 0) == TRAIN
 
 
 def test_monitor_switches_off_when_the_error_exceeds_the_gain() -> None:
@@ -246,26 +246,28 @@ def test_monitor_switches_off_when_the_error_exceeds_the_gain() -> None:
 
 
 def test_costs_start_from_the_profile_and_follow_measurements() -> None:
-    policy = SchedulePolicy(SPEC, Roles(1, 1), lambda version: ())
-    policy.expected("train", 0, 2.0)
-    assert policy._costs["train", 0] == 2.0
-    policy.measured("train", 0, 4.0)
-    assert policy._costs["train", 0] == 4.0, "a profile's figure is a guess, a measurement is not"
-    policy.measured("train", 0, 9.0)
-    assert policy._costs["train", 0] == pytest.approx(5.0)
+    scheduler = Scheduler(SPEC, Roles(1, 1), lambda version: ())
+    scheduler.expected("train", 0, 2.0)
+    assert scheduler._costs["train", 0] == 2.0
+    scheduler.measured("train", 0, 4.0)
+    assert scheduler._costs["train", 0] == 4.0, (
+        "a profile's figure is a guess, a measurement is not"
+    )
+    scheduler.measured("train", 0, 9.0)
+    assert scheduler._costs["train", 0] == pytest.approx(5.0)
     with pytest.raises(ValueError, match="give seconds"):
-        policy.measured("train", 0, float("nan"))
+        scheduler.measured("train", 0, float("nan"))
 
 
 def test_a_loan_behind_the_head_is_not_judged_in_its_place() -> None:
     """A trainer takes a task of the queue's head without a search. Its next loan has little left to
     gain, so the monitor must not compare that one with the whole step."""
-    policy = trainer_policy(1, 1)
-    policy.saw_rank(1, Work(0, TASK_S))
+    scheduler = trainer_scheduler(1, 1)
+    scheduler.saw_rank(1, Work(0, TASK_S))
     left = len(queue(SPEC, 0, 2))
-    assert policy.lend(0, 0, PENDING, (0, left), 0.0, 1) == 1
-    assert policy.lend(0, 0, PENDING, (0, left - 1), 0.1) > 0
-    facts = policy.loan_facts(0, 1.0)
+    assert scheduler.lend(0, 0, PENDING, (0, left), 0.0, 1) == 1
+    assert scheduler.lend(0, 0, PENDING, (0, left - 1), 0.1) > 0
+    facts = scheduler.loan_facts(0, 1.0)
     assert facts is not None
     assert facts["rounds"] == 0.0
 
@@ -273,9 +275,9 @@ def test_a_loan_behind_the_head_is_not_judged_in_its_place() -> None:
 def test_a_steps_first_tasks_go_to_idle_trainers_where_the_step_ends_sooner() -> None:
     """No rollout rank holds version 1 yet. A trainer that is as fast as the rollout rank takes
     tasks; with costly switches it takes none."""
-    policy = trainer_policy(1, 1)
-    policy.saw_rank(1, Work(0, TASK_S))
+    scheduler = trainer_scheduler(1, 1)
+    scheduler.saw_rank(1, Work(0, TASK_S))
     left = (0, len(queue(SPEC, 1, 2)))
-    assert policy.opens(0, 1, PENDING, left, 0.0) > 0
-    policy.measured("switch", 0, 100.0)
-    assert policy.opens(0, 1, PENDING, left, 0.1) == 0
+    assert scheduler.opens(0, 1, PENDING, left, 0.0) > 0
+    scheduler.measured("switch", 0, 100.0)
+    assert scheduler.opens(0, 1, PENDING, left, 0.1) == 0

@@ -1,8 +1,8 @@
-"""The policy: which rank claims, declines, lends, and continues the task of a rank that leaves (I13).
+"""The scheduler: which rank claims, declines, lends, and continues the task of a rank that leaves (I13).
 
-No rank commands the others. Each rank has a policy of its own. The rank reports what it sees
-(events), asks the policy (decisions), and acts. A decision depends only on its arguments and on the
-events before it. The simulator reports what all ranks see to one policy, and has no rule of its
+No rank commands the others. Each rank has a scheduler of its own. The rank reports what it sees
+(events), asks the scheduler (decisions), and acts. A decision depends only on its arguments and on the
+events before it. The simulator reports what all ranks see to one scheduler, and has no rule of its
 own. With `record` set, every event and every decision is recorded, and `replay` makes each decision
 again.
 
@@ -57,7 +57,7 @@ _COST_WEIGHT = 0.2
 
 @dataclass
 class _Trainer:
-    """State that the policy keeps for one trainer."""
+    """State that the scheduler keeps for one trainer."""
 
     loan: int = 0
     """Rounds of the present loan that are still to be generated."""
@@ -80,7 +80,7 @@ def _noted(kind: str) -> Callable[[_Method], _Method]:
 
     def wrap(method: _Method) -> _Method:
         @functools.wraps(method)
-        def noted(self: SchedulePolicy, *args: Any) -> Any:
+        def noted(self: Scheduler, *args: Any) -> Any:
             answer = method(self, *args)
             if self.record is not None:
                 row: dict[str, Any] = {
@@ -95,7 +95,7 @@ def _noted(kind: str) -> Callable[[_Method], _Method]:
     return wrap
 
 
-class SchedulePolicy:
+class Scheduler:
     """One state machine for every decision of a schedule.
 
     Args:
@@ -536,7 +536,7 @@ class SchedulePolicy:
 
 
 def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
-    """Return the first row of a record, from which `replay` builds a policy. `last_step` is the
+    """Return the first row of a record, from which `replay` builds a scheduler. `last_step` is the
     run's final RL step."""
     return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
 
