@@ -189,7 +189,7 @@ def check(config: DictConfig) -> None:
     if not config.hardware.emulate:
         for where, prompt in _prompts_of(config.data) if issubclass(model, Policy) else ():
             try:
-                model.check_prompt(prompt)
+                model.codec_class.check_prompt(prompt, model.family)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
         if problems := unscorable(config.reward, _prompts_of(config.data)):

@@ -89,7 +89,7 @@ def test_a_prompt_is_encoded_once_for_all_steps_of_its_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, asked = engine_of(), list[Prompt]()
-    encode = engine.policy.encode
+    encode = engine.policy.codec.encode
     monkeypatch.setattr(
         engine.policy, "encode", lambda prompts: asked.extend(prompts) or encode(prompts)
     )

@@ -111,7 +111,7 @@ def test_all_weights_in_16_bit_are_gathered_as_autocast_computes_them(
 ) -> None:
     """Only matrix products and convolutions, whose parameters autocast casts."""
     policy: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    policy.lora, policy.dtype = None, torch.bfloat16
+    policy.adapter.lora, policy.dtype = None, torch.bfloat16
     plain, given = MixedPrecisionPolicy, list[dict[str, Any]]()
     monkeypatch.setattr(shard, "_PER_PARAMETER", True)
     monkeypatch.setattr(shard, "MixedPrecisionPolicy", lambda **facts: given.append(facts) or plain)

@@ -77,7 +77,7 @@ class Life(Rollout):
         hooks, state = cast(Any, self), TrainerState()
         ties = Ties(setup, hooks, self.unused, state, self.control, self.post, self.spans)
         self.worker = RolloutWorker(ties, self.runner, evaluating)
-        self.parameters = engine.policy.trained_parameters()
+        self.parameters = engine.policy.adapter.trained_parameters()
         self.versions = [
             {name: torch.full_like(p, 0.01 * n) for name, p in self.parameters.items()}
             for n in range(3)

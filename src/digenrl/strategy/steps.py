@@ -106,7 +106,7 @@ class Steps:
             return
         # what follows belongs to the update, not to a fragment's duration
         self._ledger.end_fragment()
-        step, trained = self._state.version, self._policy.trained_parameters().values()
+        step, trained = self._state.version, self._policy.adapter.trained_parameters().values()
         if self._world.trainers > 1:
             with self._spans.span("wait", cause="straggler", step=step):
                 self._stop_vote.begin_update()
@@ -195,7 +195,7 @@ class Checkpoints:
     def _room(self, place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return the tensor that an entry of a checkpoint is read into. A parameter is its own. A
         moment or an average gets memory with its parameter's device and sharding."""
-        parameters = self._policy.trained_parameters()
+        parameters = self._policy.adapter.trained_parameters()
         if place.startswith("state_dict/"):
             return parameters[place.removeprefix(f"state_dict/{PREFIX}")].detach()
         name = next((part for part in place.split("/") if part in parameters), None)
@@ -206,7 +206,7 @@ class Checkpoints:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's state by the names of the parameters: numbers would depend on
         their order."""
-        names, state = list(self._policy.trained_parameters()), optimizer.state_dict()
+        names, state = list(self._policy.adapter.trained_parameters()), optimizer.state_dict()
         groups = [
             {**group, "params": [names[i] for i in group["params"]]}
             for group in state["param_groups"]

@@ -311,7 +311,7 @@ class PublishedCopy:
 
     def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, sharding: str) -> None:
         self._learner = learner
-        self._parameters = policy.trained_parameters()
+        self._parameters = policy.adapter.trained_parameters()
         whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
         adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
         self.kept = spec.tag and spec.updates_per_batch > 1 and sharding == "ddp" and adapter

@@ -35,7 +35,7 @@ class RolloutWorker:
     def __init__(self, ties: Ties, runner: TaskRunner, evaluation_worker: EvaluationWorker) -> None:
         self._runner, self._evaluation_worker = runner, evaluation_worker
         self._world, self._leave = ties.setup.world, ties.setup.session.leave
-        self._parameters = ties.setup.engine.policy.trained_parameters()
+        self._parameters = ties.setup.engine.policy.adapter.trained_parameters()
         self._control, self._link, self._spans = ties.control, ties.link, ties.spans
         self._arrivals = Arrivals(self._parameters)
         self._weights: deque[Version] = deque()
