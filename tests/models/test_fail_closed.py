@@ -281,13 +281,13 @@ def test_missing_negative_prompt_under_guidance():
 def test_ignored_negative_and_cut_prompts_are_reported_once(caplog):
     policy = make("flux", guidance_scale=3.5)
     long = " ".join(["red"] * 90)
-    with caplog.at_level(logging.WARNING, logger="digenrl.models.policy"):
+    with caplog.at_level(logging.WARNING, logger="digenrl.models.codec"):
         for _ in range(2):
             policy.codec.encode(
                 [Prompt(long, negative="a ring"), Prompt(long + " ring"), Prompt("a")]
             )
     said = [
-        record.getMessage() for record in caplog.records if record.name == "digenrl.models.policy"
+        record.getMessage() for record in caplog.records if record.name == "digenrl.models.codec"
     ]
     assert len(said) == len(set(said))
     assert any("negative prompts are ignored" in text for text in said)
@@ -303,7 +303,7 @@ def test_template_of_another_length_is_refused(family, monkeypatch):
     assert getattr(module, name) == length
     monkeypatch.setattr(module, name, length + 1)
     with pytest.raises(ValueError, match=rf"makes {length} tokens .*template"):
-        make(family).encode([prompt("a star")])
+        make(family).codec.encode([prompt("a star")])
 
 
 @pytest.mark.heavy
@@ -315,16 +315,16 @@ def test_an_image_that_leaves_no_room_for_text_is_refused(family):
     with pytest.raises(
         ValueError, match=r"max_sequence_length=16: the image takes \d+ tokens .*set it to"
     ):
-        make(family, max_sequence_length=16).encode([prompt("a star")])
+        make(family, max_sequence_length=16).codec.encode([prompt("a star")])
 
 
 @pytest.mark.heavy
 def test_embeddings_do_not_depend_on_the_prompts_encoded_with_them():
     for family in FAMILIES:
-        together = make(family).encode(
+        together = make(family).codec.encode(
             [prompt("a star"), prompt("a long sentence about a cat in the rain")]
         )
-        alone = make(family).encode([prompt("a star")])
+        alone = make(family).codec.encode([prompt("a star")])
         for key, value in alone.items():  # of one prompt without its padding
             length = value.shape[1]
             assert torch.equal(value, together[key][:1, :length]), (family, key)
@@ -351,13 +351,13 @@ def test_reference_of_full_fine_tuning_needs_the_kept_copy():
     kept = FAMILIES["sd3"](**arguments, keep_reference=True)
     assert len(kept.wrap_units()) == 2 * len(policy.wrap_units()) == 4
     noise = torch.randn(1, *kept.latent_shape)
-    condition, sigma = kept.encode([Prompt("a")]), torch.tensor([0.5])
+    condition, sigma = kept.codec.encode([Prompt("a")]), torch.tensor([0.5])
     with torch.no_grad():
         before = kept.velocity(noise, sigma, condition)
         for parameter in kept.adapter.trained_parameters().values():
             parameter.add_(0.01)
         assert not torch.equal(kept.velocity(noise, sigma, condition), before)
-        with kept.reference():
+        with kept.adapter.reference():
             assert torch.equal(kept.velocity(noise, sigma, condition), before)
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.heavy
 OWN = [
     name
     for name, policy in FAMILIES.items()
-    if policy.guide is not Policy.guide and not policy.codec.reads
+    if policy.guide is not Policy.guide and not policy.codec_class.reads
 ]
 """Families with a rule of their own, all of which keep the norm of the conditional velocity."""
 Guide = Callable[[DiffusersPolicy, Tensor, Tensor], Tensor]

@@ -239,7 +239,7 @@ def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
         assert torch.equal(reference, base.velocity(noise, sigma, condition))
         assert not torch.equal(reference, adapted)
         assert torch.equal(policy.velocity(noise, sigma, condition), adapted)
-    assert list(policy.adapter.trained_parameters()) == list(base.trained_parameters())
+    assert list(policy.adapter.trained_parameters()) == list(base.adapter.trained_parameters())
 
 
 @pytest.mark.heavy

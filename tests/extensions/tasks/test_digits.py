@@ -134,7 +134,7 @@ def test_lora_reaches_every_stream_and_the_reference_is_the_base() -> None:
 
 
 def test_decode_clamps_to_the_unit_interval() -> None:
-    media = DigitsPolicy().decode(torch.full((2, 16, 4), 3.0))
+    media = DigitsPolicy().codec.decode(torch.full((2, 16, 4), 3.0))
     assert media.shape == (2, 1, 8, 8)
     assert torch.equal(media, torch.ones(2, 1, 8, 8))
 

@@ -68,7 +68,7 @@ def test_rewards_read_points_from_pictures_and_the_base_is_the_reference_at_firs
         LogLikelihood(**MIXTURE, span=8.0)(media, prompts), expected, rtol=1e-4, atol=1e-4
     )
     condition, sigmas = made.codec.encode(prompts), torch.full((6,), 0.5)
-    with torch.no_grad(), made.reference():
+    with torch.no_grad(), made.adapter.reference():
         base = made.velocity(x, sigmas, condition)
     assert torch.equal(made.velocity(x, sigmas, condition), base)
     with pytest.raises(ValueError, match="along \\+0"):
@@ -101,7 +101,7 @@ def test_the_divergence_of_points_is_that_of_two_gaussians() -> None:
     points, found = divergence_of_points(made, noise, aim)
     deviation, base = torch.tensor(1.0), noise
     for pair in made.sigma_grid(STEPS).unfold(0, 2, 1):
-        with made.reference():
+        with made.adapter.reference():
             base, growth = grown(made, base, aim, pair)
         deviation *= (growth[0] / 8).exp()
     push = points - base

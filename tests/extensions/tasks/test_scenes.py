@@ -36,7 +36,7 @@ def test_packing_is_undone_by_decoding() -> None:
     _, pictures = draw_scenes(4, torch.Generator().manual_seed(0))
     latents = pack(pictures)
     assert latents.shape == (4, 36, 48)
-    assert torch.allclose(ScenesPolicy("random").decode(latents), pictures, atol=1e-6)
+    assert torch.allclose(ScenesPolicy("random").codec.decode(latents), pictures, atol=1e-6)
     policy = ScenesPolicy("random")
     assert (
         policy.codec.decode(-100 * latents).max(),
