@@ -268,7 +268,7 @@ class DiffusersPolicy(Policy):
 
         Raises:
             PretrainedError (a ValueError): the checkpoint is of another family, or its latents are
-            others.
+                others.
         """
         pretrained.require_family(path, cls.pipelines, cls.family)
         codec = cls.codec_class
