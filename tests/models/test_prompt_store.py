@@ -222,13 +222,13 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
     expected = plain.codec.encode(prompts)
     del moves[:]
     first = make(family, **guided)
-    assert fill(first, tmp_path, prompts, CPU) == (texts, texts)
+    assert fill(first.codec, tmp_path, prompts, CPU) == (texts, texts)
     assert moves
     assert len(moves) == len(set(moves)), "each encoder once, however many prompts"
-    assert "_pipeline" not in vars(first), "the encoders are still in memory"
+    assert "_pipeline" not in vars(first.codec), "the encoders are still in memory"
     del moves[:]
     second = make(family, **guided)
-    assert fill(second, tmp_path, prompts, CPU) == (texts, 0)
+    assert fill(second.codec, tmp_path, prompts, CPU) == (texts, 0)
     for policy in (first, second):
         found = policy.codec.encode(prompts)
         assert found.keys() == expected.keys()
@@ -239,7 +239,7 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
         second.codec.encode(unforeseen)["text"], plain.codec.encode(unforeseen)["text"]
     )
     wide = make(family, dtype="float64", **guided)
-    assert fill(wide, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
+    assert fill(wide.codec, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
 
 
 @pytest.mark.heavy
