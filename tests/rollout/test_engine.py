@@ -91,7 +91,7 @@ def test_a_prompt_is_encoded_once_for_all_steps_of_its_tasks(
     engine, asked = engine_of(), list[Prompt]()
     encode = engine.policy.codec.encode
     monkeypatch.setattr(
-        engine.policy, "encode", lambda prompts: asked.extend(prompts) or encode(prompts)
+        engine.policy.codec, "encode", lambda prompts: asked.extend(prompts) or encode(prompts)
     )
     made(engine)
     made(engine)
