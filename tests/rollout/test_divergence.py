@@ -24,7 +24,9 @@ class Shifted(DigitsPolicy):
     """Its velocity is the base's plus a constant in each dimension, exactly."""
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return super().velocity(latents, sigmas, condition) + (0.0 if self.adapter.in_reference else SHIFT)
+        return super().velocity(latents, sigmas, condition) + (
+            0.0 if self.adapter.in_reference else SHIFT
+        )
 
 
 def drawn(policy: DigitsPolicy, kernel: Kernel = KERNEL) -> tuple[Tensor, Tensor]:

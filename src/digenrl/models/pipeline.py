@@ -192,19 +192,13 @@ class DiffusersPolicy(Policy):
             keep_reference=keep_reference,
         )
         if lora is None:
-            last = getattr(transformer, self.block_lists[0])[-1]
-            for owner, modules in ((last, self.unread), (transformer, self.unused)):
-                for name, parameter in owner.named_parameters():
-                    if f"{name}.".startswith(tuple(f"{module}." for module in modules)):
-                        parameter.requires_grad_(False)
+            self._freeze_unread()
         if compile:
-            dynamo = torch._dynamo.config
-            dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
-            for block in self.wrap_units():
-                block.compile(fullgraph=True)
+            self._compile_blocks()
         self.keep_padding(compile)
         self._empty = empty
         self.shift, self.grid = shift, grid
+        self.complete()
 
     @classmethod
     def facts(cls) -> Facts:
@@ -318,6 +312,20 @@ class DiffusersPolicy(Policy):
         `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
             deferred.fill(network, self.path, self.components, self.adapter.lora, device)
+
+    def _freeze_unread(self) -> None:
+        """Freeze the parameters on which no velocity depends."""
+        last = getattr(self.transformer, self.block_lists[0])[-1]
+        for owner, modules in ((last, self.unread), (self.transformer, self.unused)):
+            for name, parameter in owner.named_parameters():
+                if f"{name}.".startswith(tuple(f"{module}." for module in modules)):
+                    parameter.requires_grad_(False)
+
+    def _compile_blocks(self) -> None:
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
+        for block in self.wrap_units():
+            block.compile(fullgraph=True)
 
     def _attend_by(self, transformer: Any, backend: str) -> None:
         """Give the network its attention backend; raise ValueError for one without a gradient."""

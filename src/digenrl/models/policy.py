@@ -124,6 +124,13 @@ class Policy(nn.Module, ABC):
     def sigma_grid(self, steps: int) -> Tensor:
         """Return [steps + 1] fp32 on CPU, from about 1 down to 0, with the family's own shift."""
 
+    def complete(self) -> None:
+        """Add what a family has beside its network; the constructor calls this last.
+
+        A family overrides this method instead of `__init__`: the configuration's keys are checked
+        against the arguments of `__init__`, which `**kwargs` would hide.
+        """
+
     def wrap_units(self) -> list[nn.Module]:
         """Return the blocks that FSDP wraps one by one, of the trained network and of the reference
         copy if there is one."""

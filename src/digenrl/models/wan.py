@@ -117,8 +117,7 @@ class WanPolicy(DiffusersPolicy):
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def complete(self) -> None:
         for block in self.wrap_units():
             attend_with(block.attn1, _SelfAttention())
 

@@ -224,6 +224,7 @@ class EmbeddedPolicy(Policy):
         positions = self.position_unit * token_positions(rows, rows).float()
         self.register_buffer("image_positions", positions, persistent=False)
         self.register_buffer("text_positions", torch.zeros(self.text_length, 3), persistent=False)
+        self.complete()
 
     @classmethod
     @abstractmethod

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -135,8 +135,7 @@ class ScenesPolicy(EmbeddedPolicy):
     usual_shift, position_unit = 3.0, 2.0
     where: Tensor
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def complete(self) -> None:
         where = one_hot(token_positions(ROWS, ROWS)[:, 1:], ROWS).flatten(1).float()
         self.register_buffer("where", where, persistent=False)
 

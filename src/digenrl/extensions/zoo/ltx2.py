@@ -37,10 +37,15 @@ class LTX2Codec(DiffusersCodec):
     temporal_stride = 8
     encoders = (*DiffusersCodec.encoders, "connectors")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.video_grid = self._grid(self.height, self.width, self.frames)
-        self.video_tokens = math.prod(self.video_grid)
+    @property
+    def video_grid(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video's tokens."""
+        return self._grid(self.height, self.width, self.frames)
+
+    @property
+    def video_tokens(self) -> int:
+        """Number of the video's tokens. The sound's follow."""
+        return math.prod(self.video_grid)
 
     def pipeline_components(self) -> dict[str, Any]:
         """Return the components, also without those that make sound from latents."""
@@ -118,8 +123,7 @@ class LTX2Policy(DiffusersPolicy):
     unread = frozenset({"video_to_audio_attn", "audio_ff"})
     unused: ClassVar[tuple[str, ...]] = ("audio_proj_out", "audio_scale_shift_table")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def complete(self) -> None:
         self.drawn = self.codec.video_tokens
 
     @classmethod

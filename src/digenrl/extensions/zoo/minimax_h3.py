@@ -135,10 +135,15 @@ class MiniMaxH3Codec(DiffusersCodec):
     temporal_stride = 4
     encoders = ("text_encoder", "tokenizer", "processor")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.token_grid = self._grid(self.height, self.width, self.frames)
-        self.video_rows = 3 * math.prod(self.token_grid)
+    @property
+    def token_grid(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video's tokens."""
+        return self._grid(self.height, self.width, self.frames)
+
+    @property
+    def video_rows(self) -> int:
+        """Number of rows of latents that the video takes. The sound's follow."""
+        return 3 * math.prod(self.token_grid)
 
     @cached_property
     def _pipeline(self) -> Any:
@@ -224,8 +229,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
     feed_forward = ("ff.net.0.proj", "ff.net.2")
     unused = ("audio_proj_out",)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def complete(self) -> None:
         self.drawn = self.codec.video_rows
         self.shifts = [
             float(
