@@ -152,12 +152,12 @@ class DiffusersCodec(Codec):
         expects."""
 
     def pipeline_components(self) -> dict[str, Any]:
-        """Components that the encoder pipeline must not load by itself, by name; None = leave it
-        out."""
+        """Return the components that the encoder pipeline must not load by itself, by name; None
+        leaves a component out."""
         return dict.fromkeys((*self._checkpoint.networks, "vae", "scheduler"))
 
     def default_negative(self) -> str | None:
-        """`negative_prompt` of the model config."""
+        """Return `negative_prompt` of the model config."""
         return self.negative_prompt
 
     # ---- prompts
@@ -193,10 +193,11 @@ class DiffusersCodec(Codec):
         and wherever the trajectory is replayed. With several prompts nothing is cut, because a row
         must not depend on the others.
         """
+        # The masks are [B, tokens], the texts [B, tokens, d].
         masks = {key: value for key, value in condition.items() if key.endswith("mask")}
         if self.keeps_padding or not masks or any(len(mask) > 1 for mask in masks.values()):
             return condition
-        read = torch.cat([*masks.values()]).any(dim=0).nonzero()
+        read = torch.cat([*masks.values()]).any(dim=0).nonzero()  # positions [tokens read, 1]
         length = int(read.max()) + 1 if len(read) else 0
         cut = {
             key: value[:, :length] if key.endswith(("text", "mask")) else value
@@ -222,9 +223,8 @@ class DiffusersCodec(Codec):
         """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see
         `decode_pixels`."""
         vae = self._vae
-        if (
-            away := vae.device != latents.device
-        ):  # asking every module costs as much as a small picture
+        # Moving asks every module, which costs as much as a small picture: only where it must.
+        if away := vae.device != latents.device:
             vae.to(latents.device)
         with torch.no_grad():
             rows = [
@@ -233,7 +233,7 @@ class DiffusersCodec(Codec):
             ]
         if away and self.offload_encoders and sum(p.nbytes for p in vae.parameters()) > STAYS:
             vae.to("cpu")
-        media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)
+        media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)  # [B, C, H, W], [B, C, F, H, W]
         if media.shape[-2:] != (self.height, self.width):
             raise ValueError(
                 f"{self.family} decodes latents {[*latents.shape]} to {[*media.shape]}, not to "
@@ -258,7 +258,7 @@ class DiffusersCodec(Codec):
 
     def pixels(self, image: PromptImage) -> Tensor:
         """Return an image as [1, 3, height, width] fp32 in [-1, 1]."""
-        picture = np.asarray(image.fitted(self.height, self.width), dtype=np.float32)
+        picture = np.asarray(image.fitted(self.height, self.width), dtype=np.float32)  # [H, W, 3]
         return torch.from_numpy(picture).movedim(-1, 0).unsqueeze(0) / 127.5 - 1.0
 
     # ---- memory

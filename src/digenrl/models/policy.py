@@ -241,12 +241,13 @@ class Policy(nn.Module, ABC):
                     output = self.predict(
                         latents, sigmas, {key: self._negative(condition, key) for key in positive}
                     )
-                output = torch.cat([output, self.predict(latents, sigmas, positive)])
+                output = torch.cat([output, self.predict(latents, sigmas, positive)])  # [2B, *L]
             else:
                 both = {
                     key: torch.cat([self._negative(condition, key), value])
                     for key, value in positive.items()
                 }
+                # [2B, *L] of latents [2B, *L] and sigmas [2B]
                 output = self.predict(torch.cat([latents] * 2), torch.cat([sigmas] * 2), both)
         unconditional, conditional = (self._velocity_of(latents, each) for each in output.chunk(2))
         return self.guide(conditional, unconditional, self.guidance(sigmas))
