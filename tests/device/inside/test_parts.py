@@ -176,7 +176,7 @@ def test_a_policy_encodes_samples_and_decodes() -> None:
     assert media.device.type == "cpu"
     assert media.isfinite().all()
     assert policy.codec._vae.device == DEVICE, "a small decoder stays"
-    assert all(encoder.device.type == "cpu" for encoder in policy._encoders())
+    assert all(encoder.device.type == "cpu" for encoder in policy.codec._encoders())
 
 
 def test_a_large_decoder_goes(monkeypatch: pytest.MonkeyPatch) -> None:
