@@ -59,7 +59,7 @@ def decoder(facts: Facts) -> nn.Module:
     """Return the family's autoencoder at published size."""
     spec = tiny_builds.part(facts, "vae")
     given = {key: value for key, value in spec.items() if key not in ("class", "published")}
-    made: nn.Module = adapter(facts).vae_class(**given | spec.get("published", {}))
+    made: nn.Module = adapter(facts).codec_class.vae_class(**given | spec.get("published", {}))
     return made
 
 
@@ -67,13 +67,11 @@ def policy(facts: Facts, grid: Grid) -> DiffusersPolicy:
     """Return the family's policy on its tiny build, for samples of so many tokens. Its network is
     there to be replaced: `policy(facts, grid).transformer = network(model)`."""
     kind, (frames, rows, columns) = adapter(facts), grid
-    video: dict[str, Any] = (
-        {} if kind.temporal_stride is None else {"frames": (frames - 1) * kind.temporal_stride + 1}
-    )
-    text: dict[str, Any] = (
-        {} if kind.text_length is None else {"max_sequence_length": kind.text_length}
-    )
-    side = kind.spatial_stride
+    codec = kind.codec_class
+    stride, length = codec.temporal_stride, codec.text_length
+    video: dict[str, Any] = {} if stride is None else {"frames": (frames - 1) * stride + 1}
+    text: dict[str, Any] = {} if length is None else {"max_sequence_length": length}
+    side = codec.spatial_stride
     return kind("", rows * side, columns * side, build="tiny", dtype="float32", **video, **text)
 
 
@@ -82,7 +80,11 @@ def conditioning(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of one prompt's conditioning at published size, with `text` tokens."""
     frames, rows, columns = (1, 1, *policy.latent_shape)[-3:]
-    sizes = {"text": policy.text_length or text, "glyphs": glyphs, "tokens": policy.latent_shape[0]}
+    sizes = {
+        "text": policy.codec.text_length or text,
+        "glyphs": glyphs,
+        "tokens": policy.latent_shape[0],
+    }
     sizes |= {"frames": frames, "rows": rows, "columns": columns}
     return {
         key: tuple(sizes[size] if isinstance(size, str) else size for size in shape)

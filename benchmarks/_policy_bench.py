@@ -210,7 +210,7 @@ def build(model: str, size: str, device: torch.device, how: Build, *words: str) 
     with random_weights(model, size, device), mock.patch.object(nn.Module, "compile", compiling):
         policy: Policy = settings.settings.build("model").to(device)
     with torch.no_grad():
-        for name, parameter in policy.trained_parameters().items():
+        for name, parameter in policy.adapter.trained_parameters().items():
             if "lora_B" in name:  # zero at first: the adapters would not show
                 parameter.normal_(std=0.01)
     module = settings.settings.build("algorithm", policy=policy)
@@ -232,7 +232,7 @@ def conditioning(model: str, size: str, device: torch.device) -> dict[str, Tenso
     ).settings.tree.model
     with random_weights(model, size, device):
         policy: Policy = configuration.instantiate(settings).to(device)
-        encoded = policy.encode([PROMPT])
+        encoded = policy.codec.encode([PROMPT])
     del policy
     _device.release(device)
     return encoded
@@ -301,9 +301,10 @@ def encode(bench: Bench, unit: Unit) -> Row:
     found = {}
     with bench.weights(), torch.no_grad():
         for name, offload in (("seconds", False), ("moved_seconds", True)):
-            policy.offload_encoders = offload
+            policy.codec.offload_encoders = offload
             found[name] = _device.seconds(
-                lambda: policy.encode_prompts(policy.wordings([PROMPT])[0]), bench.device
+                lambda: policy.codec.encode_prompts(policy.codec.wordings([PROMPT])[0]),
+                bench.device,
             )
     return found
 
@@ -311,20 +312,20 @@ def encode(bench: Bench, unit: Unit) -> Row:
 def decode(bench: Bench, unit: Unit) -> Row:
     """Seconds of a sample, decoder on the device."""
     policy: Any = bench.policy
-    policy.offload_encoders = False
+    policy.codec.offload_encoders = False
     latents = bench.start(unit.samples).latents
     with bench.weights():
-        taken = _device.seconds(lambda: policy.decode(latents), bench.device)
+        taken = _device.seconds(lambda: policy.codec.decode(latents), bench.device)
     return {
         "seconds": taken,
         "tokens": workload(bench.composed).tokens,
-        "tiling": policy.vae_tiling,
+        "tiling": policy.codec.vae_tiling,
     }
 
 
 def publication(bench: Bench, unit: Unit) -> Row:
     """Bytes of a version, seconds to copy and hash them on their way, seconds to adopt them."""
-    parameters: dict[str, Any] = bench.policy.trained_parameters()
+    parameters: dict[str, Any] = bench.policy.adapter.trained_parameters()
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
     free = psutil.virtual_memory().available
     if 3 * size > free:  # page-locked blocks are rounded up to powers of two
@@ -351,7 +352,7 @@ def mask(bench: Bench, unit: Unit) -> Row:
     if not isinstance(policy, DiffusersPolicy) or "mask" not in policy.facts().conditioning:
         return {"skipped": "the family passes no mask"}
     length = bench.condition["text"].shape[1]
-    padding = policy.max_sequence_length - length
+    padding = policy.codec.max_sequence_length - length
     texts = [key for key in bench.condition if key.endswith("text")]
     padded = dict(bench.condition)
     for text, mask in ((key, key.removesuffix("text") + "mask") for key in texts):

@@ -31,8 +31,8 @@ from benchmarks.live_bytes import Bytes, count_bytes
 from digenrl.config import config_directory
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.models import checkpointing
+from digenrl.models.adapter import cast_parameters
 from digenrl.models.lora import LoraSpec, inject_lora
-from digenrl.models.policy import cast_parameters
 from digenrl.recompute import ALL, INPUTS, MODES, parse_recompute
 
 PRESETS = {"attn": "attention", "attn_ff": "attention_ff"}
@@ -176,7 +176,7 @@ class Cells:
             self.small, self.large, self.generates = (
                 trainable(name, self.least + more, trained) for more in (0, self.added, self.added)
             )
-            if self.full:  # `Policy.only_generate`
+            if self.full:  # `Adapter.only_generate`
                 for module in self.generates.modules():
                     for parameter in cast_parameters(module):
                         parameter.data = parameter.data.bfloat16()
@@ -372,7 +372,7 @@ def model_facts(name: str) -> dict[str, Any]:
 
 def _decode_peak(vae: Any, policy: Any) -> int:
     return count_bytes(
-        vae, lambda: policy.decode_latents(vae, torch.zeros(1, *policy.latent_shape))
+        vae, lambda: policy.codec.decode_latents(vae, torch.zeros(1, *policy.latent_shape))
     )[1].peak
 
 
@@ -381,26 +381,27 @@ def decoder(name: str) -> dict[str, Any]:
     output frame, and the bytes of one decode beside its weights."""
     facts = _families.models()[name]
     frames, rows, columns = facts.decoded
-    tokens = _families.adapter(facts).spatial_stride // _families.adapter(facts).vae_stride
+    codec = _families.adapter(facts).codec_class
+    tokens = codec.spatial_stride // codec.vae_stride
     option = config_directory() / "model" / f"{name}.yaml"
     tiling = yaml.safe_load(option.read_text(encoding="utf-8")).get("vae_tiling", False)
 
-    more = frames if _families.adapter(facts).temporal_stride is None else frames + 8
+    more = frames if codec.temporal_stride is None else frames + 8
     base, *others = policies = [
         _families.policy(facts, (count, side // tokens, columns // tokens))
         for count, side in ((frames, rows), (frames, 2 * rows), (more, rows))
     ]
     with torch.device("meta"), FlopCounterMode(display=False) as counter, torch.no_grad():
         vae: Any = _families.decoder(facts)
-        base.decode_latents(vae, torch.zeros(1, *base.latent_shape))
+        base.codec.decode_latents(vae, torch.zeros(1, *base.latent_shape))
     with FakeTensorMode(), torch.no_grad():
         fake(vae)
         if tiling:
             vae.enable_tiling()
         usual, larger, longer = (_decode_peak(vae, each) for each in policies)
-    pixels, shown = base.height * base.width, base.frames
+    pixels, shown = base.codec.height * base.codec.width, base.codec.frames
     per_pixel = (larger - usual) / pixels
-    per_frame = (longer - usual) / max(1, others[1].frames - shown)
+    per_frame = (longer - usual) / max(1, others[1].codec.frames - shown)
     # Tiles are as large in every picture, which is put together from them.
     both = per_pixel / shown if tiling else per_frame / pixels
     counts = {

@@ -54,7 +54,7 @@ from digenrl.extensions.planner.memory import (
 from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.planner.workload import Workload, counted
 from digenrl.facts import Facts, families, of_module
-from digenrl.models import pipeline
+from digenrl.models import pipeline_codec
 from digenrl.models import tiny as builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.recompute import MODES, Recompute, parse_recompute
@@ -191,7 +191,7 @@ def count(experiment: str) -> dict[str, Any]:
     policy: DiffusersPolicy = config.build("model")
     sampler = PromptData(config.data, config.seed).sampler
     prompts = [prompt for step in range(config.max_rl_steps) for prompt in sampler.batch(step)]
-    encoded = [policy.trimmed(policy.encode([prompt])) for prompt in prompts]
+    encoded = [policy.codec.trimmed(policy.codec.encode([prompt])) for prompt in prompts]
     shapes = {}
     for key, published in facts.conditioning.items():
         found = next((each[key].shape[1:] for each in encoded if key in each), published)
@@ -260,7 +260,7 @@ def decoded(model: str) -> tuple[float, int]:
     """Return the planned and the held bytes of one decode of 64 x 64 pixels at published width,
     beside the weights."""
     facts = _families.models()[model]
-    kind = _families.adapter(facts)
+    kind = _families.adapter(facts).codec_class
     side = 64 // kind.spatial_stride
     policy = _families.policy(facts, (1 if kind.temporal_stride is None else 3, side, side))
     strict = torch.get_device_module()
@@ -269,15 +269,15 @@ def decoded(model: str) -> tuple[float, int]:
     weights = strict.memory_allocated()
     strict.reset_peak_memory_stats()
     with torch.no_grad():
-        policy.decode_latents(vae, latents)
-    work = Workload(model, 64, 64, policy.frames, 1, 1, 1, 1, 1, False, None)
-    plan = (decode_bytes(work) - vae_bytes(work)) / (512 * 512 // (64 * 64 * policy.frames))
+        policy.codec.decode_latents(vae, latents)
+    work = Workload(model, 64, 64, policy.codec.frames, 1, 1, 1, 1, 1, False, None)
+    plan = (decode_bytes(work) - vae_bytes(work)) / (512 * 512 // (64 * 64 * policy.codec.frames))
     return plan, strict.max_memory_allocated() - weights
 
 
 def watched(rank: run.Rank, world: World) -> None:
     """Write the peak of this rank when it has ended; a rollout's is that of its forwards."""
-    pipeline.STAYS = 0  # no decoder waits on the device
+    pipeline_codec.STAYS = 0  # no decoder waits on the device
     trainer: Any = rank.trainer
     # The probe of a test run keeps a copy of every cell on the device.
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Probe)]

@@ -54,8 +54,9 @@ from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.cli.profile import training_batch
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
+from digenrl.models.guidance import NEGATIVE
 from digenrl.models.lora import AdaptedLinear
-from digenrl.models.policy import NEGATIVE, Policy
+from digenrl.models.policy import Policy
 from digenrl.parts import schedule_spec
 from digenrl.run import engine_of
 from digenrl.schedule import Task
@@ -189,8 +190,8 @@ class Evaluations:
     def take(self, policy: Policy, latents: Tensor, sigmas: Tensor) -> None:
         """Count the rows of one call: again only with other weights, or with a gradient. Equal rows
         of one call are samples of their own, whose noise the recipe makes equal."""
-        weights = tuple(p.data_ptr() for p in policy.trained_parameters().values())
-        how = (policy.in_reference, torch.is_grad_enabled(), hash(weights))
+        weights = tuple(p.data_ptr() for p in policy.adapter.trained_parameters().values())
+        how = (policy.adapter.in_reference, torch.is_grad_enabled(), hash(weights))
         self.asked += len(latents)
         equal = Counter[Any]()
         for row, sigma in zip(latents.detach(), sigmas.tolist(), strict=True):
@@ -340,7 +341,7 @@ def ratio(name: str, *more: str) -> Ratio:
     engine = engine_of(config, module, rewards)
     spec = schedule_spec(config, module.train_steps.count(config.sampling.steps), trainers=1)
     prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
-    condition = policy.encode([prompt])
+    condition = policy.codec.encode([prompt])
     task = Task(step=0, index=0, group=0, first_sample=0, samples=spec.task_size, version=0)
     held: list[Any] = [engine.begin(task, prompt)]
 
@@ -361,7 +362,9 @@ def ratio(name: str, *more: str) -> Ratio:
             training = counted(train)
         module.zero_grad(set_to_none=True)
         one = needed(policy, condition, float(policy.sigma_grid(config.sampling.steps)[1]))
-        with policy.reference() if policy.has_reference else contextlib.nullcontext():
+        with (
+            policy.adapter.reference() if policy.adapter.has_reference else contextlib.nullcontext()
+        ):
             base = needed(policy, condition, float(policy.sigma_grid(config.sampling.steps)[1]))
     engine.close()
     others = asked.count(True, False)

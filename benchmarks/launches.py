@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import _families
 from benchmarks.count_facts import attend
 from digenrl.diffusion.sde import FlowSDE
-from digenrl.models.policy import NEGATIVE
+from digenrl.models.guidance import NEGATIVE
 from digenrl.models.tiny import ensure
 from tests.models.real_policies import place, real
 from tests.models.tiny_policies import FAMILIES, ROWS
@@ -116,7 +116,7 @@ def count(family: str) -> tuple[int, int, int]:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake, fused, torch.set_grad_enabled(trains):
             if not trains:
-                policy.only_generate()
+                policy.adapter.only_generate()
             place(policy, device)
             policy.keep_padding(True)  # what is padding depends on values
             inputs = given(policy, device)

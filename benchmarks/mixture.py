@@ -57,11 +57,11 @@ def reached(run: Path, samples: int) -> Reached:
     config = read_stored(run, "run")[0]
     policy: MixturePolicy = config.build("model")
     kernel: Kernel = config.build("algorithm.sde")
-    policy.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
+    policy.adapter.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
     network, steps = policy.transformer, config.sampling.steps
     assert isinstance(network, MixtureFlow)
     directions = torch.cat(
-        [policy.encode([prompt])["direction"] for prompt in load_prompts(config.data.prompts)]
+        [policy.codec.encode([prompt])["direction"] for prompt in load_prompts(config.data.prompts)]
     )
     generator = torch.Generator().manual_seed(0)
     rows = directions.repeat_interleave(samples, 0)
@@ -104,7 +104,7 @@ def rolled(
     def draw(step: int) -> Tensor:
         return torch.randn(directions.shape, generator=generator)
 
-    with nullcontext() if trained else policy.reference():
+    with nullcontext() if trained else policy.adapter.reference():
         return trajectories(
             policy, {"direction": directions}, policy.sigma_grid(steps), draw, kernel
         )

@@ -291,14 +291,14 @@ class Loop:
                 own.max_grad_norm,
                 None,
             )
-        self.sampler = self.policy.reference if of_group else self.module.rollout_weights
+        self.sampler = self.policy.adapter.reference if of_group else self.module.rollout_weights
         """Inside, the policy is the one that generates."""
         self.pairs = config.algorithm.holds("pairs")
         """Its loss compares the samples of a block, which then are those of one prompt."""
         self.module.advantage = Together(self.module.advantage)
         self.module.first_ratio_max_dev = 0.0  # a run's own check, which asks all ranks
         self.grid, self.scouts = self.policy.sigma_grid(STEPS), config.sampling.scouts
-        self.directions = signed_axes(self.policy.axes)
+        self.directions = signed_axes(self.policy.latent_shape[0])
         self.optimizer = self.module.configure_optimizers()
         self.module.on_train_start()
         self.module.train()
@@ -500,7 +500,8 @@ class Judge:
     """Of the runs on one base model."""
 
     def __init__(self, policy: MixturePolicy) -> None:
-        self.aims = (heldout_directions(policy.axes), signed_axes(policy.axes))
+        (axes,) = policy.latent_shape
+        self.aims = heldout_directions(axes), signed_axes(axes)
         self.rewards = [
             base_rewards(policy, MEASURED, aim, STEPS, torch.Generator().manual_seed(1))
             for aim in self.aims
@@ -511,7 +512,7 @@ class Judge:
         self.best = best - self.beta * REFERENCE_KL
         self.base = [self.trajectories(policy, aim, trained=False)[0] for aim in self.aims]
         aim = self.aims[0].repeat_interleave(BASE_SAMPLES, 0)
-        with policy.reference():
+        with policy.adapter.reference():
             drawn = ode_points(
                 policy, torch.randn(aim.shape, generator=torch.Generator().manual_seed(2)), aim
             )
@@ -590,7 +591,7 @@ def divergence_of_points(policy: MixturePolicy, noise: Tensor, aim: Tensor) -> t
         log_det += growth
     points, log_q = x, -noise.square().sum(1) / 2 - log_det
     log_det.zero_()
-    with policy.reference():
+    with policy.adapter.reference():
         for sigma, following in grid.flip(0):
             before = x
             for _ in range(12):  # a contraction by about a tenth

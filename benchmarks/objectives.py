@@ -144,8 +144,8 @@ def gain_and_kl(run: Path, half: str) -> tuple[float, float]:
     config: Any = read_stored(run, "run")[0]
     policy = config.build("model")
     kernel = config.build("algorithm.sde")
-    policy.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
-    directions = policy.encode(load_prompts(f"mixture_{half}.jsonl"))["direction"]
+    policy.adapter.load_trained_parameters(load_file(run / "checkpoints/last/policy.safetensors"))
+    directions = policy.codec.encode(load_prompts(f"mixture_{half}.jsonl"))["direction"]
     rows, steps = directions.repeat_interleave(SAMPLES, 0), config.sampling.steps
     points, kl = rolled(policy, kernel, rows, steps, torch.Generator().manual_seed(0))
     base = base_rewards(policy, kernel, directions, steps, torch.Generator().manual_seed(1))

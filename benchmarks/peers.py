@@ -113,7 +113,7 @@ class Loop:
             Prompt("a red circle on a white background"),
             self.module.train_steps.plan(0, 0, STEPS),
         )
-        condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(STEPS)
+        condition, grid = self.policy.codec.encode([prompt]), self.policy.sigma_grid(STEPS)
         made = sample(
             self.policy,
             condition,
@@ -175,7 +175,7 @@ class Loop:
         seconds = time.perf_counter() - began
         grads = [
             p.grad.flatten()
-            for p in self.policy.trained_parameters().values()
+            for p in self.policy.adapter.trained_parameters().values()
             if p.grad is not None
         ]
         return seconds, torch.cat(grads)

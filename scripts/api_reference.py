@@ -40,9 +40,15 @@ CONTENTS = {
         ("Scorer", "as_frames", "source_images"),
     ),
     "A model implements: `digenrl.models.policy`": ("digenrl/models/policy.py", ("Policy",)),
+    "... its codec: `digenrl.models.codec`": ("digenrl/models/codec.py", ("Codec",)),
+    "... its adapter: `digenrl.models.adapter`": ("digenrl/models/adapter.py", ("Adapter",)),
     "... of diffusers: `digenrl.models.pipeline`": (
         "digenrl/models/pipeline.py",
         ("DiffusersPolicy",),
+    ),
+    "... their codecs: `digenrl.models.pipeline_codec`": (
+        "digenrl/models/pipeline_codec.py",
+        ("DiffusersCodec",),
     ),
     "A loss implements: `digenrl.algorithms.surrogates`": (
         "digenrl/algorithms/surrogates.py",

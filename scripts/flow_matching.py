@@ -76,7 +76,7 @@ def sampled(policy: EmbeddedPolicy, condition: dict[str, Tensor], steps: int, se
             latents = latents + (after - sigma) * policy.velocity(
                 latents, sigma.expand(rows), condition
             )
-        return policy.decode(latents)
+        return policy.codec.decode(latents)
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -80,7 +80,7 @@ def _batches(
     policy: DigitsPolicy, settings: Settings, generator: torch.Generator
 ) -> Iterator[Batch]:
     images, labels = real_digits()
-    clean, conditions = pack(2 * images - 1), policy.encode(PROMPTS)
+    clean, conditions = pack(2 * images - 1), policy.codec.encode(PROMPTS)
     for _ in range(settings.steps):
         index = torch.randint(len(labels), (settings.batch,), generator=generator)
         random_labels = torch.randint(len(WORDS), (settings.batch,), generator=generator)
@@ -113,7 +113,7 @@ def sample_digits(
 ) -> tuple[Tensor, list[Prompt]]:
     """Return images [10 * per_prompt, 1, 8, 8] by the plain Euler ODE, and their prompts."""
     prompts = [prompt for prompt in PROMPTS for _ in range(per_prompt)]
-    return sampled(policy, policy.encode(prompts), steps, seed), prompts
+    return sampled(policy, policy.codec.encode(prompts), steps, seed), prompts
 
 
 def work(settings: Settings, _: list[str]) -> None:

@@ -25,7 +25,7 @@ from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.measured import same_gpu, with_measured
 from digenrl.extensions.planner.reading import costing_of
 from digenrl.hardware import parse_hardware
-from digenrl.models.policy import NEGATIVE
+from digenrl.models.guidance import NEGATIVE
 from digenrl.recompute import Recompute
 from tests.models.families import FAMILIES as ROWS
 from tests.models.real_policies import plainly
@@ -261,7 +261,7 @@ def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) 
                 else {}
             )
         else:
-            condition = policy.encode([PROMPT])
+            condition = policy.codec.encode([PROMPT])
         assert {value.device for value in condition.values()} == {device}
         latents, sigmas = (
             torch.randn(2, *policy.latent_shape, device=device),
@@ -273,7 +273,7 @@ def test_the_forward_path_at_real_size_on_a_gpu_that_does_not_exist(model: str) 
             torch.float32,
             latents.shape,
         )
-        media = policy.decode(latents[:1])
+        media = policy.codec.decode(latents[:1])
         assert media.device == device
         assert media.shape[-2:] == (settings.height, settings.width)
         real = sum(

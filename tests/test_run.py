@@ -158,7 +158,7 @@ def test_a_rollout_of_all_weights_holds_no_value_before_the_cast(tmp_path: Path)
     session = Session("127.0.0.1", 0, Handshake(), tmp_path, time.time())
     read = run._policy(run.Given(config, rollout, session, Advice()))
     usual = config.build("model")
-    usual.only_generate()
+    usual.adapter.only_generate()
     before, after = (dict(each.transformer.named_parameters()) for each in (usual, read))
     assert before.keys() == after.keys()
     for name, value in before.items():

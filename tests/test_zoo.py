@@ -75,7 +75,7 @@ class Probe(pl.Callback):
 
 
 def _trained(module: Any) -> dict[str, torch.nn.Parameter]:
-    trained: dict[str, torch.nn.Parameter] = module.policy.trained_parameters()
+    trained: dict[str, torch.nn.Parameter] = module.policy.adapter.trained_parameters()
     return trained
 
 
@@ -250,13 +250,13 @@ def check_versions(finished: Run) -> None:
 
 def check_frozen(policy: Policy) -> None:
     """Full fine-tuning trains everything except the listed modules, whose output nobody reads."""
-    if policy.lora is None:
+    if policy.adapter.lora is None:
         blocks = getattr(policy.transformer, policy.block_lists[0])  # type: ignore[attr-defined]
         unread = tuple(
             f"{policy.block_lists[0]}.{len(blocks) - 1}.{name}." for name in policy.unread
         )  # type: ignore[attr-defined]
         frozen = {name for name, _ in policy.transformer.named_parameters()} - set(
-            policy.trained_parameters()
+            policy.adapter.trained_parameters()
         )
         assert all(name.startswith((*unread, *policy.unused)) for name in frozen), sorted(frozen)  # type: ignore[attr-defined]
 
@@ -264,13 +264,13 @@ def check_frozen(policy: Policy) -> None:
 def check_export(finished: Run, policy: Policy) -> None:
     """A plain diffusers transformer with the exported weights computes what the policy computes,
     bit for bit."""
-    policy.load_trained_parameters(finished.final)
+    policy.adapter.load_trained_parameters(finished.final)
     folder = finished.directory / "export"
     export_policy(policy, folder)
     assert isinstance(policy, DiffusersPolicy)
     plain = exported(policy, folder)
     noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
-    condition, sigma = policy.encode([prompt("a red circle")]), torch.tensor([0.6])
+    condition, sigma = policy.codec.encode([prompt("a red circle")]), torch.tensor([0.6])
     policy.eval()
     with torch.no_grad():
         ours = policy.velocity(noise, sigma, condition)

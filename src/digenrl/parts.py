@@ -197,7 +197,7 @@ def check(settings: Settings) -> None:
     if not settings.hardware.emulate:
         for where, prompt in _prompts_of(settings.data) if issubclass(model, Policy) else ():
             try:
-                model.check_prompt(prompt)
+                model.codec_class.check_prompt(prompt, model.family)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
         if problems := unscorable(settings.node("reward"), _prompts_of(settings.data)):

@@ -19,6 +19,7 @@ from digenrl.config.settings import Settings
 from digenrl.data import PromptData
 from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.policy import Policy
 from digenrl.models.pretrained import cache_root
 from digenrl.models.prompt_store import PromptStore, files_digest
@@ -94,7 +95,7 @@ def fill_prompt_store(
         with policy.guided(
             max(policy.guidance_scale, settings.sampling.eval.guidance_scale or 0.0)
         ):
-            found = fill(policy, root, wanted, accelerator.current(), progress)
+            found = fill(policy.codec, root, wanted, accelerator.current(), progress)
     except OSError as error:
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
@@ -105,13 +106,13 @@ def fill_prompt_store(
 
 
 def fill(
-    policy: DiffusersPolicy,
+    codec: DiffusersCodec,
     root: Path,
     prompts: Iterable[Prompt],
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[int, int]:
-    """Put the conditioning of all `prompts` into the store under `root`. The policy's `encode` then
+    """Put the conditioning of all `prompts` into the store under `root`. The codec's `encode` then
     reads from the store, also if not all of it could be written.
 
     Encoders with other weights, dtype, length, libraries or kind of device have another store. They
@@ -122,34 +123,34 @@ def fill(
         (wordings, wordings that this process has encoded).
 
     Raises:
-        ValueError: as `Policy.encode`.
+        ValueError: as `Codec.encode`.
         OSError: the store cannot be written.
     """
-    files = pretrained.component_files(policy.path, *policy.encoders)
+    files = pretrained.component_files(codec.path, *codec.encoders)
     facts: dict[str, Any] = {}
-    if policy.reads:
+    if codec.reads:
         files += pretrained.component_files(
-            policy.path, "vae", "image_encoder*", "image_processor*", "processor*"
+            codec.path, "vae", "image_encoder*", "image_processor*", "processor*"
         )
         facts = {
-            "size": [policy.height, policy.width, policy.frames],
-            "vae_dtype": str(policy.vae_dtype),
+            "size": [codec.height, codec.width, codec.frames],
+            "vae_dtype": str(codec.vae_dtype),
         }
     facts |= {
-        "family": policy.family,
+        "family": codec.family,
         "encoders": files_digest(files, root / "digests"),
-        "dtype": str(policy.dtype),
-        "length": policy.max_sequence_length,
+        "dtype": str(codec.dtype),
+        "length": codec.max_sequence_length,
         "device": device.type,
         "libraries": {
             name: version(name) for name in ("diffusers", "transformers", "tokenizers", "torch")
         },
     }
-    policy.store = store = PromptStore(root, facts)
-    positive, negative = policy.wordings(prompts)
+    codec.store = store = PromptStore(root, facts)
+    positive, negative = codec.wordings(prompts)
     wordings = dict.fromkeys(positive + negative)
     try:
-        encoded = store.fill(wordings, partial(policy.encode_each, device=device), progress)
+        encoded = store.fill(wordings, partial(codec.encode_each, device=device), progress)
     finally:
-        policy.release_encoders()
+        codec.release_encoders()
     return len(wordings), encoded

@@ -131,7 +131,7 @@ def _policy(given: Given) -> Policy:
         else stand_in.policy()
     )
     if not given.world.is_trainer:
-        policy.only_generate()
+        policy.adapter.only_generate()
         policy.fill(torch.device("cpu"))
     return policy
 

@@ -57,7 +57,7 @@ class Poison(pl.Callback):
         if self._what == "advantage":
             pl_module.advantage = spoilt_advantage  # type: ignore[assignment]
         if self._what == "gradient":
-            parameter: Any = next(iter(pl_module.policy.trained_parameters().values()))
+            parameter: Any = next(iter(pl_module.policy.adapter.trained_parameters().values()))
             parameter.register_hook(
                 lambda gradient: gradient * torch.nan if self._now else gradient
             )

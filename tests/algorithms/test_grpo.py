@@ -61,7 +61,9 @@ def gradient(module: GRPO, micro_batches: list[TrainBatch]) -> Tensor:
     module.zero_grad()
     for index, item in enumerate(micro_batches):
         module.training_step(item, index).backward()
-    return torch.cat([p.grad.flatten() for p in module.policy.trained_parameters().values()])
+    return torch.cat(
+        [p.grad.flatten() for p in module.policy.adapter.trained_parameters().values()]
+    )
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def moved() -> tuple[ToyPolicy, list[CellBlock], Tensor]:
     policy = ToyPolicy(torch.float64)
     blocks = roll(policy, storage=torch.float64, sigmas=static_grid(6, 3.0).double())
     with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
+        for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(
                 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
             )
@@ -116,7 +118,7 @@ def test_gradient_equals_the_formula(moved: tuple) -> None:
     total = torch.zeros((), dtype=torch.float64)
     for block in blocks:
         new = denoise.replay(policy, block, FlowSDE(0.7))
-        with torch.no_grad(), policy.reference():
+        with torch.no_grad(), policy.adapter.reference():
             base = denoise.replay(policy, block, FlowSDE(0.7))
         group = rewards[block.group].double()
         a = ((group - group.mean()) / (group.std(unbiased=False) + 1e-4)).float().double()[:, None]
@@ -125,7 +127,9 @@ def test_gradient_equals_the_formula(moved: tuple) -> None:
         kl = ((new.mean - base.mean) ** 2).flatten(2).mean(2) / (2 * (new.std * new.sqrt_h) ** 2)
         total = total + (surrogate + 0.1 * kl).sum()
     cells = sum(block.samples * len(block.steps) for block in blocks)
-    expected = torch.autograd.grad(total / cells, list(policy.trained_parameters().values()))
+    expected = torch.autograd.grad(
+        total / cells, list(policy.adapter.trained_parameters().values())
+    )
     torch.testing.assert_close(got, torch.cat([g.flatten() for g in expected]), atol=1e-12, rtol=0)
 
 
@@ -174,7 +178,7 @@ def test_proximal_log_probs_are_those_of_the_weights_that_a_batch_begins_with() 
             assert torch.equal(proximal, begun)
             assert torch.equal(proximal, present) == (update == 0)
             with torch.no_grad():
-                for parameter in policy.trained_parameters().values():
+                for parameter in policy.adapter.trained_parameters().values():
                     parameter.add_(0.05)
     once = grpo(policy, surrogate=Watching())
     once.training_step(batch(blocks), 0)
@@ -236,7 +240,7 @@ def test_a_micro_batch_without_blocks_costs_no_forward_and_gives_no_gradient(mov
     loss.backward()
     assert float(loss) == 0.0
     assert policy.calls == calls
-    assert all(parameter.grad is None for parameter in policy.trained_parameters().values())
+    assert all(parameter.grad is None for parameter in policy.adapter.trained_parameters().values())
 
 
 def test_the_stored_log_prob_is_the_old_one(moved: tuple) -> None:
@@ -284,7 +288,7 @@ def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(mo
     for block in (fresh, stale):
         with torch.no_grad():
             new = denoise.replay(policy, block, FlowSDE(0.7))
-            with policy.reference():
+            with policy.adapter.reference():
                 old = denoise.replay(policy, block, FlowSDE(0.7))
         ratio = (new.log_prob - block.log_probs).exp()
         rises = a[block.group, list(block.numbers)][:, None] > 0
@@ -324,7 +328,7 @@ def test_each_kl_is_its_own(kind: str, moved: tuple) -> None:
     module.training_step(batch(blocks[:1], rewards), 0)
     with torch.no_grad():
         new = denoise.replay(policy, blocks[0], FlowSDE(0.7))
-        with policy.reference():
+        with policy.adapter.reference():
             old = denoise.replay(policy, blocks[0], FlowSDE(0.7))
     over = {"gaussian": 2 * new.scale**2, "h_free": 2 * new.std**2, "mean_square": 1.0}[kind]
     wanted = ((new.mean - old.mean) ** 2).flatten(2).mean(2) / over
@@ -376,7 +380,7 @@ def test_trainer_sees_right_metrics_and_an_exact_first_ratio(
 def test_first_ratio_above_the_bound_stops_the_run_before_any_update() -> None:
     policy = ToyPolicy()
     module = grpo(policy)
-    before = [p.detach().clone() for p in policy.trained_parameters().values()]
+    before = [p.detach().clone() for p in policy.adapter.trained_parameters().values()]
 
     def wrong_sigmas(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
         return [
@@ -390,7 +394,8 @@ def test_first_ratio_above_the_bound_stops_the_run_before_any_update() -> None:
     with pytest.raises(RuntimeError, match=r"before the first optimizer step is .* above 1e-05"):
         fit(module, policy, wrong_sigmas)
     assert all(
-        torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(before, policy.adapter.trained_parameters().values(), strict=True)
     )
 
 
@@ -437,7 +442,7 @@ def test_the_bound_is_that_of_the_dtype_that_forwards_compute_in(
 def test_a_trained_parameter_without_gradient_stops_the_run_before_any_update() -> None:
     policy = ToyPolicy()
     policy.transformer.register_parameter("unread", torch.nn.Parameter(torch.zeros(2)))
-    before = [p.detach().clone() for p in policy.trained_parameters().values()]
+    before = [p.detach().clone() for p in policy.adapter.trained_parameters().values()]
 
     def one_cell(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
         return [batch([steps_of(rows_of(blocks[0], 0, 1), 0, 1)], rewards, version=step)]
@@ -447,7 +452,8 @@ def test_a_trained_parameter_without_gradient_stops_the_run_before_any_update() 
     ):
         fit(grpo(policy), policy, one_cell)
     assert all(
-        torch.equal(a, b) for a, b in zip(before, policy.trained_parameters().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(before, policy.adapter.trained_parameters().values(), strict=True)
     )
 
 
@@ -460,7 +466,7 @@ def test_non_finite_gradients_are_skipped_exactly_and_three_in_a_row_stop(
     weights: list[list[Tensor]] = []
 
     def poisoned(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
-        weights.append([p.detach().clone() for p in policy.trained_parameters().values()])
+        weights.append([p.detach().clone() for p in policy.adapter.trained_parameters().values()])
         if step in (0, 1, 3, 4, 5):
             rewards[0, 0] = float("inf")
         return [batch(blocks, rewards, version=step)]
@@ -488,22 +494,22 @@ def test_an_update_clips_what_it_steps_with_and_reports_both(most: float | None)
     optimizer = module.configure_optimizers()
     module.training_step(batch([], torch.zeros(2, 4), 1.0), 0).backward()
     module.configure_gradient_clipping(optimizer)  # this rank has no cells, and so no complaint
-    assert all(not bool(p.grad.any()) for p in policy.trained_parameters().values())
+    assert all(not bool(p.grad.any()) for p in policy.adapter.trained_parameters().values())
     module.collected()
     optimizer.zero_grad()
     module.training_step(batch(blocks), 0).backward()
-    before = [p.grad.clone() for p in policy.trained_parameters().values()]
+    before = [p.grad.clone() for p in policy.adapter.trained_parameters().values()]
     norm = float(torch.cat([g.flatten() for g in before]).norm())
     module.configure_gradient_clipping(optimizer)
     left = min(1.0, (most or 1.0) / norm)
-    for own, parameter in zip(before, policy.trained_parameters().values(), strict=True):
+    for own, parameter in zip(before, policy.adapter.trained_parameters().values(), strict=True):
         torch.testing.assert_close(parameter.grad, left * own, rtol=2e-3, atol=0)
     found = module.collected()
     assert float(found["update_skipped"]) == 0.0
     assert float(found["grad_norm"]) == pytest.approx(norm, rel=1e-5)
     assert float(found["grad_norm_clipped"]) == pytest.approx(left * norm, rel=1e-5)
     # A later update may leave a parameter out.
-    first = next(iter(policy.trained_parameters().values()))
+    first = next(iter(policy.adapter.trained_parameters().values()))
     first.grad = None
     module.configure_gradient_clipping(optimizer)
     first.grad = torch.full_like(first, torch.nan)
@@ -516,7 +522,7 @@ def test_the_average_begins_with_the_first_weights_and_is_what_evaluations_see(
     ema: Ema | None,
 ) -> None:
     policy = ToyPolicy()
-    module, own = grpo(policy, ema=ema), policy.trained_parameters()
+    module, own = grpo(policy, ema=ema), policy.adapter.trained_parameters()
     first = {name: value.detach().clone() for name, value in own.items()}
     module.on_train_start()
     with torch.no_grad():
@@ -548,7 +554,7 @@ def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) ->
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
     assert set(saved["state_dict"]) == {
-        f"policy.transformer.{name}" for name in policy.trained_parameters()
+        f"policy.transformer.{name}" for name in policy.adapter.trained_parameters()
     }
     assert module.first_ratio_max_dev == 0.0
     fresh_policy = ToyPolicy()
@@ -561,8 +567,8 @@ def test_checkpoint_holds_trained_parameters_only_and_resumes(tmp_path: Path) ->
     assert fresh.ema is not None
     assert straight.ema is not None
     assert fresh.ema.steps == straight.ema.steps == 4
-    for name, value in straight_policy.trained_parameters().items():
-        assert torch.equal(value, fresh_policy.trained_parameters()[name])
+    for name, value in straight_policy.adapter.trained_parameters().items():
+        assert torch.equal(value, fresh_policy.adapter.trained_parameters()[name])
         assert torch.equal(straight.ema.copy.tensors[name], fresh.ema.copy.tensors[name])
     other = ToyPolicy()
     with pytest.raises(ValueError, match=r"algorithm\.ema"):

@@ -16,6 +16,30 @@ from digenrl.types import CellBlock, TrainBatch
 from tests.sampling import sample
 
 
+class ToyAdapter:
+    """The trained residual of a toy policy."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        self._transformer = transformer
+        self.on = True
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._transformer.named_parameters())
+
+    def parameters_without_gradient(self) -> list[str]:
+        return [
+            name for name, parameter in self.trained_parameters().items() if parameter.grad is None
+        ]
+
+
 class ToyPolicy(nn.Module):
     """v(x, s, c) of a small MLP over packed latents [N, C]; the base is frozen under a trained
     residual that begins at 0."""
@@ -48,7 +72,7 @@ class ToyPolicy(nn.Module):
             for parameter in self.transformer[2].parameters():
                 parameter.zero_()
         self.to(dtype)
-        self.adapted = True
+        self.adapter = ToyAdapter(self.transformer)
         self.calls = 0
 
     def sent(self, host: Tensor) -> Tensor:
@@ -66,23 +90,7 @@ class ToyPolicy(nn.Module):
         )
         features = torch.cat([x, rows], dim=-1)
         out = self.base(features)
-        return out + self.transformer(features) if self.adapted else out
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        self.adapted = False
-        try:
-            yield
-        finally:
-            self.adapted = True
-
-    def trained_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.transformer.named_parameters())
-
-    def parameters_without_gradient(self) -> list[str]:
-        return [
-            name for name, parameter in self.trained_parameters().items() if parameter.grad is None
-        ]
+        return out + self.transformer(features) if self.adapter.on else out
 
 
 def condition(value: float = 0.5) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ def test_two_steps_equal_the_reference_loop() -> None:
     assert metrics["reward"] == pytest.approx(
         float(torch.stack([t.rewards["judge_a"].mean() for t in made]).mean())
     )
-    for name, parameter in loop.policy.trained_parameters().items():
+    for name, parameter in loop.policy.adapter.trained_parameters().items():
         assert torch.allclose(parameter, expected.weights[name], rtol=0, atol=1e-7), name
 
 

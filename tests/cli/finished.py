@@ -20,7 +20,7 @@ def finished_run(directory: Path, experiment: str) -> Path:
     module = composed.settings.build("algorithm", policy=policy)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
+        for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     checkpoint = {"epoch": 6, "state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)

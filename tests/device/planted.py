@@ -37,7 +37,7 @@ OFFLOAD, WEIGHTS = (
     "src/digenrl/models/offload.py",
     "src/digenrl/transport/weights.py",
 )
-PIPELINE, POLICY = "src/digenrl/models/pipeline.py", "src/digenrl/models/policy.py"
+PIPELINE, CODEC = "src/digenrl/models/pipeline_codec.py", "src/digenrl/models/codec.py"
 ENGINE, DENOISE = "src/digenrl/rollout/engine.py", "src/digenrl/diffusion/denoise.py"
 SCORER, CHILD = "src/digenrl/rewards/scorer.py", "src/digenrl/rewards/process.py"
 PROTOCOL, DEVICES = "src/digenrl/rewards/protocol.py", "src/digenrl/devices.py"
@@ -167,7 +167,7 @@ FAULTS = (
     ),
     Fault(
         "placement: a conditioning stays on the CPU",
-        POLICY,
+        CODEC,
         "        return move(self.trimmed(condition), self.device)",
         "        return self.trimmed(condition)",
         "the network mixes devices",
@@ -376,8 +376,8 @@ FAULTS = (
     Fault(
         "evaluation: media stay on the device",
         ENGINE,
-        "policy.decode(sample(c, draw(keys.INITIAL))).cpu()",
-        "policy.decode(sample(c, draw(keys.INITIAL)))",
+        "policy.codec.decode(sample(c, draw(keys.INITIAL))).cpu()",
+        "policy.codec.decode(sample(c, draw(keys.INITIAL)))",
         "a GPU holds all media of an evaluation",
         PARTS,
         "policy_encodes",

@@ -85,7 +85,7 @@ def test_check_1_fails_with_other_weights_sigmas_or_latents() -> None:
 
 
 def gradients(loss: Tensor, policy: ToyPolicy) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, list(policy.trained_parameters().values())))
+    return list(torch.autograd.grad(loss, list(policy.adapter.trained_parameters().values())))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

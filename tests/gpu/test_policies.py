@@ -60,8 +60,8 @@ def test_compiled_sampling_is_replayed_within_the_bound() -> None:
 @pytest.mark.parametrize("family", MASKED)
 def test_a_prompt_without_its_padding_gives_the_same_velocity(family: str) -> None:
     policy = make(family, dtype="bfloat16").to(DEVICE)
-    cut = policy.encode([PROMPT])
-    assert cut["text"].shape[1] < policy.max_sequence_length, (
+    cut = policy.codec.encode([PROMPT])
+    assert cut["text"].shape[1] < policy.codec.max_sequence_length, (
         "the prompt fills the text length: nothing is padded"
     )
     latents, sigmas = (
@@ -71,18 +71,18 @@ def test_a_prompt_without_its_padding_gives_the_same_velocity(family: str) -> No
     with torch.no_grad():
         trimmed = policy.velocity(latents, sigmas, cut)
         policy.keep_padding(True)
-        padded = policy.velocity(latents, sigmas, policy.encode([PROMPT]))
+        padded = policy.velocity(latents, sigmas, policy.codec.encode([PROMPT]))
         torch.testing.assert_close(trimmed, padded, rtol=3e-2, atol=3e-2)
 
 
 def test_encoders_leave_the_gpu_and_a_known_prompt_does_not_bring_them_back() -> None:
     policy = make("flux", dtype="bfloat16").to(DEVICE)
     before = torch.accelerator.memory_allocated()
-    first = policy.encode([PROMPT])
+    first = policy.codec.encode([PROMPT])
     kept = sum(value.numel() * value.element_size() for value in first.values())
     assert torch.accelerator.memory_allocated() - before <= kept + (1 << 20)
     torch.accelerator.reset_peak_memory_stats()
-    again = policy.encode([PROMPT])
+    again = policy.codec.encode([PROMPT])
     assert (
         torch.accelerator.max_memory_allocated() - torch.accelerator.memory_allocated()
         <= kept + (1 << 20)
@@ -93,18 +93,18 @@ def test_encoders_leave_the_gpu_and_a_known_prompt_does_not_bring_them_back() ->
 def test_a_version_is_copied_through_pinned_memory_and_adopted_bit_by_bit() -> None:
     trainer, rollout = make("flux").to(DEVICE), make("flux").to(DEVICE)
     randomise_lora(trainer.to("cpu"))
-    sent = trainer.to(DEVICE).trained_parameters()
+    sent = trainer.to(DEVICE).adapter.trained_parameters()
     version = publish(1, sent, NOBODY, {}, lambda digest: None)
     assert all(tensor.is_pinned() for tensor in version.tensors.values())
-    adopt(rollout.trained_parameters(), version)
-    for name, parameter in rollout.trained_parameters().items():
+    adopt(rollout.adapter.trained_parameters(), version)
+    for name, parameter in rollout.adapter.trained_parameters().items():
         assert parameter.device.type == DEVICE.type
         assert torch.equal(parameter, sent[name]), name
     with torch.no_grad():  # a later update of the trainer leaves the version as it was
         next(iter(sent.values())).add_(1.0)
     assert all(
         torch.equal(version.tensors[name], value.cpu())
-        for name, value in rollout.trained_parameters().items()
+        for name, value in rollout.adapter.trained_parameters().items()
     )
 
 
@@ -172,7 +172,7 @@ def test_noise_and_transitions_are_the_processors() -> None:
     condition, ends = None, {}
     for device in ("cpu", DEVICE.type):
         policy = make("sd3").to(device)
-        condition = policy.encode([PROMPT]) if condition is None else condition
+        condition = policy.codec.encode([PROMPT]) if condition is None else condition
         key = denoise.SampleKey(0, 0, PROMPT.uid, (0, 1))
         noise = denoise.start(key, policy.latent_shape, torch.float32, device).latents
         moved = {name: value.to(device) for name, value in condition.items()}

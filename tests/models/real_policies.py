@@ -37,13 +37,15 @@ def real(family: str, lora: bool, **arguments: Any) -> DiffusersPolicy:
         return made.to(dtype).eval()
 
     path = str(tiny_builds.ensure(family))
-    frames = {"frames": size(family)["frames"]} if FAMILIES[family].temporal_stride else {}
+    frames = (
+        {"frames": size(family)["frames"]} if FAMILIES[family].codec_class.temporal_stride else {}
+    )
     with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
         patch.setattr(pretrained, "load_component", component)
         policy = FAMILIES[family](
             path, 256, 256, lora=LORA if lora else None, **(frames | arguments)
         )
-        assert policy._vae is not None
+        assert policy.codec._vae is not None
     return policy
 
 
@@ -84,14 +86,16 @@ def decoder_moves(family: str, tasks: int) -> list[torch.device]:
     policy, moved = real(family, True, offload_encoders=True), list[torch.device]()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(policy, torch.device("cuda", 0))
-        place(policy._vae, torch.device("cpu"))
+        place(policy.codec._vae, torch.device("cpu"))
 
         def to(device: Any) -> Any:
             moved.append(torch.device(device))
-            place(policy._vae, torch.device(device))
-            return policy._vae
+            place(policy.codec._vae, torch.device(device))
+            return policy.codec._vae
 
-        policy._vae.to = to
+        policy.codec._vae.to = to
         for _ in range(tasks):
-            policy.decode(torch.empty(1, *policy.latent_shape, device=torch.device("cuda", 0)))
+            policy.codec.decode(
+                torch.empty(1, *policy.latent_shape, device=torch.device("cuda", 0))
+            )
     return moved

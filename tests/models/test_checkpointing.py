@@ -21,7 +21,7 @@ def gradients(policy: DiffusersPolicy) -> tuple[dict[str, torch.Tensor], int, in
     """Gradients of one velocity, bytes that autograd kept for them, and FLOPs of forward and
     backward."""
     randomise_lora(policy)
-    condition = policy.encode([prompt("a red star")] * 2)
+    condition = policy.codec.encode([prompt("a red star")] * 2)
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
     sigma = torch.tensor([0.9, 0.4])
     with FlopCounterMode(display=False) as counter:
@@ -29,7 +29,9 @@ def gradients(policy: DiffusersPolicy) -> tuple[dict[str, torch.Tensor], int, in
             policy, lambda: policy.velocity(noise, sigma, condition).square().mean()
         )
         loss.backward()
-    found = {name: parameter.grad for name, parameter in policy.trained_parameters().items()}
+    found = {
+        name: parameter.grad for name, parameter in policy.adapter.trained_parameters().items()
+    }
     return (
         {name: grad for name, grad in found.items() if grad is not None},
         held.kept,

@@ -48,21 +48,22 @@ def test_every_family_has_a_row_and_every_model_an_option() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_facts_are_those_of_the_adapter(family: str) -> None:
     known, adapter = FACTS[family], FAMILIES[family]
+    codec = adapter.codec_class
     assert adapter.family == family
     assert adapter.facts() == known
     assert facts.of_target(f"{adapter.__module__}.{adapter.__name__}") == known
     assert known.context == bool(adapter.context_plan), (
         "the planner knows whose tokens can be shared"
     )
-    assert known.latents.side == adapter.vae_stride
-    assert known.latents.channels == adapter.channels
-    if (grid := getattr(adapter, "_grid", None)) is None:
-        assert known.latents.frames == (adapter.temporal_stride or known.latents.frames)
+    assert known.latents.side == codec.vae_stride
+    assert known.latents.channels == codec.channels
+    if (grid := getattr(codec, "_grid", None)) is None:
+        assert known.latents.frames == (codec.temporal_stride or known.latents.frames)
     else:  # 8 k + 1 and 17 k + 5 frames
         for frames in range(73, 1000, 8 * 17):
             assert grid(64, 64, frames)[0] == int((frames - 1) / known.latents.frames) + 1
-    assert known.latents.patch == adapter.spatial_stride // adapter.vae_stride
-    assert set(adapter.reads) <= set(known.conditioning) | {"image"}
+    assert known.latents.patch == codec.spatial_stride // codec.vae_stride
+    assert set(codec.reads) <= set(known.conditioning) | {"image"}
 
 
 def test_a_module_without_facts_has_none() -> None:

@@ -64,18 +64,26 @@ def test_a_family_without_a_tiny_build_is_refused_before_any_rank_starts():
         OtherPolicy.check({"height": 64, "width": 64, "build": "tiny"})
 
 
-class NarrowPolicy(FAMILIES["sd3"]):
-    """A family that says a wrong number of channels of its VAE."""
+class NarrowCodec(FAMILIES["sd3"].codec_class):
+    """A codec that says a wrong number of channels of its VAE."""
 
     channels = 4
 
 
-class FlatPolicy(FAMILIES["sd3"]):
-    def predict(self, latents, sigmas, condition):
-        return super().predict(latents, sigmas, condition).flatten(1)
+class NarrowPolicy(FAMILIES["sd3"]):
+    codec_class = NarrowCodec
 
+
+class FlatCodec(FAMILIES["sd3"].codec_class):
     def decode_latents(self, vae, latents):
         return super().decode_latents(vae, latents)[..., ::2, ::2]
+
+
+class FlatPolicy(FAMILIES["sd3"]):
+    codec_class = FlatCodec
+
+    def predict(self, latents, sigmas, condition):
+        return super().predict(latents, sigmas, condition).flatten(1)
 
 
 def test_latents_of_another_shape_than_the_networks_say_what_to_override():
@@ -84,7 +92,7 @@ def test_latents_of_another_shape_than_the_networks_say_what_to_override():
         family.check({"build": "tiny", **ROWS[name].size})
     with pytest.raises(
         ValueError,
-        match=r"NarrowPolicy: its latents have 4 channels .* takes 16: set .*`channels`.*`packed`",
+        match=r"NarrowCodec: its latents have 4 channels .* takes 16: set .*`channels`.*`packed`",
     ):
         NarrowPolicy.check(settings)
     here = {"build": "real", "path": str(tiny_builds.ensure("sd3"))}
@@ -98,11 +106,11 @@ def test_latents_of_another_shape_than_the_networks_say_what_to_override():
         ValueError,
         match=r"`predict` gave \[1, 1024\] for latents \[1, 16, 8, 8\].*override `predict`",
     ):
-        policy.velocity(latents, torch.tensor([0.5]), policy.encode([Prompt("a")]))
+        policy.velocity(latents, torch.tensor([0.5]), policy.codec.encode([Prompt("a")]))
     with pytest.raises(
         ValueError, match=r"to \[1, 3, 32, 32\], not to 64 x 64 pixels: override `decode_latents`"
     ):
-        policy.decode(latents)
+        policy.codec.decode(latents)
 
 
 @pytest.mark.parametrize("family", [family for family, row in ROWS.items() if row.refused])
@@ -132,7 +140,7 @@ def test_half_a_checkpoint(tmp_path):
     (without_encoder / "text_encoder_3" / "model.safetensors").unlink()
     policy = real("sd3", without_encoder)
     with pytest.raises(PretrainedError, match="text_encoder_3"):
-        policy.encode([Prompt("a")])
+        policy.codec.encode([Prompt("a")])
 
 
 def test_foreign_family(tmp_path):
@@ -209,9 +217,9 @@ def test_lora_settings_that_would_train_something_else(lora, message):
 def test_lora_presets_adapt_exactly_the_named_layers(family):
     for preset, layers in zip(("attention", "attention_ff"), ROWS[family].layers, strict=True):
         policy = make(family, lora=LORA | {"targets": preset})
-        assert len(policy.lora_layers) == layers
-        assert len(policy.trained_parameters()) == 2 * layers
-        assert not any("refiner" in name for name in policy.lora_layers)
+        assert len(policy.adapter.lora_layers) == layers
+        assert len(policy.adapter.trained_parameters()) == 2 * layers
+        assert not any("refiner" in name for name in policy.adapter.lora_layers)
 
 
 def test_ranks_start_from_the_same_adapter_whatever_the_global_seed():
@@ -219,8 +227,8 @@ def test_ranks_start_from_the_same_adapter_whatever_the_global_seed():
     first = make("flux")
     torch.manual_seed(2)
     second = make("flux")
-    for name, value in first.trained_parameters().items():
-        assert torch.equal(value, second.trained_parameters()[name])
+    for name, value in first.adapter.trained_parameters().items():
+        assert torch.equal(value, second.adapter.trained_parameters()[name])
         assert value.dtype == torch.float32
 
 
@@ -229,7 +237,9 @@ def test_auto_dtype_is_float32_for_the_tiny_build_and_bfloat16_for_the_real_one(
     policy = real("wan", tiny_builds.ensure("wan"), dtype="auto")
     assert policy.dtype == torch.bfloat16
     assert policy.transformer.proj_out.weight.dtype == torch.bfloat16
-    assert {value.dtype for value in policy.trained_parameters().values()} == {torch.float32}
+    assert {value.dtype for value in policy.adapter.trained_parameters().values()} == {
+        torch.float32
+    }
 
 
 def test_options_that_a_family_cannot_use_are_refused():
@@ -264,18 +274,20 @@ def test_missing_negative_prompt_under_guidance():
     with pytest.raises(
         ValueError, match=r"needs a negative prompt, and 'a star' has none.*model\.negative_prompt"
     ):
-        policy.encode([Prompt("a star")])
-    assert "negative_text" in policy.encode([Prompt("a star", negative="a ring")])
+        policy.codec.encode([Prompt("a star")])
+    assert "negative_text" in policy.codec.encode([Prompt("a star", negative="a ring")])
 
 
 def test_ignored_negative_and_cut_prompts_are_reported_once(caplog):
     policy = make("flux", guidance_scale=3.5)
     long = " ".join(["red"] * 90)
-    with caplog.at_level(logging.WARNING, logger="digenrl.models.policy"):
+    with caplog.at_level(logging.WARNING, logger="digenrl.models.codec"):
         for _ in range(2):
-            policy.encode([Prompt(long, negative="a ring"), Prompt(long + " ring"), Prompt("a")])
+            policy.codec.encode(
+                [Prompt(long, negative="a ring"), Prompt(long + " ring"), Prompt("a")]
+            )
     said = [
-        record.getMessage() for record in caplog.records if record.name == "digenrl.models.policy"
+        record.getMessage() for record in caplog.records if record.name == "digenrl.models.codec"
     ]
     assert len(said) == len(set(said))
     assert any("negative prompts are ignored" in text for text in said)
@@ -291,7 +303,7 @@ def test_template_of_another_length_is_refused(family, monkeypatch):
     assert getattr(module, name) == length
     monkeypatch.setattr(module, name, length + 1)
     with pytest.raises(ValueError, match=rf"makes {length} tokens .*template"):
-        make(family).encode([prompt("a star")])
+        make(family).codec.encode([prompt("a star")])
 
 
 @pytest.mark.heavy
@@ -303,16 +315,16 @@ def test_an_image_that_leaves_no_room_for_text_is_refused(family):
     with pytest.raises(
         ValueError, match=r"max_sequence_length=16: the image takes \d+ tokens .*set it to"
     ):
-        make(family, max_sequence_length=16).encode([prompt("a star")])
+        make(family, max_sequence_length=16).codec.encode([prompt("a star")])
 
 
 @pytest.mark.heavy
 def test_embeddings_do_not_depend_on_the_prompts_encoded_with_them():
     for family in FAMILIES:
-        together = make(family).encode(
+        together = make(family).codec.encode(
             [prompt("a star"), prompt("a long sentence about a cat in the rain")]
         )
-        alone = make(family).encode([prompt("a star")])
+        alone = make(family).codec.encode([prompt("a star")])
         for key, value in alone.items():  # of one prompt without its padding
             length = value.shape[1]
             assert torch.equal(value, together[key][:1, :length]), (family, key)
@@ -331,18 +343,21 @@ def test_reference_of_full_fine_tuning_needs_the_kept_copy():
         "dtype": "float32",
     }
     policy = FAMILIES["sd3"](**arguments)
-    with pytest.raises(RuntimeError, match=r"model\.keep_reference=true"), policy.reference():
+    with (
+        pytest.raises(RuntimeError, match=r"model\.keep_reference=true"),
+        policy.adapter.reference(),
+    ):
         pass
     kept = FAMILIES["sd3"](**arguments, keep_reference=True)
     assert len(kept.wrap_units()) == 2 * len(policy.wrap_units()) == 4
     noise = torch.randn(1, *kept.latent_shape)
-    condition, sigma = kept.encode([Prompt("a")]), torch.tensor([0.5])
+    condition, sigma = kept.codec.encode([Prompt("a")]), torch.tensor([0.5])
     with torch.no_grad():
         before = kept.velocity(noise, sigma, condition)
-        for parameter in kept.trained_parameters().values():
+        for parameter in kept.adapter.trained_parameters().values():
             parameter.add_(0.01)
         assert not torch.equal(kept.velocity(noise, sigma, condition), before)
-        with kept.reference():
+        with kept.adapter.reference():
             assert torch.equal(kept.velocity(noise, sigma, condition), before)
 
 

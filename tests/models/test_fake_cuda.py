@@ -28,8 +28,8 @@ from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.zoo.wan_experts import Experts
+from digenrl.models.guidance import NEGATIVE
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.policy import NEGATIVE
 from digenrl.models.tiny import ensure
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec
 from digenrl.schedule import Task
@@ -139,9 +139,9 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
     policy.sigma_grid = lambda count: grid[-count - 1 :]  # diffusers' scheduler asks for values
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(policy, CUDA)
-        place(policy._vae, CUDA)
-        policy._vae.to = lambda device: (
-            policy._vae
+        place(policy.codec._vae, CUDA)
+        policy.codec._vae.to = lambda device: (
+            policy.codec._vae
         )  # fake modules cannot be moved, not even to where they are
         policy.keep_padding(True)  # what is padding depends on values
         with init_empty_weights(include_buffers=False):
@@ -159,8 +159,8 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         assert again.log_prob.shape == samples.log_probs.shape
         assert (again.log_prob.dtype, again.log_prob.device) == (torch.float32, CUDA)
 
-        policy.only_generate()
-        own = policy.trained_parameters()
+        policy.adapter.only_generate()
+        own = policy.adapter.trained_parameters()
         adopt(
             own,
             Version(
@@ -174,7 +174,9 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         positive = {
             name: value.cpu() for name, value in condition.items() if not name.startswith(NEGATIVE)
         }
-        policy._embeddings |= dict.fromkeys(itertools.chain(*policy.wordings([PROMPT])), positive)
+        policy.codec._embeddings |= dict.fromkeys(
+            itertools.chain(*policy.codec.wordings([PROMPT])), positive
+        )
         scores: list[Tensor] = []
 
         def score(media: Tensor, prompts: list[Prompt], heldout: bool) -> dict[str, Tensor]:
@@ -185,7 +187,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         sampling = SamplingSpec(steps, torch.bfloat16, same_noise=False, eval_steps=None)
         engine = RolloutEngine(policy, rewards, kernel, AllButLast(), sampling, seed=0)
         found = engine.evaluate([PROMPT], 2, seed=1, steps=1)
-        frames = () if policy.temporal_stride is None else (policy.frames,)
+        frames = () if policy.codec.temporal_stride is None else (policy.codec.frames,)
         assert tuple(found.media.shape) == (2, *frames, 3, 256, 256)
         assert (scores[0].device, tuple(scores[0].shape), scores[0].dtype) == (
             CUDA,
@@ -232,9 +234,11 @@ def test_a_denoising_step_waits_for_no_copy_and_reads_no_prompt(
             for name, value in conditioning(policy).items()
             if not name.startswith(NEGATIVE)
         }
-        policy._embeddings |= dict.fromkeys(itertools.chain(*policy.wordings([PROMPT])), positive)
-        encode, encoded = policy.encode, list[int]()
-        monkeypatch.setattr(policy, "encode", lambda ps: encoded.append(1) or encode(ps))
+        policy.codec._embeddings |= dict.fromkeys(
+            itertools.chain(*policy.codec.wordings([PROMPT])), positive
+        )
+        encode, encoded = policy.codec.encode, list[int]()
+        monkeypatch.setattr(policy.codec, "encode", lambda ps: encoded.append(1) or encode(ps))
         sampling = SamplingSpec(4, torch.bfloat16, same_noise=False, eval_steps=None)
         engine = RolloutEngine(policy, rewards, FlowSDE(0.7), AllButLast(), sampling, seed=0)
         task = Task(step=0, index=0, group=0, first_sample=0, samples=2, version=0)
@@ -275,12 +279,12 @@ def test_text_encoders_stay_on_the_device(model: str) -> None:
     ):
         policy = configuration.instantiate(settings)
         if not ROWS[FAMILY[model]].counts_tokens:
-            encoded = policy.encode_prompts(policy.wordings([PROMPT])[0])
+            encoded = policy.codec.encode_prompts(policy.codec.wordings([PROMPT])[0])
             expected = {name: (1, *shape) for name, shape in shapes(policy).items()}
             assert {name: tuple(value.shape) for name, value in encoded.items()} == expected
         else:
             tokens = torch.ones(1, 300, dtype=torch.int64, device=CUDA)
-            states = policy._pipeline.text_encoder(
+            states = policy.codec._pipeline.text_encoder(
                 tokens, attention_mask=tokens, output_hidden_states=True
             )
             encoded = {"text": states.hidden_states[-1]}
@@ -313,8 +317,8 @@ def test_every_trained_weight_gets_a_gradient_of_its_shape_and_dtype(
         replayed = denoise.replay(policy, block(samples, grid, condition, processor), FlowSDE(0.7))
         assert (replayed.log_prob.shape, replayed.log_prob.dtype) == ((2, 2), torch.float32)
         replayed.log_prob.sum().backward()
-    assert policy.parameters_without_gradient() == []
-    for name, parameter in policy.trained_parameters().items():
+    assert policy.adapter.parameters_without_gradient() == []
+    for name, parameter in policy.adapter.trained_parameters().items():
         assert parameter.grad is not None
         assert (parameter.grad.shape, parameter.grad.dtype) == (parameter.shape, torch.float32), (
             name

@@ -11,8 +11,9 @@ from torch import Tensor
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.extensions.tasks.digits import DigitsPolicy
+from digenrl.models.guidance import NEGATIVE
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.policy import NEGATIVE, Policy
+from digenrl.models.policy import Policy
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, make, randomise_lora
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.heavy
 OWN = [
     name
     for name, policy in FAMILIES.items()
-    if policy.guide is not Policy.guide and not policy.reads
+    if policy.guide is not Policy.guide and not policy.codec_class.reads
 ]
 """Families with a rule of their own, all of which keep the norm of the conditional velocity."""
 Guide = Callable[[DiffusersPolicy, Tensor, Tensor], Tensor]
@@ -41,7 +42,7 @@ def policy_of(family: str) -> DiffusersPolicy:
 def branches(policy: DiffusersPolicy) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor, Tensor]:
     """(latents, sigmas, condition, conditional, unconditional): each branch by a forward of its
     own."""
-    condition = policy.encode([Prompt("a red circle"), Prompt("a sign")])
+    condition = policy.codec.encode([Prompt("a red circle"), Prompt("a sign")])
     latents = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(3))
     sigmas = policy.sigma_grid(4)[[1, 2]]
     positive = {name: value for name, value in condition.items() if not name.startswith(NEGATIVE)}
@@ -108,7 +109,7 @@ def test_a_detached_unconditional_branch_changes_the_gradient_and_no_log_prob() 
     sigma, following, guard = step_sigmas(policy.sigma_grid(4), torch.tensor([1, 2]))
     assert torch.equal(sigma, sigmas)
     drawn = torch.randn(latents.shape, generator=torch.Generator().manual_seed(4))
-    parameters = list(policy.trained_parameters().values())
+    parameters = list(policy.adapter.trained_parameters().values())
 
     def of(velocity: Tensor) -> tuple[Tensor, Tensor]:
         out = kernel.transition(latents, velocity, sigma, following, guard, next_latents=drawn)
@@ -132,7 +133,7 @@ def test_evaluation_may_be_guided_otherwise() -> None:
     randomise_lora(plain)
     latents, sigmas, condition, *_ = branches(guided)
     with plain.guided(4.0):
-        asked = plain.encode([Prompt("a red circle"), Prompt("a sign")])
+        asked = plain.codec.encode([Prompt("a red circle"), Prompt("a sign")])
         torch.testing.assert_close(
             plain.velocity(latents, sigmas, asked),
             guided.velocity(latents, sigmas, condition),

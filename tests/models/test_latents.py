@@ -106,7 +106,7 @@ def test_an_adapter_begins_as_it_is_drawn_and_adds_its_scaled_product() -> None:
     spec = LoraSpec(rank=2, alpha=6.0, targets=("attention",), seed=7)
     policy = make("sd3", lora={"rank": 2, "alpha": 6.0, "targets": "attention", "seed": 7})
     network: Any = policy.transformer
-    names = policy.lora_layers
+    names = policy.adapter.lora_layers
     layers = [network.get_submodule(name) for name in names]
     sizes = [(layer.in_features, layer.out_features) for layer in layers]
     state = torch.get_rng_state()
@@ -121,11 +121,11 @@ def test_an_adapter_begins_as_it_is_drawn_and_adds_its_scaled_product() -> None:
         low, high = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         base = layer.base_layer(rows)
         torch.testing.assert_close(layer(rows), base + 3.0 * rows @ low.t() @ high.t())
-        with policy.reference():
-            assert policy.in_reference
+        with policy.adapter.reference():
+            assert policy.adapter.in_reference
             assert torch.equal(layer(rows), base)
-        assert not policy.in_reference
-    trained = policy.trained_parameters()
+        assert not policy.adapter.in_reference
+    trained = policy.adapter.trained_parameters()
     assert all("lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
     assert len(trained) == 2 * len(names)
 

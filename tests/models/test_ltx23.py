@@ -18,7 +18,7 @@ def test_a_log_prob_is_the_mean_over_the_numbers_of_video_and_sound() -> None:
     assert policy.drawn_shape == policy.latent_shape
     latents, velocity, noise = torch.randn(3, 2, *policy.latent_shape, generator=sampler)
     kernel, levels = FlowCPS(0.8), (torch.tensor([0.9, 0.9]), torch.tensor([0.7, 0.7]))
-    video, tokens = policy.video_tokens, policy.latent_shape[0]
+    video, tokens = policy.codec.video_tokens, policy.latent_shape[0]
     assert 0 < video < tokens
 
     def log_prob(part: slice, drawn: int | None = None) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from digenrl.models.guidance import NEGATIVE
 from digenrl.models.pipeline import DiffusersPolicy
-from digenrl.models.policy import NEGATIVE
 from digenrl.types import Prompt
 from tests.models.tiny_policies import FAMILIES, MASKED, make, randomise_lora
 
@@ -33,8 +33,10 @@ def velocity(policy: DiffusersPolicy, condition: dict[str, Tensor]) -> Tensor:
 
 def padded(policy: DiffusersPolicy, prompt: Prompt) -> dict[str, Tensor]:
     policy.keep_padding(True)
-    condition = policy.encode([prompt])
-    assert condition["text"].shape[1] == condition["mask"].shape[1] == policy.max_sequence_length
+    condition = policy.codec.encode([prompt])
+    assert (
+        condition["text"].shape[1] == condition["mask"].shape[1] == policy.codec.max_sequence_length
+    )
     return condition
 
 
@@ -48,21 +50,21 @@ def test_velocities_and_gradients_are_those_of_the_padded_prompt(family: str, gu
     }
     policy = make(family, dtype="float64", **scale)
     randomise_lora(policy)
-    cut = policy.encode([LONG])
-    assert cut["text"].shape[1] < policy.max_sequence_length
+    cut = policy.codec.encode([LONG])
+    assert cut["text"].shape[1] < policy.codec.max_sequence_length
     assert ("mask" in cut, NEGATIVE + "mask" in cut) == (guided, guided)
     found = velocity(policy, cut)
     found.square().sum().backward()
     gradients = {
         name: value.grad.clone()
-        for name, value in policy.trained_parameters().items()
+        for name, value in policy.adapter.trained_parameters().items()
         if value.grad is not None
     }
     policy.zero_grad()
     expected = velocity(policy, padded(policy, LONG))
     expected.square().sum().backward()
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
-    for name, value in policy.trained_parameters().items():
+    for name, value in policy.adapter.trained_parameters().items():
         torch.testing.assert_close(gradients[name], value.grad, atol=1e-9, rtol=1e-9)
 
 
@@ -71,18 +73,18 @@ def test_a_row_does_not_depend_on_the_other_prompts(family: str) -> None:
     """Each of two prompts of a batch has its velocity; and a prompt alone has its bits, whatever
     was encoded before."""
     policy, other = (make(family, guidance_scale=1.0).eval() for _ in range(2))
-    first = policy.encode([SHORT])
-    policy.encode([LONG, SHORT])
-    other.encode([LONG])
-    for again in (policy.encode([SHORT]), other.encode([SHORT])):
+    first = policy.codec.encode([SHORT])
+    policy.codec.encode([LONG, SHORT])
+    other.codec.encode([LONG])
+    for again in (policy.codec.encode([SHORT]), other.codec.encode([SHORT])):
         assert all(torch.equal(first[key], again[key]) for key in first)
-    both = policy.encode([LONG, SHORT])
+    both = policy.codec.encode([LONG, SHORT])
     with torch.no_grad():
         together = velocity(policy, both)
         swapped = velocity(policy, {key: value.flip(0) for key, value in both.items()})
         for row, prompt in enumerate((LONG, SHORT)):
             torch.testing.assert_close(
-                together[row], velocity(policy, policy.encode([prompt]))[0], atol=1e-6, rtol=0
+                together[row], velocity(policy, policy.codec.encode([prompt]))[0], atol=1e-6, rtol=0
             )
     assert torch.equal(together, swapped.flip(0))
 
@@ -101,7 +103,7 @@ def test_attention_gets_no_mask(family: str, monkeypatch: pytest.MonkeyPatch) ->
     policy = make(family, guidance_scale=1.0)
     blocks = len(policy.wrap_units())
     with torch.no_grad():
-        velocity(policy, policy.encode([LONG]))
+        velocity(policy, policy.codec.encode([LONG]))
         assert masks[-blocks:] == [None] * blocks
         velocity(policy, padded(policy, LONG))
         assert all(mask is not None for mask in masks[-blocks:])

@@ -10,7 +10,7 @@ import torch
 from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import StepPlan
-from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.types import CellBlock
 from tests.models.tiny_policies import (
     FACTS,
@@ -64,10 +64,10 @@ CASES = [
 def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
     policy = make(family, guidance_scale=guidance, true_cfg_scale=true_cfg)
     noise = noise_of(policy, len(PROMPTS))
-    condition = policy.encode([prompt(text) for text in PROMPTS])
-    alone = policy.encode([prompt(PROMPTS[1])])["text"].shape[1]
+    condition = policy.codec.encode([prompt(text) for text in PROMPTS])
+    alone = policy.codec.encode([prompt(PROMPTS[1])])["text"].shape[1]
     for sizes in FACTS[family].models.values():
-        whole = policy.max_sequence_length + sizes.get("padded", 0)
+        whole = policy.codec.max_sequence_length + sizes.get("padded", 0)
         assert alone == whole if "padded" in sizes else alone < whole, "what a plan counts as text"
     ours = denoise.ode_sample(policy, condition, noise, policy.sigma_grid(STEPS))
     theirs = diffusers_latents(family, PROMPTS, noise, STEPS, guidance, true_cfg)
@@ -77,7 +77,7 @@ def test_ode_sampling_equals_the_diffusers_pipeline(family, guidance, true_cfg):
 
 
 def block_of(policy, steps, storage_dtype, kernel, plan):
-    condition = policy.encode([prompt(PROMPTS[0])])
+    condition = policy.codec.encode([prompt(PROMPTS[0])])
     key = denoise.SampleKey(seed=0, step=0, uid=7, samples=(0, 1, 2))
     sigmas = policy.sigma_grid(steps)
     samples = sample(policy, condition, key, sigmas, kernel, plan, storage_dtype)
@@ -127,21 +127,23 @@ def test_replay_is_exact_at_the_same_geometry_and_close_when_steps_share_a_forwa
     together = denoise.replay(policy, block, kernel)
     assert (together.log_prob - block.log_probs).abs().max() <= 1e-6
     together.log_prob.sum().backward()
-    assert policy.parameters_without_gradient() == []
-    grads = [parameter.grad.abs().max() for parameter in policy.trained_parameters().values()]
+    assert policy.adapter.parameters_without_gradient() == []
+    grads = [
+        parameter.grad.abs().max() for parameter in policy.adapter.trained_parameters().values()
+    ]
     assert min(grads) > 0
 
 
 @pytest.mark.parametrize("family", FIRST)
 def test_full_fine_tuning_trains_every_weight_that_the_output_reads(family):
     policy = make(family, lora="full", guidance_scale=4.0)
-    condition = policy.encode([prompt(PROMPTS[0])])
+    condition = policy.codec.encode([prompt(PROMPTS[0])])
     levels = torch.tensor([0.95, 0.5])
     policy.velocity(
         noise_of(policy, 2), levels, denoise.expand_condition(condition, 2)
     ).square().sum().backward()
-    assert policy.parameters_without_gradient() == []
-    assert all(parameter.grad.any() for parameter in policy.trained_parameters().values())
+    assert policy.adapter.parameters_without_gradient() == []
+    assert all(parameter.grad.any() for parameter in policy.adapter.trained_parameters().values())
     frozen = [
         name
         for name, parameter in policy.transformer.named_parameters()
@@ -203,7 +205,7 @@ def test_rows_with_different_sigmas_and_prompts_equal_one_row_at_a_time(family):
     policy = make(family, guidance_scale=1.0)
     randomise_lora(policy)
     prompts = [prompt(text) for text in (*PROMPTS, "a cat in the rain at night")]
-    condition = policy.encode(prompts)
+    condition = policy.codec.encode(prompts)
     noise, sigmas = noise_of(policy, 3), torch.tensor([0.9, 0.5, 0.1])
     with torch.no_grad():
         batch = policy.velocity(noise, sigmas, condition)
@@ -226,25 +228,25 @@ def test_reference_is_the_base_model_and_leaves_the_adapter_as_it_was(family):
     base = make(family)
     randomise_lora(policy)
     condition, noise, sigma = (
-        policy.encode([prompt("a star")]),
+        policy.codec.encode([prompt("a star")]),
         noise_of(policy, 1),
         torch.tensor([0.7]),
     )
     with torch.no_grad():
         adapted = policy.velocity(noise, sigma, condition)
-        with policy.reference():
+        with policy.adapter.reference():
             reference = policy.velocity(noise, sigma, condition)
         assert torch.equal(reference, base.velocity(noise, sigma, condition))
         assert not torch.equal(reference, adapted)
         assert torch.equal(policy.velocity(noise, sigma, condition), adapted)
-    assert list(policy.trained_parameters()) == list(base.trained_parameters())
+    assert list(policy.adapter.trained_parameters()) == list(base.adapter.trained_parameters())
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decode_gives_media_in_the_unit_range(family):
     policy = make(family)
-    media = policy.decode(noise_of(policy, 2))
+    media = policy.codec.decode(noise_of(policy, 2))
     wanted = size(family)
     frames = (wanted["frames"],) if family in VIDEO else ()
     assert media.shape == (2, *frames, 3, wanted["height"], wanted["width"])
@@ -268,9 +270,9 @@ def test_decode_equals_the_diffusers_pipeline(family):
     pipeline = row.load(tiny_builds.ensure(family))
     pipeline.set_progress_bar_config(disable=True)
     more = row.latents(latents) | dict(row.decodes)
-    more |= {"num_frames": policy.frames} if family in VIDEO else {}
-    more |= {"image": IMAGES[0].fitted(32, 32)} if policy.reads else {}
-    for vae in (policy._vae, pipeline.vae):
+    more |= {"num_frames": policy.codec.frames} if family in VIDEO else {}
+    more |= {"image": IMAGES[0].fitted(32, 32)} if policy.codec.reads else {}
+    for vae in (policy.codec._vae, pipeline.vae):
         if isinstance(getattr(vae, "latents_mean", None), torch.Tensor):
             vae.latents_mean.fill_(0.3)
             vae.latents_std.fill_(1.7)
@@ -279,12 +281,12 @@ def test_decode_equals_the_diffusers_pipeline(family):
         prompt="a",
         num_inference_steps=1,
         output_type="np",
-        height=policy.height,
-        width=policy.width,
+        height=policy.codec.height,
+        width=policy.codec.width,
         **more,
     )
     decoded = row.shown(torch.from_numpy(np.asarray(output[0])))
-    ours = policy.decode(latents).movedim(-3, -1)
+    ours = policy.codec.decode(latents).movedim(-3, -1)
     assert (decoded - ours).abs().max() <= 1e-5
 
 
@@ -293,21 +295,21 @@ def test_pictures_become_the_latents_that_decode_reads(family):
     """The autoencoder's mode, as `decode_latents` hands it back to the autoencoder. A family that
     reads no pictures says so, and a video says that a picture is none."""
     policy = make(family, **({"frames": 1} if family == "wan" else {}))
-    knows = type(policy).encode_latents is not DiffusersPolicy.encode_latents
+    knows = type(policy.codec).encode_latents is not DiffusersCodec.encode_latents
     assert knows or family not in ("sd3", "flux", "wan")
-    if not knows or policy.frames > 1:
+    if not knows or policy.codec.frames > 1:
         with pytest.raises(ValueError, match=r"data.samples = files: .*data.samples=generated"):
-            policy.encode_media(IMAGES[:1])
+            policy.codec.encode_media(IMAGES[:1])
         return
-    latents, vae = policy.encode_media(IMAGES[:1]), policy._vae
+    latents, vae = policy.codec.encode_media(IMAGES[:1]), policy.codec._vae
     assert latents.shape == (1, *policy.latent_shape)
-    pixels = policy.pixels(IMAGES[0])
+    pixels = policy.codec.pixels(IMAGES[0])
     with torch.no_grad():
         mode = vae.encode(
             pixels.unsqueeze(2) if "z_dim" in vae.config else pixels
         ).latent_dist.mode()
         wanted = vae.decode(mode, return_dict=False)[0].reshape(pixels.shape)
-    found = policy.decode(latents).reshape(pixels.shape)
+    found = policy.codec.decode(latents).reshape(pixels.shape)
     assert found.std() > 0
     assert (found - (wanted / 2 + 0.5).clamp(0, 1)).abs().max() <= 1e-5
 
@@ -327,7 +329,7 @@ def test_the_repeated_blocks_are_compiled_and_nothing_else():
 def test_compiled_blocks_sample_and_train_like_the_others():
     plain, compiled = make("wan"), make("wan", compile=True, gradient_checkpointing=True)
     condition, noise, sigma = (
-        plain.encode([prompt("a star")]),
+        plain.codec.encode([prompt("a star")]),
         noise_of(plain, 1),
         torch.tensor([0.7]),
     )
@@ -335,9 +337,9 @@ def test_compiled_blocks_sample_and_train_like_the_others():
     assert torch.allclose(*outputs, atol=1e-5)
     for output in outputs:
         output.square().sum().backward()
-    for name, parameter in plain.trained_parameters().items():
+    for name, parameter in plain.adapter.trained_parameters().items():
         assert torch.allclose(
-            parameter.grad, compiled.trained_parameters()[name].grad, atol=1e-4
+            parameter.grad, compiled.adapter.trained_parameters()[name].grad, atol=1e-4
         ), name
 
 
@@ -346,7 +348,7 @@ def test_compiled_blocks_sample_and_train_like_the_others():
 def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_adapter():
     """More cases than PyTorch compiles of one function by default."""
     policy = make("wan", compile=True)
-    condition, sigma = policy.encode([prompt("a star")]), torch.tensor([0.7])
+    condition, sigma = policy.codec.encode([prompt("a star")]), torch.tensor([0.7])
     with torch.compiler.set_stance("default", force_backend="eager"):
         for rows in (2, 4, 1, 3):
             noise = noise_of(policy, rows)
@@ -354,7 +356,7 @@ def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_
             policy.velocity(noise, sigma.expand(rows), given).sum().backward()
             with torch.no_grad():
                 policy.velocity(noise, sigma.expand(rows), given)
-                with policy.reference():
+                with policy.adapter.reference():
                     policy.velocity(noise, sigma.expand(rows), given)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8
 
@@ -362,7 +364,7 @@ def test_compiled_blocks_take_any_number_of_rows_with_and_without_gradients_and_
 def test_attention_backend_is_set_for_the_whole_network_and_a_wrong_name_is_refused():
     policy, plain = make("wan", attention_backend="native"), make("wan")
     condition, noise, sigma = (
-        plain.encode([prompt("a star")]),
+        plain.codec.encode([prompt("a star")]),
         noise_of(plain, 1),
         torch.tensor([0.7]),
     )
@@ -402,18 +404,25 @@ def test_a_rank_that_only_generates_holds_16_bit_adapters_and_computes_the_same(
     )
     for policy in (trained, halved):
         randomise_lora(policy)
-    halved.only_generate()
+    halved.adapter.only_generate()
     condition, noise, sigma = (
-        trained.encode([prompt("a star")]),
+        trained.codec.encode([prompt("a star")]),
         noise_of(trained, 1),
         torch.tensor([0.7]),
     )
     with torch.no_grad():
         outputs = [policy.velocity(noise, sigma, condition) for policy in (trained, halved)]
     assert torch.equal(*outputs)
-    assert {value.dtype for value in halved.trained_parameters().values()} == {torch.bfloat16}
-    held = {name: (value.shape, value.dtype) for name, value in halved.trained_parameters().items()}
-    assert {name: (v.shape, v.dtype) for name, v in trained.generating_parameters().items()} == held
+    assert {value.dtype for value in halved.adapter.trained_parameters().values()} == {
+        torch.bfloat16
+    }
+    held = {
+        name: (value.shape, value.dtype)
+        for name, value in halved.adapter.trained_parameters().items()
+    }
+    assert {
+        name: (v.shape, v.dtype) for name, v in trained.adapter.generating_parameters().items()
+    } == held
 
 
 @pytest.mark.heavy
@@ -422,9 +431,9 @@ def test_a_rank_that_only_generates_holds_half_and_computes_the_same(family):
     trained, halved = (
         make(family, lora="full", dtype="bfloat16", guidance_scale=4.0) for _ in range(2)
     )
-    halved.only_generate()
+    halved.adapter.only_generate()
     condition, noise, sigma = (
-        trained.encode([prompt("a star")]),
+        trained.codec.encode([prompt("a star")]),
         noise_of(trained, 1),
         torch.tensor([0.7]),
     )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from digenrl import recompute
-from digenrl.models import checkpointing, pipeline, pretrained
+from digenrl.models import checkpointing, pipeline, pipeline_codec, pretrained
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.pretrained import PretrainedError
 from digenrl.models.wording import Wording
@@ -55,9 +55,9 @@ def test_as_many_samples_are_decoded_together_as_their_pixels_allow(
         asked.append(len(latents))
         return torch.full((len(latents), *shape, sizes["height"], sizes["width"]), -3.0)
 
-    made.decode_latents = decoded  # type: ignore[method-assign]
-    vars(made)["_vae"] = SimpleNamespace(device=torch.device("cpu"))
-    media = made.decode(torch.zeros(5, *made.latent_shape))
+    made.codec.decode_latents = decoded  # type: ignore[method-assign]
+    vars(made.codec)["_vae"] = SimpleNamespace(device=torch.device("cpu"))
+    media = made.codec.decode(torch.zeros(5, *made.latent_shape))
     assert asked == parts
     assert media.shape[0] == 5
     assert (media == 0.0).all(), "cut to what a picture may hold"
@@ -71,22 +71,22 @@ def test_a_decoder_goes_back_to_the_host_only_if_it_is_large_and_came_from_there
     moved: list[Any] = []
     weight = torch.zeros(10)
     vae = SimpleNamespace(device="host", to=moved.append, parameters=lambda: [weight, weight])
-    monkeypatch.setitem(vars(policy), "_vae", vae)
-    monkeypatch.setattr(policy, "offload_encoders", offload)
-    monkeypatch.setattr(pipeline, "STAYS", 2 * weight.nbytes - more)
-    size_ = (1, 3, policy.height, policy.width)
-    monkeypatch.setattr(policy, "decode_latents", lambda vae, latents: torch.zeros(size_))
-    media = policy.decode(torch.zeros(1, *policy.latent_shape))
+    monkeypatch.setitem(vars(policy.codec), "_vae", vae)
+    monkeypatch.setattr(policy.codec, "offload_encoders", offload)
+    monkeypatch.setattr(pipeline_codec, "STAYS", 2 * weight.nbytes - more)
+    size_ = (1, 3, policy.codec.height, policy.codec.width)
+    monkeypatch.setattr(policy.codec, "decode_latents", lambda vae, latents: torch.zeros(size_))
+    media = policy.codec.decode(torch.zeros(1, *policy.latent_shape))
     assert torch.equal(media, torch.full(size_, 0.5))
     assert moved == [torch.device("cpu")] + ["cpu"] * (away and offload)
     moved.clear()
     vae.device = torch.device("cpu")
-    policy.decode(torch.zeros(1, *policy.latent_shape))
+    policy.codec.decode(torch.zeros(1, *policy.latent_shape))
     assert moved == [], "it was there already"
-    policy.width += 1
+    policy.codec.width += 1
     with pytest.raises(ValueError, match="override `decode_latents`"):
-        policy.decode(torch.zeros(1, *policy.latent_shape))
-    policy.width -= 1
+        policy.codec.decode(torch.zeros(1, *policy.latent_shape))
+    policy.codec.width -= 1
 
 
 def test_a_grid_without_shift_is_even_and_a_shifted_one_as_computed_by_hand(
@@ -105,7 +105,7 @@ def test_a_grid_without_shift_is_even_and_a_shifted_one_as_computed_by_hand(
 def test_a_grid_is_shifted_by_the_tokens_of_a_picture(policy: Any) -> None:
     """Along the line through two points that the scheduler's configuration gives."""
     given = {"base_image_seq_len": 2, "max_image_seq_len": 10, "base_shift": 0.3, "max_shift": 0.7}
-    tokens = policy.height * policy.width / 256
+    tokens = policy.codec.height * policy.codec.width / 256
     wanted = 0.3 + (tokens - 2) * 0.4 / 8
     assert policy._dynamic_shift(given, 4) == pytest.approx(wanted)
     usual = 0.5 + (tokens - 256) * 0.65 / (4096 - 256)
@@ -119,22 +119,23 @@ def test_a_grid_is_shifted_by_the_tokens_of_a_picture(policy: Any) -> None:
 def test_a_sample_has_the_shape_that_the_autoencoder_makes_of_it(
     family: str, size: tuple[int, int, int], shape: tuple[int, ...]
 ) -> None:
-    assert repr(FAMILIES[family]._latent_shape(*size)) == repr(shape), "whole numbers"
+    assert repr(FAMILIES[family].codec_class.latent_shape_of(*size)) == repr(shape), "whole numbers"
 
 
 def test_the_tiny_encoder_takes_few_tokens_and_pixels_become_those_of_latents() -> None:
     made: Any = make("flux", max_sequence_length=100, height=64, width=32)
-    assert (made.max_sequence_length, made.image_grid()) == (64, (8, 4))
-    assert all(isinstance(each, int) for each in made.image_grid())
+    assert (made.codec.max_sequence_length, made.codec.image_grid()) == (64, (8, 4))
+    assert all(isinstance(each, int) for each in made.codec.image_grid())
 
 
 def test_a_family_that_reads_no_pictures_says_so(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(policy), "encode_latents", pipeline.DiffusersPolicy.encode_latents)
+    plain = pipeline_codec.DiffusersCodec.encode_latents
+    monkeypatch.setattr(type(policy.codec), "encode_latents", plain)
     image: Any = SimpleNamespace(fitted=lambda height, width: Image.new("RGB", (width, height)))
     with pytest.raises(ValueError, match="sd3 has no `encode_media`"):
-        policy.encode_media([image])
+        policy.codec.encode_media([image])
 
 
 def test_a_network_without_values_is_filled_and_no_other(
@@ -147,7 +148,9 @@ def test_a_network_without_values_is_filled_and_no_other(
     assert filled == []
     monkeypatch.setattr(policy, "_empty", True)
     policy.fill(device)
-    assert filled == [(policy.transformer, policy.path, policy.components, policy.lora, device)]
+    assert filled == [
+        (policy.transformer, policy.path, policy.components, policy.adapter.lora, device)
+    ]
 
 
 def test_the_configuration_of_a_network_is_the_checkpoints_with_its_defaults() -> None:
@@ -161,13 +164,13 @@ def test_the_configuration_of_a_network_is_the_checkpoints_with_its_defaults() -
 def test_black_is_minus_one_and_white_is_one_in_each_colour(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "width", policy.height + 16)
+    monkeypatch.setattr(policy.codec, "width", policy.codec.height + 16)
     for colour in ((0, 0, 0), (255, 255, 255), (255, 0, 51)):
         image: Any = SimpleNamespace(
             fitted=lambda height, width, colour=colour: Image.new("RGB", (width, height), colour)
         )
-        found = policy.pixels(image)
-        assert found.shape == (1, 3, policy.height, policy.width)
+        found = policy.codec.pixels(image)
+        assert found.shape == (1, 3, policy.codec.height, policy.codec.width)
         wanted = torch.tensor([2 * each / 255 - 1 for each in colour]).view(1, 3, 1, 1)
         torch.testing.assert_close(found, wanted.expand_as(found))
 
@@ -207,14 +210,16 @@ def test_the_blocks_and_no_more_are_quantized_if_the_library_is_there(
 
 def test_what_a_model_config_leaves_out_is_as_the_class_says() -> None:
     found: Any = FAMILIES["sd3"](str(tiny_builds.ensure("sd3")), 32, 16)
-    assert (found.height, found.width, found.frames, found.latent_shape) == (32, 16, 1, (16, 4, 2))
-    assert (found.guidance_scale, found.cfg_scale, found.lora, found.dtype) == (
+    codec = found.codec
+    assert (codec.height, codec.width, codec.frames, codec.latent_shape) == (32, 16, 1, (16, 4, 2))
+    assert (found.guidance_scale, found.cfg_scale, found.adapter.lora, found.dtype) == (
         1.0, 1.0, None, torch.bfloat16,
     )  # fmt: skip
-    assert (found.shift, found.grid, found.negative_prompt) == (None, pipeline.EXPLICIT, "")
-    assert (found.max_sequence_length, found._decoded_together) == (512, 512)
-    assert (found.attention_backend, found.offload_encoders, found._trims) == ("auto", True, True)
-    assert (found.vae_dtype, found.vae_tiling) == (torch.float32, False)
+    assert (found.shift, found.grid, codec.negative_prompt) == (None, pipeline.EXPLICIT, "")
+    assert (codec.max_sequence_length, codec._decoded_together) == (512, 512)
+    assert (found.attention_backend, codec.offload_encoders) == ("auto", True)
+    assert (codec.keeps_padding, codec.dtype) == (False, torch.bfloat16)
+    assert (codec.vae_dtype, codec.vae_tiling) == (torch.float32, False)
     assert found.reference_transformer is None
     assert not found.transformer.is_gradient_checkpointing
     assert not any(module._compiled_call_impl for module in found.transformer.modules())
@@ -253,18 +258,19 @@ def test_factors_of_a_product_are_found_among_its_arguments(operator: Any) -> No
 
 def test_an_adapter_is_merged_once_and_only_where_every_sum_is_finite() -> None:
     merged, broken = make("sd3"), make("sd3")
-    broken.load_trained_parameters(
-        {name: torch.full_like(p, torch.inf) for name, p in broken.trained_parameters().items()}
+    own = broken.adapter.trained_parameters()
+    broken.adapter.load_trained_parameters(
+        {name: torch.full_like(p, torch.inf) for name, p in own.items()}
     )
     with pytest.raises(ValueError, match=r"(?i)nan|unsafe"):
-        broken.merge_adapter()
-    merged.merge_adapter()
-    assert (merged.lora, merged.lora_layers) == (None, [])
+        broken.adapter.merge()
+    merged.adapter.merge()
+    assert (merged.adapter.lora, merged.adapter.lora_layers) == (None, [])
     assert not any("lora" in name for name, _ in merged.named_parameters())
 
 
 def test_a_rank_that_only_generates_holds_adapters_as_their_layers_compute() -> None:
-    halved: Any = make("sd3", dtype="bfloat16")
+    halved: Any = make("sd3", dtype="bfloat16").adapter
     own = halved.trained_parameters()
     wide = halved._adapted[0]
     wide.get_base_layer().weight.data = wide.get_base_layer().weight.float()
@@ -281,24 +287,24 @@ def test_a_prompt_is_cut_after_the_last_token_that_a_branch_reads(policy: Any) -
     text, pooled = torch.arange(5.0).view(1, 5, 1), torch.zeros(1, 7)
     given = {"text": text, "mask": one, "pooled": pooled}
     both = {**given, "negative_text": -text, "negative_mask": other}
-    found = policy.trimmed(given)
+    found = policy.codec.trimmed(given)
     assert found.keys() == {"text", "pooled"}, "nothing is left to be masked"
     assert torch.equal(found["text"], text[:, :2])
     assert found["pooled"] is pooled
-    found = policy.trimmed(both)
+    found = policy.codec.trimmed(both)
     assert found.keys() == both.keys()
     assert torch.equal(found["negative_text"], -text[:, :3])
     assert (found["mask"].tolist(), found["negative_mask"].tolist()) == (
         [[True, True, False]], [[True, False, True]],
     )  # fmt: skip
     nothing = {"text": text, "mask": one & ~one}
-    assert policy.trimmed(nothing)["text"].shape == (1, 0, 1)
+    assert policy.codec.trimmed(nothing)["text"].shape == (1, 0, 1)
     two = {name: value.repeat(2, *[1] * (value.dim() - 1)) for name, value in given.items()}
     without = {"text": text}
-    assert policy.trimmed(two) is two
-    assert policy.trimmed(without) is without
+    assert policy.codec.trimmed(two) is two
+    assert policy.codec.trimmed(without) is without
     policy.keep_padding(True)
-    assert policy.trimmed(given) is given
+    assert policy.codec.trimmed(given) is given
     policy.keep_padding(False)
 
 
@@ -321,28 +327,28 @@ def test_encoders_are_on_the_device_while_they_encode(
 ) -> None:
     policy: Any = make("sd3", offload_encoders=offload)
     encoder, vae = Encoder(), Encoder()
-    vars(policy)["_pipeline"] = SimpleNamespace(components={"a": encoder, "tokenizer": None})
-    vars(policy)["_vae"] = vae
-    monkeypatch.setattr(type(policy), "reads", {"image": (1, 1)} if reads else {})
+    vars(policy.codec)["_pipeline"] = SimpleNamespace(components={"a": encoder, "tokenizer": None})
+    vars(policy.codec)["_vae"] = vae
+    monkeypatch.setattr(type(policy.codec), "reads", {"image": (1, 1)} if reads else {})
 
     def encode_text(pipeline: Any, text: str) -> dict[str, Tensor]:
         assert pipeline.components["a"].moved == ["cpu"], "the device of the network"
         length = torch.full((1, 2), float(len(text)), dtype=torch.float64)
         return {"text": length, "mask": length > 1, "ids": length.long()}
 
-    policy.encode_text = encode_text
-    found = policy.encode_prompts([Wording("a"), Wording("bb")])
+    policy.codec.encode_text = encode_text
+    found = policy.codec.encode_prompts([Wording("a"), Wording("bb")])
     assert encoder.moved == ["cpu"] * (1 + offload)
     assert vae.moved == encoder.moved * reads
     assert found["text"].tolist() == [[1.0, 1.0], [2.0, 2.0]]
     assert [value.dtype for value in found.values()] == [torch.float32, torch.bool, torch.int64]
-    policy.release_encoders()
-    assert not {"_pipeline", "_vae"} & vars(policy).keys()
+    policy.codec.release_encoders()
+    assert not {"_pipeline", "_vae"} & vars(policy.codec).keys()
     emptied: list[int] = []
     for devices in (0, 1):
-        monkeypatch.setattr(pipeline.accelerator, "count", lambda devices=devices: devices)
+        monkeypatch.setattr(pipeline_codec.accelerator, "count", lambda devices=devices: devices)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(1))
-        policy.release_encoders()
+        policy.codec.release_encoders()
         assert len(emptied) == devices
 
 
@@ -361,24 +367,24 @@ def test_parts_are_read_frozen_from_this_machine_alone(
     folder = shutil.copytree(tiny_builds.ensure("sd3"), tmp_path / "sd3")
     policy: Any = make("sd3", path=str(folder), build="real", vae_tiling=True)
     diffusers.utils.logging.enable_progress_bar()
-    assert policy.encode([Prompt("a star")])["text"].dtype == policy.dtype
+    assert policy.codec.encode([Prompt("a star")])["text"].dtype == policy.dtype
     assert not diffusers.utils.logging.is_progress_bar_enabled(), "many ranks share a terminal"
     (options,) = asked
     assert options["local_files_only"]
     assert [name for name, part in options.items() if part is None] == [
         "transformer", "vae", "scheduler",
     ]  # fmt: skip
-    said = logging.getLogger(type(policy._pipeline).__module__)
+    said = logging.getLogger(type(policy.codec._pipeline).__module__)
     assert not said.isEnabledFor(logging.WARNING), "it would tell of every prompt that it cuts"
-    assert policy._vae.use_tiling
-    assert not any(p.requires_grad for p in policy._vae.parameters())
+    assert policy.codec._vae.use_tiling
+    assert not any(p.requires_grad for p in policy.codec._vae.parameters())
     index = {"weight_map": {"a": "model-00002-of-00002.safetensors"}}
     (folder / "text_encoder_2" / "model.safetensors.index.json").write_text(json.dumps(index))
-    policy.release_encoders()
+    policy.codec.release_encoders()
     with pytest.raises(
         PretrainedError, match=r"no text_encoder_2/model-00002-of-00002.safetensors"
     ):
-        policy.encode([Prompt("a ring")])
+        policy.codec.encode([Prompt("a ring")])
 
 
 class Own(pipeline.DiffusersPolicy):
@@ -409,16 +415,16 @@ def test_a_prompt_that_is_cut_is_told_and_one_that_just_fits_is_not(
     policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(policy, "say_once", lambda topic, message: said.append(message))
+    monkeypatch.setattr(policy.codec, "say_once", lambda topic, message: said.append(message))
 
     def tokenizer(text: str, truncation: bool, verbose: bool) -> Any:
         assert not truncation, "it would never be too long"
         assert not verbose, "it would tell of it by itself"
         return SimpleNamespace(input_ids=text.split())
 
-    policy.report_long_prompt(tokenizer, "a b c", 3)
+    policy.codec.report_long_prompt(tokenizer, "a b c", 3)
     assert not said
-    policy.report_long_prompt(tokenizer, "a b c d", 3)
+    policy.codec.report_long_prompt(tokenizer, "a b c d", 3)
     (message,) = said
     assert "takes 3 tokens" in message
     assert "4 tokens" in message

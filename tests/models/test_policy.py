@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from digenrl.models import codec
 from digenrl.models import policy as module
+from digenrl.models.codec import Codec
+from digenrl.models.guidance import NEGATIVE, Guidance
 from digenrl.models.lora import LoraSpec
-from digenrl.models.policy import NEGATIVE, Policy
+from digenrl.models.policy import Policy
 from digenrl.models.wording import Wording
 from digenrl.recompute import parse_recompute
 from digenrl.types import Prompt
@@ -31,15 +34,38 @@ class Network(nn.Module):
         return self.blocks[0](rows) + self.norm.bias
 
 
+class PlainCodec(Codec):
+    """A text is encoded as its length, and latents are media."""
+
+    def __init__(self, network: nn.Module, guidance: Guidance) -> None:
+        super().__init__("plain", network, (2, 3), guidance)
+        self.encoded: list[list[str]] = []
+
+    def encode_prompts(self, wordings: Sequence[Any]) -> dict[str, Tensor]:
+        self.encoded.append([each.text for each in wordings])
+        return {"text": torch.tensor([[float(len(each.text))] for each in wordings])}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents
+
+
 class Plain(Policy):
     """The velocity is W x + sigma + the text's length."""
 
-    family, block_lists = "plain", ("blocks",)
+    family, codec_class, block_lists = "plain", PlainCodec, ("blocks",)
+    codec: PlainCodec
 
-    def __init__(self, network: nn.Module | None = None, **options: Any) -> None:
-        super().__init__(network or Network(), (2, 3), **options)
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        guidance_scale: float = 1.0,
+        cfg: bool = False,
+        **options: Any,
+    ) -> None:
+        network = network or Network()
+        codec = PlainCodec(network, Guidance(guidance_scale, cfg))
+        super().__init__(network, codec, **options)
         self.asked: list[tuple[int, list[float], list[float]]] = []
-        self.encoded: list[list[str]] = []
         self.cast: list[tuple[bool, bool]] = []
         self.adds = True
 
@@ -49,13 +75,6 @@ class Plain(Policy):
         self.asked.append((len(latents), sigmas.tolist(), text.flatten().tolist()))
         out = self.network(latents) + sigmas.view(-1, 1, 1) + text.view(-1, 1, 1)
         return out if self.adds else out[:, :1]
-
-    def encode_prompts(self, wordings: Sequence[Any]) -> dict[str, Tensor]:
-        self.encoded.append([each.text for each in wordings])
-        return {"text": torch.tensor([[float(len(each.text))] for each in wordings])}
-
-    def decode(self, latents: Tensor) -> Tensor:
-        return latents
 
     def sigma_grid(self, steps: int) -> Tensor:
         return torch.linspace(1, 0, steps + 1)
@@ -140,22 +159,22 @@ def test_the_scale_may_be_another_for_a_while() -> None:
 def test_a_text_is_encoded_once_and_the_least_recently_used_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "CACHED_TEXTS", 2)
+    monkeypatch.setattr(codec, "CACHED_TEXTS", 2)
     policy = Plain()
 
     def encode(*texts: str) -> list[float]:
-        return policy.encode([Prompt(text) for text in texts])["text"].flatten().tolist()
+        return policy.codec.encode([Prompt(text) for text in texts])["text"].flatten().tolist()
 
     assert encode("a", "bb", "a") == [1.0, 2.0, 1.0]
-    assert policy.encoded == [["a", "bb"]]
+    assert policy.codec.encoded == [["a", "bb"]]
     assert encode("a") == [1.0]
     assert encode("ccc") == [3.0]  # forgets bb
     assert encode("a", "ccc") == [1.0, 3.0]
-    assert policy.encoded == [["a", "bb"], ["ccc"]]
+    assert policy.codec.encoded == [["a", "bb"], ["ccc"]]
     assert encode("bb") == [2.0]  # forgets a
     assert encode("ccc", "a") == [3.0, 1.0]
-    assert policy.encoded[2:] == [["bb"], ["a"]]
-    assert len(policy._embeddings) == 2
+    assert policy.codec.encoded[2:] == [["bb"], ["a"]]
+    assert len(policy.codec._embeddings) == 2
 
 
 def test_what_a_store_has_is_not_encoded() -> None:
@@ -166,27 +185,27 @@ def test_what_a_store_has_is_not_encoded() -> None:
         def read(self, wording: Any) -> Any:
             return {"text": stored[wording.text]} if wording.text in stored else None
 
-    policy.store = Store()  # type: ignore[assignment]
-    assert policy.encode([Prompt("a"), Prompt("bb")])["text"].tolist() == [[7.0], [2.0]]
-    assert policy.encoded == [["bb"]]
+    policy.codec.store = Store()  # type: ignore[assignment]
+    assert policy.codec.encode([Prompt("a"), Prompt("bb")])["text"].tolist() == [[7.0], [2.0]]
+    assert policy.codec.encoded == [["bb"]]
 
 
 def test_the_negative_text_is_the_prompts_else_the_familys(caplog: Any) -> None:
     policy = Plain(cfg=True, guidance_scale=2.0)
     prompts = [Prompt("a", negative="xyz"), Prompt("bb", negative="")]
-    found = policy.encode(prompts)
-    assert policy.encoded == [["a", "bb", "xyz", ""]]
+    found = policy.codec.encode(prompts)
+    assert policy.codec.encoded == [["a", "bb", "xyz", ""]]
     assert found["text"].tolist() == [[1.0], [2.0]]
     assert found[NEGATIVE + "text"].tolist() == [[3.0], [0.0]]
     with pytest.raises(ValueError, match="'ccc' has none"):
-        policy.encode([Prompt("ccc")])
-    policy.default_negative = lambda: "four"  # type: ignore[method-assign]
-    assert policy.encode([Prompt("ccc")])[NEGATIVE + "text"].tolist() == [[4.0]]
+        policy.codec.encode([Prompt("ccc")])
+    policy.codec.default_negative = lambda: "four"  # type: ignore[method-assign]
+    assert policy.codec.encode([Prompt("ccc")])[NEGATIVE + "text"].tolist() == [[4.0]]
     plain = Plain()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert plain.encode(prompts).keys() == {"text"}
-        plain.encode([Prompt("a")])
+            assert plain.codec.encode(prompts).keys() == {"text"}
+        plain.codec.encode([Prompt("a")])
     said = [record.message for record in caplog.records if "negative" in record.message]
     assert len(said) == 1, "once"
 
@@ -198,18 +217,18 @@ def test_images_that_nobody_reads_are_told_once_and_those_that_are_read_are_coun
     other: Any = SimpleNamespace(role="mask")
     policy = Plain()
     with caplog.at_level(logging.WARNING):
-        policy.encode([Prompt("a", images=(other,))])
+        policy.codec.encode([Prompt("a", images=(other,))])
         assert not caplog.records
         for _ in range(2):
-            policy.encode([Prompt("a", images=(image,))])
+            policy.codec.encode([Prompt("a", images=(image,))])
     assert [record.message for record in caplog.records] == [
         "images of prompts are ignored: plain reads none"
     ]
 
-    class Reads(Plain):
+    class Reads(PlainCodec):
         reads = {"image": (1, 2)}  # noqa: RUF012
 
-    class One(Plain):
+    class One(PlainCodec):
         reads = {"image": (1, 1)}  # noqa: RUF012
 
     for kind, count, said in (
@@ -218,14 +237,16 @@ def test_images_that_nobody_reads_are_told_once_and_those_that_are_read_are_coun
         (One, 2, "takes 1 images of role image"),
     ):  # fmt: skip
         prompt = Prompt("a", images=(other, *[image] * count))
+        made = kind(Network(), Guidance())
         if said is None:
-            kind.check_prompt(prompt)
-            ((wording,), none) = kind().wordings([prompt])
+            kind.check_prompt(prompt, "plain")
+            ((wording,), none) = made.wordings([prompt])
             assert (wording.images, none) == ((image,) * count, [])
         else:
-            for check in (kind.check_prompt, lambda each, kind=kind: kind().encode([each])):
-                with pytest.raises(ValueError, match=said):
-                    check(prompt)
+            with pytest.raises(ValueError, match=said):
+                kind.check_prompt(prompt, "plain")
+            with pytest.raises(ValueError, match=said):
+                made.encode([prompt])
 
 
 def test_a_wording_is_told_by_its_text_and_by_its_images() -> None:
@@ -235,42 +256,47 @@ def test_a_wording_is_told_by_its_text_and_by_its_images() -> None:
 
 
 def test_all_weights_have_a_frozen_copy_for_reference_if_asked() -> None:
-    with pytest.raises(RuntimeError, match=r"set model\.keep_reference=true"), Plain().reference():
+    with (
+        pytest.raises(RuntimeError, match=r"set model\.keep_reference=true"),
+        Plain().adapter.reference(),
+    ):
         pass
     policy = Plain(keep_reference=True)
     copy: Any = policy.reference_transformer
-    assert policy.has_reference
-    assert not Plain().has_reference
+    assert policy.adapter.has_reference
+    assert not Plain().adapter.has_reference
     assert policy.networks() == [policy.transformer, copy]
     assert policy.wrap_units() == [policy.transformer.blocks[0], copy.blocks[0]]  # type: ignore[index, union-attr]
     assert not any(p.requires_grad for p in copy.parameters())
-    with policy.reference():
-        with policy.reference():
+    with policy.adapter.reference():
+        with policy.adapter.reference():
             assert policy.network is copy
         assert policy.network is copy
     assert policy.network is policy.transformer
-    assert len(policy.trained_parameters()) == 3
-    assert len(Plain(Network().requires_grad_(False)).trained_parameters()) == 3, "all of them"
+    assert len(policy.adapter.trained_parameters()) == 3
+    assert len(Plain(Network().requires_grad_(False)).adapter.trained_parameters()) == 3, (
+        "all of them"
+    )
 
 
 def test_trained_parameters_are_taken_whole_or_not_at_all() -> None:
     policy = Plain()
-    own = policy.trained_parameters()
+    own = policy.adapter.trained_parameters()
     new = {name: torch.full_like(p, 2.0) for name, p in own.items()}
-    policy.load_trained_parameters(new)
+    policy.adapter.load_trained_parameters(new)
     assert all((p == 2.0).all() for p in own.values())
     first = next(iter(own))
     with pytest.raises(ValueError, match=r"1 unknown \['more'\], 1 missing"):
-        policy.load_trained_parameters({"more": new[first], **dict(list(new.items())[1:])})
+        policy.adapter.load_trained_parameters({"more": new[first], **dict(list(new.items())[1:])})
     with pytest.raises(ValueError, match=r"1 unknown \['more'\], 0 missing"):
-        policy.load_trained_parameters({"more": new[first], **new})
+        policy.adapter.load_trained_parameters({"more": new[first], **new})
     with pytest.raises(ValueError, match=r"0 unknown \[\], 1 missing"):
-        policy.load_trained_parameters(dict(list(new.items())[1:]))
+        policy.adapter.load_trained_parameters(dict(list(new.items())[1:]))
     with pytest.raises(ValueError, match="has shape"):
-        policy.load_trained_parameters(new | {first: torch.zeros(1)})
-    assert policy.parameters_without_gradient() == list(own)
+        policy.adapter.load_trained_parameters(new | {first: torch.zeros(1)})
+    assert policy.adapter.parameters_without_gradient() == list(own)
     own[first].grad = torch.zeros_like(own[first])
-    assert policy.parameters_without_gradient() == list(own)[1:]
+    assert policy.adapter.parameters_without_gradient() == list(own)[1:]
 
 
 def test_a_rank_that_only_generates_holds_what_autocast_would_make_of_it() -> None:
@@ -280,14 +306,14 @@ def test_a_rank_that_only_generates_holds_what_autocast_would_make_of_it() -> No
         "norm.weight": torch.float32,
         "norm.bias": torch.float32,
     }
-    told = policy.generating_parameters()
+    told = policy.adapter.generating_parameters()
     assert {name: each.dtype for name, each in told.items()} == wanted
     assert {each.device.type for each in told.values()} == {"meta"}
-    own = policy.trained_parameters()
+    own = policy.adapter.trained_parameters()
     assert {name: each.shape for name, each in told.items()} == {n: p.shape for n, p in own.items()}
     assert {p.dtype for p in own.values()} == {torch.float32}
     before = policy.velocity(LATENTS, SIGMAS, conditions())
-    policy.only_generate()
+    policy.adapter.only_generate()
     assert {name: p.dtype for name, p in own.items()} == wanted
     assert torch.equal(policy.velocity(LATENTS, SIGMAS, conditions()), before)
     assert before.dtype == torch.float32
@@ -302,8 +328,8 @@ def test_autocast_is_for_all_weights_in_half_precision_and_keeps_no_second_copy(
     ):
         policy = Plain(dtype=dtype)
         if adapted:
-            policy.only_generate()
-            policy.lora = LoraSpec(1, 1.0, ("a",))
+            policy.adapter.only_generate()
+            policy.adapter.lora = LoraSpec(1, 1.0, ("a",))
         policy.velocity(LATENTS, SIGMAS, conditions())
         assert policy.cast == [wanted]
 
@@ -327,5 +353,5 @@ def test_a_part_of_a_sample_may_be_drawn() -> None:
     assert policy.drawn_shape == (1, 3)
     assert policy.sent(LATENTS).device == policy.device == torch.device("cpu")
     with pytest.raises(ValueError, match="has no `encode_media`"):
-        policy.encode_media([])
-    assert (policy.attention_used(policy.device), policy.default_negative()) == ({}, None)
+        policy.codec.encode_media([])
+    assert (policy.attention_used(policy.device), policy.codec.default_negative()) == ({}, None)

@@ -220,25 +220,27 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
     ]
     texts = 3 if family == "flux" else 5  # NEGATIVE and "cubes", too
     plain = make(family, **guided)
-    expected = plain.encode(prompts)
+    expected = plain.codec.encode(prompts)
     del moves[:]
     first = make(family, **guided)
-    assert fill(first, tmp_path, prompts, CPU) == (texts, texts)
+    assert fill(first.codec, tmp_path, prompts, CPU) == (texts, texts)
     assert moves
     assert len(moves) == len(set(moves)), "each encoder once, however many prompts"
-    assert "_pipeline" not in vars(first), "the encoders are still in memory"
+    assert "_pipeline" not in vars(first.codec), "the encoders are still in memory"
     del moves[:]
     second = make(family, **guided)
-    assert fill(second, tmp_path, prompts, CPU) == (texts, 0)
+    assert fill(second.codec, tmp_path, prompts, CPU) == (texts, 0)
     for policy in (first, second):
-        found = policy.encode(prompts)
+        found = policy.codec.encode(prompts)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert not moves
     unforeseen = [Prompt(NEGATIVE + " again")]
-    assert torch.equal(second.encode(unforeseen)["text"], plain.encode(unforeseen)["text"])
+    assert torch.equal(
+        second.codec.encode(unforeseen)["text"], plain.codec.encode(unforeseen)["text"]
+    )
     wide = make(family, dtype="float64", **guided)
-    assert fill(wide, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
+    assert fill(wide.codec, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
 
 
 @pytest.mark.heavy

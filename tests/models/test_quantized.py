@@ -26,7 +26,7 @@ SOME = {"sd3", "flux", *(name for name, policy in FAMILIES.items() if len(policy
 def velocity(policy, rows: int) -> torch.Tensor:
     noise = torch.Generator().manual_seed(1)
     latents = torch.randn(2, *policy.latent_shape, generator=noise)[:rows]
-    condition = policy.encode([prompt("a red cube"), prompt("two dogs")][:rows])
+    condition = policy.codec.encode([prompt("a red cube"), prompt("two dogs")][:rows])
     return policy.velocity(latents, torch.tensor([0.5, 0.7])[:rows], condition)
 
 

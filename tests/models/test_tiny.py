@@ -56,7 +56,7 @@ def test_build_has_the_layout_and_classes_of_the_real_checkpoint(family):
     index = json.loads((folder / "model_index.json").read_text())
     assert index["_class_name"] in FAMILIES[family].pipelines
     assert index["transformer"][1] == FAMILIES[family].transformer_class.__name__
-    assert index["vae"][1] == FAMILIES[family].vae_class.__name__
+    assert index["vae"][1] == FAMILIES[family].codec_class.vae_class.__name__
     assert sum(path.stat().st_size for path in folder.rglob("*")) < 1e6 * ROWS[family].megabytes
 
 

@@ -21,7 +21,7 @@ def test_each_expert_has_a_scale_of_its_own():
     policy = make("wan22", guidance_scale=4.0, guidance_scale_2=2.0)
     noise = noise_of(policy, 1)
     ours = denoise.ode_sample(
-        policy, policy.encode([prompt(PROMPTS[0])]), noise, policy.sigma_grid(STEPS)
+        policy, policy.codec.encode([prompt(PROMPTS[0])]), noise, policy.sigma_grid(STEPS)
     )
     theirs = diffusers_latents("wan22", PROMPTS[:1], noise, STEPS, 4.0, guidance_scale_2=2.0)
     alike = diffusers_latents("wan22", PROMPTS[:1], noise, STEPS, 4.0)
@@ -33,7 +33,7 @@ def test_one_forward_of_rows_of_both_experts_equals_each_experts_own():
     policy = make("wan22", guidance_scale=1.0)
     first, second = policy.transformer.transformer, policy.transformer.transformer_2
     noise, sigmas = noise_of(policy, 3), torch.tensor([0.5, 0.9, 0.8])
-    condition = denoise.expand_condition(policy.encode([prompt(PROMPTS[0])]), 3)
+    condition = denoise.expand_condition(policy.codec.encode([prompt(PROMPTS[0])]), 3)
     with torch.no_grad():
         both = policy.velocity(noise, sigmas, condition)
         for row, expert in enumerate((second, first, second)):

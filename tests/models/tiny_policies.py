@@ -27,11 +27,11 @@ FACTS = {family: families()[family] for family in ROWS}
 FAMILIES: dict[str, type[DiffusersPolicy]] = {
     family: adapter(facts) for family, facts in FACTS.items()
 }
-VIDEO = {family for family, policy in FAMILIES.items() if policy.temporal_stride}
+VIDEO = {family for family, policy in FAMILIES.items() if policy.codec_class.temporal_stride}
 MASKED = [
     name
     for name, facts in FACTS.items()
-    if "mask" in facts.conditioning and not FAMILIES[name].reads
+    if "mask" in facts.conditioning and not FAMILIES[name].codec_class.reads
 ]
 """Families whose attention masks the padding of a text."""
 LORA = {"rank": 4, "alpha": 8, "targets": "attention_ff"}
@@ -71,7 +71,7 @@ def randomise_lora(policy: DiffusersPolicy, seed: int = 1, std: float = 0.05) ->
     """B matrices are zero at the start; give them values, so that the adapter shows."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
+        for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(std * torch.randn(parameter.shape, generator=generator))
 
 
@@ -79,7 +79,7 @@ def exported(policy: DiffusersPolicy, folder: Path) -> Any:
     """The transformer that plain diffusers makes of an export and the base model."""
     kind, networks = policy.transformer_class, []
     for part in policy.components:
-        if policy.lora is None:
+        if policy.adapter.lora is None:
             networks.append(kind.from_pretrained(folder, subfolder=part))
             continue
         networks.append(kind.from_pretrained(policy.path, subfolder=part))
@@ -128,7 +128,7 @@ def diffusers_latents(
         call["negative_prompt"] = [NEGATIVE] * len(prompts)
     if policy.embedded_guidance:
         call["true_cfg_scale"] = true_cfg
-    if policy.reads:
+    if policy.codec_class.reads:
         call["image"] = IMAGES[0].fitted(row.size["height"], row.size["width"])
     with ExitStack() as patches:
         for name, value in row.patches.items():

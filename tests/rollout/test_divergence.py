@@ -24,7 +24,9 @@ class Shifted(DigitsPolicy):
     """Its velocity is the base's plus a constant in each dimension, exactly."""
 
     def velocity(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return super().velocity(latents, sigmas, condition) + (0.0 if self.in_reference else SHIFT)
+        return super().velocity(latents, sigmas, condition) + (
+            0.0 if self.adapter.in_reference else SHIFT
+        )
 
 
 def drawn(policy: DigitsPolicy, kernel: Kernel = KERNEL) -> tuple[Tensor, Tensor]:
@@ -32,7 +34,7 @@ def drawn(policy: DigitsPolicy, kernel: Kernel = KERNEL) -> tuple[Tensor, Tensor
         return keys.noise(3, 0, 7, range(4), step, policy.latent_shape)
 
     return trajectories(
-        policy, policy.encode([Prompt("number one")]), policy.sigma_grid(5), draw, kernel
+        policy, policy.codec.encode([Prompt("number one")]), policy.sigma_grid(5), draw, kernel
     )
 
 
@@ -59,12 +61,12 @@ def test_an_adapter_that_does_nothing_is_not_away_and_the_base_alone_never_is() 
     moved, away = drawn(policy)
     assert bool((away > 0).all())
     assert not torch.equal(moved, samples)
-    with policy.reference():
+    with policy.adapter.reference():
         again, none = drawn(policy)
-        assert policy.in_reference
+        assert policy.adapter.in_reference
     assert torch.equal(again, samples)
     assert none.tolist() == [0.0] * 4
-    assert not policy.in_reference
+    assert not policy.adapter.in_reference
 
 
 def test_an_evaluation_measures_so_many_samples_of_a_prompt_and_draws_the_same_as_ever() -> None:

@@ -89,9 +89,9 @@ def test_a_prompt_is_encoded_once_for_all_steps_of_its_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, asked = engine_of(), list[Prompt]()
-    encode = engine.policy.encode
+    encode = engine.policy.codec.encode
     monkeypatch.setattr(
-        engine.policy, "encode", lambda prompts: asked.extend(prompts) or encode(prompts)
+        engine.policy.codec, "encode", lambda prompts: asked.extend(prompts) or encode(prompts)
     )
     made(engine)
     made(engine)
@@ -220,7 +220,7 @@ def test_an_evaluation_is_compared_with_the_base_model_where_there_is_one(
         return torch.full((2,), 0.5)
 
     engine = engine_of()
-    monkeypatch.setattr(type(engine.policy), "has_reference", reference)
+    monkeypatch.setattr(type(engine.policy.adapter), "has_reference", reference)
     monkeypatch.setattr(divergence, "divergence", measure)
     drawn = FixedSamples((SEVEN, ONE), 2, 9, 1, 1, 4).draw(engine, [0])
     if compared:

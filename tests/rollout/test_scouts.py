@@ -52,8 +52,8 @@ def tried(made: RolloutEngine, numbers: range) -> Tensor:
     key = denoise.SampleKey(made.seed, TASK.step, PROMPT.uid, tuple(numbers))
     start = denoise.start(key, made.policy.latent_shape)
     grid = made.policy.sigma_grid(SCOUT_STEPS)
-    final = denoise.ode_sample(made.policy, made.policy.encode([PROMPT]), start.latents, grid)
-    return made._rewards.score(made.policy.decode(final), [PROMPT] * len(numbers))["judge"]
+    final = denoise.ode_sample(made.policy, made.policy.codec.encode([PROMPT]), start.latents, grid)
+    return made._rewards.score(made.policy.codec.decode(final), [PROMPT] * len(numbers))["judge"]
 
 
 def test_the_best_and_the_worst_noises_are_generated_as_without_scouts() -> None:

@@ -160,14 +160,15 @@ class Probe(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        parameters = pl_module.policy.trained_parameters()  # type: ignore[union-attr, operator]
+        parameters = pl_module.policy.adapter.trained_parameters()  # type: ignore[union-attr, operator]
         grads = {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
         if trainer.is_global_zero:
             save_file(grads, self._directory / f"gradient-{self._updates:04d}.safetensors")
         self._updates += 1
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        weights = {name: whole(p) for name, p in pl_module.policy.trained_parameters().items()}  # type: ignore[union-attr, operator]
+        parameters = pl_module.policy.adapter.trained_parameters()  # type: ignore[union-attr, operator]
+        weights = {name: whole(p) for name, p in parameters.items()}
         if trainer.is_global_zero:
             save_file(weights, self._directory / "weights.safetensors")
         rank = trainer.strategy.world.rank  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ class Reference:
         self.grid = self.policy.sigma_grid(self.steps)
         self.sampler = PromptData(config.data, config.seed).sampler
         self.optimizer = config.build("algorithm.optimizer")(
-            list(self.policy.trained_parameters().values())
+            list(self.policy.adapter.trained_parameters().values())
         )
         self.record = Record()
         self.groups = config.data.groups_per_step
@@ -70,7 +70,7 @@ class Reference:
                         )
             self._learn(blocks, rewards)
         self.record.weights = {
-            n: p.detach().clone() for n, p in self.policy.trained_parameters().items()
+            n: p.detach().clone() for n, p in self.policy.adapter.trained_parameters().items()
         }
         self.rewards.close()
         return self.record
@@ -93,7 +93,7 @@ class Reference:
         """Every block of a group, K trained steps each, and its rewards [G]."""
         config = self.config
         prompt: Prompt = self.sampler.batch(step)[group]
-        condition = self.policy.encode([prompt])
+        condition = self.policy.codec.encode([prompt])
         plan = AllButLast().plan(config.seed, step, self.steps)
         dtype = getattr(torch, config.sampling.storage_dtype)
         blocks, rewards = [], []
@@ -101,7 +101,7 @@ class Reference:
             rows = tuple(range(first, first + config.sampling.task_size))
             key = denoise.SampleKey(config.seed, step, prompt.uid, rows)
             made = sampling.sample(self.policy, condition, key, self.grid, self.sde, plan, dtype)
-            scores = self.rewards.score(self.policy.decode(made.final), [prompt] * len(rows))[
+            scores = self.rewards.score(self.policy.codec.decode(made.final), [prompt] * len(rows))[
                 "judge_a"
             ]
             rewards.append(scores)
@@ -157,7 +157,7 @@ class Reference:
                     rows = slice(block.first_sample, block.first_sample + block.samples)
                     (self._losses(block, advantages[rows]).sum() / denominator).backward()
             if groups and config.data.zero_variance_groups != "keep":
-                for parameter in self.policy.trained_parameters().values():
+                for parameter in self.policy.adapter.trained_parameters().values():
                     if (
                         parameter.grad is not None
                     ):  # as if they had never been counted; log-probs round to fp32
@@ -165,13 +165,14 @@ class Reference:
             self.record.gradients.append(
                 {
                     n: p.grad.clone()
-                    for n, p in self.policy.trained_parameters().items()
+                    for n, p in self.policy.adapter.trained_parameters().items()
                     if p.grad is not None
                 }
             )
             if config.algorithm.max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(
-                    self.policy.trained_parameters().values(), config.algorithm.max_grad_norm
+                    self.policy.adapter.trained_parameters().values(),
+                    config.algorithm.max_grad_norm,
                 )
             self.optimizer.step()
 
@@ -187,7 +188,7 @@ class Reference:
         algorithm = self.config.algorithm
         reference = None
         if algorithm.kl_weight:
-            with torch.no_grad(), self.policy.reference():
+            with torch.no_grad(), self.policy.adapter.reference():
                 reference = denoise.replay(self.policy, block, self.sde).mean
         new = denoise.replay(self.policy, block, self.sde)
         ratio = torch.exp(new.log_prob - block.log_probs)

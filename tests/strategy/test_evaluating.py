@@ -60,7 +60,7 @@ def draws_nothing(rank: run.Rank, world: World) -> None:
 
     if world.is_trainer:
         engine = rank.strategy.engine
-        engine.evaluate = engine.policy.decode = engine._rewards.score = refuse  # type: ignore[method-assign, assignment]
+        engine.evaluate = engine.policy.codec.decode = engine._rewards.score = refuse  # type: ignore[method-assign, assignment]
 
 
 def loaded(*words: str) -> Any:

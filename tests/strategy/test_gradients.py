@@ -102,7 +102,7 @@ def test_digests_are_compared_where_the_trainers_collectives_are(
     ids=["adapter", "adapter in 16 bit", "all weights"],
 )
 def test_shards_keep_their_dtypes_where_nothing_would_be_cast(lora: Any, dtype: Any) -> None:
-    policy: Any = SimpleNamespace(lora=lora, dtype=dtype)
+    policy: Any = SimpleNamespace(adapter=SimpleNamespace(lora=lora), dtype=dtype)
     assert mixed_precision(policy) == MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
@@ -111,7 +111,7 @@ def test_all_weights_in_16_bit_are_gathered_as_autocast_computes_them(
 ) -> None:
     """Only matrix products and convolutions, whose parameters autocast casts."""
     policy: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    policy.lora, policy.dtype = None, torch.bfloat16
+    policy.adapter, policy.dtype = SimpleNamespace(lora=None), torch.bfloat16
     plain, given = MixedPrecisionPolicy, list[dict[str, Any]]()
     monkeypatch.setattr(shard, "_PER_PARAMETER", True)
     monkeypatch.setattr(shard, "MixedPrecisionPolicy", lambda **facts: given.append(facts) or plain)
@@ -180,7 +180,7 @@ def test_blocks_are_sharded_before_their_networks_and_gradients_wait_for_the_las
 
     policy: Any = SimpleNamespace(
         wrap_units=lambda: ["block 0", "block 1"], networks=lambda: ["network", "reference"],
-        lora=lora, dtype=torch.float32, transformer=Sharded(),
+        adapter=SimpleNamespace(lora=lora), dtype=torch.float32, transformer=Sharded(),
     )  # fmt: skip
     monkeypatch.setattr(shard, "fully_shard", lambda unit, **facts: done.append((unit, facts)))
     shard.shard(policy, "mesh")  # type: ignore[arg-type]

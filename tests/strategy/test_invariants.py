@@ -336,13 +336,13 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
 
 def _weights(rank: run.Rank) -> dict[str, Tensor]:
     """Copies of the trained parameters."""
-    parameters = rank.module.policy.trained_parameters()  # type: ignore[union-attr, operator]
+    parameters = rank.module.policy.adapter.trained_parameters()  # type: ignore[union-attr, operator]
     return {f"weight/{name}": parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def _own_state(rank: run.Rank) -> dict[str, Tensor]:
     """Everything of a trainer that lending must not touch."""
-    parameters = rank.module.policy.trained_parameters()  # type: ignore[union-attr, operator]
+    parameters = rank.module.policy.adapter.trained_parameters()  # type: ignore[union-attr, operator]
     state = _weights(rank)
     state |= {
         f"grad/{name}": p.grad.clone() for name, p in parameters.items() if p.grad is not None

@@ -478,7 +478,7 @@ def test_the_published_adapter_is_in_use_between_updates_and_put_back_bit_for_bi
     spec = replace(SPEC, **{"updates_per_batch": 2, **changes})
     copy = PublishedCopy(policy, cast(Any, trainer), spec, sharding)
     assert copy.kept == kept
-    own = policy.trained_parameters()
+    own = policy.adapter.trained_parameters()
     published = {name: torch.full_like(p, 0.5, dtype=torch.float64) for name, p in own.items()}
     published[next(iter(own))] = torch.full_like(own[next(iter(own))], 0.5)
     copy.keep(published)

@@ -73,7 +73,7 @@ def test_replicas_on_unequal_gpus_take_the_first_ones_weights(
         step = strategy.optimizer_step
 
         def rounds_otherwise(*args: Any, **kwargs: Any) -> Any:
-            parameter = next(iter(strategy.engine.policy.trained_parameters().values()))
+            parameter = next(iter(strategy.engine.policy.adapter.trained_parameters().values()))
             if world.rank == 1:
                 parameter.data.view(-1)[0].add_(1e-6)
             return step(*args, **kwargs)

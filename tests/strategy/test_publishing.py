@@ -118,7 +118,7 @@ class Publishing(Trainer):
         self.link.multicast = sent  # type: ignore[method-assign]
 
     def rollout_parameters(self) -> dict[str, Tensor]:
-        return dict(self.runner._engine.policy.trained_parameters())
+        return dict(self.runner._engine.policy.adapter.trained_parameters())
 
     def evaluated_parameters(self) -> dict[str, Tensor]:
         return self.rollout_parameters() | self.averages
@@ -284,7 +284,11 @@ def test_what_another_trainer_does_for_a_version_follows_from_how_weights_are_he
         weights, trainers = done[0][1]
         assert trainers == 2
         assert all(
-            map(torch.equal, weights, trainer.runner._engine.policy.trained_parameters().values())
+            map(
+                torch.equal,
+                weights,
+                trainer.runner._engine.policy.adapter.trained_parameters().values(),
+            )
         )
     if proves:
         assert done[-1][1] == (digest_of(own), proves, 0)

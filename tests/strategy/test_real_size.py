@@ -48,8 +48,8 @@ def test_the_reference_is_sharded_again_after_its_forward() -> None:
     def body() -> None:
         policy = make("wan", "full", keep_reference=True)
         shard(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
-        condition = policy.encode([Prompt("x")])
-        with torch.no_grad(), policy.reference():
+        condition = policy.codec.encode([Prompt("x")])
+        with torch.no_grad(), policy.adapter.reference():
             policy.velocity(torch.zeros(1, *policy.latent_shape), torch.ones(1), condition)
         for network in policy.networks():
             whole = [

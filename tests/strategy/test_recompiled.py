@@ -31,7 +31,7 @@ class OtherRows(pl.Callback):
         if trainer.current_epoch != 2 or batch_idx:
             return
         policy = pl_module.policy
-        given = policy.encode([prompt("a star")])
+        given = policy.codec.encode([prompt("a star")])
         rows = {key: value.expand(5, *value.shape[1:]) for key, value in given.items()}
         with torch.no_grad():
             policy.velocity(torch.zeros(5, *policy.latent_shape), torch.full((5,), 0.7), rows)

@@ -78,7 +78,7 @@ class Life(Rollout):
         evaluating = EvaluationWorker(drawn, ties, self.runner)
         self.worker = RolloutWorker(ties, self.runner, evaluating)
         self.mail, self.ties = self.worker._mail, ties
-        self.parameters = engine.policy.trained_parameters()
+        self.parameters = engine.policy.adapter.trained_parameters()
         self.versions = [
             {name: torch.full_like(p, 0.01 * n) for name, p in self.parameters.items()}
             for n in range(3)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from digenrl import run
 from digenrl.cluster.world import World
-from digenrl.models.policy import cast_parameters
+from digenrl.models.adapter import cast_parameters
 from digenrl.strategy import shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid
 from digenrl.strategy.shard import mesh_of

@@ -186,7 +186,7 @@ class Trained:
 
     def __init__(self, rate: float, value: float) -> None:
         self.policy = DigitsPolicy()
-        self.parameters = self.policy.trained_parameters()
+        self.parameters = self.policy.adapter.trained_parameters()
         first, *others = self.parameters.values()
         groups = [{"params": [first], "lr": rate}, {"params": others, "lr": rate / 2}]
         self.optimizer = torch.optim.Adam(groups)
@@ -278,7 +278,7 @@ def test_what_a_checkpoint_is_read_to_is_a_parameter_or_like_one(
     policy = DigitsPolicy()
     spans, unused = Publishing(store, tmp_path).spans, cast(Any, None)
     room = Checkpoints(policy, spans, unused, unused, TrainerState())._room
-    name, parameter = next(iter(policy.trained_parameters().items()))
+    name, parameter = next(iter(policy.adapter.trained_parameters().items()))
     half = torch.float16
     own = room(f"state_dict/policy.transformer.{name}", parameter.shape, half)
     assert own.data_ptr() == parameter.data_ptr()

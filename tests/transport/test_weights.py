@@ -504,8 +504,8 @@ def test_a_version_goes_over_the_cable_once_in_the_dtype_of_the_rollouts(lora: A
     the bytes. Beside the version they are headers, and answers of the store."""
     trainer, rollout = (make("flux", lora, dtype="bfloat16") for _ in range(2))
     randomise_lora(trainer)
-    rollout.only_generate()
-    source, like = trainer.trained_parameters(), trainer.generating_parameters()
+    rollout.adapter.only_generate()
+    source, like = trainer.adapter.trained_parameters(), trainer.adapter.generating_parameters()
     size = sum(bucket.size for bucket in buckets(like))
     assert size < 0.6 * sum(4 * value.numel() for value in source.values())
     with two_machines() as (here, there):
@@ -528,7 +528,7 @@ def test_a_version_goes_over_the_cable_once_in_the_dtype_of_the_rollouts(lora: A
             to: dict[int, list[int]] = {1: [], 2: [3]}
             made = inside(here, lambda: publish(1, source, links[0], to, lambda digest: None, like))
             for link in links[1:]:
-                arrivals, version = Arrivals(rollout.trained_parameters()), None
+                arrivals, version = Arrivals(rollout.adapter.trained_parameters()), None
                 while version is None:
                     message = link.receive(20.0)
                     assert message is not None

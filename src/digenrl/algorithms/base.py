@@ -105,8 +105,8 @@ class PolicyModule(pl.LightningModule):
 
     def rollout_parameters(self) -> dict[str, Tensor]:
         """Return the weights that rollouts must use, by the names of
-        `policy.trained_parameters()`."""
-        return dict(self.policy.trained_parameters())
+        `policy.adapter.trained_parameters()`."""
+        return dict(self.policy.adapter.trained_parameters())
 
     def rollout_weights(self) -> AbstractContextManager[None]:
         """Give this rank's policy `rollout_parameters()` during the body (colocated or lent
@@ -118,15 +118,16 @@ class PolicyModule(pl.LightningModule):
         return (
             nullcontext()
             if self.ema is None
-            else self.ema.copy.swapped(self.policy.trained_parameters())
+            else self.ema.copy.swapped(self.policy.adapter.trained_parameters())
         )
 
     def evaluated_parameters(self) -> dict[str, Tensor]:
-        """Return the weights inside `averaged`, by the names of `policy.trained_parameters()`:
+        """Return the weights inside `averaged`, by the names of `Adapter.trained_parameters`:
         themselves where there is no average."""
         average = {} if self.ema is None else self.ema.copy.tensors
         return {
-            name: average.get(name, own) for name, own in self.policy.trained_parameters().items()
+            name: average.get(name, own)
+            for name, own in self.policy.adapter.trained_parameters().items()
         }
 
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
@@ -168,7 +169,7 @@ class PolicyModule(pl.LightningModule):
     def configure_optimizers(self) -> Optimizer:
         """Return the optimizer that the YAML names, such as AdamW, over the trained parameters
         only."""
-        optimizer = self._optimizer(list(self.policy.trained_parameters().values()))
+        optimizer = self._optimizer(list(self.policy.adapter.trained_parameters().values()))
         optimizer.register_step_post_hook(self._stepped)
         return optimizer
 
@@ -218,8 +219,8 @@ class PolicyModule(pl.LightningModule):
         self._meters.update("grad_norm_clipped", norm, 1.0)
 
     def _require_gradients(self) -> None:
-        if unreached := self.policy.parameters_without_gradient():
-            trained = len(self.policy.trained_parameters())
+        if unreached := self.policy.adapter.parameters_without_gradient():
+            trained = len(self.policy.adapter.trained_parameters())
             raise RuntimeError(
                 f"{len(unreached)} of {trained} trained parameters got no gradient in the first "
                 "update (first: "
@@ -254,7 +255,7 @@ class PolicyModule(pl.LightningModule):
     def on_train_start(self) -> None:
         """Start the average from the weights that training starts from."""
         if self.ema is not None:
-            self.ema.begin(self.policy.trained_parameters())
+            self.ema.begin(self.policy.adapter.trained_parameters())
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call `after_update` right after the optimizer, so that a publication that follows sees
@@ -271,7 +272,7 @@ class PolicyModule(pl.LightningModule):
         """Run after every optimizer step. `changed` is False if it was skipped. `batch` is a
         micro-batch of the update."""
         if self.ema is not None and changed:
-            self.ema.update(self.policy.trained_parameters())
+            self.ema.update(self.policy.adapter.trained_parameters())
 
     def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:
         """After the RL step's last micro-batch, log its metrics: before callbacks read them at the

@@ -141,7 +141,7 @@ class GRPO(PolicyModule):
         surrogate needs them."""
         keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
         if keeps and batch.version != self._batch_start_version:
-            self._batch_start.follow(self.policy.trained_parameters())
+            self._batch_start.follow(self.policy.adapter.trained_parameters())
             self._batch_start_version = batch.version
         return super().training_step(batch, batch_idx)
 
@@ -158,7 +158,7 @@ class GRPO(PolicyModule):
         proximal = self._proximal(block, batch)
         reference = None
         if self.kl_weight > 0:
-            with torch.no_grad(), self.policy.reference():
+            with torch.no_grad(), self.policy.adapter.reference():
                 reference = replay(self.policy, block, self.sde).mean
         new = replay(self.policy, block, self.sde)
         cells = Cells(
@@ -201,7 +201,7 @@ class GRPO(PolicyModule):
         where these are the present ones."""
         if not self.surrogate.needs_proximal or batch.update == 0:
             return None
-        with torch.no_grad(), self._batch_start.swapped(self.policy.trained_parameters()):
+        with torch.no_grad(), self._batch_start.swapped(self.policy.adapter.trained_parameters()):
             return replay(self.policy, block, self.sde).log_prob
 
     def _kl(self, new: ReplayedTransitions, reference: Tensor) -> Tensor:

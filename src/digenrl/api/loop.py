@@ -145,7 +145,9 @@ class Loop:
                 for batch in board.batches(fragment):
                     latest = batch.to(self.policy.device)
                     self.module.training_step(latest, 0).backward()
-            gradients.scale(self.policy.trained_parameters().values(), board.gradient_scale(update))
+            gradients.scale(
+                self.policy.adapter.trained_parameters().values(), board.gradient_scale(update)
+            )
             self.module.configure_gradient_clipping(self.optimizer)
             self.optimizer.step()
         self.step += 1

@@ -71,7 +71,11 @@ class Checkpoint(pl.Callback):
     ) -> None:
         strategy: Any = trainer.strategy
         several = strategy.state.updates_done == 0 and strategy.spec.updates_per_batch > 1
-        if several and self._finished > self._saved and strategy.engine.policy.lora is not None:
+        if (
+            several
+            and self._finished > self._saved
+            and strategy.engine.policy.adapter.lora is not None
+        ):
             dumped = _dump(trainer)
             kept = {name: dumped[name] for name in ("state_dict", "optimizer_states", "algorithm")}
             self._weights = tree_map(

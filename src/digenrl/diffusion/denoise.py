@@ -231,7 +231,7 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> ReplayedTransiti
 
     At K = 1 the rows are those of the rollout, so that log-probs are bit-equal on equal weights and
     kernels. For the base model's transitions call this under `torch.no_grad()` inside
-    `policy.reference()`.
+    `policy.adapter.reference()`.
     """
     rows, count = block.latents.shape[:2]
     latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)

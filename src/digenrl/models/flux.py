@@ -13,6 +13,7 @@ from torch import Tensor
 from digenrl.models.latents import pack, token_positions, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import rescale, unscale
 
 ATTENTION = tuple(
@@ -70,16 +71,41 @@ class LastBlock(FluxSingleTransformerBlock):
         return encoder_hidden_states, hidden_states + out
 
 
+class FluxCodec(DiffusersCodec):
+    """T5 and CLIP texts, images as packed tokens."""
+
+    vae_class = AutoencoderKL
+    packed = True
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Return T5 states [1, max_sequence_length, d] and the pooled CLIP vector [1, d]."""
+        self.report_long_prompt(pipeline.tokenizer_2, text, self.max_sequence_length)
+        self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
+        embeddings, pooled, _ = pipeline.encode_prompt(
+            text,
+            prompt_2=None,
+            device=pipeline.device,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"text": embeddings, "pooled": pooled}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        images = unscale(unpack(latents, *self.image_grid()), vae.config)
+        return vae.decode(images, return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return pack(rescale(vae.encode(pixels).latent_dist.mode(), vae.config))
+
+
 class FluxPolicy(DiffusersPolicy):
     """FLUX.1-dev; arguments in `DiffusersPolicy`."""
 
     family = "flux"
     pipelines = ("FluxPipeline",)
     transformer_class = FluxTransformer2DModel
-    vae_class = AutoencoderKL
+    codec_class = FluxCodec
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     embedded_guidance = True
-    packed = True
     attention = ATTENTION
     feed_forward = FEED_FORWARD
     single_attention = SINGLE_ATTENTION
@@ -109,23 +135,4 @@ class FluxPolicy(DiffusersPolicy):
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of all tokens that `predict` is given, [tokens, 3]."""
-        return token_positions(self.height // 16, self.width // 16, device)
-
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return T5 states [1, max_sequence_length, d] and the pooled CLIP vector [1, d]."""
-        self.report_long_prompt(pipeline.tokenizer_2, text, self.max_sequence_length)
-        self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
-        embeddings, pooled, _ = pipeline.encode_prompt(
-            text,
-            prompt_2=None,
-            device=pipeline.device,
-            max_sequence_length=self.max_sequence_length,
-        )
-        return {"text": embeddings, "pooled": pooled}
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        images = unscale(unpack(latents, *self.image_grid()), vae.config)
-        return vae.decode(images, return_dict=False)[0]
-
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
-        return pack(rescale(vae.encode(pixels).latent_dist.mode(), vae.config))
+        return token_positions(self.codec.height // 16, self.codec.width // 16, device)

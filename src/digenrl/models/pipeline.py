@@ -1,20 +1,16 @@
-"""The common part of the diffusers families: loading, geometry, encoders, decoder, sigma grid and
-LoRA presets.
+"""The common part of the diffusers families' networks: loading, attention, sigma grid and LoRA
+presets.
 
-The transformer is loaded at construction, because every rank needs it. Text encoders and the VAE
-are loaded on first use, because a trainer rank never uses them. No sharding, optimizer or
-checkpoint sees encoders and VAE, because they are not submodules.
+The transformer is loaded at construction, because every rank needs it. What stands before and
+behind it is in `digenrl.models.pipeline_codec`.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 import re
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,16 +18,15 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from digenrl import accelerator
 from digenrl.facts import Facts, of_module
-from digenrl.images import PromptImage
-from digenrl.models import deferred, latents, pretrained, quantized, tiny
+from digenrl.models import deferred, pretrained, quantized, tiny
+from digenrl.models.guidance import Guidance
 from digenrl.models.lora import LoraSpec
+from digenrl.models.pipeline_codec import Checkpoint, CodecSettings, DiffusersCodec
 from digenrl.models.policy import Policy, RecomputeConfig
-from digenrl.models.wording import Condition, Wording
 from digenrl.recompute import AUTO, parse_recompute
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
@@ -42,10 +37,6 @@ COMPILED_CASES = 16
 """Most versions that a block's code is compiled for: the first number of rows, one row, any number;
 each with gradients, without them, and without the adapter. PyTorch's own limit is 8, and it raises
 beyond that."""
-
-STAYS = 1 << 30
-"""Most bytes of a decoder that stays on the GPU: its two moves would cost a fifth of a FLUX task.
-A plan leaves more memory than this free on every GPU of 16 GiB or more."""
 
 
 class DiffusersPolicy(Policy):
@@ -77,8 +68,8 @@ class DiffusersPolicy(Policy):
             "auto" or None = PyTorch's choice by device, dtype and head size, see `attention_used`.
         compile: true: the repeated blocks are compiled (regional compilation); slow to start, fast
             afterwards. Padding stays, so that all prompts have the same shape.
-        offload_encoders: move text encoders, and a VAE of more than `STAYS` bytes, back to the CPU
-            after each use.
+        offload_encoders: move text encoders, and a VAE of more than `STAYS` bytes
+            (`digenrl.models.pipeline_codec`), back to the CPU after each use.
         vae_dtype, vae_tiling: dtype of the decoder; decode large videos in tiles.
         decode_pixels: pixels that are decoded together, over samples and frames; one sample at
             least.
@@ -88,23 +79,10 @@ class DiffusersPolicy(Policy):
             before.
     """
 
+    codec_class: ClassVar[type[DiffusersCodec]]
+    codec: DiffusersCodec
     transformer_class: ClassVar[type[Any]]
     """Class of the network of each of `components`. The first of `pipelines` encodes prompts."""
-    vae_class: ClassVar[type[Any]]
-    spatial_stride: ClassVar[int] = 16
-    """Pixels per token: 8 of the VAE times 2 of the patch."""
-    temporal_stride: ClassVar[int | None] = None
-    """Frames per latent frame after the first; None = images."""
-    channels: ClassVar[int] = latents.CHANNELS
-    """Channels of the VAE's latents."""
-    vae_stride: ClassVar[int] = latents.STRIDE
-    """Pixels per latent pixel and side."""
-    encoders: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*")
-    """Components of the checkpoint that turn text into conditioning."""
-    text_length: ClassVar[int | None] = None
-    """Text tokens that the network requires; None = any number."""
-    packed: ClassVar[bool] = False
-    """Whether latents are tokens [N, 4C] of 2x2 patches."""
     attention: ClassVar[tuple[str, ...]]
     """Layers that the LoRA preset "attention" adapts, in each block of the first list."""
     feed_forward: ClassVar[tuple[str, ...]]
@@ -148,7 +126,7 @@ class DiffusersPolicy(Policy):
         quantize: str | None = None,
         empty: bool = False,
     ) -> None:
-        self._check_geometry(height, width, frames)
+        self.codec_class.check_size(self.family, height, width, frames)
         if build not in ("tiny", "real"):
             raise ValueError(f"hardware.build={build}: expected tiny or real")
         if grid not in (EXPLICIT, SCHEDULER):
@@ -187,38 +165,40 @@ class DiffusersPolicy(Policy):
         if quantize is not None:
             blocks = chain.from_iterable(getattr(transformer, name) for name in self.block_lists)
             quantized.quantize(blocks, quantize)
+        codec = self.codec_class(
+            self.family,
+            transformer,
+            Guidance(float(guidance_scale), not self.embedded_guidance, float(true_cfg_scale)),
+            Checkpoint(self.path, self.pipelines[0], tuple(self.components)),
+            CodecSettings(
+                height=height,
+                width=width,
+                frames=frames,
+                dtype=compute,
+                max_sequence_length=self._text_tokens(max_sequence_length, build),
+                negative_prompt=negative_prompt,
+                offload_encoders=offload_encoders,
+                vae_dtype=getattr(torch, vae_dtype),
+                vae_tiling=vae_tiling,
+                decode_pixels=decode_pixels,
+            ),
+        )
         super().__init__(
             transformer,
-            latent_shape=self._latent_shape(height, width, frames),
-            guidance_scale=guidance_scale,
+            codec,
             lora=None if lora is None else self._lora(lora, transformer.config),
             dtype=compute,
             gradient_checkpointing=gradient_checkpointing,
             keep_reference=keep_reference,
-            cfg=not self.embedded_guidance,
         )
-        if self.embedded_guidance:
-            self.cfg_scale = float(true_cfg_scale)
         if lora is None:
-            last = getattr(transformer, self.block_lists[0])[-1]
-            for owner, modules in ((last, self.unread), (transformer, self.unused)):
-                for name, parameter in owner.named_parameters():
-                    if f"{name}.".startswith(tuple(f"{module}." for module in modules)):
-                        parameter.requires_grad_(False)
+            self._freeze_unread()
         if compile:
-            dynamo = torch._dynamo.config
-            dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
-            for block in self.wrap_units():
-                block.compile(fullgraph=True)
+            self._compile_blocks()
         self.keep_padding(compile)
         self._empty = empty
-        self.height, self.width, self.frames = height, width, frames
         self.shift, self.grid = shift, grid
-        self.max_sequence_length = self._text_tokens(max_sequence_length, build)
-        self.negative_prompt = negative_prompt
-        self.offload_encoders = offload_encoders
-        self.vae_dtype, self.vae_tiling = getattr(torch, vae_dtype), vae_tiling
-        self._decoded_together = max(1, decode_pixels // (height * width * frames))
+        self.complete()
 
     @classmethod
     def facts(cls) -> Facts:
@@ -238,20 +218,22 @@ class DiffusersPolicy(Policy):
                 or another family's; a tiny build without a description; or latents with another
                 number of channels than the network takes.
         """
-        cls._check_geometry(settings["height"], settings["width"], settings.get("frames", 1))
+        codec = cls.codec_class
+        size = settings["height"], settings["width"], settings.get("frames", 1)
+        codec.check_size(cls.family, *size)
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
         if (kind := settings.get("quantize")) is not None:
             quantized.require_library(kind)
         network = cls.network_config(settings)
-        channels = cls.channels * (4 if cls.packed else 1)
+        channels = codec.channels * (4 if codec.packed else 1)
         if channels not in (network.get("in_channels"), network.get("out_channels")):
             raise ValueError(
-                f"{cls.__name__}: its latents have {channels} channels ({cls.channels} of the VAE, "
-                f"packed={cls.packed}), {cls.transformer_class.__name__} takes "
+                f"{codec.__name__}: its latents have {channels} channels ({codec.channels} of the "
+                f"VAE, packed={codec.packed}), {cls.transformer_class.__name__} takes "
                 f"{network.get('in_channels')}: set the class attribute `channels`, or `packed` "
                 "where the network takes tokens of 2x2 patches; for any other shape override "
-                "`_latent_shape`"
+                "`latent_shape_of`"
             )
 
     @classmethod
@@ -271,24 +253,6 @@ class DiffusersPolicy(Policy):
 
     # ---- what a family implements
 
-    @abstractmethod
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return the conditioning of one text, leading dimension 1, on the encoders' device."""
-
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Return the conditioning of a text and its images. A family that `reads` images adds their
-        part."""
-        return self.encode_text(pipeline, wording.text)
-
-    @abstractmethod
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """Decode [B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
-
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
-        """Encode [B, 3, H, W] in [-1, 1] in the VAE's dtype -> [B, *L], the mode: what
-        `decode_latents` inverts. Raises ValueError where samples cannot be read from files."""
-        return super().encode_media([])
-
     @classmethod
     def check_checkpoint(cls, path: str) -> None:
         """Check that the checkpoint at `path` is of this family. Its autoencoder must make the
@@ -298,18 +262,20 @@ class DiffusersPolicy(Policy):
 
         Raises:
             PretrainedError (a ValueError): the checkpoint is of another family, or its latents are
-            others.
+                others.
         """
         pretrained.require_family(path, cls.pipelines, cls.family)
-        vae = pretrained.component_config(cls.vae_class, path, "vae")
-        found = vae.get("z_dim", vae.get("latent_channels", cls.channels))
-        side = vae.get("scale_factor_spatial", vae.get("spatial_compression_ratio", cls.vae_stride))
-        if (found, side) != (cls.channels, cls.vae_stride):
+        codec = cls.codec_class
+        channels, stride = codec.channels, codec.vae_stride
+        vae = pretrained.component_config(codec.vae_class, path, "vae")
+        found = vae.get("z_dim", vae.get("latent_channels", channels))
+        side = vae.get("scale_factor_spatial", vae.get("spatial_compression_ratio", stride))
+        if (found, side) != (channels, stride):
             raise pretrained.PretrainedError(
                 f"the autoencoder of model.path={path} makes latents of {found} channels, one for "
-                f"{side} x {side} pixels; the {cls.family} adapter counts on {cls.channels} and "
-                f"{cls.vae_stride} x {cls.vae_stride}: take a checkpoint of that model, or, in an "
-                "adapter of your own, override `channels`, `vae_stride` and `spatial_stride`"
+                f"{side} x {side} pixels; the {cls.family} adapter counts on {channels} and "
+                f"{stride} x {stride}: take a checkpoint of that model, or, in a codec of your "
+                "own, override `channels`, `vae_stride` and `spatial_stride`"
             )
 
     @classmethod
@@ -318,66 +284,6 @@ class DiffusersPolicy(Policy):
         if there is one."""
         (network,) = networks
         return network
-
-    def check_encoders(self, pipeline: Any) -> None:
-        """Raise ValueError when a tokenizer does not treat the prompt template as the adapter
-        expects."""
-
-    # ---- the protocol
-
-    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Encode one wording at a time, because values must not depend on which prompts happen to
-        be encoded together."""
-        rows = list(self.encode_each(wordings, self.device))
-        if self.offload_encoders:
-            for encoder in self._encoders():
-                encoder.to("cpu")
-        return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
-
-    def release_encoders(self) -> None:
-        """Free the memory of encoders and VAE. The next use reads them again."""
-        self.__dict__.pop("_pipeline", None)
-        self.__dict__.pop("_vae", None)
-        if accelerator.count():
-            torch.accelerator.empty_cache()
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Decode [B, *L] -> images [B, C, H, W] or videos [B, F, C, H, W] in [0, 1] fp32; see
-        `decode_pixels`."""
-        vae = self._vae
-        if (
-            away := vae.device != latents.device
-        ):  # asking every module costs as much as a small picture
-            vae.to(latents.device)
-        with torch.no_grad():
-            rows = [
-                self.decode_latents(vae, part.to(self.vae_dtype))
-                for part in latents.split(self._decoded_together)
-            ]
-        if away and self.offload_encoders and sum(p.nbytes for p in vae.parameters()) > STAYS:
-            vae.to("cpu")
-        media = (torch.cat(rows).float() / 2 + 0.5).clamp(0, 1)
-        if media.shape[-2:] != (self.height, self.width):
-            raise ValueError(
-                f"{self.family} decodes latents {[*latents.shape]} to {[*media.shape]}, not to "
-                f"{self.height} x {self.width} pixels: override `decode_latents`, or `vae_stride` "
-                "where the VAE does not shrink by 8"
-            )
-        return media if self.temporal_stride is None else media.transpose(1, 2)
-
-    @torch.no_grad()
-    def encode_media(self, images: Sequence[PromptImage]) -> Tensor:
-        """Return the clean latents [B, *L] fp32 of pictures, one encoded after the other."""
-        vae = self._vae.to(self.device)
-        pixels = [self.pixels(image).to(vae.device, self.vae_dtype) for image in images]
-        latents = torch.cat([self.encode_latents(vae, each).float() for each in pixels])
-        if latents.shape[1:] != self.latent_shape:
-            raise ValueError(
-                f"data.samples = files: a picture has latents {[*latents.shape[1:]]}, a sample of "
-                f"{self.family} {[*self.latent_shape]}; train videos with data.samples=generated, "
-                "or set sampling.frames=1."
-            )
-        return latents
 
     def sigma_grid(self, steps: int) -> Tensor:
         """Return [steps + 1] fp32 as the family's pipeline computes them from explicit sigmas (or
@@ -405,7 +311,21 @@ class DiffusersPolicy(Policy):
         """Read the values from the checkpoint, and draw an adapter from its seed; see
         `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
-            deferred.fill(network, self.path, self.components, self.lora, device)
+            deferred.fill(network, self.path, self.components, self.adapter.lora, device)
+
+    def _freeze_unread(self) -> None:
+        """Freeze the parameters on which no velocity depends."""
+        last = getattr(self.transformer, self.block_lists[0])[-1]
+        for owner, modules in ((last, self.unread), (self.transformer, self.unused)):
+            for name, parameter in owner.named_parameters():
+                if f"{name}.".startswith(tuple(f"{module}." for module in modules)):
+                    parameter.requires_grad_(False)
+
+    def _compile_blocks(self) -> None:
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_CASES)
+        for block in self.wrap_units():
+            block.compile(fullgraph=True)
 
     def _attend_by(self, transformer: Any, backend: str) -> None:
         """Give the network its attention backend; raise ValueError for one without a gradient."""
@@ -428,36 +348,8 @@ class DiffusersPolicy(Policy):
         return {"backend": "native", "kernel": kernel.name.lower()}
 
     def keep_padding(self, on: bool) -> None:
-        """Set whether `encode` keeps the padding of prompts, with a mask for it."""
-        self._trims = not on
-
-    def trimmed(self, condition: Condition) -> Condition:
-        """Return the conditioning of one prompt without its padding; that of several prompts
-        unchanged.
-
-        The text is cut after the last token that either branch of guidance reads. If nothing is
-        left to be masked, the mask is left out, and attention can use kernels without masks. The
-        network never reads masked tokens. Velocities are therefore the same up to rounding, here
-        and wherever the trajectory is replayed. With several prompts nothing is cut, because a row
-        must not depend on the others.
-        """
-        masks = {key: value for key, value in condition.items() if key.endswith("mask")}
-        if not self._trims or not masks or any(len(mask) > 1 for mask in masks.values()):
-            return condition
-        read = torch.cat([*masks.values()]).any(dim=0).nonzero()
-        length = int(read.max()) + 1 if len(read) else 0
-        cut = {
-            key: value[:, :length] if key.endswith(("text", "mask")) else value
-            for key, value in condition.items()
-        }
-        all_read = all(bool(cut[key].all()) for key in masks)
-        return {key: value for key, value in cut.items() if not (all_read and key in masks)}
-
-    def default_negative(self) -> str | None:
-        """`negative_prompt` of the model config."""
-        return self.negative_prompt
-
-    # ---- helpers of the families
+        """Set whether the network is given the padding of prompts, with a mask for it."""
+        self.codec.keeps_padding = on
 
     @classmethod
     def lora_names(cls, config: Any, preset: str) -> list[str]:
@@ -478,82 +370,6 @@ class DiffusersPolicy(Policy):
             if i < count - 1 or layer not in cls.unread
         ]
 
-    def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
-        """Warn once per encoder that a prompt is longer than the `limit` tokens that the encoder
-        takes."""
-        tokens = len(tokenizer(text, truncation=False, verbose=False).input_ids)
-        if tokens > limit:
-            self.say_once(
-                f"{type(tokenizer).__name__} {limit}",
-                f"{self.family}: {type(tokenizer).__name__} takes {limit} tokens, prompts beyond "
-                f"that are cut (first such prompt: {tokens} tokens, '{text[:60]}...')",
-            )
-
-    def pipeline_components(self) -> dict[str, Any]:
-        """Components that the encoder pipeline must not load by itself, by name; None = leave it
-        out."""
-        return dict.fromkeys((*self.components, "vae", "scheduler"))
-
-    def pixels(self, image: PromptImage) -> Tensor:
-        """Return an image as [1, 3, height, width] fp32 in [-1, 1]."""
-        picture = np.asarray(image.fitted(self.height, self.width), dtype=np.float32)
-        return torch.from_numpy(picture).movedim(-1, 0).unsqueeze(0) / 127.5 - 1.0
-
-    def image_grid(self) -> tuple[int, int]:
-        """Latent height and width in pixels of the VAE's output."""
-        return self.height // self.vae_stride, self.width // self.vae_stride
-
-    @torch.no_grad()
-    def encode_each(self, wordings: Sequence[Wording], device: torch.device) -> Iterator[Condition]:
-        """Encode one wording after the other, with encoders that stay on `device`."""
-        for encoder in self._encoders():
-            encoder.to(device)
-        for wording in wordings:
-            encoded = self.encode_wording(self._pipeline, wording)
-            yield {
-                key: value.to(self.dtype) if value.is_floating_point() else value
-                for key, value in encoded.items()
-            }
-
-    def _encoders(self) -> list[nn.Module]:
-        encoders = [
-            module for module in self._pipeline.components.values() if isinstance(module, nn.Module)
-        ]
-        return [*encoders, self._vae] if self.reads else encoders
-
-    @cached_property
-    def _pipeline(self) -> Any:
-        """The family's pipeline with its text encoders alone. (A cached property is no
-        submodule.)"""
-        import diffusers
-
-        pretrained.hide_progress_bars()
-        for name in pretrained.model_index(self.path):
-            if name.startswith(("text_encoder", "image_encoder")):
-                pretrained.require_shards(self.path, name)
-        try:
-            pipeline = getattr(diffusers, self.pipelines[0]).from_pretrained(
-                pretrained.folder_of(self.path, "model_index.json"),
-                torch_dtype=self.dtype,
-                local_files_only=True,
-                **self.pipeline_components(),
-            )
-        except (OSError, ValueError) as error:
-            wanted = "text encoders or tokenizers"
-            raise pretrained.missing(self.path, wanted, str(error)[:200]) from error
-        # The pipeline says of every cut prompt what `report_long_prompt` says once.
-        logging.getLogger(type(pipeline).__module__).setLevel(logging.ERROR)
-        self.check_encoders(pipeline)
-        return pipeline
-
-    @cached_property
-    def _vae(self) -> Any:
-        vae: Any = pretrained.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
-        vae.requires_grad_(False)
-        if self.vae_tiling:
-            vae.enable_tiling()
-        return vae
-
     def _lora(self, lora: Mapping[str, Any], config: Any) -> LoraSpec:
         spec = LoraSpec.from_config(lora)
         if len(spec.targets) != 1 or spec.targets[0] not in ("attention", "attention_ff"):
@@ -568,17 +384,19 @@ class DiffusersPolicy(Policy):
         names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
         names |= {name: name for name in ("base_shift", "max_shift")}
         given = {argument: config[name] for argument, name in names.items() if name in config}
-        tokens = (self.height // self.spatial_stride) * (self.width // self.spatial_stride)
+        codec = self.codec
+        tokens = (codec.height // codec.spatial_stride) * (codec.width // codec.spatial_stride)
         return float(calculate_shift(tokens, **given))
 
     @classmethod
     def _text_tokens(cls, wanted: int, build: str) -> int:
-        if cls.text_length not in (None, wanted):
+        length = cls.codec_class.text_length
+        if length not in (None, wanted):
             raise ValueError(
                 f"model.max_sequence_length={wanted}: the network of {cls.family} tells text from "
-                f"image by their number of tokens; set it to {cls.text_length}"
+                f"image by their number of tokens; set it to {length}"
             )
-        return min(wanted, cls.text_length or tiny.TEXT_LENGTH) if build == "tiny" else wanted
+        return min(wanted, length or tiny.TEXT_LENGTH) if build == "tiny" else wanted
 
     @staticmethod
     def _compute_dtype(dtype: str, build: str) -> torch.dtype:
@@ -590,22 +408,3 @@ class DiffusersPolicy(Policy):
         if dtype not in known:
             raise ValueError(f"model.dtype={dtype}: expected auto, {', '.join(known)}")
         return known[dtype]
-
-    @classmethod
-    def _check_geometry(cls, height: int, width: int, frames: int) -> None:
-        latents.require_multiple("height", height, cls.spatial_stride)
-        latents.require_multiple("width", width, cls.spatial_stride)
-        if cls.temporal_stride is not None:
-            latents.require_multiple("frames", frames, cls.temporal_stride, offset=1)
-        elif frames != 1:
-            raise ValueError(
-                f"sampling.frames={frames}: {cls.family} makes images; set sampling.frames=1"
-            )
-
-    @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """Return [C, h, w], [C, f, h, w] of videos, or [N, 4C] of packed latents."""
-        if cls.packed:
-            return ((height // 16) * (width // 16), cls.channels * 4)
-        video = () if cls.temporal_stride is None else ((frames - 1) // cls.temporal_stride + 1,)
-        return (cls.channels, *video, height // cls.vae_stride, width // cls.vae_stride)

@@ -11,6 +11,7 @@ from torch import Tensor
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import rescale, unscale
 
 CHECKPOINT_NAMES: Names = {
@@ -29,6 +30,33 @@ CHECKPOINT_NAMES: Names = {
 }
 
 
+class SD3Codec(DiffusersCodec):
+    """CLIP and T5 texts, images."""
+
+    vae_class = AutoencoderKL
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Return CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors
+        [1, d]."""
+        self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
+        self.report_long_prompt(pipeline.tokenizer_3, text, self.max_sequence_length)
+        embeddings, _, pooled, _ = pipeline.encode_prompt(
+            text,
+            prompt_2=None,
+            prompt_3=None,
+            device=pipeline.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"text": embeddings, "pooled": pooled}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return rescale(vae.encode(pixels).latent_dist.mode(), vae.config)
+
+
 class SD3Policy(DiffusersPolicy):
     """SD3.5 medium and large; arguments in `DiffusersPolicy`.
 
@@ -39,7 +67,7 @@ class SD3Policy(DiffusersPolicy):
     family = "sd3"
     pipelines = ("StableDiffusion3Pipeline",)
     transformer_class = SD3Transformer2DModel
-    vae_class = AutoencoderKL
+    codec_class = SD3Codec
     attention = ATTENTION
     feed_forward = FEED_FORWARD
     checkpoint_names = CHECKPOINT_NAMES
@@ -69,24 +97,3 @@ class SD3Policy(DiffusersPolicy):
             pooled_projections=condition["pooled"],
             return_dict=False,
         )[0]
-
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors
-        [1, d]."""
-        self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
-        self.report_long_prompt(pipeline.tokenizer_3, text, self.max_sequence_length)
-        embeddings, _, pooled, _ = pipeline.encode_prompt(
-            text,
-            prompt_2=None,
-            prompt_3=None,
-            device=pipeline.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
-        return {"text": embeddings, "pooled": pooled}
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
-
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
-        return rescale(vae.encode(pixels).latent_dist.mode(), vae.config)

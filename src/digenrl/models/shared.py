@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 
 
 def attend_with(attention: Any, processor: Any) -> None:
@@ -14,25 +14,25 @@ def attend_with(attention: Any, processor: Any) -> None:
     attention.set_processor(processor)
 
 
-def require_template(policy: DiffusersPolicy, tokenizer: Any, template: str, expected: int) -> None:
+def require_template(codec: DiffusersCodec, tokenizer: Any, template: str, expected: int) -> None:
     """Raise ValueError unless the text before the prompt in `template` has the number of tokens
     that the pipeline cuts."""
     tokens = len(tokenizer(template.split("{}")[0]).input_ids)
     if tokens != expected:
         raise ValueError(
-            f"the tokenizer of {policy.path} makes {tokens} tokens of {policy.family}'s prompt "
+            f"the tokenizer of {codec.path} makes {tokens} tokens of {codec.family}'s prompt "
             f"template, the pipeline cuts {expected}: parts of the prompt would be lost; use "
             "the tokenizer that ships with the model"
         )
 
 
-def report_long_turn(policy: DiffusersPolicy, tokenizer: Any, text: str, **template: Any) -> None:
+def report_long_turn(codec: DiffusersCodec, tokenizer: Any, text: str, **template: Any) -> None:
     """Warn once of a prompt that is too long inside the tokenizer's chat template, which takes
     `template` and tokens of its own."""
     empty = [{"role": "user", "content": ""}]
     around = tokenizer.apply_chat_template(
         empty, tokenize=False, add_generation_prompt=True, **template
     )
-    policy.report_long_prompt(
-        tokenizer, text, policy.max_sequence_length - len(tokenizer(around).input_ids)
+    codec.report_long_prompt(
+        tokenizer, text, codec.max_sequence_length - len(tokenizer(around).input_ids)
     )

@@ -14,6 +14,7 @@ from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import denormalise, normalise
 from digenrl.models.shared import attend_with
 
@@ -69,15 +70,39 @@ def _rotated(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return torch.stack(turned, dim=-1).flatten(-2).type_as(states)
 
 
+class WanCodec(DiffusersCodec):
+    """UMT5 texts, videos."""
+
+    vae_class = AutoencoderKLWan
+    temporal_stride = 4
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Return UMT5 states [1, max_sequence_length, d], zero after the prompt. Wan attends to the
+        zeros, so there is no mask."""
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
+        embeddings, _ = pipeline.encode_prompt(
+            text,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=pipeline.device,
+        )
+        return {"text": embeddings}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
+
+    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+        return normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
+
+
 class WanPolicy(DiffusersPolicy):
     """Wan2.1 text-to-video, 1.3B and 14B; arguments in `DiffusersPolicy`."""
 
     family = "wan"
     pipelines = ("WanPipeline",)
     transformer_class = WanTransformer3DModel
-    vae_class = AutoencoderKLWan
+    codec_class = WanCodec
     block_lists = ("blocks",)
-    temporal_stride = 4
     attention = tuple(
         f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
@@ -92,8 +117,7 @@ class WanPolicy(DiffusersPolicy):
         "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def complete(self) -> None:
         for block in self.wrap_units():
             attend_with(block.attn1, _SelfAttention())
 
@@ -123,21 +147,3 @@ class WanPolicy(DiffusersPolicy):
             encoder_hidden_states=condition["text"],
             return_dict=False,
         )[0]
-
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return UMT5 states [1, max_sequence_length, d], zero after the prompt. Wan attends to the
-        zeros, so there is no mask."""
-        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
-        embeddings, _ = pipeline.encode_prompt(
-            text,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-            device=pipeline.device,
-        )
-        return {"text": embeddings}
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
-
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
-        return normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)

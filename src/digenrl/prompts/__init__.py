@@ -55,7 +55,7 @@ class Prompt:
     """Every other JSONL field; travels to the scorers untouched."""
     images: tuple[PromptImage, ...] = ()
     """What is edited, animated or compared with; a family reads those whose role it knows
-    (`Policy.reads`)."""
+    (`Codec.reads`)."""
 
     @property
     def uid(self) -> int:

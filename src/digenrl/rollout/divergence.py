@@ -46,8 +46,8 @@ def trajectories(
         before_forward: called before each of the 2 T forwards; an exception ends this.
 
     Returns:
-        (samples [b, *L], KL(policy || base) [b] in nats per sample). Inside `policy.reference()`:
-        (base samples, 0).
+        (samples [b, *L], KL(policy || base) [b] in nats per sample). Inside
+        `policy.adapter.reference()`: (base samples, 0).
     """
     latents = draw(keys.INITIAL)
     rows, total = len(latents), torch.zeros(len(latents), device=latents.device)
@@ -66,7 +66,7 @@ def trajectories(
     for step in range(len(grid) - 1):
         noise = draw(step)
         own = made(latents, step, noise)
-        with policy.reference():
+        with policy.adapter.reference():
             base = made(latents, step, noise)
         scale = (own.std * own.sqrt_h).reshape(-1, *[1] * (own.mean.dim() - 1))
         total += ((own.mean - base.mean) / scale).square().flatten(1).sum(1) / 2

@@ -96,7 +96,7 @@ def ode_samples(
     with policy.guided(sampling.eval_guidance_scale):
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
         return torch.cat(
-            [policy.decode(sample(c, draw(keys.INITIAL))).cpu() for c, draw in batches]
+            [policy.codec.decode(sample(c, draw(keys.INITIAL))).cpu() for c, draw in batches]
         )
 
 
@@ -120,7 +120,7 @@ def fixed_batches(
             noise = [keys.noise(seed, 0, p.uid, [row], step, shape, stream) for p, row in batch]
             return torch.cat(noise).to(policy.device, wide(sampling.storage_dtype))
 
-        yield policy.encode([prompt for prompt, _ in batch]), draw
+        yield policy.codec.encode([prompt for prompt, _ in batch]), draw
 
 
 class RolloutEngine:
@@ -197,14 +197,14 @@ class RolloutEngine:
         the last prompt are kept: every denoising step of a task reads them."""
         if self._read is None or self._read[0] is not prompt:
             there = self.grid.to(self.policy.device)
-            self._read = prompt, self.policy.encode([prompt]), there
+            self._read = prompt, self.policy.codec.encode([prompt]), there
         return self._read[1:]
 
     @torch.no_grad()
     def decode(self, generation: Generation) -> Tensor:
         """Media of a task that has made all its steps: [b, C, H, W] or [b, F, C, H, W] in [0,
         1]."""
-        return self.policy.decode(generation.state.latents)
+        return self.policy.codec.decode(generation.state.latents)
 
     def score(self, generation: Generation, media: Tensor) -> Future[Trajectory]:
         """The finished trajectory, as soon as its scores are there; scoring runs beside the next

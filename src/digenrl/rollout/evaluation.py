@@ -63,7 +63,7 @@ class FixedSamples:
     ) -> Pictures:
         """The pieces `numbers`, by the weights that `engine` has. `before_step`: as in
         `RolloutEngine.evaluate`."""
-        parts, compared = [], self.kl_samples if engine.policy.has_reference else 0
+        parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for number in numbers:
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
             made = engine.evaluate(*asked, before_step, compared)

@@ -23,7 +23,7 @@ class FileEngine(RolloutEngine):
         """Encode the files of all rows. It takes the place of all denoising steps."""
         task, prompt, state = generation.task, generation.prompt, generation.state
         files = [file_of(prompt, number, self.seed, task.step) for number in state.key.samples]
-        latents = self.policy.encode_media(files).to(state.latents)
+        latents = self.policy.codec.encode_media(files).to(state.latents)
         done = replace(state, latents=latents, next_step=self.sampling.steps)
         return replace(generation, state=done)
 

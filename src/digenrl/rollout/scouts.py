@@ -47,12 +47,15 @@ class ScoutingEngine(RolloutEngine):
         the median. Sol-RL makes its trial samples in FP4. Both work because the initial noise
         largely decides what an ODE draws.
         """
-        condition, grid = self.policy.encode([prompt]), self.policy.sigma_grid(self._scout_steps)
+        condition, grid = (
+            self.policy.codec.encode([prompt]),
+            self.policy.sigma_grid(self._scout_steps),
+        )
         first, tried = task.first_sample * self._candidates, []
         for turn in range(self._candidates):
             numbers = range(first + turn * task.samples, first + (turn + 1) * task.samples)
             start = self._start(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
-            media = self.policy.decode(
+            media = self.policy.codec.decode(
                 denoise.ode_sample(self.policy, condition, start.latents, grid)
             )
             found = self._scorer.submit(media, [prompt] * task.samples)

@@ -79,7 +79,7 @@ class Checkpoints:
     def _room(self, place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return the tensor that an entry of a checkpoint is read into. A parameter is its own. A
         moment or an average gets memory with its parameter's device and sharding."""
-        parameters = self._policy.trained_parameters()
+        parameters = self._policy.adapter.trained_parameters()
         if place.startswith("state_dict/"):
             return parameters[place.removeprefix(f"state_dict/{PREFIX}")].detach()
         name = next((part for part in place.split("/") if part in parameters), None)
@@ -90,7 +90,7 @@ class Checkpoints:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's state by the names of the parameters: numbers would depend on
         their order."""
-        names, state = list(self._policy.trained_parameters()), optimizer.state_dict()
+        names, state = list(self._policy.adapter.trained_parameters()), optimizer.state_dict()
         groups = [
             {**group, "params": [names[i] for i in group["params"]]}
             for group in state["param_groups"]

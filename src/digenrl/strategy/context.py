@@ -46,8 +46,9 @@ def check_model(policy: type[Policy], ranks: int, settings: Mapping[str, Any]) -
         )
     family: Any = policy  # with a `context_plan`, it is a `DiffusersPolicy`
     heads = family.network_config(settings)["num_attention_heads"]
-    shape = family._latent_shape(settings["height"], settings["width"], settings.get("frames", 1))
-    tokens = math.prod(shape[1:]) * family.vae_stride**2 // family.spatial_stride**2
+    codec, size = family.codec_class, (settings["height"], settings["width"])
+    shape = codec.latent_shape_of(*size, settings.get("frames", 1))
+    tokens = math.prod(shape[1:]) * codec.vae_stride**2 // codec.spatial_stride**2
     common = [n for n in range(1, heads + 1) if heads % n == 0 and tokens % n == 0]
     if ranks not in common:
         raise ValueError(

@@ -121,7 +121,7 @@ class EvaluationWorker:
             yield
             return
         assert self._weights is not None, "a piece was claimed"
-        with exchanged(self._engine.policy.trained_parameters(), self._weights.tensors):
+        with exchanged(self._engine.policy.adapter.trained_parameters(), self._weights.tensors):
             yield
 
 

@@ -41,7 +41,7 @@ class PublishedCopy:
 
     def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, sharding: str) -> None:
         self._learner = learner
-        self._parameters = policy.trained_parameters()
+        self._parameters = policy.adapter.trained_parameters()
         whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
         adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
         self.kept = spec.tag and spec.updates_per_batch > 1 and sharding == "ddp" and adapter
@@ -109,10 +109,10 @@ class Publisher:
             self._shares.tell()
             if self._setup.levelled:
                 gradients.follow_first(
-                    self._policy.trained_parameters().values(), self._world.trainers
+                    self._policy.adapter.trained_parameters().values(), self._world.trainers
                 )
             source = tensors if tensors is not None else self._learner.rollout_parameters()
-            like = self._policy.generating_parameters()
+            like = self._policy.adapter.generating_parameters()
             agree = partial(self._agree_on_digest, version)
             if self._world.rank == 0:
                 if tensors is None:  # the version before has been open since it was published
@@ -157,7 +157,10 @@ class Publisher:
             return ""
         with self._spans.span("publish", version=version, evaluated=True) as facts:
             if self._world.rank == 0:
-                like, number = self._policy.generating_parameters(), evaluation_queue(version)
+                like, number = (
+                    self._policy.adapter.generating_parameters(),
+                    evaluation_queue(version),
+                )
                 made = publish(
                     number, source, self._link, self._routes(version), lambda digest: None, like
                 )

@@ -37,7 +37,7 @@ class RolloutWorker:
     def __init__(self, ties: Ties, runner: TaskRunner, evaluation_worker: EvaluationWorker) -> None:
         self._runner, self._evaluation_worker = runner, evaluation_worker
         self._leave, self._control, self._spans = ties.setup.session.leave, ties.control, ties.spans
-        self._parameters = ties.setup.engine.policy.trained_parameters()
+        self._parameters = ties.setup.engine.policy.adapter.trained_parameters()
         self._mail = RolloutMail(ties, evaluation_worker.hold)
         self._version = -1
         """The version in use; -1 before the first."""

@@ -28,7 +28,7 @@ class RolloutMail:
         self._hold_evaluated = hold_evaluated
         self._world, self._control = ties.setup.world, ties.control
         self._link, self._spans = ties.link, ties.spans
-        self._arrivals = Arrivals(ties.setup.engine.policy.trained_parameters())
+        self._arrivals = Arrivals(ties.setup.engine.policy.adapter.trained_parameters())
         self.weights: deque[Version] = deque()
         """Versions to take into use, in the order in which they were published."""
         self.suspended: deque[Suspended] = deque()

@@ -14,8 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from digenrl.models.adapter import cast_parameters
 from digenrl.models.lora import wide
-from digenrl.models.policy import Policy, cast_parameters
+from digenrl.models.policy import Policy
 
 _PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
 
@@ -51,7 +52,7 @@ def shard(policy: Policy, mesh: DeviceMesh) -> None:
     """Shard the transformer and its frozen copy in place, block by block, then the rest of each.
 
     The rest is resharded after each forward as well: otherwise it would stay whole between a
-    forward under `policy.reference()` or `no_grad` and the next one, and `trained_parameters()`
+    forward under `Adapter.reference` or `no_grad` and the next one, and `trained_parameters()`
     would name other tensors meanwhile. A copy whose blocks had no common root would stay whole
     altogether.
     """
@@ -71,7 +72,7 @@ def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
     that takes PyTorch 2.15, whose policies can tell parameters apart. Before it, and wherever
     nothing would be cast, everything keeps its own dtype.
     """
-    if policy.lora is not None or policy.dtype == wide(policy.dtype) or not _PER_PARAMETER:
+    if policy.adapter.lora is not None or policy.dtype == wide(policy.dtype) or not _PER_PARAMETER:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     cast = {id(parameter) for module in policy.modules() for parameter in cast_parameters(module)}
     return MixedPrecisionPolicy(
@@ -93,7 +94,7 @@ def synchronise_gradients(policy: Policy, on: bool) -> None:
     """
     transformer = policy.transformer
     if isinstance(transformer, FSDPModule):
-        if policy.lora is None:
+        if policy.adapter.lora is None:
             transformer.set_requires_all_reduce(on)
         else:
             transformer.set_requires_gradient_sync(on)

@@ -39,7 +39,7 @@ class Learner(Protocol):
     """An algorithm: what the Strategy asks of its LightningModule, beyond Lightning's own hooks."""
 
     def rollout_parameters(self) -> dict[str, Tensor]:
-        """The weights that rollouts must use, by the names of `policy.trained_parameters()`."""
+        """The weights that rollouts must use, by the names of `Adapter.trained_parameters`."""
 
     def evaluated_parameters(self) -> dict[str, Tensor]:
         """Likewise, the weights that evaluations are of: those of `averaged`."""

@@ -98,7 +98,7 @@ class TrainerStep:
         if self._accumulating:
             return
         self._ledger.end_fragment()  # what follows belongs to the update
-        step, trained = self._state.version, self._policy.trained_parameters().values()
+        step, trained = self._state.version, self._policy.adapter.trained_parameters().values()
         if self._world.trainers > 1:
             with self._spans.span("wait", cause="straggler", step=step):
                 self._stop_vote.begin_update()

@@ -97,7 +97,7 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     )
     # What trainers do together.
     together = control, world, session.progress
-    agreement, adapter = Agreement(*together), engine.policy.lora is not None
+    agreement, adapter = Agreement(*together), engine.policy.adapter.lora is not None
     stop_vote = StopVote(*together, setup.lockstep, lambda: state.updates_done == 0 or adapter)
     publisher = Publisher(ties, runner, shares, published)
     # What arrives, and what is trained of it.

@@ -66,13 +66,17 @@ def test_sample(run: Path) -> None:
 def test_two_steps_of_the_loop() -> None:
     with on_the_device():
         loop = digenrl.rl_loop(*TINY)
-        before = {name: p.detach().clone() for name, p in loop.policy.trained_parameters().items()}
+        before = {
+            name: p.detach().clone() for name, p in loop.policy.adapter.trained_parameters().items()
+        }
         for _ in range(2):
             metrics = loop.train(loop.generate())
         loop.close()
     assert metrics["grad_norm"] > 0
     assert all(p.device.type == "strict" for p in loop.policy.parameters())
-    assert any(not torch.equal(before[n], p) for n, p in loop.policy.trained_parameters().items())
+    assert any(
+        not torch.equal(before[n], p) for n, p in loop.policy.adapter.trained_parameters().items()
+    )
 
 
 def test_score(tmp_path: Path) -> None:

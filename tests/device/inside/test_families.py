@@ -23,6 +23,6 @@ def test_two_steps(experiment: str) -> None:
             assert all(math.isfinite(value) for name, value in found.items() if "grad" in name)
     finally:
         loop.close()
-    assert {parameter.device.type for parameter in loop.policy.trained_parameters().values()} == {
-        "strict"
-    }
+    assert {
+        parameter.device.type for parameter in loop.policy.adapter.trained_parameters().values()
+    } == {"strict"}

@@ -14,7 +14,7 @@ from torch import nn
 
 from digenrl import accelerator, devices
 from digenrl.algorithms.copies import Ema
-from digenrl.models import pipeline
+from digenrl.models import pipeline_codec
 from digenrl.models.offload import Offload
 from digenrl.record.span_log import SpanLog
 from digenrl.rewards.protocol import resolve_device
@@ -170,20 +170,20 @@ def test_media_of_the_device_are_scored_as_the_cpus() -> None:
 def test_a_policy_encodes_samples_and_decodes() -> None:
     spec = SamplingSpec(steps=2)
     policy = make("flux").to(DEVICE)
-    condition = policy.encode([prompt("a red star")])
+    condition = policy.codec.encode([prompt("a red star")])
     assert all(value.device == DEVICE for value in condition.values())
     media = ode_samples(policy, spec, [prompt("a red star")], 2, 0)
     assert media.device.type == "cpu"
     assert media.isfinite().all()
-    assert policy._vae.device == DEVICE, "a small decoder stays"
-    assert all(encoder.device.type == "cpu" for encoder in policy._encoders())
+    assert policy.codec._vae.device == DEVICE, "a small decoder stays"
+    assert all(encoder.device.type == "cpu" for encoder in policy.codec._encoders())
 
 
 def test_a_large_decoder_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "STAYS", 0)
+    monkeypatch.setattr(pipeline_codec, "STAYS", 0)
     policy = make("flux").to(DEVICE)
     assert ode_samples(policy, SamplingSpec(steps=1), [prompt("a red star")], 1, 0).isfinite().all()
-    assert policy._vae.device.type == "cpu"
+    assert policy.codec._vae.device.type == "cpu"
 
 
 def test_what_is_moved_is_moved_whole() -> None:

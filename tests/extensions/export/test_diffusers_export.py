@@ -45,14 +45,14 @@ def test_exported_adapter_and_merged_weights_in_a_plain_transformer_are_the_poli
     written = diffusers_export.export_policy(policy, tmp_path)
     assert written == [tmp_path / diffusers_export.lora_file(part) for part in policy.components]
     plain = exported(policy, tmp_path)
-    condition, sigmas = policy.encode([prompt(PROMPT)]), torch.tensor([0.95, 0.6])
+    condition, sigmas = policy.codec.encode([prompt(PROMPT)]), torch.tensor([0.95, 0.6])
     given = denoise.expand_condition(condition, 2)
     noise = noise_of(policy).expand(2, *policy.latent_shape)
     with torch.no_grad():
         ours = policy.velocity(noise, sigmas, given)
-        with policy.reference():
+        with policy.adapter.reference():
             base = policy.velocity(noise, sigmas, given)
-        policy.merge_adapter()
+        policy.adapter.merge()
         diffusers_export.export_policy(policy, tmp_path / "merged")
         whole = exported(policy, tmp_path / "merged")
         policy.transformer = plain
@@ -78,7 +78,7 @@ def test_pipeline_with_the_exported_adapter_draws_the_policys_sample(tmp_path, m
         return pipeline
 
     ours = denoise.ode_sample(
-        policy, policy.encode([prompt(PROMPT)]), noise_of(policy), policy.sigma_grid(4)
+        policy, policy.codec.encode([prompt(PROMPT)]), noise_of(policy), policy.sigma_grid(4)
     )
     plain = diffusers_latents("flux", [PROMPT], noise_of(policy), 4, 3.5)
     monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", with_adapter)
@@ -96,7 +96,7 @@ def test_full_weights_reload_bit_equal(tmp_path):
     again = diffusers.SD3Transformer2DModel.from_pretrained(
         tmp_path, subfolder="transformer"
     ).state_dict()
-    trained = policy.trained_parameters()
+    trained = policy.adapter.trained_parameters()
     assert len(trained) > 50
     assert all(torch.equal(again[name], value) for name, value in trained.items())
 
@@ -105,14 +105,14 @@ def test_checkpoint_names_round_trip_and_a_foreign_checkpoint_is_refused(tmp_pat
     policy, other = make("wan"), make("wan")
     randomise_lora(policy)
     save_file(
-        {k: v.detach() for k, v in policy.trained_parameters().items()},
+        {k: v.detach() for k, v in policy.adapter.trained_parameters().items()},
         tmp_path / "policy.safetensors",
     )
-    other.load_trained_parameters(load_file(tmp_path / "policy.safetensors"))
-    for name, value in policy.trained_parameters().items():
-        assert torch.equal(value, other.trained_parameters()[name])
+    other.adapter.load_trained_parameters(load_file(tmp_path / "policy.safetensors"))
+    for name, value in policy.adapter.trained_parameters().items():
+        assert torch.equal(value, other.adapter.trained_parameters()[name])
     with pytest.raises(ValueError, match="do not match this policy"):
-        make("flux").load_trained_parameters(load_file(tmp_path / "policy.safetensors"))
+        make("flux").adapter.load_trained_parameters(load_file(tmp_path / "policy.safetensors"))
 
 
 def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
@@ -192,7 +192,7 @@ def test_media_files(tmp_path):
 def test_video_families_decode_to_what_the_writer_takes(tmp_path):
     policy = make("wan")
     assert policy.family in VIDEO
-    sample_files.write_mp4(tmp_path / "video.mp4", policy.decode(noise_of(policy))[0])
+    sample_files.write_mp4(tmp_path / "video.mp4", policy.codec.decode(noise_of(policy))[0])
     assert (tmp_path / "video.mp4").stat().st_size > 100
 
 
@@ -215,7 +215,9 @@ def test_command_exports_a_run(tmp_path, capsys):
     assert "Nothing to export" in capsys.readouterr().err
     policy = composed.settings.build("model")
     randomise_lora(policy)
-    trained = {name: value.detach().clone() for name, value in policy.trained_parameters().items()}
+    trained = {
+        name: value.detach().clone() for name, value in policy.adapter.trained_parameters().items()
+    }
     average = {name: value / 2 for name, value in trained.items()}
     checkpoint = {
         "epoch": 1,

@@ -45,13 +45,13 @@ def make_run(directory: Path, *words: str) -> tuple[Settings, Policy]:
     policy = config.build("model")
     module = config.build("algorithm", policy=policy)
     if module.ema is not None:
-        module.ema.begin(policy.trained_parameters())
+        module.ema.begin(policy.adapter.trained_parameters())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
+        for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     if module.ema is not None:
-        module.ema.update(policy.trained_parameters())
+        module.ema.update(policy.adapter.trained_parameters())
     checkpoint = {"epoch": RL_STEP - 1, "state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
     DirectoryCheckpointIO().save_checkpoint(
@@ -168,10 +168,10 @@ def test_the_digits_policy_draws_the_stored_evaluation_samples(tmp_path: Path, c
     media, prompts = stored(run)
     grid = plain.sigma_grid(config.sampling.eval.steps)
     drawn = denoise.ode_sample(
-        plain, plain.encode([Prompt(prompts[0])]), noise_of(config, policy, prompts[0]), grid
+        plain, plain.codec.encode([Prompt(prompts[0])]), noise_of(config, policy, prompts[0]), grid
     )
     with torch.no_grad():
-        assert np.array_equal(plain.decode(drawn).mul(255).round().byte().numpy(), media[:2])
+        assert np.array_equal(plain.codec.decode(drawn).mul(255).round().byte().numpy(), media[:2])
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| heldout_last | 0.5 |" in card
 

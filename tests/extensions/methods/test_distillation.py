@@ -58,7 +58,7 @@ def teacher_file(folder: Path, policy: Any, seed: int) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: value.detach() + 0.2 * torch.randn(value.shape, generator=generator).to(value)
-        for name, value in policy.trained_parameters().items()
+        for name, value in policy.adapter.trained_parameters().items()
     }
     save_file(tensors, folder / f"{seed}.safetensors")
     return folder / f"{seed}.safetensors"
@@ -107,10 +107,11 @@ def test_a_prompt_gets_the_weighted_sum_over_its_own_teachers(tmp_path: Path) ->
     module.teachers["two"].uids = frozenset({101})  # the second group alone
     assert module.teaches({"r": torch.zeros(2, 4)}, {"r": 1.0}).all()  # equal rewards, too
     module.on_train_start()
-    before = {name: value.clone() for name, value in policy.trained_parameters().items()}
+    before = {name: value.clone() for name, value in policy.adapter.trained_parameters().items()}
     found = float(module.training_step(batch(blocks), 0).detach())
     assert all(
-        torch.equal(value, before[name]) for name, value in policy.trained_parameters().items()
+        torch.equal(value, before[name])
+        for name, value in policy.adapter.trained_parameters().items()
     )
 
     def means(block: Any, file: Path | None) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def test_the_student_becomes_its_teacher() -> None:
     generator = torch.Generator().manual_seed(3)
     module.teachers["one"].copy.tensors = {
         name: value.detach() + 0.3 * torch.randn(value.shape, generator=generator)
-        for name, value in policy.trained_parameters().items()
+        for name, value in policy.adapter.trained_parameters().items()
     }
     optimizer, found = module.configure_optimizers(), []
     for step in range(60):
@@ -169,8 +170,8 @@ def test_gradients_reach_every_weight_of_the_real_network(tmp_path: Path) -> Non
     module.on_train_start()
     (block,) = roll_digits(policy)
     module.training_step(batch([block]), 0).backward()
-    gradients = {name: value.grad for name, value in policy.trained_parameters().items()}
-    assert policy.parameters_without_gradient() == []
+    gradients = {name: value.grad for name, value in policy.adapter.trained_parameters().items()}
+    assert policy.adapter.parameters_without_gradient() == []
     assert all(
         float(g.abs().max()) > 0 for n, g in gradients.items() if g is not None and "_B" in n
     )
@@ -182,7 +183,7 @@ def roll_digits(policy: DigitsPolicy) -> list[Any]:
     from digenrl.types import CellBlock
 
     prompt, grid = load_prompts("digits.jsonl")[4], policy.sigma_grid(4)
-    condition = policy.encode([prompt])
+    condition = policy.codec.encode([prompt])
     key = denoise.SampleKey(0, 0, prompt.uid, (0, 1, 2))
     plan = AllButLast().plan(0, 0, 4)
     samples = sample(policy, condition, key, grid, FlowSDE(0.7), plan)
@@ -196,7 +197,9 @@ def roll_digits(policy: DigitsPolicy) -> list[Any]:
 
 def test_a_teacher_of_another_model_or_without_training_is_refused(tmp_path: Path) -> None:
     policy = ToyPolicy()
-    same = {name: value.detach().clone() for name, value in policy.trained_parameters().items()}
+    same = {
+        name: value.detach().clone() for name, value in policy.adapter.trained_parameters().items()
+    }
     cases: list[tuple[dict[str, Tensor], str]] = [
         (same, r"one: .*\.safetensors equals the student: it would teach nothing"),
         (

@@ -85,7 +85,7 @@ def test_ties_have_no_gradient() -> None:
     module.training_step(batch(blocks_of(policy), torch.full((2, 4), 0.5)), 0).backward()
     assert all(
         float(p.grad.abs().max()) == 0.0
-        for p in policy.trained_parameters().values()
+        for p in policy.adapter.trained_parameters().values()
         if p.grad is not None
     )
 

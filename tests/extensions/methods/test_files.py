@@ -123,7 +123,7 @@ def test_offline_dpo_prefers_even_samples_to_odd_ones() -> None:
         cells = noised(block, [0, 2, 1, 3], [0, 1, 0, 1], 0, dpo.STREAM)
         with torch.no_grad():
             error = flow_matching_by_hand(cells.velocity(policy), cells.noise, cells.clean)
-            with policy.reference():
+            with policy.adapter.reference():
                 base = flow_matching_by_hand(cells.velocity(policy), cells.noise, cells.clean)
         for pair, k in np.ndindex(2, 3):
             better = float(error[pair, k] - base[pair, k])
@@ -176,8 +176,8 @@ def test_a_group_is_the_pictures_of_its_line() -> None:
     assert final is not None
     images, labels = judge_half("a")
     real = images[labels == 4][:16]
-    assert_same_pictures(policy.decode(final), real)
-    assert not torch.equal(policy.decode(final), real)  # shuffled
+    assert_same_pictures(policy.codec.decode(final), real)
+    assert not torch.equal(policy.codec.decode(final), real)  # shuffled
 
 
 def assert_same_pictures(found: Tensor, real: Tensor) -> None:
@@ -219,7 +219,7 @@ def test_gradients_reach_every_weight_of_the_real_network(kind: type[PolicyModul
         optimizer.zero_grad()
         loss = module.training_step(batch([block]), 0)
         loss.backward()
-        assert policy.parameters_without_gradient() == []
+        assert policy.adapter.parameters_without_gradient() == []
         module.configure_gradient_clipping(optimizer)
         optimizer.step()
         found.append(float(loss.detach()))
@@ -239,9 +239,9 @@ def test_a_picture_survives_the_way_into_latents_and_back(tmp_path: Path) -> Non
     image, policy = load_prompts("digits_sft.jsonl")[7].images[0], DigitsPolicy()
     with Image.open(image.path) as opened:
         pixels = torch.from_numpy(np.asarray(opened, dtype=np.float32))[None, None] / 255
-    latents = policy.encode_media([image])
+    latents = policy.codec.encode_media([image])
     torch.testing.assert_close(latents, pack(2 * pixels - 1))
-    torch.testing.assert_close(policy.decode(latents), pixels)
+    torch.testing.assert_close(policy.codec.decode(latents), pixels)
 
 
 # ---- what is refused
@@ -309,7 +309,7 @@ def test_a_family_that_cannot_read_pictures_says_so() -> None:
         configuration.load(["experiment=mixture_flowgrpo"]).settings.tree.model
     )
     with pytest.raises(ValueError, match=r"mixture has no `encode_media`.*data.samples=generated"):
-        policy.encode_media(load_prompts("digits_sft.jsonl")[0].images)
+        policy.codec.encode_media(load_prompts("digits_sft.jsonl")[0].images)
 
 
 # ---- whole runs

@@ -37,7 +37,9 @@ def blocks_of(policy: ToyPolicy, step: int = 0) -> list[CellBlock]:
 def gradient(module: NFT, item: TrainBatch) -> Tensor:
     module.zero_grad()
     module.training_step(item, 0).backward()
-    return torch.cat([p.grad.flatten() for p in module.policy.trained_parameters().values()])
+    return torch.cat(
+        [p.grad.flatten() for p in module.policy.adapter.trained_parameters().values()]
+    )
 
 
 def test_schedules_of_verl_omni() -> None:
@@ -96,7 +98,9 @@ def test_old_policy_generates_and_follows_after_the_batch() -> None:
     schedule."""
     policy = ToyPolicy()
     module = nft(policy, old_policy=OldPolicySchedule(ramp=1.0, ceiling=0.75), updates_per_batch=2)
-    start = {name: value.detach().clone() for name, value in policy.trained_parameters().items()}
+    start = {
+        name: value.detach().clone() for name, value in policy.adapter.trained_parameters().items()
+    }
     module.on_train_start()
     optimizer = module.configure_optimizers()
     for version, expected_decay in ((0, 0.0), (1, 0.75)):
@@ -110,20 +114,22 @@ def test_old_policy_generates_and_follows_after_the_batch() -> None:
             ).backward()
             optimizer.step()
         for name, value in module.rollout_parameters().items():
-            now = policy.trained_parameters()[name].detach()
+            now = policy.adapter.trained_parameters()[name].detach()
             torch.testing.assert_close(
                 value, expected_decay * old[name] + (1 - expected_decay) * now
             )
             assert not torch.equal(now, start[name])
     with module.rollout_weights():
         inside = {
-            name: value.detach().clone() for name, value in policy.trained_parameters().items()
+            name: value.detach().clone()
+            for name, value in policy.adapter.trained_parameters().items()
         }
     assert all(
         torch.equal(inside[name], value) for name, value in module.rollout_parameters().items()
     )
     assert any(
-        not torch.equal(inside[name], value) for name, value in policy.trained_parameters().items()
+        not torch.equal(inside[name], value)
+        for name, value in policy.adapter.trained_parameters().items()
     )
 
 
@@ -175,7 +181,7 @@ def test_old_policy_survives_a_restart(tmp_path: Any) -> None:
     fit(resumed, again, cut, epochs=3, ckpt_path=str(tmp_path / "x.ckpt"))
     for name, value in module.rollout_parameters().items():
         assert torch.equal(value, resumed.rollout_parameters()[name])
-        assert not torch.equal(value, policy.trained_parameters()[name])
+        assert not torch.equal(value, policy.adapter.trained_parameters()[name])
 
 
 def test_a_block_without_clean_latents_is_explained() -> None:

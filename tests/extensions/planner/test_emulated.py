@@ -23,7 +23,7 @@ def test_an_adapter_trains_a_part_of_the_weights(adapter: bool) -> None:
     """The Strategy keeps a copy of a published adapter, never of a whole model: the emulation must
     tell them apart."""
     policy = EmulatedPolicy(DURATIONS, adapter)
-    trained = sum(parameter.numel() for parameter in policy.trained_parameters().values())
+    trained = sum(parameter.numel() for parameter in policy.adapter.trained_parameters().values())
     whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
     assert (trained < whole) == adapter
 
@@ -45,7 +45,7 @@ def test_each_kind_of_work_sleeps_in_proportion_to_its_rows(
         velocity = policy.predict(latents[:1], torch.zeros(1), {})
         assert velocity.shape == latents[:1].shape
         assert took() == [0.1]
-        with policy.reference():
+        with policy.adapter.reference():
             policy.predict(latents, torch.zeros(3), {})
         assert took() == [], "it belongs to a trained cell"
     velocity = policy.predict(latents, torch.zeros(3), {})
@@ -53,9 +53,9 @@ def test_each_kind_of_work_sleeps_in_proportion_to_its_rows(
     velocity.sum().backward()
     assert took() == [0.3]
     assert policy.transformer.weight.grad is not None
-    assert len(policy.encode_prompts([cast(Any, None)] * 3)["text"]) == 3
+    assert len(policy.codec.encode_prompts([cast(Any, None)] * 3)["text"]) == 3
     assert took() == [0.03]
-    assert policy.decode(latents).shape == (3, 3, 8, 8)
+    assert policy.codec.decode(latents).shape == (3, 3, 8, 8)
     assert took() == [0.015]
     assert policy.sigma_grid(4).tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
 

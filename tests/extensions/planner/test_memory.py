@@ -151,7 +151,7 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     assert trainer_memory(full, 8, 2, 1, INPUTS, False, False).gradients == 4 * -(-base // 8)
     alone = trainer_memory(full, 1, 1, 1, INPUTS, False, False)
     assert alone.activations + alone.workspace >= 4 * base + RESERVED  # while the optimizer steps
-    assert rollout_memory(full, 2, False).trained == 2 * base  # Policy.only_generate
+    assert rollout_memory(full, 2, False).trained == 2 * base  # Adapter.only_generate
     assert rollout_memory(WAN, 2, False).frozen == 2 * base
 
 

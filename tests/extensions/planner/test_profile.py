@@ -17,7 +17,7 @@ from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.cli import profile
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.reading import workload
-from digenrl.extensions.tasks.digits import DigitsPolicy
+from digenrl.extensions.tasks.digits import DigitsCodec, DigitsPolicy
 from digenrl.hardware import parse_hardware
 from digenrl.rewards.suite import RewardSuite
 from digenrl.settle import settle
@@ -63,9 +63,9 @@ def test_digits_are_measured_per_unit(
 
         monkeypatch.setattr(kind, name, timed)
 
-    taking(DigitsPolicy, "encode_prompts", lambda: 0.125)
+    taking(DigitsCodec, "encode_prompts", lambda: 0.125)
     taking(DigitsPolicy, "velocity", lambda: 0.5)
-    taking(DigitsPolicy, "decode", lambda: next(decoding))
+    taking(DigitsCodec, "decode", lambda: next(decoding))
     taking(RewardSuite, "score", lambda: 0.3)
     made = profile.training_batch
     monkeypatch.setattr(profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))

@@ -28,7 +28,7 @@ def perturbed(policy: DigitsPolicy) -> DigitsPolicy:
     """The policy with LoRA B matrices that are not zero, so that the adapter matters."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
+        for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     return policy
 
@@ -39,8 +39,10 @@ def base_samples(per_prompt: int) -> tuple[Tensor, list[Prompt]]:
     for prompt in PROMPTS:
         noise = keys.noise(7, 0, prompt.uid, range(per_prompt), keys.INITIAL, policy.latent_shape)
         media.append(
-            policy.decode(
-                denoise.ode_sample(policy, policy.encode([prompt]), noise, policy.sigma_grid(STEPS))
+            policy.codec.decode(
+                denoise.ode_sample(
+                    policy, policy.codec.encode([prompt]), noise, policy.sigma_grid(STEPS)
+                )
             )
         )
         rows += [prompt] * per_prompt
@@ -88,7 +90,7 @@ def test_replay_equals_sampling_for_any_steps_per_forward(
     """To the bit where a forward has as many rows as in sampling. More rows may meet another kernel
     of the processor's matrix library, which adds in another order."""
     policy, kernel, selection = perturbed(DigitsPolicy(lora=LORA)), FlowSDE(0.9), AllButLast()
-    condition, grid = policy.encode(PROMPTS[:1]), policy.sigma_grid(STEPS)
+    condition, grid = policy.codec.encode(PROMPTS[:1]), policy.sigma_grid(STEPS)
     plan = selection.plan(0, 0, STEPS)
     key = denoise.SampleKey(0, 0, PROMPTS[0].uid, tuple(range(rows)))
     samples = sample(policy, condition, key, grid, kernel, plan)
@@ -115,12 +117,15 @@ def test_replay_equals_sampling_for_any_steps_per_forward(
 def test_lora_reaches_every_stream_and_the_reference_is_the_base() -> None:
     base, policy = DigitsPolicy(), perturbed(DigitsPolicy(lora=LORA))
     latents, sigmas = torch.randn(4, 16, 4), torch.rand(4)
-    condition = policy.encode(PROMPTS[:4])
+    condition = policy.codec.encode(PROMPTS[:4])
     adapted = policy.velocity(latents, sigmas, condition)
     adapted.square().mean().backward()
-    assert policy.parameters_without_gradient() == []
-    assert sum(parameter.numel() for parameter in policy.trained_parameters().values()) == 62_528
-    with torch.no_grad(), policy.reference():
+    assert policy.adapter.parameters_without_gradient() == []
+    assert (
+        sum(parameter.numel() for parameter in policy.adapter.trained_parameters().values())
+        == 62_528
+    )
+    with torch.no_grad(), policy.adapter.reference():
         reference = policy.velocity(latents, sigmas, condition)
     with torch.no_grad():
         expected = base.velocity(latents, sigmas, condition)
@@ -129,7 +134,7 @@ def test_lora_reaches_every_stream_and_the_reference_is_the_base() -> None:
 
 
 def test_decode_clamps_to_the_unit_interval() -> None:
-    media = DigitsPolicy().decode(torch.full((2, 16, 4), 3.0))
+    media = DigitsPolicy().codec.decode(torch.full((2, 16, 4), 3.0))
     assert media.shape == (2, 1, 8, 8)
     assert torch.equal(media, torch.ones(2, 1, 8, 8))
 

@@ -53,7 +53,7 @@ def test_the_velocity_is_the_mean_of_noise_minus_data() -> None:
 def test_rewards_read_points_from_pictures_and_the_base_is_the_reference_at_first() -> None:
     made, x = policy(), drawn(6)
     media, prompts = (
-        made.decode(x),
+        made.codec.decode(x),
         [Prompt(f"along {axis}", target=axis) for axis in ("+0", "-7", "+3") * 2],
     )
     assert media.shape == (6, 1, 2, 4)
@@ -67,12 +67,12 @@ def test_rewards_read_points_from_pictures_and_the_base_is_the_reference_at_firs
     torch.testing.assert_close(
         LogLikelihood(**MIXTURE, span=8.0)(media, prompts), expected, rtol=1e-4, atol=1e-4
     )
-    condition, sigmas = made.encode(prompts), torch.full((6,), 0.5)
-    with torch.no_grad(), made.reference():
+    condition, sigmas = made.codec.encode(prompts), torch.full((6,), 0.5)
+    with torch.no_grad(), made.adapter.reference():
         base = made.velocity(x, sigmas, condition)
     assert torch.equal(made.velocity(x, sigmas, condition), base)
     with pytest.raises(ValueError, match="along \\+0"):
-        made.encode([Prompt("along +8")])
+        made.codec.encode([Prompt("along +8")])
 
 
 @pytest.mark.heavy
@@ -101,7 +101,7 @@ def test_the_divergence_of_points_is_that_of_two_gaussians() -> None:
     points, found = divergence_of_points(made, noise, aim)
     deviation, base = torch.tensor(1.0), noise
     for pair in made.sigma_grid(STEPS).unfold(0, 2, 1):
-        with made.reference():
+        with made.adapter.reference():
             base, growth = grown(made, base, aim, pair)
         deviation *= (growth[0] / 8).exp()
     push = points - base
@@ -127,7 +127,7 @@ def test_a_run_of_the_study_repeats_and_starts_on_policy() -> None:
         assert float(run.module.collected()["ratio_max_dev"]) < 1e-5
         run.run(2)
         assert run.module.collected()["ratio_max_dev/stale_1"] > 0
-    mine, theirs = (run.policy.trained_parameters() for run in runs)
+    mine, theirs = (run.policy.adapter.trained_parameters() for run in runs)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 

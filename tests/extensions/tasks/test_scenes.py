@@ -36,9 +36,12 @@ def test_packing_is_undone_by_decoding() -> None:
     _, pictures = draw_scenes(4, torch.Generator().manual_seed(0))
     latents = pack(pictures)
     assert latents.shape == (4, 36, 48)
-    assert torch.allclose(ScenesPolicy("random").decode(latents), pictures, atol=1e-6)
+    assert torch.allclose(ScenesPolicy("random").codec.decode(latents), pictures, atol=1e-6)
     policy = ScenesPolicy("random")
-    assert (policy.decode(-100 * latents).max(), policy.decode(100 * latents).min()) == (1, 0)
+    assert (
+        policy.codec.decode(-100 * latents).max(),
+        policy.codec.decode(100 * latents).min(),
+    ) == (1, 0)
 
 
 def test_text_features_know_the_order_of_words_and_no_filling_words() -> None:
@@ -84,15 +87,15 @@ def test_the_committed_edit_base_keeps_the_rest_and_leaves_the_edit_to_learn() -
 def test_the_picture_is_part_of_what_is_encoded() -> None:
     policy, prompts = ScenesEditPolicy(), load_prompts("drawn_edits.jsonl")
     twice = next(p for p in prompts if p.text == prompts[0].text and p.images != prompts[0].images)
-    condition = policy.encode([prompts[0], twice])
+    condition = policy.codec.encode([prompts[0], twice])
     assert torch.equal(condition["text"][0], condition["text"][1])
     assert not torch.equal(condition["image"][0], condition["image"][1])
     source = source_images(torch.zeros(1, 3, 24, 24), [twice])
-    assert torch.allclose(policy.decode(condition["image"][1:]), source, atol=1e-6)
+    assert torch.allclose(policy.codec.decode(condition["image"][1:]), source, atol=1e-6)
     with pytest.raises(
         ValueError, match="scenes_edit takes 1 images of role image, the prompt has 0"
     ):
-        policy.encode([Prompt("make the circle green")])
+        policy.codec.encode([Prompt("make the circle green")])
 
 
 @pytest.mark.parametrize("family", [ScenesPolicy, ScenesEditPolicy])
@@ -100,10 +103,10 @@ def test_replay_is_bit_equal_to_sampling(family: type[ScenesPolicy]) -> None:
     policy, kernel = family(lora=LORA), FlowSDE(1.0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in policy.trained_parameters().values():
+        for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     prompt, grid = load_prompts("drawn_edits.jsonl")[0], policy.sigma_grid(6)
-    condition, plan = policy.encode([prompt]), AllButLast().plan(0, 0, 6)
+    condition, plan = policy.codec.encode([prompt]), AllButLast().plan(0, 0, 6)
     samples = sample(
         policy, condition, denoise.SampleKey(0, 0, prompt.uid, tuple(range(16))), grid, kernel, plan
     )

@@ -113,8 +113,8 @@ def test_a_run_opens_what_is_listed_of_its_checkpoint(experiment: str, tmp_path:
     with opened(repository) as read:
         policy = policy_class(**settings)
         policy.sigma_grid(4)
-        policy._pipeline  # noqa: B018  the text encoders
-        policy._vae  # noqa: B018
+        policy.codec._pipeline  # noqa: B018  the text encoders
+        policy.codec._vae  # noqa: B018
     weights = {name for name in names if name.endswith((".safetensors", ".bin"))}
     assert read <= listed
     assert weights & listed == weights & read

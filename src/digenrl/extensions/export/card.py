@@ -50,7 +50,7 @@ def write_card(
         if config["model"].get("build") == "tiny"
         else f'"{config["model"].get("path")}"',
         lora=config["model"].get("lora"),
-        adapter=policy.lora is not None,
+        adapter=policy.adapter.lora is not None,
         files={subfolder: lora_file(subfolder) for subfolder in policy.components},
         numbers=numbers,
         pictures=shown,

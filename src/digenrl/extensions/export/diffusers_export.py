@@ -30,7 +30,7 @@ def export_policy(policy: Policy, folder: Path) -> list[Path]:
     that no pipeline reads.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if policy.lora is None:
+    if policy.adapter.lora is None:
         return _export_transformers(policy, folder)
     transformer: Any = policy.transformer
     files = []
@@ -91,7 +91,7 @@ def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
 
     Raises ExportError if all weights were trained, or if names are not known.
     """
-    if policy.lora is None:
+    if policy.adapter.lora is None:
         raise ExportError(
             f"format={layout} is for adapters, and this run trained all weights: use "
             "format=diffusers"
@@ -99,7 +99,7 @@ def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
     files = []
     for subfolder, layers in _adapters(policy):
         try:
-            renamed = in_layout(layers, policy.lora.alpha, policy.checkpoint_names, layout)
+            renamed = in_layout(layers, policy.adapter.lora.alpha, policy.checkpoint_names, layout)
         except ValueError as error:
             raise ExportError(f"format={layout}: {error}") from error
         file = folder / f"lora_{layout}{subfolder.removeprefix('transformer')}.safetensors"

@@ -91,7 +91,7 @@ class Distillation(PolicyModule):
             ValueError: weights of another model, or those that the student begins with.
         """
         super().on_train_start()
-        own = self.policy.trained_parameters()
+        own = self.policy.adapter.trained_parameters()
         for name, teacher in self.teachers.items():
             file = teacher_weights(teacher.run, f"{__name__}.{type(self).__name__}")
             teacher.copy.tensors = _fitted(
@@ -102,7 +102,7 @@ class Distillation(PolicyModule):
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
     ) -> Tensor:
         """[b, K]."""
-        own, targets = self.policy.trained_parameters(), dict[str, Tensor]()
+        own, targets = self.policy.adapter.trained_parameters(), dict[str, Tensor]()
         for name, teacher in self.teachers.items():
             if teacher.uids is None or block.uid in teacher.uids:
                 with torch.no_grad(), teacher.copy.swapped(own):

@@ -111,8 +111,8 @@ class DPO(PolicyModule):
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         if self._reference.tensors:
-            return self._reference.swapped(self.policy.trained_parameters())
-        return self.policy.reference()
+            return self._reference.swapped(self.policy.adapter.trained_parameters())
+        return self.policy.adapter.reference()
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
         """Refresh the reference when it is due."""
@@ -123,7 +123,7 @@ class DPO(PolicyModule):
             and self.reference_every is not None
             and (batch.version + 1) % self.reference_every == 0
         ):
-            self._reference.follow(self.policy.trained_parameters())
+            self._reference.follow(self.policy.adapter.trained_parameters())
 
 
 class OfflineDPO(DPO):

@@ -98,13 +98,13 @@ class NFT(PolicyModule):
 
     def rollout_weights(self) -> AbstractContextManager[None]:
         """Give this rank the old policy's weights inside the context."""
-        return self._old.swapped(self.policy.trained_parameters())
+        return self._old.swapped(self.policy.adapter.trained_parameters())
 
     def on_train_start(self) -> None:
         """Start the old policy as a copy of the trained one."""
         super().on_train_start()
         if not self._old.tensors:
-            self._old.follow(self.policy.trained_parameters())
+            self._old.follow(self.policy.adapter.trained_parameters())
 
     def cell_losses(
         self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
@@ -115,7 +115,7 @@ class NFT(PolicyModule):
             old = cells.velocity(self.policy)
         reference = None
         if self.kl_weight > 0:
-            with torch.no_grad(), self.policy.reference():
+            with torch.no_grad(), self.policy.adapter.reference():
                 reference = cells.velocity(self.policy)
         new = cells.velocity(self.policy)
         losses = nft_loss(
@@ -141,4 +141,6 @@ class NFT(PolicyModule):
         super().after_update(batch, changed)
         last = batch.update == self.updates_per_batch - 1
         if last and (batch.version + 1) % self.old_policy.every == 0:
-            self._old.follow(self.policy.trained_parameters(), self.old_policy.decay(batch.version))
+            self._old.follow(
+                self.policy.adapter.trained_parameters(), self.old_policy.decay(batch.version)
+            )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.extensions.planner.durations import Durations
+from digenrl.models.codec import Codec
+from digenrl.models.guidance import Guidance
 from digenrl.models.policy import Policy
 from digenrl.models.wording import Wording
 from digenrl.transport.link import PeerLine
@@ -61,6 +63,27 @@ class _Sleep(torch.autograd.Function):
         return gradients[0], None, None
 
 
+class EmulatedCodec(Codec):
+    """Encoders and decoder that sleep.
+
+    Args:
+        network: see `Codec`.
+        durations: seconds of each kind of work on this rank.
+    """
+
+    def __init__(self, network: nn.Module, durations: Durations) -> None:
+        super().__init__("emulated", network, LATENT, Guidance())
+        self._durations = durations
+
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        time.sleep(self._durations.encode * len(wordings))
+        return {"text": torch.zeros(len(wordings), 1)}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        time.sleep(self._durations.decode * latents.shape[0] / self._durations.task_size)
+        return latents.float().reshape(-1, 1, 8, 8).sigmoid().repeat(1, 3, 1, 1)
+
+
 class EmulatedPolicy(Policy):
     """Policy that sleeps instead of computing. A trained cell's time is one third forward and two
     thirds backward.
@@ -71,13 +94,15 @@ class EmulatedPolicy(Policy):
     """
 
     family = "emulated"
+    codec_class = EmulatedCodec
     block_lists = ()
 
     def __init__(self, durations: Durations, adapter: bool) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             transformer = nn.Linear(LATENT[1], LATENT[1])
-        super().__init__(transformer, LATENT, keep_reference=True)
+        codec = EmulatedCodec(transformer, durations)
+        super().__init__(transformer, codec, keep_reference=True)
         transformer.bias.requires_grad_(not adapter)
         self._durations = durations
 
@@ -90,14 +115,6 @@ class EmulatedPolicy(Policy):
         if self.network is self.transformer:  # a trained cell's time includes its reference forward
             time.sleep(self._durations.step * share)
         return velocity
-
-    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        time.sleep(self._durations.encode * len(wordings))
-        return {"text": torch.zeros(len(wordings), 1)}
-
-    def decode(self, latents: Tensor) -> Tensor:
-        time.sleep(self._durations.decode * latents.shape[0] / self._durations.task_size)
-        return latents.float().reshape(-1, 1, 8, 8).sigmoid().repeat(1, 3, 1, 1)
 
     def sigma_grid(self, steps: int) -> Tensor:
         return torch.linspace(1.0, 0.0, steps + 1)

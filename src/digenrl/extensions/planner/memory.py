@@ -189,7 +189,7 @@ def generating_bytes(work: Workload, rows: int, encoders: bool) -> int:
 
 
 def rollout_memory(work: Workload, task_size: int, encoders: bool) -> Memory:
-    """Return the bytes of a rollout rank: unsharded 16-bit weights (`Policy.only_generate`),
+    """Return the bytes of a rollout rank: unsharded 16-bit weights (`Adapter.only_generate`),
     forward, decode, rewards.
 
     Args:

@@ -35,6 +35,8 @@ from torch import Tensor
 
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.images import PromptImage
+from digenrl.models.codec import Codec
+from digenrl.models.guidance import Guidance
 from digenrl.models.latents import pack as pack
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.policy import Policy, RecomputeConfig
@@ -133,6 +135,20 @@ def base_network(
     return transformer if storage == torch.float32 else transformer.to(storage)
 
 
+class EmbeddedCodec(Codec):
+    """Frozen features of texts, and pictures as latents."""
+
+    @staticmethod
+    @abstractmethod
+    def features(texts: Sequence[str]) -> dict[str, Tensor]:
+        """Return frozen features of B texts: `text` [B, words, d] and `pooled` [B, d], fp32."""
+
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        """Return `features` on the network's device."""
+        features = self.features([wording.text for wording in wordings])
+        return {key: value.to(self.device) for key, value in features.items()}
+
+
 class EmbeddedPolicy(Policy):
     """Policy of a small FLUX network without autoencoder and text encoder.
 
@@ -194,10 +210,10 @@ class EmbeddedPolicy(Policy):
                 f"{self.family} has no unconditional branch: guidance_scale={guidance_scale}; set "
                 "sampling.guidance_scale=1"
             )
+        network = base_network(self.build, path, self.base_file, self.command, dtype, seed)
         super().__init__(
-            base_network(self.build, path, self.base_file, self.command, dtype, seed),
-            latent_shape=self.tokens,
-            guidance_scale=guidance_scale,
+            network,
+            self.codec_class(self.family, network, self.tokens, Guidance()),
             lora=lora,
             dtype=dtype,
             gradient_checkpointing=gradient_checkpointing,
@@ -208,16 +224,12 @@ class EmbeddedPolicy(Policy):
         positions = self.position_unit * token_positions(rows, rows).float()
         self.register_buffer("image_positions", positions, persistent=False)
         self.register_buffer("text_positions", torch.zeros(self.text_length, 3), persistent=False)
+        self.complete()
 
     @classmethod
     @abstractmethod
     def build(cls) -> FluxTransformer2DModel:
         """Return the untrained network."""
-
-    @staticmethod
-    @abstractmethod
-    def features(texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return frozen features of B texts: `text` [B, words, d] and `pooled` [B, d], fp32."""
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Return the network's output for its input tokens [B, N, C] at sigmas [B]."""
@@ -231,23 +243,14 @@ class EmbeddedPolicy(Policy):
             return_dict=False,
         )[0]
 
-    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Return `features` on the policy's device."""
-        features = self.features([wording.text for wording in wordings])
-        return {key: value.to(self.device) for key, value in features.items()}
-
     def sigma_grid(self, steps: int) -> Tensor:
         """Return sigmas [steps + 1], fp32 from 1 to 0 with the static shift."""
         return static_grid(steps, self.shift)
 
 
-class DigitsPolicy(EmbeddedPolicy):
-    """Policy of the digits flow model (see the module docstring); arguments in `EmbeddedPolicy`."""
+class DigitsCodec(EmbeddedCodec):
+    """Hashes of words, grey pictures."""
 
-    family = "digits"
-    side, base_file, command = SIDE, BASE_FILE, "make pretrain"
-    tokens, text_length = (TOKENS, CHANNELS), TEXT_LENGTH
-    build = staticmethod(build_transformer)
     features = staticmethod(text_features)
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -258,3 +261,13 @@ class DigitsPolicy(EmbeddedPolicy):
         """Return the latents [B, 16, 4] of pictures, whose grey is the mean of their colours."""
         fitted = np.stack([np.asarray(image.fitted(SIDE, SIDE)) for image in images])
         return pack(torch.from_numpy(fitted).float().mean(3)[:, None] / 127.5 - 1.0)
+
+
+class DigitsPolicy(EmbeddedPolicy):
+    """Policy of the digits flow model (see the module docstring); arguments in `EmbeddedPolicy`."""
+
+    family = "digits"
+    codec_class = DigitsCodec
+    side, base_file, command = SIDE, BASE_FILE, "make pretrain"
+    tokens, text_length = (TOKENS, CHANNELS), TEXT_LENGTH
+    build = staticmethod(build_transformer)

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.diffusion.sigmas import static_grid
+from digenrl.models.codec import Codec
+from digenrl.models.guidance import Guidance
 from digenrl.models.policy import Policy
 from digenrl.models.wording import Wording
 
@@ -87,6 +89,28 @@ class MixtureFlow(nn.Module):
         return (component[..., None] * (slope[..., None] * offset - self.means)).sum(dim=1)
 
 
+class MixtureCodec(Codec):
+    """Axes as texts, coordinates as grey pictures."""
+
+    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
+        """Return `direction` [B, D], with a 1 or -1 at one coordinate. Raises ValueError for a text
+        that names no axis."""
+        (axes,) = self.latent_shape
+        found = torch.zeros(len(wordings), axes, device=self.device)
+        for row, (text, _) in enumerate(wordings):
+            named = re.fullmatch(r"along ([+-])(\d+)", text)
+            if named is None or int(named[2]) >= axes:
+                raise ValueError(
+                    f"prompt {text!r}: the mixture knows `along +0` .. `along -{axes - 1}`."
+                )
+            found[row, int(named[2])] = 1.0 if named[1] == "+" else -1.0
+        return {"direction": found}
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode latents [B, D] to grey pictures [B, 1, ROWS, D/ROWS], fp32 in [0, 1]."""
+        return (latents.float() / (2 * SPAN) + 0.5).clamp(0.0, 1.0).unflatten(1, (1, ROWS, -1))
+
+
 class MixturePolicy(Policy):
     """Policy of the mixture's flow. A prompt names the axis along which the reward rises, as in
     "along -3".
@@ -100,6 +124,7 @@ class MixturePolicy(Policy):
     """
 
     family = "mixture"
+    codec_class = MixtureCodec
     block_lists = ("blocks",)
 
     def __init__(
@@ -116,31 +141,13 @@ class MixturePolicy(Policy):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = MixtureFlow(means, weights, deviation, width, depth)
-        self.axes = network.means.shape[1]
-        super().__init__(
-            network, latent_shape=(self.axes,), dtype=dtype, keep_reference=keep_reference
-        )
+        axes = network.means.shape[1]
+        codec = MixtureCodec(self.family, network, (axes,), Guidance())
+        super().__init__(network, codec, dtype=dtype, keep_reference=keep_reference)
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         """Return the velocity [B, D]."""
         return self.network(latents, sigmas, condition["direction"])
-
-    def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
-        """Return `direction` [B, D], with a 1 or -1 at one coordinate. Raises ValueError for a text
-        that names no axis."""
-        found = torch.zeros(len(wordings), self.axes, device=self.device)
-        for row, (text, _) in enumerate(wordings):
-            named = re.fullmatch(r"along ([+-])(\d+)", text)
-            if named is None or int(named[2]) >= self.axes:
-                raise ValueError(
-                    f"prompt {text!r}: the mixture knows `along +0` .. `along -{self.axes - 1}`."
-                )
-            found[row, int(named[2])] = 1.0 if named[1] == "+" else -1.0
-        return {"direction": found}
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Decode latents [B, D] to grey pictures [B, 1, ROWS, D/ROWS], fp32 in [0, 1]."""
-        return (latents.float() / (2 * SPAN) + 0.5).clamp(0.0, 1.0).unflatten(1, (1, ROWS, -1))
 
     def sigma_grid(self, steps: int) -> Tensor:
         """Return sigmas [steps + 1], fp32, linear from 1 to 0."""

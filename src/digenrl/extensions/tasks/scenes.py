@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from digenrl.extensions.tasks.digits import EmbeddedPolicy, word_vector
+from digenrl.extensions.tasks.digits import EmbeddedCodec, EmbeddedPolicy, word_vector
 from digenrl.models.latents import token_positions
 from digenrl.models.wording import Wording
 
@@ -99,48 +99,22 @@ def pack(pictures: Tensor) -> Tensor:
     return patches.reshape(-1, TOKENS, CHANNELS)
 
 
-class ScenesPolicy(EmbeddedPolicy):
-    """Policy of the scenes flow model (see the module docstring); arguments in `EmbeddedPolicy`."""
+class ScenesCodec(EmbeddedCodec):
+    """Hashes of words at their places, pictures in colour."""
 
-    family = "scenes"
-    side, base_file, command = SIDE, BASE_FILE, "make pretrain-scenes"
-    tokens, text_length = (TOKENS, CHANNELS), TEXT_LENGTH
-    usual_shift, position_unit = 3.0, 2.0
     features = staticmethod(text_features)
-    where: Tensor
-    paper: Tensor
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        where = one_hot(token_positions(ROWS, ROWS)[:, 1:], ROWS).flatten(1).float()
-        self.register_buffer("where", where, persistent=False)
-        self.register_buffer("paper", PAPER[:, None, None].clone(), persistent=False)
-
-    @classmethod
-    def build(cls) -> FluxTransformer2DModel:
-        return build_transformer(len(cls.reads))
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Return the velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7,
-        40], `pooled` [B, 64]."""
-        seen = [self.where.expand(len(latents), -1, -1), *(condition[role] for role in self.reads)]
-        given = torch.cat([latents, *(each.to(latents.dtype) for each in seen)], 2)
-        clean = super().predict(given, sigmas, condition)
-        return (latents - clean) / sigmas.clamp(min=LEAST_SIGMA).to(latents.dtype)[:, None, None]
 
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, 36, 48] to pictures [B, 3, 24, 24], fp32 in [0, 1]."""
         patches = latents.float().view(-1, ROWS, ROWS, 3, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
-        return (patches.reshape(-1, 3, SIDE, SIDE) / SCALE + self.paper).clamp(0.0, 1.0)
+        paper = PAPER[:, None, None].to(latents.device)
+        return (patches.reshape(-1, 3, SIDE, SIDE) / SCALE + paper).clamp(0.0, 1.0)
 
 
-class ScenesEditPolicy(ScenesPolicy):
-    """Policy of the scenes flow model that edits the picture of its prompt; arguments in
-    `EmbeddedPolicy`."""
+class ScenesEditCodec(ScenesCodec):
+    """The scenes' texts and pictures, and the picture that is edited."""
 
-    family = "scenes_edit"
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
-    base_file = EDIT_BASE_FILE
 
     def encode_prompts(self, wordings: Sequence[Wording]) -> dict[str, Tensor]:
         """Return the features, and the packed pictures `image` [B, 36, 48]."""
@@ -149,3 +123,42 @@ class ScenesEditPolicy(ScenesPolicy):
         )
         pictures = torch.from_numpy(fitted).movedim(-1, 1) / 255.0
         return {**super().encode_prompts(wordings), "image": pack(pictures).to(self.device)}
+
+
+class ScenesPolicy(EmbeddedPolicy):
+    """Policy of the scenes flow model (see the module docstring); arguments in `EmbeddedPolicy`."""
+
+    family = "scenes"
+    codec_class = ScenesCodec
+    side, base_file, command = SIDE, BASE_FILE, "make pretrain-scenes"
+    tokens, text_length = (TOKENS, CHANNELS), TEXT_LENGTH
+    usual_shift, position_unit = 3.0, 2.0
+    where: Tensor
+
+    def complete(self) -> None:
+        where = one_hot(token_positions(ROWS, ROWS)[:, 1:], ROWS).flatten(1).float()
+        self.register_buffer("where", where, persistent=False)
+
+    @classmethod
+    def build(cls) -> FluxTransformer2DModel:
+        return build_transformer(len(cls.codec_class.reads))
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        """Return the velocity [B, 36, 48] of latents [B, 36, 48] at sigmas [B] under `text` [B, 7,
+        40], `pooled` [B, 64]."""
+        seen = [
+            self.where.expand(len(latents), -1, -1),
+            *(condition[role] for role in self.codec.reads),
+        ]
+        given = torch.cat([latents, *(each.to(latents.dtype) for each in seen)], 2)
+        clean = super().predict(given, sigmas, condition)
+        return (latents - clean) / sigmas.clamp(min=LEAST_SIGMA).to(latents.dtype)[:, None, None]
+
+
+class ScenesEditPolicy(ScenesPolicy):
+    """Policy of the scenes flow model that edits the picture of its prompt; arguments in
+    `EmbeddedPolicy`."""
+
+    family = "scenes_edit"
+    codec_class = ScenesEditCodec
+    base_file = EDIT_BASE_FILE

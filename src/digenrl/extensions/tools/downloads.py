@@ -99,7 +99,7 @@ def _checkpoint(policy: Any) -> Iterator[str]:
     """Yield patterns of the files that a policy of the class opens in its checkpoint."""
     yield from ("model_index.json", "*scheduler/scheduler_config.json")
     # text_encoder* is text_encoder and text_encoder_2: some repositories also have text_encoders/.
-    kinds = [(kind.strip("*"), kind.replace("*", "_?")) for kind in policy.encoders]
+    kinds = [(kind.strip("*"), kind.replace("*", "_?")) for kind in policy.codec_class.encoders]
     encoders = dict.fromkeys(name for pair in kinds for name in pair)
     for folder in (*policy.components, "vae", *encoders, *_BESIDE_TEXT):
         yield f"{folder}/*"

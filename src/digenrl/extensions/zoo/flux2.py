@@ -15,7 +15,31 @@ from torch.nn.functional import pad
 from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import token_positions, unpack
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import report_long_turn
+
+
+class Flux2KleinCodec(DiffusersCodec):
+    """Qwen3 texts, images as packed tokens."""
+
+    vae_class = AutoencoderKLFlux2
+    packed = True
+    channels = 32
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Return Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
+        report_long_turn(self, pipeline.tokenizer, text, enable_thinking=False)
+        states, _ = pipeline.encode_prompt(
+            text, device=pipeline.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"text": states}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        """Decode tokens, which were normalised channel by channel with the running statistics of
+        the autoencoder."""
+        std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+        tokens = latents * std.to(latents) + vae.bn.running_mean.to(latents)
+        return vae.decode(unpack(tokens, *self.image_grid()), return_dict=False)[0]
 
 
 class Flux2KleinPolicy(DiffusersPolicy):
@@ -26,12 +50,10 @@ class Flux2KleinPolicy(DiffusersPolicy):
     """
 
     family = "flux2_klein"
+    codec_class = Flux2KleinCodec
     pipelines = ("Flux2KleinPipeline",)
     transformer_class = Flux2Transformer2DModel
-    vae_class = AutoencoderKLFlux2
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    packed = True
-    channels = 32
     attention = ATTENTION
     feed_forward = (
         "ff.linear_in",
@@ -53,24 +75,13 @@ class Flux2KleinPolicy(DiffusersPolicy):
             guidance=None,
             encoder_hidden_states=text,
             txt_ids=pad(words, (3, 0)),  # (0, 0, 0, word), and of tokens (0, row, column, 0)
-            img_ids=pad(token_positions(self.height // 16, self.width // 16, text.device), (0, 1)),
+            img_ids=pad(self.positions(text.device), (0, 1)),
             return_dict=False,
         )[0]
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
-        report_long_turn(self, pipeline.tokenizer, text, enable_thinking=False)
-        states, _ = pipeline.encode_prompt(
-            text, device=pipeline.device, max_sequence_length=self.max_sequence_length
-        )
-        return {"text": states}
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """Decode tokens, which were normalised channel by channel with the running statistics of
-        the autoencoder."""
-        std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
-        tokens = latents * std.to(latents) + vae.bn.running_mean.to(latents)
-        return vae.decode(unpack(tokens, *self.image_grid()), return_dict=False)[0]
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of the image's tokens, [tokens, 3]."""
+        return token_positions(self.codec.height // 16, self.codec.width // 16, device)
 
     def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
         """Return the shift mu by tokens and steps (black-forest-labs/flux2)."""

@@ -12,8 +12,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from digenrl.models.flux import FluxPolicy
+from digenrl.models.flux import FluxCodec, FluxPolicy
 from digenrl.models.wording import Wording
+
+
+class FluxKontextCodec(FluxCodec):
+    """FLUX.1's texts and images, and an image beside each text."""
+
+    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
+
+    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+        """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
+        the autoencoder's distribution."""
+        pixels = self.pixels(wording.images[0]).to(self._vae.device, self.vae_dtype)
+        return {
+            **super().encode_wording(pipeline, wording),
+            "image": self.encode_latents(self._vae, pixels),
+        }
 
 
 class FluxKontextPolicy(FluxPolicy):
@@ -24,8 +39,8 @@ class FluxKontextPolicy(FluxPolicy):
     """
 
     family = "flux_kontext"
+    codec_class = FluxKontextCodec
     pipelines = ("FluxKontextPipeline",)
-    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
         both = torch.cat([latents, condition["image"]], dim=1)
@@ -35,12 +50,3 @@ class FluxKontextPolicy(FluxPolicy):
         """Return the positions of all tokens; those of the image's tokens begin with a 1."""
         noise = super().positions(device)
         return torch.cat([noise, pad(noise[:, 1:], (1, 0), value=1)])
-
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
-        """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
-        the autoencoder's distribution."""
-        pixels = self.pixels(wording.images[0]).to(self._vae.device, self.vae_dtype)
-        return {
-            **super().encode_wording(pipeline, wording),
-            "image": self.encode_latents(self._vae, pixels),
-        }

@@ -16,6 +16,7 @@ from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
 from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import attend_with, require_template
 
 TEMPLATE_TOKENS = 95
@@ -85,6 +86,50 @@ CONTEXT_PLAN: dict[str, Any] = {
 is on every rank."""
 
 
+class HunyuanVideoCodec(DiffusersCodec):
+    """LLaMA and CLIP texts, videos."""
+
+    vae_class = AutoencoderKLHunyuanVideo
+    temporal_stride = 4
+
+    def pipeline_components(self) -> dict[str, Any]:
+        """Return the components, with a tokenizer from AutoTokenizer.
+
+        The published model_index names LlamaTokenizerFast, which makes wrong ids from a byte-level
+        tokenizer.json under transformers 5.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            pretrained.folder_of(self.path, "tokenizer"),
+            subfolder="tokenizer",
+            local_files_only=True,
+        )
+        return super().pipeline_components() | {"tokenizer": tokenizer}
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Return LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP
+        vector [1, d]."""
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
+        self.report_long_prompt(pipeline.tokenizer_2, text, 77)
+        embeddings, pooled, mask = pipeline.encode_prompt(
+            text, device=pipeline.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"text": embeddings, "pooled": pooled, "mask": mask}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        return vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
+
+    def check_encoders(self, pipeline: Any) -> None:
+        """Check that the template before the prompt is exactly the 95 tokens that the pipeline
+        crops."""
+        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+
+        require_template(
+            self, pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS
+        )
+
+
 class HunyuanVideoPolicy(DiffusersPolicy):
     """Policy of HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
 
@@ -94,11 +139,10 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     """
 
     family = "hunyuan_video"
+    codec_class = HunyuanVideoCodec
     pipelines = ("HunyuanVideoPipeline",)
     transformer_class = HunyuanVideoTransformer3DModel
-    vae_class = AutoencoderKLHunyuanVideo
     block_lists = ("transformer_blocks", "single_transformer_blocks")
-    temporal_stride = 4
     embedded_guidance = True
     attention = ATTENTION
     feed_forward = FEED_FORWARD
@@ -139,40 +183,3 @@ class HunyuanVideoPolicy(DiffusersPolicy):
             texts = {"text": condition["text"][rows, :length], "pooled": condition["pooled"][rows]}
             velocity[rows] = self.predict(latents[rows], sigmas[rows], texts)
         return velocity
-
-    def pipeline_components(self) -> dict[str, Any]:
-        """Return the components, with a tokenizer from AutoTokenizer.
-
-        The published model_index names LlamaTokenizerFast, which makes wrong ids from a byte-level
-        tokenizer.json under transformers 5.
-        """
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            pretrained.folder_of(self.path, "tokenizer"),
-            subfolder="tokenizer",
-            local_files_only=True,
-        )
-        return super().pipeline_components() | {"tokenizer": tokenizer}
-
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP
-        vector [1, d]."""
-        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
-        self.report_long_prompt(pipeline.tokenizer_2, text, 77)
-        embeddings, pooled, mask = pipeline.encode_prompt(
-            text, device=pipeline.device, max_sequence_length=self.max_sequence_length
-        )
-        return {"text": embeddings, "pooled": pooled, "mask": mask}
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        return vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
-
-    def check_encoders(self, pipeline: Any) -> None:
-        """Check that the template before the prompt is exactly the 95 tokens that the pipeline
-        crops."""
-        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
-
-        require_template(
-            self, pipeline.tokenizer, DEFAULT_PROMPT_TEMPLATE["template"], TEMPLATE_TOKENS
-        )

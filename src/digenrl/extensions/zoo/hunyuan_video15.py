@@ -19,6 +19,7 @@ from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
 from digenrl.models import pretrained
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import require_template
 from digenrl.models.wording import Condition
 
@@ -87,33 +88,13 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         return (velocity.transpose(1, 2).unflatten(2, hidden_states.shape[2:]),)
 
 
-class HunyuanVideo15Policy(DiffusersPolicy):
-    """Policy of HunyuanVideo 1.5 text-to-video; arguments in `DiffusersPolicy`.
+class HunyuanVideo15Codec(DiffusersCodec):
+    """Qwen2.5-VL texts and ByT5 letters, videos."""
 
-    LoRA leaves the token refiner frozen, although its layer names end like those of the blocks.
-    """
-
-    family = "hunyuan_video15"
-    pipelines = ("HunyuanVideo15Pipeline",)
-    lora_pipeline = "HunyuanVideoPipeline"  # its own loads no adapters yet
-    transformer_class = HunyuanVideo15Transformer3DModel
     vae_class = AutoencoderKLHunyuanVideo15
     channels = 32
     vae_stride = 16
     temporal_stride = 4
-    attention = ATTENTION
-    feed_forward = FEED_FORWARD
-    unread = frozenset(
-        {
-            "attn.add_q_proj",
-            "attn.norm_added_q",
-            "attn.to_add_out",
-            "ff_context.net.0.proj",
-            "ff_context.net.2",
-        }
-    )
-    unused = ("image_embedder",)
-    context_plan = CONTEXT_PLAN
 
     def trimmed(self, condition: Condition) -> Condition:
         """Trim text and letters, each by its own mask. If neither branch has letters, none are
@@ -121,12 +102,6 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         letters = {key: value for key, value in condition.items() if GLYPH in key}
         words = {key: value for key, value in condition.items() if key not in letters}
         return super().trimmed(words) | super().trimmed(letters)
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        no_frame = torch.zeros_like(latents[:, :1]).expand(-1, self.channels + 1, -1, -1, -1)
-        given = torch.cat([latents, no_frame], dim=1)
-        velocity: Tensor = self.network(hidden_states=given, timestep=sigmas * 1000, **condition)[0]
-        return velocity
 
     def pipeline_components(self) -> dict[str, Any]:
         """Return the components with an empty autoencoder: the pipeline asks for its strides even
@@ -174,3 +149,35 @@ class HunyuanVideo15Policy(DiffusersPolicy):
         one sample."""
         rows = (latents / vae.config.scaling_factor).split(1)
         return torch.cat([vae.decode(row, return_dict=False)[0] for row in rows])
+
+
+class HunyuanVideo15Policy(DiffusersPolicy):
+    """Policy of HunyuanVideo 1.5 text-to-video; arguments in `DiffusersPolicy`.
+
+    LoRA leaves the token refiner frozen, although its layer names end like those of the blocks.
+    """
+
+    family = "hunyuan_video15"
+    codec_class = HunyuanVideo15Codec
+    pipelines = ("HunyuanVideo15Pipeline",)
+    lora_pipeline = "HunyuanVideoPipeline"  # its own loads no adapters yet
+    transformer_class = HunyuanVideo15Transformer3DModel
+    attention = ATTENTION
+    feed_forward = FEED_FORWARD
+    unread = frozenset(
+        {
+            "attn.add_q_proj",
+            "attn.norm_added_q",
+            "attn.to_add_out",
+            "ff_context.net.0.proj",
+            "ff_context.net.2",
+        }
+    )
+    unused = ("image_embedder",)
+    context_plan = CONTEXT_PLAN
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        no_frame = torch.zeros_like(latents[:, :1]).expand(-1, latents.shape[1] + 1, -1, -1, -1)
+        given = torch.cat([latents, no_frame], dim=1)
+        velocity: Tensor = self.network(hidden_states=given, timestep=sigmas * 1000, **condition)[0]
+        return velocity

@@ -8,6 +8,7 @@ Sound tokens follow the ODE from each sample's own noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,72 +20,32 @@ from torch import Tensor
 from digenrl.models import pretrained
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 
 FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
 """Frames per second of videos, by the pipeline's default, and latents per second of sound. 16000
 sound samples a second give a spectrogram step per 160 samples, and a latent per four steps."""
 
 
-class LTX2Policy(DiffusersPolicy):
-    """Policy of LTX-2 text-to-video; arguments in `DiffusersPolicy`.
+class LTX2Codec(DiffusersCodec):
+    """Gemma texts through the connectors, videos."""
 
-    Guidance is plain. The pipeline's further branches (without self-attention in some blocks,
-    without the other stream) and its rescaling are off. LoRA adapts the layers that video tokens go
-    through. Full fine-tuning trains also the layers whose output they read.
-    """
-
-    family = "ltx2"
-    pipelines = ("LTX2Pipeline",)
-    transformer_class = LTX2VideoTransformer3DModel
     vae_class = AutoencoderKLLTX2Video
     channels = 128
     vae_stride = 32
     spatial_stride = 32
     temporal_stride = 8
-    attention = tuple(
-        f"{part}.{name}"
-        for part in ("attn1", "attn2", "audio_to_video_attn")
-        for name in ("to_q", "to_k", "to_v", "to_out.0")
-    )
-    feed_forward: ClassVar[tuple[str, ...]] = ("ff.net.0.proj", "ff.net.2")
-    checkpoint_names: ClassVar[Names] = {}
-    unread = frozenset({"video_to_audio_attn", "audio_ff"})
-    unused: ClassVar[tuple[str, ...]] = ("audio_proj_out", "audio_scale_shift_table")
-    encoders = (*DiffusersPolicy.encoders, "connectors")
+    encoders = (*DiffusersCodec.encoders, "connectors")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.video_tokens = self._video_tokens(self.height, self.width, self.frames)
-        self.drawn = self.video_tokens
+    @property
+    def video_grid(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video's tokens."""
+        return self._grid(self.height, self.width, self.frames)
 
-    @classmethod
-    def check_checkpoint(cls, path: str) -> None:
-        """Refuse also autoencoders that decode with a noise level of their own."""
-        super().check_checkpoint(path)
-        if pretrained.component_config(cls.vae_class, path, "vae").get("timestep_conditioning"):
-            raise pretrained.PretrainedError(
-                f"the autoencoder of model.path={path} adds noise before it decodes, which the "
-                f"{cls.family} adapter does not: use Lightricks/LTX-2"
-            )
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        video, sound = latents[:, : self.video_tokens], latents[:, self.video_tokens :]
-        frames, height, width = self._grid(self.height, self.width, self.frames)
-        velocities = self.network(
-            hidden_states=video,
-            audio_hidden_states=sound,
-            encoder_hidden_states=condition["text"],
-            audio_encoder_hidden_states=condition["audio_text"],
-            timestep=sigmas * 1000,
-            sigma=sigmas * 1000,
-            num_frames=frames,
-            height=height,
-            width=width,
-            fps=FRAMES_PER_SECOND,
-            audio_num_frames=sound.shape[1],
-            return_dict=False,
-        )
-        return torch.cat(velocities, dim=1)
+    @property
+    def video_tokens(self) -> int:
+        """Number of the video's tokens. The sound's follow."""
+        return math.prod(self.video_grid)
 
     def pipeline_components(self) -> dict[str, Any]:
         """Return the components, also without those that make sound from latents."""
@@ -116,8 +77,7 @@ class LTX2Policy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         """Decode the tokens of the video only."""
-        grid = self._grid(self.height, self.width, self.frames)
-        video = latents[:, : self.video_tokens].transpose(1, 2).unflatten(2, grid)
+        video = latents[:, : self.video_tokens].transpose(1, 2).unflatten(2, self.video_grid)
         mean, std = (
             value.view(1, -1, 1, 1, 1).to(video) for value in (vae.latents_mean, vae.latents_std)
         )
@@ -135,14 +95,68 @@ class LTX2Policy(DiffusersPolicy):
         )
 
     @classmethod
-    def _video_tokens(cls, height: int, width: int, frames: int) -> int:
-        grid = cls._grid(height, width, frames)
-        return grid[0] * grid[1] * grid[2]
+    def latent_shape_of(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
+        sound = round(frames / FRAMES_PER_SECOND * SOUNDS_PER_SECOND)
+        return math.prod(cls._grid(height, width, frames)) + sound, cls.channels
+
+
+class LTX2Policy(DiffusersPolicy):
+    """Policy of LTX-2 text-to-video; arguments in `DiffusersPolicy`.
+
+    Guidance is plain. The pipeline's further branches (without self-attention in some blocks,
+    without the other stream) and its rescaling are off. LoRA adapts the layers that video tokens go
+    through. Full fine-tuning trains also the layers whose output they read.
+    """
+
+    family = "ltx2"
+    codec_class = LTX2Codec
+    codec: LTX2Codec
+    pipelines = ("LTX2Pipeline",)
+    transformer_class = LTX2VideoTransformer3DModel
+    attention = tuple(
+        f"{part}.{name}"
+        for part in ("attn1", "attn2", "audio_to_video_attn")
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+    feed_forward: ClassVar[tuple[str, ...]] = ("ff.net.0.proj", "ff.net.2")
+    checkpoint_names: ClassVar[Names] = {}
+    unread = frozenset({"video_to_audio_attn", "audio_ff"})
+    unused: ClassVar[tuple[str, ...]] = ("audio_proj_out", "audio_scale_shift_table")
+
+    def complete(self) -> None:
+        self.drawn = self.codec.video_tokens
 
     @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        sound = round(frames / FRAMES_PER_SECOND * SOUNDS_PER_SECOND)
-        return cls._video_tokens(height, width, frames) + sound, cls.channels
+    def check_checkpoint(cls, path: str) -> None:
+        """Refuse also autoencoders that decode with a noise level of their own."""
+        super().check_checkpoint(path)
+        if pretrained.component_config(cls.codec_class.vae_class, path, "vae").get(
+            "timestep_conditioning"
+        ):
+            raise pretrained.PretrainedError(
+                f"the autoencoder of model.path={path} adds noise before it decodes, which the "
+                f"{cls.family} adapter does not: use Lightricks/LTX-2"
+            )
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        tokens = self.codec.video_tokens
+        video, sound = latents[:, :tokens], latents[:, tokens:]
+        frames, height, width = self.codec.video_grid
+        velocities = self.network(
+            hidden_states=video,
+            audio_hidden_states=sound,
+            encoder_hidden_states=condition["text"],
+            audio_encoder_hidden_states=condition["audio_text"],
+            timestep=sigmas * 1000,
+            sigma=sigmas * 1000,
+            num_frames=frames,
+            height=height,
+            width=width,
+            fps=FRAMES_PER_SECOND,
+            audio_num_frames=sound.shape[1],
+            return_dict=False,
+        )
+        return torch.cat(velocities, dim=1)
 
     def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
         """Return the shift mu, linear in the number of video tokens, between the pipeline's own
@@ -155,6 +169,7 @@ class LTX2Policy(DiffusersPolicy):
         }
         return float(
             calculate_shift(
-                self.video_tokens, *(config.get(name, usual) for name, usual in bounds.items())
+                self.codec.video_tokens,
+                *(config.get(name, usual) for name, usual in bounds.items()),
             )
         )

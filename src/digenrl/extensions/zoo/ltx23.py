@@ -6,8 +6,6 @@ the numbers of both.
 
 from __future__ import annotations
 
-from typing import Any
-
 from digenrl.extensions.zoo.ltx2 import LTX2Policy
 from digenrl.extensions.zoo.since import require
 
@@ -38,6 +36,5 @@ class LTX23Policy(LTX2Policy):
     unread = frozenset()
     unused = ()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def complete(self) -> None:
         self.drawn = None

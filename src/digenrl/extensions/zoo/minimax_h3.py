@@ -22,6 +22,7 @@ from digenrl.extensions.zoo.since import require
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 
 require("0.42", "MiniMaxH3Transformer3DModel", "AutoencoderKLMiniMaxH3", "MiniMaxH3Scheduler")
 
@@ -124,6 +125,93 @@ class MiniMaxH3Transformer3DModel(diffusers.MiniMaxH3Transformer3DModel):
         )
 
 
+class MiniMaxH3Codec(DiffusersCodec):
+    """Qwen3-VL texts, videos in rows of 32 numbers."""
+
+    vae_class = diffusers.AutoencoderKLMiniMaxH3
+    channels = 24
+    vae_stride = 16
+    spatial_stride = 32
+    temporal_stride = 4
+    encoders = ("text_encoder", "tokenizer", "processor")
+
+    @property
+    def token_grid(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video's tokens."""
+        return self._grid(self.height, self.width, self.frames)
+
+    @property
+    def video_rows(self) -> int:
+        """Number of rows of latents that the video takes. The sound's follow."""
+        return 3 * math.prod(self.token_grid)
+
+    @cached_property
+    def _pipeline(self) -> Any:
+        pretrained.hide_progress_bars()
+        pipeline = diffusers.MiniMaxH3ModularPipeline(
+            pretrained_model_name_or_path=str(pretrained.folder_of(self.path, "model_index.json")),
+            workflow="t2va",
+            local_files_only=True,
+        )
+        pipeline.load_components([*self.encoders], torch_dtype=self.dtype, local_files_only=True)
+        absent = [name for name in self.encoders if getattr(pipeline, name) is None]
+        if absent:  # diffusers logs why
+            raise pretrained.missing(self.path, ", ".join(absent), "see the log")
+        return pipeline
+
+    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+        """Return Qwen3-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
+        max_sequence_length]."""
+        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
+        ids = pipeline.tokenizer(text or " ", add_special_tokens=False).input_ids
+        states = encoders.get_qwen3vl_prompt_embeds(
+            pipeline.text_encoder,
+            pipeline.processor,
+            ids[: self.max_sequence_length],
+            text_encoder_layer=LAYER,
+            device=pipeline.text_encoder.device,
+            dtype=pipeline.text_encoder.dtype,
+        )
+        padding = self.max_sequence_length - states.shape[1]
+        mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        return {"text": pad(states, (0, 0, 0, padding)), "mask": pad(mask, (0, padding))}
+
+    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+        """Decode the rows of the video only."""
+        tokens = latents[:, : self.video_rows].unflatten(1, (*self.token_grid, 3)).flatten(4)
+        video = tokens.unflatten(4, (self.channels, 2, 2)).permute(0, 4, 1, 2, 5, 3, 6)
+        video = video.flatten(5).flatten(3, 4)
+        mean, std, pixel_mean, pixel_std = (
+            video.new_tensor(values).view(1, -1, 1, 1, 1)
+            for values in (
+                vae.config.latents_mean,
+                vae.config.latents_std,
+                PIXEL_MEAN,
+                PIXEL_STD,
+            )
+        )
+        decoded = vae.decode(video * std + mean, return_dict=False)[0]
+        return (decoded * pixel_std + pixel_mean) * 2.0 - 1.0
+
+    @classmethod
+    def check_size(cls, family: str, height: int, width: int, frames: int) -> None:
+        for name, side in (("height", height), ("width", width)):
+            sizes.require_multiple(name, side, cls.spatial_stride)
+
+    @classmethod
+    def _grid(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
+        """Return (frames, rows, columns) of the video's tokens. Of five latent frames the first
+        stands for one frame, and the others for four each."""
+        chunks, rest = divmod(frames - 1, CHUNK)
+        latent = chunks * LATENTS + 1 + -(-rest // cls.temporal_stride)
+        return latent, height // cls.spatial_stride, width // cls.spatial_stride
+
+    @classmethod
+    def latent_shape_of(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
+        grid = cls._grid(height, width, frames)
+        return 3 * math.prod(grid) + 2 * round(SOUNDS_PER_FRAME * frames), ROW
+
+
 class MiniMaxH3Policy(DiffusersPolicy):
     """Policy of MiniMax-H3 text-to-video; arguments in `DiffusersPolicy`.
 
@@ -132,23 +220,17 @@ class MiniMaxH3Policy(DiffusersPolicy):
     """
 
     family = "minimax_h3"
+    codec_class = MiniMaxH3Codec
+    codec: MiniMaxH3Codec
     pipelines = ("MiniMaxH3ModularPipeline",)
     transformer_class = MiniMaxH3Transformer3DModel
-    vae_class = diffusers.AutoencoderKLMiniMaxH3
-    channels = 24
-    vae_stride = 16
-    spatial_stride = 32
-    temporal_stride = 4
     own_levels = True
     attention = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     feed_forward = ("ff.net.0.proj", "ff.net.2")
     unused = ("audio_proj_out",)
-    encoders = ("text_encoder", "tokenizer", "processor")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.grid_of_tokens = self._grid(self.height, self.width, self.frames)
-        self.drawn = 3 * math.prod(self.grid_of_tokens)
+    def complete(self) -> None:
+        self.drawn = self.codec.video_rows
         self.shifts = [
             float(
                 pretrained.component_config(diffusers.MiniMaxH3Scheduler, self.path, name)["shift"]
@@ -186,7 +268,7 @@ class MiniMaxH3Policy(DiffusersPolicy):
                 latents[one, self.drawn :],
                 text[one],
                 levels[row],
-                self.grid_of_tokens,
+                self.codec.token_grid,
                 None if mask is None else mask[one],
             )
             rows = seen.unflatten(2, (3, ROW)).flatten(1, 2)
@@ -199,74 +281,8 @@ class MiniMaxH3Policy(DiffusersPolicy):
         scheduler.set_timesteps(steps + 1)
         return scheduler.sigmas
 
-    @cached_property
-    def _pipeline(self) -> Any:
-        pretrained.hide_progress_bars()
-        pipeline = diffusers.MiniMaxH3ModularPipeline(
-            pretrained_model_name_or_path=str(pretrained.folder_of(self.path, "model_index.json")),
-            workflow="t2va",
-            local_files_only=True,
-        )
-        pipeline.load_components([*self.encoders], torch_dtype=self.dtype, local_files_only=True)
-        absent = [name for name in self.encoders if getattr(pipeline, name) is None]
-        if absent:  # diffusers logs why
-            raise pretrained.missing(self.path, ", ".join(absent), "see the log")
-        return pipeline
-
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
-        """Return Qwen3-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
-        max_sequence_length]."""
-        self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
-        ids = pipeline.tokenizer(text or " ", add_special_tokens=False).input_ids
-        states = encoders.get_qwen3vl_prompt_embeds(
-            pipeline.text_encoder,
-            pipeline.processor,
-            ids[: self.max_sequence_length],
-            text_encoder_layer=LAYER,
-            device=pipeline.text_encoder.device,
-            dtype=pipeline.text_encoder.dtype,
-        )
-        padding = self.max_sequence_length - states.shape[1]
-        mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-        return {"text": pad(states, (0, 0, 0, padding)), "mask": pad(mask, (0, padding))}
-
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
-        """Decode the rows of the video only."""
-        tokens = latents[:, : self.drawn].unflatten(1, (*self.grid_of_tokens, 3)).flatten(4)
-        video = tokens.unflatten(4, (self.channels, 2, 2)).permute(0, 4, 1, 2, 5, 3, 6)
-        video = video.flatten(5).flatten(3, 4)
-        mean, std, pixel_mean, pixel_std = (
-            video.new_tensor(values).view(1, -1, 1, 1, 1)
-            for values in (
-                vae.config.latents_mean,
-                vae.config.latents_std,
-                PIXEL_MEAN,
-                PIXEL_STD,
-            )
-        )
-        decoded = vae.decode(video * std + mean, return_dict=False)[0]
-        return (decoded * pixel_std + pixel_mean) * 2.0 - 1.0
-
     @classmethod
     def check(cls, settings: Any) -> None:
         """Refuse also videos that the autoencoder cannot decode."""
         super().check(settings)
         sizes.require_multiple("frames", settings.get("frames", 1), CHUNK, offset=LATENTS)
-
-    @classmethod
-    def _check_geometry(cls, height: int, width: int, frames: int) -> None:
-        for name, side in (("height", height), ("width", width)):
-            sizes.require_multiple(name, side, cls.spatial_stride)
-
-    @classmethod
-    def _grid(cls, height: int, width: int, frames: int) -> tuple[int, int, int]:
-        """Return (frames, rows, columns) of the video's tokens. Of five latent frames the first
-        stands for one frame, and the others for four each."""
-        chunks, rest = divmod(frames - 1, CHUNK)
-        latent = chunks * LATENTS + 1 + -(-rest // cls.temporal_stride)
-        return latent, height // cls.spatial_stride, width // cls.spatial_stride
-
-    @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
-        grid = cls._grid(height, width, frames)
-        return 3 * math.prod(grid) + 2 * round(SOUNDS_PER_FRAME * frames), ROW

@@ -23,6 +23,7 @@ from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import pack, unpack
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import denormalise, normalise
 from digenrl.models.shared import require_template
 from digenrl.models.wording import Wording
@@ -32,48 +33,11 @@ TEMPLATE_TOKENS, EDIT_TEMPLATE_TOKENS = 34, 64
 the hidden states."""
 
 
-class QwenImagePolicy(DiffusersPolicy):
-    """Policy of Qwen-Image; arguments in `DiffusersPolicy`."""
+class QwenImageCodec(DiffusersCodec):
+    """Qwen2.5-VL texts, images as packed tokens."""
 
-    family = "qwen_image"
-    pipelines = ("QwenImagePipeline",)
-    transformer_class = QwenImageTransformer2DModel
     vae_class = AutoencoderKLQwenImage
     packed = True
-    attention = ATTENTION
-    feed_forward = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
-    checkpoint_names: ClassVar[Names] = {}
-    unread = frozenset(
-        {
-            "attn.add_q_proj",
-            "attn.norm_added_q",
-            "attn.to_add_out",
-            "txt_mlp.net.0.proj",
-            "txt_mlp.net.2",
-        }
-    )
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return self.network(
-            hidden_states=latents,
-            timestep=sigmas,  # the network multiplies by 1000
-            encoder_hidden_states=condition["text"],
-            encoder_hidden_states_mask=condition.get("mask"),
-            img_shapes=[self.grids()] * latents.shape[0],
-            return_dict=False,
-        )[0]
-
-    def grids(self) -> list[tuple[int, int, int]]:
-        """Return (frames, rows, columns) of all tokens that `predict` gets, one picture after the
-        other."""
-        return [(1, self.height // 16, self.width // 16)]
-
-    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
-        """Apply guidance, rescaled token by token to the norm of the conditional velocity
-        (diffusers QwenImagePipeline)."""
-        combined = super().guide(conditional, unconditional, scale)
-        norm = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True)
-        return combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Return Qwen2.5-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
@@ -104,24 +68,53 @@ class QwenImagePolicy(DiffusersPolicy):
         require_template(self, pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
 
 
-class QwenImageEditPolicy(QwenImagePolicy):
-    """Policy of Qwen-Image-Edit from 2509 on, with one image; arguments in `DiffusersPolicy`.
+class QwenImagePolicy(DiffusersPolicy):
+    """Policy of Qwen-Image; arguments in `DiffusersPolicy`."""
 
-    The image is fitted to the size of the samples. diffusers' pipeline would give the network an
-    image of a megapixel.
-    """
-
-    family = "qwen_image_edit"
-    pipelines = ("QwenImageEditPlusPipeline",)
-    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
+    family = "qwen_image"
+    codec_class = QwenImageCodec
+    pipelines = ("QwenImagePipeline",)
+    transformer_class = QwenImageTransformer2DModel
+    attention = ATTENTION
+    feed_forward = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+    checkpoint_names: ClassVar[Names] = {}
+    unread = frozenset(
+        {
+            "attn.add_q_proj",
+            "attn.norm_added_q",
+            "attn.to_add_out",
+            "txt_mlp.net.0.proj",
+            "txt_mlp.net.2",
+        }
+    )
 
     def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        both = torch.cat([latents, condition["image"]], dim=1)
-        return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
+        return self.network(
+            hidden_states=latents,
+            timestep=sigmas,  # the network multiplies by 1000
+            encoder_hidden_states=condition["text"],
+            encoder_hidden_states_mask=condition.get("mask"),
+            img_shapes=[self.grids()] * latents.shape[0],
+            return_dict=False,
+        )[0]
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """Return the grids of the noise and of the image."""
-        return super().grids() * 2
+        """Return (frames, rows, columns) of all tokens that `predict` gets, one picture after the
+        other."""
+        return [(1, self.codec.height // 16, self.codec.width // 16)]
+
+    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+        """Apply guidance, rescaled token by token to the norm of the conditional velocity
+        (diffusers QwenImagePipeline)."""
+        combined = super().guide(conditional, unconditional, scale)
+        norm = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True)
+        return combined * (norm / torch.linalg.vector_norm(combined, dim=-1, keepdim=True))
+
+
+class QwenImageEditCodec(QwenImageCodec):
+    """Texts with the image that is edited."""
+
+    reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
         """Return Qwen2.5-VL states of image and text with their mask, as `encode_text` does, and
@@ -154,3 +147,23 @@ class QwenImageEditPolicy(QwenImagePolicy):
         require_template(
             self, pipeline.tokenizer, pipeline.prompt_template_encode, EDIT_TEMPLATE_TOKENS
         )
+
+
+class QwenImageEditPolicy(QwenImagePolicy):
+    """Policy of Qwen-Image-Edit from 2509 on, with one image; arguments in `DiffusersPolicy`.
+
+    The image is fitted to the size of the samples. diffusers' pipeline would give the network an
+    image of a megapixel.
+    """
+
+    family = "qwen_image_edit"
+    codec_class = QwenImageEditCodec
+    pipelines = ("QwenImageEditPlusPipeline",)
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        both = torch.cat([latents, condition["image"]], dim=1)
+        return super().predict(both, sigmas, condition)[:, : latents.shape[1]]
+
+    def grids(self) -> list[tuple[int, int, int]]:
+        """Return the grids of the noise and of the image."""
+        return super().grids() * 2

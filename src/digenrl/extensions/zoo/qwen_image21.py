@@ -20,6 +20,7 @@ from digenrl.extensions.zoo.since import require
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import denormalise
 
 require("0.42", "QwenImage21Transformer2DModel", "AutoencoderKLQwenImage21")
@@ -136,41 +137,13 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
         return torch.polar(torch.ones_like(joined), joined)
 
 
-class QwenImage21Policy(DiffusersPolicy):
-    """Policy of Qwen-Image 2.1 text-to-image; arguments in `DiffusersPolicy`.
+class QwenImage21Codec(DiffusersCodec):
+    """Qwen3-VL texts, images with an alpha channel."""
 
-    The model is distilled to one forward. Guidance, where it is asked for, is plain. Pictures have
-    an alpha channel and are laid on white.
-    """
-
-    family = "qwen_image21"
-    pipelines = ("QwenImage21Pipeline",)
-    transformer_class = QwenImage21Transformer2DModel
     vae_class = diffusers.AutoencoderKLQwenImage21
     channels = 64
     vae_stride = 16
-    attention = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
-    feed_forward = ("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer")
     encoders = ("text_encoder", "processor")
-
-    @classmethod
-    def check_checkpoint(cls, path: str) -> None:
-        """Refuse also checkpoints with noise levels of their own."""
-        super().check_checkpoint(path)
-        if pretrained.model_index(path).get("sample_sigmas"):
-            raise pretrained.PretrainedError(
-                f"model.path={path} is distilled to noise levels of its own (sample_sigmas), which "
-                f"the {cls.family} adapter does not follow: use Qwen/Qwen-Image-2.1"
-            )
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return self.network(
-            hidden_states=latents,
-            timestep=sigmas,
-            text=condition["text"],
-            grid=self.image_grid(),
-            mask=condition.get("mask"),
-        )[0]
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Return Qwen3-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
@@ -190,11 +163,45 @@ class QwenImage21Policy(DiffusersPolicy):
         return decoded[:, :3] * alpha + 1.0 - alpha
 
     @classmethod
-    def _check_geometry(cls, height: int, width: int, frames: int) -> None:
-        super()._check_geometry(height, width, frames)
+    def check_size(cls, family: str, height: int, width: int, frames: int) -> None:
+        super().check_size(family, height, width, frames)
         for name, side in (("height", height), ("width", width)):  # the pipeline's own multiple
             sizes.require_multiple(name, side, 2 * cls.vae_stride)
 
     @classmethod
-    def _latent_shape(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
+    def latent_shape_of(cls, height: int, width: int, frames: int) -> tuple[int, ...]:
         return (height // cls.vae_stride) * (width // cls.vae_stride), cls.channels
+
+
+class QwenImage21Policy(DiffusersPolicy):
+    """Policy of Qwen-Image 2.1 text-to-image; arguments in `DiffusersPolicy`.
+
+    The model is distilled to one forward. Guidance, where it is asked for, is plain. Pictures have
+    an alpha channel and are laid on white.
+    """
+
+    family = "qwen_image21"
+    codec_class = QwenImage21Codec
+    pipelines = ("QwenImage21Pipeline",)
+    transformer_class = QwenImage21Transformer2DModel
+    attention = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
+    feed_forward = ("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer")
+
+    @classmethod
+    def check_checkpoint(cls, path: str) -> None:
+        """Refuse also checkpoints with noise levels of their own."""
+        super().check_checkpoint(path)
+        if pretrained.model_index(path).get("sample_sigmas"):
+            raise pretrained.PretrainedError(
+                f"model.path={path} is distilled to noise levels of its own (sample_sigmas), which "
+                f"the {cls.family} adapter does not follow: use Qwen/Qwen-Image-2.1"
+            )
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        return self.network(
+            hidden_states=latents,
+            timestep=sigmas,
+            text=condition["text"],
+            grid=self.codec.image_grid(),
+            mask=condition.get("mask"),
+        )[0]

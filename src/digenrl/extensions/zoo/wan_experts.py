@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from digenrl.models import pretrained
+from digenrl.models.adapter import Adapter
 from digenrl.models.wan import WanPolicy
 
 PARTS = ("transformer", "transformer_2")
@@ -93,6 +94,24 @@ class Experts(ModelMixin, PeftAdapterMixin):
         return (velocity if idle is None else velocity + 0.0 * idle,)
 
 
+class ExpertsAdapter(Adapter):
+    """Trained parameters of two experts, of which an update may reach one alone."""
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Return the names of trained parameters without gradient, or [] if they are all parameters
+        of one expert.
+
+        An expert gets no gradient when no cell of the update has its noise levels. The other expert
+        then has all gradients.
+        """
+        absent, trained = super().parameters_without_gradient(), self.trained_parameters()
+        for part in PARTS:
+            own = [name for name in trained if name.startswith(f"{part}.")]
+            if len(own) < len(trained) and set(own) == set(absent):
+                return []
+        return absent
+
+
 class WanExpertsPolicy(WanPolicy):
     """Wan2.2 text-to-video A14B; arguments in `DiffusersPolicy`, and
 
@@ -100,6 +119,7 @@ class WanExpertsPolicy(WanPolicy):
     """
 
     family = "wan22"
+    adapter_class = ExpertsAdapter
     components: ClassVar[Mapping[str, str]] = {part: f"{part}." for part in PARTS}
     context_plan: ClassVar[dict[str, Any]] = {}
 
@@ -125,17 +145,3 @@ class WanExpertsPolicy(WanPolicy):
         experts: Any = self.transformer
         high = sigmas * 1000 >= experts.boundary
         return torch.where(high, self.cfg_scale, self.guidance_scale_2).view(-1, 1, 1, 1, 1)
-
-    def parameters_without_gradient(self) -> list[str]:
-        """Return the names of trained parameters without gradient, or [] if they are all parameters
-        of one expert.
-
-        An expert gets no gradient when no cell of the update has its noise levels. The other expert
-        then has all gradients.
-        """
-        absent = super().parameters_without_gradient()
-        for prefix in self.components.values():
-            own = [name for name in self.trained_parameters() if name.startswith(prefix)]
-            if len(own) < len(self.trained_parameters()) and set(own) == set(absent):
-                return []
-        return absent

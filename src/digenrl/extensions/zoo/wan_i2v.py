@@ -14,32 +14,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.scales import normalise
-from digenrl.models.wan import WanPolicy
+from digenrl.models.wan import WanCodec, WanPolicy
 from digenrl.models.wording import Wording
 
 
-class WanImageToVideoPolicy(WanPolicy):
-    """Wan2.1 image-to-video 14B; arguments in `DiffusersPolicy`.
+class WanImageToVideoCodec(WanCodec):
+    """Wan2.1's texts and videos, and the first frame."""
 
-    The CLIP sees the image fitted to the size of the video, as the autoencoder does. diffusers'
-    pipeline gives the CLIP the whole image.
-    """
-
-    family = "wan_i2v"
-    pipelines = ("WanImageToVideoPipeline",)
-    context_plan: ClassVar[dict[str, Any]] = {}  # image tokens join the text
     text_length = 512
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
-    attention = (*WanPolicy.attention, "attn2.add_k_proj", "attn2.add_v_proj")
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return self.network(
-            hidden_states=torch.cat([latents, condition["frame"]], dim=1),
-            timestep=sigmas * 1000,
-            encoder_hidden_states=condition["text"],
-            encoder_hidden_states_image=condition["vision"],
-            return_dict=False,
-        )[0]
 
     def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
         """Return the conditioning of the text, and `vision` and `frame` of the image.
@@ -56,3 +39,26 @@ class WanImageToVideoPolicy(WanPolicy):
         frame = torch.cat([given, normalise(encoded.float(), self._vae.config)], dim=1)
         vision = pipeline.encode_image(picture, pipeline.image_encoder.device)
         return {**super().encode_wording(pipeline, wording), "vision": vision, "frame": frame}
+
+
+class WanImageToVideoPolicy(WanPolicy):
+    """Wan2.1 image-to-video 14B; arguments in `DiffusersPolicy`.
+
+    The CLIP sees the image fitted to the size of the video, as the autoencoder does. diffusers'
+    pipeline gives the CLIP the whole image.
+    """
+
+    family = "wan_i2v"
+    codec_class = WanImageToVideoCodec
+    pipelines = ("WanImageToVideoPipeline",)
+    context_plan: ClassVar[dict[str, Any]] = {}  # image tokens join the text
+    attention = (*WanPolicy.attention, "attn2.add_k_proj", "attn2.add_v_proj")
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        return self.network(
+            hidden_states=torch.cat([latents, condition["frame"]], dim=1),
+            timestep=sigmas * 1000,
+            encoder_hidden_states=condition["text"],
+            encoder_hidden_states_image=condition["vision"],
+            return_dict=False,
+        )[0]

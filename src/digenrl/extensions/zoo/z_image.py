@@ -11,39 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from digenrl.models.pipeline import DiffusersPolicy
+from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import unscale
 from digenrl.models.shared import report_long_turn
 
 
-class ZImagePolicy(DiffusersPolicy):
-    """Policy of Z-Image, the model before its distillation to few steps; arguments in
-    `DiffusersPolicy`.
+class ZImageCodec(DiffusersCodec):
+    """Qwen3 texts, images."""
 
-    diffusers' ZImagePipeline counts guidance from the conditional velocity, so its scale is one
-    less than here. LoRA leaves the refiners of image and text tokens frozen.
-    """
-
-    family = "z_image"
-    pipelines = ("ZImagePipeline",)
-    transformer_class = ZImageTransformer2DModel
     vae_class = AutoencoderKL
-    block_lists = ("layers", "noise_refiner", "context_refiner")
-    depths = ("n_layers",)
-    attention = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
-    feed_forward = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
-
-    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        texts, mask = condition["text"], condition.get("mask")
-        rows = (
-            list(texts)
-            if mask is None
-            else [text[kept] for text, kept in zip(texts, mask, strict=True)]
-        )
-        # The network's clock runs from noise at 0 to the image at 1, and so does its velocity.
-        velocities = self.network(
-            list(latents.unsqueeze(2)), 1.0 - sigmas, rows, return_dict=False
-        )[0]
-        return -torch.stack(velocities).squeeze(2)
 
     def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
         """Return Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1,
@@ -64,3 +40,34 @@ class ZImagePolicy(DiffusersPolicy):
 
     def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
+
+
+class ZImagePolicy(DiffusersPolicy):
+    """Policy of Z-Image, the model before its distillation to few steps; arguments in
+    `DiffusersPolicy`.
+
+    diffusers' ZImagePipeline counts guidance from the conditional velocity, so its scale is one
+    less than here. LoRA leaves the refiners of image and text tokens frozen.
+    """
+
+    family = "z_image"
+    codec_class = ZImageCodec
+    pipelines = ("ZImagePipeline",)
+    transformer_class = ZImageTransformer2DModel
+    block_lists = ("layers", "noise_refiner", "context_refiner")
+    depths = ("n_layers",)
+    attention = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
+    feed_forward = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+
+    def predict(self, latents: Tensor, sigmas: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        texts, mask = condition["text"], condition.get("mask")
+        rows = (
+            list(texts)
+            if mask is None
+            else [text[kept] for text, kept in zip(texts, mask, strict=True)]
+        )
+        # The network's clock runs from noise at 0 to the image at 1, and so does its velocity.
+        velocities = self.network(
+            list(latents.unsqueeze(2)), 1.0 - sigmas, rows, return_dict=False
+        )[0]
+        return -torch.stack(velocities).squeeze(2)

@@ -92,14 +92,14 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     # A quantized base is for training: the adapter is merged with the published weights.
     whole = {"quantize": None} if composed.settings.model.holds("quantize") else {}
     policy = composed.settings.build("model", **whole)
-    policy.load_trained_parameters(tensors)
+    policy.adapter.load_trained_parameters(tensors)
     if request.merge:
-        if policy.lora is None:
+        if policy.adapter.lora is None:
             raise ValueError(
                 f"merge = true: {request.run} trained all weights, which are whole already; leave "
                 "it out"
             )
-        policy.merge_adapter()
+        policy.adapter.merge()
     export_policy(policy, out)
     if request.format != "diffusers":
         export_layout(policy, out, request.format)
@@ -115,7 +115,7 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
         every: optimizer steps between two updates of the moving average.
 
     Returns:
-        (tensors by the names of `policy.trained_parameters()`, kind of the weights: trained |
+        (tensors by the names of `Adapter.trained_parameters`, kind of the weights: trained |
         average).
 
     Raises:

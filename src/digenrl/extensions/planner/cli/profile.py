@@ -150,7 +150,10 @@ def measure(settings: Settings) -> dict[str, Measured]:
 
     try:
         encode = _timed(
-            lambda: torch.no_grad()(policy.encode_prompts)(policy.wordings([prompt])[0]), 1
+            lambda: torch.no_grad()(policy.codec.encode_prompts)(
+                policy.codec.wordings([prompt])[0]
+            ),
+            1,
         )
         generation = generate()
         media = engine.decode(generation)

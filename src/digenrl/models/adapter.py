@@ -1,0 +1,191 @@
+"""The trained part of a network: a low-rank adapter or all weights, and the base model behind it.
+
+An `Adapter` is no `nn.Module`: the network and its frozen copy are submodules of the policy alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
+
+
+def cast_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Return the module's own parameters that autocast casts in every forward: those of matrix
+    products and convolutions."""
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+        yield from module.parameters(recurse=False)
+
+
+class Adapter:
+    """Trained parameters of `transformer` by their names in a checkpoint, and its base model.
+
+    Args:
+        family: name of the model family, for messages.
+        transformer: the network; with LoRA already in its storage dtype, usually `dtype`.
+        lora: the low-rank adapter to inject. None trains all weights in fp32 and computes under
+            autocast to `dtype`; `reference` then needs the copy of `keep_reference`.
+        dtype: dtype of the forward.
+        keep_reference: keep a frozen copy of weights that are all trained. With LoRA the base under
+            the adapter serves.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        transformer: nn.Module,
+        lora: Mapping[str, Any] | LoraSpec | None,
+        dtype: torch.dtype,
+        keep_reference: bool = False,
+    ) -> None:
+        self.family, self.dtype = family, dtype
+        self.lora = (
+            lora if isinstance(lora, LoraSpec) or lora is None else LoraSpec.from_config(lora)
+        )
+        self.frozen_copy: nn.Module | None = None
+        if self.lora is None:
+            transformer.requires_grad_(True)
+            for parameter in transformer.parameters():
+                parameter.data = parameter.data.to(wide(dtype))
+            if keep_reference:
+                self.frozen_copy = copy.deepcopy(transformer).requires_grad_(False)
+            self.lora_layers: list[str] = []
+        else:
+            self.lora_layers = inject_lora(transformer, self.lora)
+        self._transformer = transformer
+        self._adapted = tuple(
+            layer for layer in transformer.modules() if isinstance(layer, AdaptedLinear)
+        )
+        self.in_reference = False
+        """Whether velocities are the base model's at present."""
+
+    # ---- the base model
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether this rank has the base model: under an adapter, or as a frozen copy."""
+        return self.lora is not None or self.frozen_copy is not None
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Make `Policy.velocity` that of the base model while the context is open: adapters off, or
+        the copy of full fine-tuning.
+
+        Raises:
+            RuntimeError: full fine-tuning without `keep_reference=True`.
+        """
+        if not self.has_reference:
+            raise RuntimeError(
+                "full fine-tuning keeps no reference model; set model.keep_reference=true or train "
+                "LoRA"
+            )
+        before, self.in_reference = self.in_reference, True
+        # peft's enable_adapters() would also switch requires_grad of every layer, twice per forward
+        # of the base.
+        for layer in self._adapted:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            self.in_reference = before
+            for layer in self._adapted:
+                layer._disable_adapters = before
+
+    # ---- trained parameters
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return name in the transformer -> parameter that requires a gradient, in the
+        transformer's own order."""
+        return {
+            name: value
+            for name, value in self._transformer.named_parameters()
+            if value.requires_grad
+        }
+
+    def load_trained_parameters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors` (names and shapes of `trained_parameters()`) into the network; ValueError
+        on any mismatch."""
+        own = self.trained_parameters()
+        unknown, absent = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors))
+        if unknown or absent:
+            raise ValueError(
+                f"trained parameters do not match this policy ({self.family}): {len(unknown)} "
+                f"unknown {unknown[:3]}, "
+                f"{len(absent)} missing {absent[:3]}; use the run's own model and lora settings"
+            )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                if parameter.shape != tensors[name].shape:
+                    raise ValueError(
+                        f"{name} has shape {tuple(tensors[name].shape)}, policy "
+                        f"{tuple(parameter.shape)}"
+                    )
+                parameter.copy_(tensors[name])
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Return the names of trained parameters whose .grad is None. After a backward pass there
+        must be none."""
+        return [
+            name for name, parameter in self.trained_parameters().items() if parameter.grad is None
+        ]
+
+    def merge(self) -> None:
+        """Add the adapter to the weights that it adapts, rounded once to their dtype. Nothing of
+        the network is trained afterwards.
+
+        Raises:
+            ValueError: a sum is not finite.
+        """
+        transformer: Any = self._transformer
+        transformer.fuse_lora(safe_fusing=True)
+        transformer.unload_lora()
+        self.lora, self.lora_layers, self._adapted = None, [], ()
+
+    # ---- ranks that only generate
+
+    def only_generate(self) -> None:
+        """Keep in `dtype` the weights that every forward casts to it anyway.
+
+        A rank that never trains then needs half the memory, and a version half the bytes. The
+        velocities are the same, bit by bit.
+        """
+        for parameter in self._cast_in_forwards():
+            parameter.data = parameter.data.to(self.dtype)
+
+    def generating_parameters(self) -> dict[str, Tensor]:
+        """Return the trained parameters as a rank holds them that only generates: shapes and dtypes
+        (meta tensors)."""
+        cast = {id(parameter) for parameter in self._cast_in_forwards()}
+        return {
+            name: torch.empty(
+                value.shape, dtype=self.dtype if id(value) in cast else value.dtype, device="meta"
+            )
+            for name, value in self.trained_parameters().items()
+        }
+
+    def _cast_in_forwards(self) -> list[nn.Parameter]:
+        """Return the fp32 parameters that every forward casts to `dtype`.
+
+        Autocast casts most of them. An adapter casts its own factors, unless the adapted layer
+        computes in fp32.
+        """
+        modules = list(self._transformer.modules())
+        if self.lora is not None:
+            layers = [
+                layer
+                for layer in self._adapted
+                if layer.get_base_layer().weight.dtype != wide(self.dtype)
+            ]
+            modules = [
+                factor
+                for layer in layers
+                for factor in layer.modules()
+                if isinstance(factor, CastLinear)
+            ]
+        return [parameter for module in modules for parameter in cast_parameters(module)]
