@@ -53,3 +53,18 @@ def test_a_configuration_names_the_nearest_argument(
     with pytest.raises(config.ConfigError) as caught:
         config.load(words)
     assert any(all(part in text for part in expected) for text in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "digenrl.extensions.zoo.wan_experts.WanExpertsPolicy",  # hands its **kwargs on
+        "digenrl.extensions.zoo.ltx23.LTX23Policy",  # its base's base is another file's
+        "reward_models.vlm_judge.PairJudge",
+        "reward_models.unified_reward.UnifiedReward",
+    ],
+)
+def test_keys_are_known_through_bases_of_other_files_and_handed_on_kwargs(target: str) -> None:
+    (text,) = target_problems({"a": {"_target_": target, "no_such_key": 1}})
+    assert "a.no_such_key" in text
+    assert "takes no such argument" in text

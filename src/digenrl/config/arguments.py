@@ -34,15 +34,16 @@ def argument_problems(where: str, path: str, target: str, node: Mapping[str, Any
         close = nearest(child, _submodules(parent))
         hint = f"; nearest: {parent}.{close}" if close else ""
         return [f"{where} = {target}: there is no module {module}{hint}."]
-    definition = _find(module, name)
-    if definition is None:
+    found = _find(module, name)
+    if found is None:
         known = _names(source)
         close = nearest(name, known)
         hint = f"nearest: {module}.{close}" if close else f"it has {listing(known)}"
         return [f"{where} = {target}: {module} defines no {name}; {hint}."]
+    home, definition = found
     if isinstance(definition, ast.FunctionDef) and target.partition(".")[0] != "lightning":
         return [f"{where} = {target}: {name} is a function; a component is a class."]
-    accepted = _arguments(module, definition)
+    accepted = _arguments(home, definition)
     if accepted is None:
         return []
     problems = []
@@ -103,15 +104,15 @@ def _names(source: Path) -> list[str]:
     ]
 
 
-def _find(module: str, name: str, depth: int = 0) -> _Definition | None:
+def _find(module: str, name: str, depth: int = 0) -> tuple[str, _Definition] | None:
     """Return the definition of `name` in `module`, following absolute imports from the same
-    top-level package."""
+    top-level package, and the module where it stands."""
     source = _module_file(module)
     if source is None or depth > 4:
         return None
     for item in _body(source):
         if isinstance(item, _Definition) and item.name == name:
-            return item
+            return module, item
         if isinstance(item, ast.ImportFrom) and item.module and not item.level:
             for alias in item.names:
                 same = item.module.partition(".")[0] == module.partition(".")[0]
@@ -120,30 +121,47 @@ def _find(module: str, name: str, depth: int = 0) -> _Definition | None:
     return None
 
 
-def _parameters(function: ast.FunctionDef, method: bool = False) -> tuple[str, ...] | None:
-    """Return the names that a function takes; None = any, by **kwargs."""
+def _parameters(function: ast.FunctionDef) -> tuple[str, ...]:
+    """Return the names that a function takes, without those that its **kwargs may hold."""
     arguments = function.args
-    if arguments.kwarg is not None:
-        return None
-    positional = [*arguments.posonlyargs, *arguments.args][1 if method else 0 :]
-    return tuple(argument.arg for argument in (*positional, *arguments.kwonlyargs))
+    each = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    return tuple(argument.arg for argument in each)
+
+
+def _passes_on(function: ast.FunctionDef) -> bool:
+    """Whether a constructor hands its **kwargs to that of its base, and uses them nowhere else."""
+    kwargs = function.args.kwarg
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    handed = [_uses(call, kwargs) for call in calls if ast.unparse(call.func) == "super().__init__"]
+    return sum(handed) == _uses(function, kwargs) > 0
+
+
+def _uses(node: ast.AST, name: ast.arg | None) -> int:
+    """Return how often `node` reads the variable `name`."""
+    read = (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+    return 0 if name is None else list(read).count(name.arg)
 
 
 def _arguments(module: str, definition: _Definition, depth: int = 0) -> tuple[str, ...] | None:
     """Return the names that the constructor (or function) accepts; None = not knowable from its
     source."""
     if isinstance(definition, ast.FunctionDef):
-        return _parameters(definition)
+        return None if definition.args.kwarg else _parameters(definition)
+    inherited: list[str] = []
     for item in definition.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return _parameters(item, method=True)
+            given = _parameters(item)[1:]
+            if item.args.kwarg is None:
+                return given
+            if not _passes_on(item):
+                return None
+            inherited += given
     if depth > 4:
         return None
-    inherited: list[str] = []
     for base in definition.bases:
         found = _find(module, base.id) if isinstance(base, ast.Name) else None
         if found is not None:
-            names = _arguments(module, found, depth + 1)
+            names = _arguments(*found, depth + 1)
             if names is None:
                 return None
             inherited += names
