@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +68,13 @@ def test_samples_are_those_of_the_runs_own_evaluation(trained: Path) -> None:
     assert not np.array_equal(digenrl.sample(run, prompts, samples=2, seed=1).media, drawn.media)
     solved = digenrl.sample(run, prompts, "sampling.eval.solver=dpm2", samples=2)
     assert not np.array_equal(solved.media, drawn.media), "what an evaluation would do"
+
+
+@pytest.mark.parametrize("wrong", [{"weights": "trained"}, {"samples": 0}, {"steps": 0}])
+def test_what_can_not_be_sampled_is_refused_before_the_run_is_read(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^{name} = "):
+        digenrl.sample("no run", ["a prompt"], **wrong)
 
 
 @pytest.mark.heavy

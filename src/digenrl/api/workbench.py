@@ -139,7 +139,13 @@ def sample(
     Raises:
         ConfigError: no such run, or words that do not fit.
         NoCheckpoint: weights="last", but the run has no whole checkpoint.
+        ValueError: weights that are neither, or fewer than one sample or step.
     """
+    if weights not in ("last", "base"):
+        raise ValueError(f"weights = {weights!r}: use 'last' (the newest checkpoint) or 'base'")
+    for name, count in (("samples", samples), ("steps", 1 if steps is None else steps)):
+        if count < 1:
+            raise ValueError(f"{name} = {count}: at least 1 is needed")
     composed = changed_run(run.path if isinstance(run, LoadedRun) else Path(run), words)
     checkpoint, rl_step = last_checkpoint(composed.run_dir) if weights == "last" else (None, 0)
 

@@ -66,21 +66,70 @@ def verdict(
         threshold: score above which detections count. Lines tagged "counting" use
             `counting_threshold`.
     """
-    least = counting_threshold if rules["tag"] == "counting" else threshold
-    seen = [found for found in detector.find(picture, classes_of(rules)) if found.score > least]
-    seen.sort(key=lambda found: -found.score)
+    seen = _objects(rules, picture, detector, threshold, counting_threshold)
     wrong: list[str] = []
     groups: list[list[Detection] | None] = []
     for clause in rules["include"]:
-        of_class = [found for found in seen if found.label == clause["class"]][:MOST_OBJECTS]
-        problem = _unfulfilled(clause, of_class[: clause["count"]], picture, detector, groups)
-        groups.append(None if problem else of_class[: clause["count"]])
+        first = seen[clause["class"]][: clause["count"]]
+        problem = _unfulfilled(clause, first, picture, detector, groups)
+        groups.append(None if problem else first)
         wrong += [problem] if problem else []
     for clause in rules.get("exclude", []):
-        number = min(MOST_OBJECTS, sum(found.label == clause["class"] for found in seen))
+        number = len(seen[clause["class"]])
         if number >= clause["count"]:
             wrong.append(f"{clause['class']}: {number}, expected fewer than {clause['count']}")
     return "; ".join(wrong)
+
+
+def training_terms(
+    rules: Mapping[str, Any],
+    picture: Tensor,
+    detector: Detector,
+    threshold: float,
+    counting_threshold: float,
+) -> list[float]:
+    """Return the terms whose mean is Flow-GRPO's training reward (yifan123/reward-server
+    `reward_server/gen_eval.py` at 7131478, `evaluate_reward`); arguments as of `verdict`.
+
+    Each `include` clause gives 1 - |found - asked| / asked: surplus costs as lack does, and a term
+    may be negative. Where the number is not exact, a colour or a place gives 0. Where it is, a
+    colour gives 1 - |so coloured - asked| / asked, and a place gives 1, beside 0 where an object is
+    elsewhere, or 0 alone where its target's own clause does not hold. `exclude` is not looked at.
+    """
+    seen = _objects(rules, picture, detector, threshold, counting_threshold)
+    terms: list[float] = []
+    groups: list[list[Detection] | None] = []
+    for clause in rules["include"]:
+        found, count = seen[clause["class"]], clause["count"]
+        terms.append(1.0 - abs(count - len(found)) / count)
+        holds = len(found) == count
+        if not holds and ("color" in clause or "position" in clause):
+            terms.append(0.0)
+        if holds and "color" in clause:
+            coloured = detector.colours(picture, found).count(clause["color"])
+            terms.append(1.0 - abs(count - coloured) / count)
+            holds = coloured == count
+        if holds and "position" in clause:
+            others = groups[clause["position"][1]]
+            holds = others is not None and not _misplaced(clause, found, others)
+            terms += [0.0] * (not holds) + [1.0] * (others is not None)
+        groups.append(found if holds else None)
+    return terms
+
+
+def _objects(
+    rules: Mapping[str, Any],
+    picture: Tensor,
+    detector: Detector,
+    threshold: float,
+    counting_threshold: float,
+) -> dict[str, list[Detection]]:
+    """Return the objects of each class that count, the highest scores first."""
+    least = counting_threshold if rules["tag"] == "counting" else threshold
+    classes = classes_of(rules)
+    seen = [found for found in detector.find(picture, classes) if found.score > least]
+    seen.sort(key=lambda found: -found.score)
+    return {name: [one for one in seen if one.label == name][:MOST_OBJECTS] for name in classes}
 
 
 def _unfulfilled(
@@ -109,13 +158,21 @@ def _unfulfilled(
         others = groups[target]
         if others is None:
             return f"{name}: nothing that it could be {relation}"
-        for one in found:
-            for other in others:
-                if relation not in (held := relations(one, other)):
-                    return (
-                        f"{name}: {' and '.join(sorted(held)) or 'nowhere plainly'}, expected "
-                        f"{relation}"
-                    )
+        return _misplaced(clause, found, others)
+    return ""
+
+
+def _misplaced(
+    clause: Mapping[str, Any], found: Sequence[Detection], others: Sequence[Detection]
+) -> str:
+    """Return where the first object is that has not the asked place beside each of `others`; "" if
+    all have."""
+    relation = clause["position"][0]
+    for one in found:
+        for other in others:
+            if relation not in (held := relations(one, other)):
+                place = " and ".join(sorted(held)) or "nowhere plainly"
+                return f"{clause['class']}: {place}, expected {relation}"
     return ""
 
 
