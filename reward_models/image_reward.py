@@ -122,7 +122,7 @@ class ImageReward:
                 renamed(read_state(file, "give `path` the downloaded ImageReward.pt"))
             )
             words = Path(source) / _TOKENIZER if build == "tiny" else tokenizer
-            self.tokenizer = BertTokenizer.from_pretrained(words)
+            self.tokenizer = BertTokenizer.from_pretrained(words, local_files_only=True)
         self.model = model.to(self.device, self.dtype).eval().requires_grad_(False)
         self.model.head.float()
         self.model_id = (

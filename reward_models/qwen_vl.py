@@ -101,9 +101,11 @@ class QwenReward:
                 if build == "tiny"
                 else (Path(source), processor)
             )
-            self.processor = transformers.AutoProcessor.from_pretrained(words, padding_side="right")
+            self.processor = transformers.AutoProcessor.from_pretrained(
+                words, padding_side="right", local_files_only=True
+            )
             self.processor.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
-            config = transformers.AutoConfig.from_pretrained(words)
+            config = transformers.AutoConfig.from_pretrained(words, local_files_only=True)
             state = renamed(read_state(file, "give `path` the published file"), self.lora_alpha)
             config.text_config.vocab_size = state["model.language_model.embed_tokens.weight"].size(
                 0

@@ -15,10 +15,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
-from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
+from digenrl.config.compose import (
+    KnownKeys,
+    compose_words,
+    merge_words,
+    parse_words,
+    with_search_path,
+)
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import show
 from digenrl.config.help_pages import configuration_help
+from digenrl.config.reaching import reaching_problems
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
 from digenrl.config.validation import shown
 
@@ -104,6 +111,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
         problems += _only_on_the_command_line(tree, allow)
+    problems += reaching_problems(plain, _set_by(words))
     problems += _unwritable(run_dir.absolute())
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed)
@@ -136,6 +144,11 @@ def _only_on_the_command_line(tree: DictConfig, allow: Sequence[str]) -> Iterato
             f"allow_targets = {list(tree.allow_targets)}: counts only on the command line, not in "
             "a YAML file; set it there, for this run."
         )
+
+
+def _set_by(words: Sequence[str]) -> list[str]:
+    """Return the keys to which a command line gives values."""
+    return [word.key_or_group for word in parse_words(words).values if not word.is_delete()]
 
 
 def _run_dir() -> Path:

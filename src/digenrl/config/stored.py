@@ -18,8 +18,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from digenrl.config.compose import composed, group_options
+from digenrl.config.compose import composed, group_options, quoted
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, reason
 from digenrl.config.schema import RESUMABLE, may_change
 from digenrl.config.schemas import schema_of
@@ -87,8 +88,19 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         if isinstance(target, str):
             node["_target_"] = present_name(target)  # type: ignore[index]  # of OmegaConf
     notes = {"lacks keys that came after it; from the defaults": _complete(tree)}
+    notes["names a directory that counts only on the command line; left out"] = _unplaced(tree)
     notes["holds keys that were removed; left out"] = _forget(tree)
     return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]
+
+
+def _unplaced(tree: DictConfig) -> list[str]:
+    """Take the place of the prompt store back to `auto`, in place: a run writes there. Return what
+    was there as key=value."""
+    data = tree.get("data")
+    if not isinstance(data, DictConfig) or data.get("prompt_store") in (None, "auto"):
+        return []
+    found, data["prompt_store"] = data["prompt_store"], "auto"
+    return [f"data.prompt_store={shown(found)}"]
 
 
 def _no_run(run: Path, word: str) -> str:
@@ -157,6 +169,16 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
         "ARGS=...) if data may go there."
         for host, path in found.items()
     ]
+
+
+def words_to_join(tree: Any) -> list[str]:
+    """Return the words with which a rank that joins confirms what the command line of the run
+    `tree` has confirmed or set."""
+    plain = OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree
+    hosts = dict.fromkeys(host for _, host in _hosts(plain))
+    found = {"allow_targets": plain.get("allow_targets") or [], "confirm_hosts": list(hosts)}
+    words = [f"{key}=[{','.join(map(quoted, names))}]" for key, names in found.items() if names]
+    return [*words, *reaching_words(plain)]
 
 
 def _hosts(tree: Any) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ import httpx
 from torch import Tensor
 
 from digenrl.cluster.signals import end_with_parent
+from digenrl.rewards.needs import flag_problems
 from digenrl.rewards.protocol import build_scorer, identity_of
 from digenrl.types import Prompt
 from reward_models.qwen_vl import write_tiny
@@ -40,7 +41,8 @@ class ServedJudge:
 
     Args:
         scorer: YAML node of the judge, with `url` (replaced), `model` (a directory or hub id) and
-            `serve`: {build: real | tiny, gpus, args: further words for `vllm serve`}.
+            `serve`: {build: real | tiny, gpus, args: further words for `vllm serve`, of the flags
+            in `digenrl.rewards.needs`}.
         gpus: numbers of the GPUs that the server takes; none = processors.
         start_s: seconds within which the server must answer.
     """
@@ -97,7 +99,17 @@ class ServedJudge:
 def server_command(
     path: str, name: str, port: int, gpus: int, more: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that serves the model in the directory `path` under `name`."""
+    """Return the command that serves the model in the directory `path` under `name`.
+
+    Raises:
+        ValueError: `more` holds something else than allowed flags, or a name is an option.
+    """
+    problems = [
+        *flag_problems(list(more)),
+        *(f"{one}: is an option" for one in (path, name) if one.startswith("-")),
+    ]
+    if problems:
+        raise ValueError(f"a judge's serve.args = {list(more)}: {'; '.join(problems)}.")
     where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
     if importlib.util.find_spec("vllm") is None:
         return [sys.executable, "-m", "digenrl.rewards.vlm_server", path, *where]

@@ -41,8 +41,10 @@ class Chat:
 
     def __init__(self, path: str, name: str) -> None:
         self.name, self.device = name, resolve_device("auto")
-        self.processor = AutoProcessor.from_pretrained(path)
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto")
+        self.processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        model = AutoModelForImageTextToText.from_pretrained(
+            path, dtype="auto", local_files_only=True
+        )
         self.model = model.to(self.device).eval()
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ class TransformersDetector:
         self._least, self._max_overlap = least, max_overlap
         self._in_words = (
             path.is_dir()
-            and type(AutoConfig.from_pretrained(path))
+            and type(AutoConfig.from_pretrained(path, local_files_only=True))
             in MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
         )
         self._detect = _pipeline(
