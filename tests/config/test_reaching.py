@@ -125,6 +125,7 @@ def test_stored_flags_of_a_judges_server_count_only_on_the_command_line(run: Pat
         ("logger.tensorboard.name", "a\n/x"),
         ("trainer.model_registry", "evil/model"),
         ("trainer.default_root_dir", "/tmp/elsewhere"),
+        ("logger", {"x\nssh-ed25519 AAAA": {"_target_": "x", "_partial_": True}}),
         ("model.attention_backend", "flash_hub"),
         ("model.attention_backend", "_flash_3_hub"),
     ],

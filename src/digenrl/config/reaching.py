@@ -62,6 +62,11 @@ def reaching_problems(tree: Any, given: Collection[str]) -> Iterator[str]:
     for path, node in nodes(tree):
         if not isinstance(node, Mapping):
             continue
+        yield from (
+            f"{path}: has the key {str(key)!a}, which is no name; use printable characters."
+            for key in node
+            if not str(key).isprintable()
+        )
         target = node.get("_target_")
         if "_args_" in node and isinstance(target, str) and target in components():
             yield f"{path}._args_: is refused; give the arguments of {target} by their names."

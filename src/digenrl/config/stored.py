@@ -28,7 +28,7 @@ from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
 from digenrl.record.redact import redact, redact_text
-from digenrl.record.run_dir import CONFIG
+from digenrl.record.run_dir import CONFIG, ForeignEntry, require_own
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
@@ -47,8 +47,12 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         ConfigError: `run` is no run directory, or its configuration is not plain data.
     """
     file = run / CONFIG
-    if not file.is_file():
+    if not file.is_file() and not file.is_symlink():
         raise ConfigError([_no_run(run, word)])
+    try:
+        require_own(run)
+    except ForeignEntry as error:
+        raise ConfigError([str(error)]) from error
     try:
         tree = OmegaConf.load(file)
     except (
@@ -174,7 +178,7 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
 def words_to_join(tree: Any) -> list[str]:
     """Return the words with which a rank that joins confirms what the command line of the run
     `tree` has confirmed or set."""
-    plain = OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree
+    plain: Any = OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree
     hosts = dict.fromkeys(host for _, host in _hosts(plain))
     found = {"allow_targets": plain.get("allow_targets") or [], "confirm_hosts": list(hosts)}
     words = [f"{key}=[{','.join(map(quoted, names))}]" for key, names in found.items() if names]

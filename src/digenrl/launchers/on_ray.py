@@ -37,6 +37,7 @@ from digenrl.config.stored import words_to_join
 from digenrl.hardware import assign, parse_hardware
 from digenrl.launchers.places import UNUSED_ADDRESS
 from digenrl.launchers.reaching import source_address
+from digenrl.record.run_dir import LOGS, open_log
 from digenrl.settle import begins_with
 
 _INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -154,7 +155,7 @@ class Seat:
         join`. `words` are further words of its command line."""
         own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-m", "digenrl", "join", f"run={run_dir}", *words]
-        with (Path(run_dir) / "logs" / "join.log").open("a") as log:
+        with os.fdopen(open_log(Path(run_dir) / LOGS / "join.log"), "a") as log:
             return subprocess.run(
                 command,
                 env=own,

@@ -146,15 +146,15 @@ class JsonlTail:
         self._rest = b""
 
     def read(self) -> list[Row]:
-        """Return new whole lines, oldest first; none for an absent file. A file that shrank is read
-        from its beginning."""
+        """Return new whole lines, oldest first; none for an absent or unreadable file. A file
+        that shrank is read from its beginning."""
         try:
             with open_own(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # absent, or nothing that may be read
             return []
         self._offset += len(data)
         lines = (self._rest + data).split(b"\n")

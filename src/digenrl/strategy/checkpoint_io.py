@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
+from digenrl.record.run_dir import own_folder
 from digenrl.strategy.checkpoint_storage import (
     POLICY,
     WHERE,
@@ -162,6 +163,7 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def _adopt(self, temporary: Path, target: Path) -> None:
         """What is written becomes the newest checkpoint; outdated ones go."""
+        own_folder(target.parent)
         if (
             target.exists()
         ):  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
@@ -250,6 +252,8 @@ def verify(directory: Path) -> None:
         CheckpointError: no manifest (the write never finished) or one that does not list the
             checkpoint's files, a missing file, a file elsewhere, or other bytes than were written.
     """
+    if directory.is_symlink() and directory.name != "last":
+        raise CheckpointError(f"{directory} is a link, and no checkpoint of this run; not read.")
     if (directory / MANIFEST).exists():
         _check_inside(directory, MANIFEST)
     try:
@@ -376,6 +380,8 @@ def _manifest(facts: dict[str, Any]) -> str:
 def _point(link: Path, name: str) -> None:
     """Make `link` point to its sibling `name`, in one rename."""
     temporary = link.with_name(f".tmp-{link.name}")
+    if temporary.is_dir() and not temporary.is_symlink():
+        shutil.rmtree(temporary)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
     temporary.rename(link)
