@@ -1,19 +1,19 @@
 """`digenrl COMMAND [key=value ...]`: every command by one name, from any directory.
 
-Modules of the working directory can be named in `_target_` (with allow_targets), after those that
-are installed.
+With allow_targets=[...] on the command line, modules of the working directory can be named in
+`_target_`, after those that are installed. Without it nothing is imported from there.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import resource
 import signal
 import sys
 from collections.abc import Sequence
 
 from digenrl.cli.commands import commands
+from digenrl.cli.own_modules import find_own_modules
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def _run(words: Sequence[str] | None) -> int:
         from digenrl.cli.sweeps import sweep
 
         return sweep(rest, name)
-    sys.path.append(os.getcwd())  # last, so that no file there stands in for an installed module
+    find_own_modules(rest)
     try:
         return int(importlib.import_module(command.module).main(rest))
     except (ImportError, MemoryError) as error:

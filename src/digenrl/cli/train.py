@@ -13,8 +13,11 @@ Under torchrun or SLURM this process is one rank already, and starts none.
 
 from __future__ import annotations
 
-import os
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the working directory, which `-m` puts ahead of what is installed
+import os
 
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.garbage import no_garbage
@@ -76,4 +79,7 @@ def before_forks() -> None:
 
 
 if __name__ == "__main__":
+    from digenrl.cli.own_modules import find_own_modules
+
+    find_own_modules(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

@@ -153,7 +153,7 @@ class Seat:
     def join(self, run_dir: str, words: Sequence[str] = ()) -> int:
         """Join the run in this directory as a further rollout, and return the exit code of `digenrl
         join`. `words` are further words of its command line."""
-        own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", "digenrl", "join", f"run={run_dir}", *words]
         with os.fdopen(open_log(Path(run_dir) / LOGS / "join.log"), "a") as log:
             return subprocess.run(

@@ -25,6 +25,7 @@ import httpx
 from torch import Tensor
 
 from digenrl.cluster.signals import end_with_parent
+from digenrl.model_folder import require_data
 from digenrl.rewards.needs import flag_problems
 from digenrl.rewards.protocol import build_scorer, identity_of
 from digenrl.types import Prompt
@@ -60,6 +61,7 @@ class ServedJudge:
         with checkpoint(
             _directory(scorer["model"], serve["build"]), serve["build"], _write
         ) as path:
+            require_data(path)
             command = server_command(path, scorer["model"], port, len(gpus), serve["args"])
             self._server = subprocess.Popen(
                 command, env=environment, preexec_fn=partial(end_with_parent, signal.SIGKILL)
@@ -70,7 +72,7 @@ class ServedJudge:
         os.environ[scorer.get("token_env", "DIGENRL_JUDGE_TOKEN")] = token
         url = f"http://127.0.0.1:{port}/v1"
         self._judge = build_scorer({**scorer, "url": url, "constrained": True})
-        self.model_id = f"{identity_of(self._judge).model_id}, served by {command[2]}"
+        self.model_id = f"{identity_of(self._judge).model_id}, served by {command[3]}"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return the judge's scores [B]."""
@@ -111,9 +113,10 @@ def server_command(
     if problems:
         raise ValueError(f"a judge's serve.args = {list(more)}: {'; '.join(problems)}.")
     where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
+    python = [sys.executable, "-P", "-m"]  # no module of the working directory
     if importlib.util.find_spec("vllm") is None:
-        return [sys.executable, "-m", "digenrl.rewards.vlm_server", path, *where]
-    vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, *where]
+        return [*python, "digenrl.rewards.vlm_server", path, *where]
+    vllm = [*python, "vllm.entrypoints.cli.main", "serve", path, *where]
     return [*vllm, "--tensor-parallel-size", str(max(1, gpus)), *map(str, more)]
 
 

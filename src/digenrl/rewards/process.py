@@ -128,7 +128,7 @@ class ProcessScorer:
         scorer is built."""
         token = secrets.token_urlsafe(32)
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "digenrl.rewards.process"],
+            [sys.executable, "-P", "-m", "digenrl.rewards.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -31,6 +31,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from digenrl.model_folder import require_data
 from digenrl.rewards.protocol import resolve_device
 
 _MOST_BYTES, _MOST_TOKENS = 64 << 20, 512
@@ -41,6 +42,7 @@ class Chat:
 
     def __init__(self, path: str, name: str) -> None:
         self.name, self.device = name, resolve_device("auto")
+        require_data(path)
         self.processor = AutoProcessor.from_pretrained(path, local_files_only=True)
         model = AutoModelForImageTextToText.from_pretrained(
             path, dtype="auto", local_files_only=True
