@@ -105,7 +105,7 @@ def _libraries(index: Any) -> Iterator[tuple[str, Any]]:
             continue
         if not isinstance(value, list):
             continue
-        named = [value[:1]]
+        named: list[Any] = [value[:1]]
         named += [item.get("type_hint") for item in value if isinstance(item, dict)]
         for each in named:
             library = each[0] if isinstance(each, list) and each else None

@@ -49,11 +49,13 @@ def train(words: list[str], signals: StopSignals) -> int:
         from digenrl.cli.extensions import choose_advisor
         from digenrl.cli.terminal import Display
         from digenrl.launchers import ending, job, start
+        from digenrl.record import run_lock
 
     try:
         settled = job.settle(composed, choose_advisor())
         run_dir, outcome = start.launch(settled, signals, Display)
     except job.NotStarted as refusal:
+        run_lock.release(composed.run_dir)
         return refusal.said()
     if settled.reports:
         # The report is finished, unless it is asked for twice.

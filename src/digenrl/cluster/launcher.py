@@ -46,6 +46,7 @@ from digenrl.cluster.vitals import (
     start_heartbeat,
 )
 from digenrl.cluster.world import Session, World
+from digenrl.record import run_lock
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import LOGS, open_log, own_folder, unix_time
 
@@ -286,6 +287,7 @@ def _child(
     if os.getppid() != launcher:
         os._exit(1)
     forget()
+    run_lock.forget()
     os._exit(
         run_rank(rank_main, world, session)
     )  # interpreter shutdown would wait for threads that wait for peers

@@ -16,10 +16,11 @@ from digenrl.cluster.launcher import Launch, Launcher, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
-from digenrl.config import prepare_run_dir_or_exit
+from digenrl.config import EXIT_CODE, prepare_run_dir_or_exit
 from digenrl.launchers.announce import announce
 from digenrl.launchers.ending import end_alone, stop_grace
-from digenrl.launchers.job import Job, launcher_of, newest
+from digenrl.launchers.job import Job, NotStarted, launcher_of, newest
+from digenrl.record import run_lock
 from digenrl.record.run_dir import METRICS, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
@@ -50,7 +51,7 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
     checkpoint, as long as `Restarts` allows it.
     """
     signals.count_all()  # what exists from here on is ended in order
-    run_dir = prepare_run_dir_or_exit(job.composed)
+    run_dir = held_run_dir(job)
     allocation, steps = job.composed.config.allocation, job.composed.config.max_rl_steps
     restarts = Restarts(allocation.max_restarts, allocation.restart_pause_s, steps)
     launcher, checkpoint, metrics = (
@@ -80,6 +81,17 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
             return run_dir, RunOutcome(
                 "stopped", f"signal {number.name}, before it began again", 128 + number
             )
+
+
+def held_run_dir(job: Job) -> Path:
+    """Make the run's directory, take its lock and return its path."""
+    run_dir = prepare_run_dir_or_exit(job.composed)
+    try:
+        run_lock.hold(run_dir)
+    except run_lock.RunIsHeld as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    run_lock.say_holder(run_dir)
+    return run_dir
 
 
 class _Over(Exception):

@@ -21,6 +21,7 @@ from digenrl.config.relations import most_rollouts
 from digenrl.config.stored import identity
 from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place, place_of
+from digenrl.record import run_lock
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
 from digenrl.settle import allocated, begins_with
@@ -105,9 +106,14 @@ def settle(composed: Composed, advisor: Advisor) -> Job:
         require_weights({} if config.hardware.emulate else config.reward, config.callbacks)
     except ValueError as error:
         raise NotStarted(error, EXIT_CODE) from error
-    checkpoint = _continued(composed)
     try:
         place = find_place()
+        if composed.resumed and (place is None or place.rank == 0):
+            run_lock.hold(composed.run_dir)
+    except (ValueError, OSError) as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    checkpoint = _continued(composed)
+    try:
         composed = allocated(composed, advisor, None if place is None else place.size)
         parts.check(composed.config)
         check_place(composed, place)
