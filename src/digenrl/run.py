@@ -26,6 +26,7 @@ from digenrl import config as configuration
 from digenrl.advisor import Advice
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
+from digenrl.config.stored import tie_of
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
 from digenrl.parts import Given
@@ -70,7 +71,7 @@ def fit(
         logging.getLogger("digenrl").addHandler(parts.WarningEvents(session.run_dir))
     rank = build(config, world, session, advice=advice)
     if world.rank == 0 and checkpoint is not None:
-        rank.trainer.callbacks.insert(0, parts.Resumed(config))  # type: ignore[attr-defined]
+        rank.trainer.callbacks.insert(0, parts.Resumed(config, checkpoint))  # type: ignore[attr-defined]
     rank.fit(checkpoint)
 
 
@@ -101,7 +102,9 @@ def build(
     named = [configuration.instantiate(callback) for callback in (config.callbacks or {}).values()]
     setup = _setup(given, module, engine, data, named)
     _check_rewards(given, setup, rewards, data, named)
-    strategy = configuration.instantiate(config.strategy)(setup, DirectoryCheckpointIO())
+    strategy = configuration.instantiate(config.strategy)(
+        setup, DirectoryCheckpointIO(tie=tie_of(config))
+    )
     trainer = _trainer(given, setup, strategy, [*named, *callbacks], device)
     prompt_encoding.encode(given, policy, data, named)
     return Rank(trainer, module, data, strategy)

@@ -142,7 +142,9 @@ def sample(
         NoCheckpoint: weights="last", but the run has no whole checkpoint.
     """
     composed = changed_run(run.path if isinstance(run, LoadedRun) else Path(run), words)
-    checkpoint, rl_step = last_checkpoint(composed.run_dir) if weights == "last" else (None, 0)
+    checkpoint, rl_step = (
+        last_checkpoint(composed.run_dir, composed.overrides) if weights == "last" else (None, 0)
+    )
 
     import torch
 

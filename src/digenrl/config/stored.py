@@ -9,16 +9,18 @@ confirmation, because what listens there is the reader's own.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from digenrl.config.compose import composed, group_options, quoted
+from digenrl.config.compose import composed, group_options, parse_words, quoted
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, reason
@@ -53,21 +55,7 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         require_own(run)
     except ForeignEntry as error:
         raise ConfigError([str(error)]) from error
-    try:
-        tree = OmegaConf.load(file)
-    except (
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        ValueError,
-        OSError,
-        AssertionError,  # a single text
-        RecursionError,
-    ) as error:
-        raise ConfigError(
-            [f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]
-        ) from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
+    tree = read_yaml(file)
     if "plan" in tree:
         raise ConfigError(
             [
@@ -95,6 +83,30 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
     notes["names a directory that counts only on the command line; left out"] = _unplaced(tree)
     notes["holds keys that were removed; left out"] = _forget(tree)
     return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]
+
+
+def read_yaml(file: Path) -> DictConfig:
+    """Return a YAML file that holds keys.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no keys.
+    """
+    try:
+        tree = OmegaConf.load(file)
+    except (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        ValueError,
+        OSError,
+        AssertionError,  # a single text
+        RecursionError,
+    ) as error:
+        raise ConfigError(
+            [f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]
+        ) from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
+    return tree
 
 
 def _unplaced(tree: DictConfig) -> list[str]:
@@ -239,6 +251,58 @@ def identity(config: DictConfig) -> dict[str, Any]:
     }
 
 
+def tie_of(config: DictConfig) -> dict[str, str]:
+    """Return what ties a checkpoint to its configuration: a digest of the value of each key."""
+    return _digests(OmegaConf.to_container(config))
+
+
+def _digests(tree: Any) -> dict[str, str]:
+    return {
+        key: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+        for key, value in _leaves(tree)
+        if key not in _UNTIED
+    }
+
+
+def untied(
+    run_dir: Path, ties: Sequence[Mapping[str, str]], words: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Compare a run's config.yaml with the configurations under which its checkpoint was written
+    and resumed.
+
+    Args:
+        ties: results of `tie_of`, of which a value must agree with one; none: nobody wrote them.
+        words: the command line. What it sets itself is taken as it is.
+
+    Returns:
+        (problems, notes).
+    """
+    file = run_dir / CONFIG
+    if not ties:
+        return [], [f"{file}: its checkpoint has no digests of a configuration; not compared."]
+    stored = read_yaml(file)
+    plain = OmegaConf.to_container(stored, resolve=False)
+    leaves, found = dict(_leaves(plain)), _digests(plain)
+    given = [
+        word.key_or_group for word in parse_words([w for w in words if "=" in w or "~" in w]).values
+    ]
+    problems, notes = [], []
+    for key in sorted(found.keys() | {key for tie in ties for key in tie}):
+        if found.get(key) in [tie.get(key) for tie in ties]:
+            continue
+        if reason(key) is not None and key not in found:
+            continue  # a key that was removed since
+        said = f"{key} = {_said(leaves, key)}: is not what the checkpoint was written with"
+        if any(key == one or key.startswith(f"{one}.") for one in given):
+            notes.append(f"{file}: {said}; the command line sets it.")
+        else:
+            problems.append(
+                f"{file}: {said}, so the file was changed since; restore it, or set {key}=... on "
+                "the command line if you want it so."
+            )
+    return problems, notes
+
+
 def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return the keys in which two identities differ, with both values."""
     keys = sorted(
@@ -248,6 +312,8 @@ def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 _OWN = ("resume", "output_root", "network", "allow_targets", "confirm_hosts", "data.prompt_store")
+_UNTIED = ("resume", "allow_targets", "confirm_hosts", "data.prompt_store")
+"""Keys that count on the command line alone, whatever a config.yaml holds."""
 _ABSENT = object()
 
 
