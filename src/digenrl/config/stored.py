@@ -9,6 +9,7 @@ confirmation, because what listens there is the reader's own.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
 from digenrl.record.redact import redact, redact_text
 from digenrl.record.run_dir import CONFIG, ForeignEntry, require_own
+from digenrl.record.stored_yaml import checked_text
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
@@ -92,7 +94,7 @@ def read_yaml(file: Path) -> DictConfig:
         ConfigError: it cannot be read, or holds no keys.
     """
     try:
-        tree = OmegaConf.load(file)
+        tree = OmegaConf.load(io.StringIO(checked_text(file)))
     except (
         OmegaConfBaseException,
         yaml.YAMLError,

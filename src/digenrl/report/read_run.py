@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
 from digenrl.record.span_log import LEFT_OUT
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
+from digenrl.record.stored_yaml import read_plain
 from digenrl.report.find import files_of, open_own
 
 _LONGEST = 1 << 20
@@ -296,8 +297,9 @@ def _read_config(path: Path, warnings: list[str]) -> Row:
         warnings.append("config.yaml is missing")
         return {}
     try:
-        with open_own(path) as file:
-            config = yaml.safe_load(file)
+        if path.is_symlink():
+            raise OSError("is a link, which is not followed")
+        config = read_plain(path)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         warnings.append(f"config.yaml cannot be read: {error}")
         return {}

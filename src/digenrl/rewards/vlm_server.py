@@ -31,10 +31,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from digenrl.images import FORMATS
 from digenrl.model_folder import require_data
 from digenrl.rewards.protocol import resolve_device
 
 _MOST_BYTES, _MOST_TOKENS = 64 << 20, 512
+_MOST_PIXELS = 1 << 26
 
 
 class Chat:
@@ -107,7 +109,11 @@ def _picture(part: Mapping[str, Any]) -> Image.Image:
     kind, _, data = part["image_url"]["url"].partition(";base64,")
     if not kind.startswith("data:image/"):
         raise ValueError("pictures are sent as data URIs; nothing is fetched")
-    return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
+    content = io.BytesIO(base64.b64decode(data, validate=True))
+    with Image.open(content, formats=FORMATS) as picture:
+        if picture.width * picture.height > _MOST_PIXELS:
+            raise ValueError(f"a picture has more than {_MOST_PIXELS} pixels")
+        return picture.convert("RGB")
 
 
 def app(chat: Chat, token: str | None) -> Starlette:
