@@ -21,7 +21,8 @@ from digenrl.config.compose import (
 )
 from digenrl.config.help import show, wants_help
 from digenrl.config.help_pages import configuration_help
-from digenrl.config.loading import command_line_list
+from digenrl.config.loading import command_line_list, keys_set_by
+from digenrl.config.reaching import reaching_problems
 from digenrl.rewards.needs import require_weights
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ def reward_config(argv: Sequence[str], name: str) -> DictConfig:
     config = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     OmegaConf.set_struct(config, False)
     config.allow_targets = command_line_list("allow_targets", words, config)
-    problems += problems_of(*resolved(config), name, KnownKeys(config, name), config.allow_targets)
+    plain, unresolved = resolved(config)
+    problems += problems_of(plain, unresolved, name, KnownKeys(config, name), config.allow_targets)
+    problems += reaching_problems(plain, keys_set_by(words))
     if problems:
         raise ConfigError(problems)
     try:

@@ -111,7 +111,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
         problems += _only_on_the_command_line(tree, allow)
-    problems += reaching_problems(plain, _set_by(words))
+    problems += reaching_problems(plain, keys_set_by(words))
     problems += _unwritable(run_dir.absolute())
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed)
@@ -146,7 +146,7 @@ def _only_on_the_command_line(tree: DictConfig, allow: Sequence[str]) -> Iterato
         )
 
 
-def _set_by(words: Sequence[str]) -> list[str]:
+def keys_set_by(words: Sequence[str]) -> list[str]:
     """Return the keys to which a command line gives values."""
     return [word.key_or_group for word in parse_words(words).values if not word.is_delete()]
 

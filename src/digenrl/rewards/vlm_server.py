@@ -17,16 +17,16 @@ import hmac
 import io
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import uvicorn
 from PIL import Image
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -34,9 +34,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from digenrl.images import FORMATS
 from digenrl.model_folder import require_data
 from digenrl.rewards.protocol import resolve_device
+from digenrl.rewards.service import Gate, ServiceLimits, server_of
 
 _MOST_BYTES, _MOST_TOKENS = 64 << 20, 512
-_MOST_PIXELS = 1 << 26
+_MOST_PIXELS, _BODY_S = 1 << 26, 30.0
 
 
 class Chat:
@@ -116,8 +117,8 @@ def _picture(part: Mapping[str, Any]) -> Image.Image:
         return picture.convert("RGB")
 
 
-def app(chat: Chat, token: str | None) -> Starlette:
-    """Return the ASGI application."""
+def app(chat: Chat, token: str | None, hosts: Sequence[str] | None = None) -> Gate:
+    """Return the ASGI application. `hosts`: see `Gate`."""
     worker = ThreadPoolExecutor(1, thread_name_prefix="vlm")
 
     async def health(request: Request) -> Response:
@@ -130,10 +131,16 @@ def app(chat: Chat, token: str | None) -> Starlette:
         ):
             return _refusal(401, "a bearer token is needed")
         raw = bytearray()
-        async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > _MOST_BYTES:
-                return _refusal(413, f"the body exceeds {_MOST_BYTES} bytes")
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for chunk in request.stream():
+                    raw += chunk
+                    if len(raw) > _MOST_BYTES:
+                        return _refusal(413, f"the body exceeds {_MOST_BYTES} bytes")
+        except TimeoutError:
+            return _refusal(408, f"the body was not complete after {_BODY_S:g} s")
+        except ClientDisconnect:
+            return Response(status_code=400)
         try:
             body = json.loads(raw)
             if body["model"] != chat.name:
@@ -149,7 +156,7 @@ def app(chat: Chat, token: str | None) -> Starlette:
         Route("/health", health),
         Route("/v1/chat/completions", complete, methods=["POST"]),
     ]
-    return Starlette(routes=routes)
+    return Gate(Starlette(routes=routes), hosts)
 
 
 def _refusal(status: int, message: str) -> Response:
@@ -164,8 +171,13 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-model-name", required=True)
     given = parser.parse_args(words)
-    served = app(Chat(given.path, given.served_model_name), os.environ.get("VLLM_API_KEY"))
-    uvicorn.run(served, host=given.host, port=given.port, log_level="warning", access_log=False)
+    token = os.environ.get("VLLM_API_KEY")
+    if not token:
+        parser.error("set VLLM_API_KEY: other users of this machine reach loopback too")
+    served = app(Chat(given.path, given.served_model_name), token, ())
+    limits = ServiceLimits(max_connections=1 << 10)  # every rank asks at once
+    with socket.create_server((given.host, given.port)) as listener:
+        server_of(served, limits).run(sockets=[listener])
 
 
 if __name__ == "__main__":
