@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from digenrl.cli.commands import commands
 from digenrl.cli.own_modules import find_own_modules
+from digenrl.cli.streams import guard_streams
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Args:
         words: the command line; None: this process's own.
     """
+    guard_streams()
     try:
         return _run(words)
     except KeyboardInterrupt:  # before the command takes signals, or it takes none

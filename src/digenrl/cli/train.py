@@ -82,6 +82,8 @@ def before_forks() -> None:
 
 if __name__ == "__main__":
     from digenrl.cli.own_modules import find_own_modules
+    from digenrl.cli.streams import guard_streams
 
+    guard_streams()
     find_own_modules(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

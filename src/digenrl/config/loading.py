@@ -162,6 +162,11 @@ def _run_dir() -> Path:
 def _unwritable(run_dir: Path) -> list[str]:
     """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor.
     Nothing is written."""
+    if any("\ud800" <= letter <= "\udfff" for letter in str(run_dir)):
+        return [
+            f"output_root: the path {str(run_dir)!a} is no UTF-8, and config.yaml could not hold "
+            "it; set output_root=... to another directory, or work in one."
+        ]
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return []

@@ -3,6 +3,7 @@ well or they are too many."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from digenrl.launchers.job import Job, NotStarted, launcher_of, newest
 from digenrl.record import run_lock
 from digenrl.record.run_dir import METRICS, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
+from digenrl.rewards import managed
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
 
 States = Callable[[], Mapping[int, str]]
@@ -66,6 +68,8 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
             outcome = launch(_attempt(job, launcher, run_dir, checkpoint, signals, show))
         except OSError as error:  # no free port
             return run_dir, RunOutcome("failed", str(error), 1)
+        finally:
+            managed.clear(os.getpid())
         began = 0 if checkpoint is None else step_of(checkpoint)
         finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][
             -1:
@@ -158,8 +162,14 @@ def _attempt(
         signals=signals,
         on_tick=shown.tick,
         on_end=shown.end,
-        on_orphaned=partial(end_alone, run_dir),
+        on_orphaned=partial(_orphaned, run_dir, os.getpid()),
     )
+
+
+def _orphaned(run_dir: Path, launcher: int, cause: str) -> None:
+    """Close a run whose launcher was killed, in the monitor's process."""
+    end_alone(run_dir, cause)
+    managed.clear(launcher)
 
 
 class _Shown:

@@ -66,8 +66,11 @@ class ServedJudge:
             self._server = subprocess.Popen(
                 command, env=environment, preexec_fn=partial(end_with_parent, signal.SIGKILL)
             )
-            self._wait(port, start_s)
+            lives = self._wait(port, start_s)
             self.weights_digest = files_digest(sorted(Path(path).glob("*.safetensors")))
+        if not lives:
+            self._server.kill()
+            os._exit(1)  # a death, which is tried again within limits
         threading.Thread(target=self._end_with_server, daemon=True).start()
         os.environ[scorer.get("token_env", "DIGENRL_JUDGE_TOKEN")] = token
         url = f"http://127.0.0.1:{port}/v1"
@@ -78,20 +81,20 @@ class ServedJudge:
         """Return the judge's scores [B]."""
         return self._judge(media, prompts)
 
-    def _wait(self, port: int, start_s: float) -> None:
+    def _wait(self, port: int, start_s: float) -> bool:
+        """Return whether the server answers in time; say why it does not."""
         deadline = time.monotonic() + start_s
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while self._server.poll() is None and time.monotonic() < deadline:
                 try:
                     if client.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                        return
+                        return True
                 except httpx.HTTPError:
                     time.sleep(_POLL_S)
         code = self._server.poll()
         why = f"did not answer within {start_s:g} s" if code is None else f"ended with code {code}"
         print(f"The judge's server {why}: the lines above say why.", file=sys.stderr, flush=True)
-        self._server.kill()
-        os._exit(1)  # a death, which is tried again within limits
+        return False
 
     def _end_with_server(self) -> None:
         self._server.wait()
