@@ -39,8 +39,10 @@ class ClipBackbone:
 
         self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
         with checkpoint(path, build, make_clip) as source:
-            model = CLIPModel.from_pretrained(source, use_safetensors=True, dtype=self.dtype)
-            self.tokenizer = CLIPTokenizer.from_pretrained(source)
+            model = CLIPModel.from_pretrained(
+                source, use_safetensors=True, dtype=self.dtype, local_files_only=True
+            )
+            self.tokenizer = CLIPTokenizer.from_pretrained(source, local_files_only=True)
         self.model = model.to(self.device).eval().requires_grad_(False)
         self.name = f"{path or 'clip'}" if build == "real" else "tiny"
         self.digest = module_digest(self.model)

@@ -59,7 +59,9 @@ class DinoSimilarity:
 
         self._device, self._dtype = resolve_device(device), getattr(torch, dtype)
         with checkpoint(path, build, _make_dino) as source:
-            model = Dinov2Model.from_pretrained(source, use_safetensors=True, dtype=self._dtype)
+            model = Dinov2Model.from_pretrained(
+                source, use_safetensors=True, dtype=self._dtype, local_files_only=True
+            )
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._patches, self._frames = patches, frames
         name = f"{path}" if build == "real" else "tiny"

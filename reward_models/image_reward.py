@@ -28,7 +28,7 @@ from digenrl.rewards.protocol import resolve_device, sample_frames
 from digenrl.types import Prompt
 from reward_models.aesthetic import AestheticHead
 from reward_models.clip_backbone import CHUNK, clip_pixels
-from reward_models.weights import checkpoint, module_digest, read_state
+from reward_models.weights import checkpoint, module_digest, read_state, require_plain
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 MAX_TOKENS = 35
@@ -122,7 +122,8 @@ class ImageReward:
                 renamed(read_state(file, "give `path` the downloaded ImageReward.pt"))
             )
             words = Path(source) / _TOKENIZER if build == "tiny" else tokenizer
-            self.tokenizer = BertTokenizer.from_pretrained(words)
+            require_plain(words or source)
+            self.tokenizer = BertTokenizer.from_pretrained(words, local_files_only=True)
         self.model = model.to(self.device, self.dtype).eval().requires_grad_(False)
         self.model.head.float()
         self.model_id = (

@@ -28,7 +28,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from digenrl.rewards.protocol import as_frames, resolve_device, rgb_bytes
 from digenrl.types import Prompt
-from reward_models.weights import checkpoint, module_digest, read_state
+from reward_models.weights import checkpoint, module_digest, read_state, require_plain
 
 PIXELS = 256 * 28 * 28
 """Pixels to which all three authors bring a picture."""
@@ -101,9 +101,12 @@ class QwenReward:
                 if build == "tiny"
                 else (Path(source), processor)
             )
-            self.processor = transformers.AutoProcessor.from_pretrained(words, padding_side="right")
+            require_plain(words or source)
+            self.processor = transformers.AutoProcessor.from_pretrained(
+                words, padding_side="right", local_files_only=True
+            )
             self.processor.tokenizer.add_tokens(list(self.tokens), special_tokens=True)
-            config = transformers.AutoConfig.from_pretrained(words)
+            config = transformers.AutoConfig.from_pretrained(words, local_files_only=True)
             state = renamed(read_state(file, "give `path` the published file"), self.lora_alpha)
             config.text_config.vocab_size = state["model.language_model.embed_tokens.weight"].size(
                 0

@@ -7,6 +7,7 @@ whatever the caller's RNG state.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,13 @@ from pathlib import Path
 
 import torch
 import xxhash
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from digenrl.model_folder import require_data
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 BUILDS = ("real", "tiny")
 _SEED = 20240607
 
@@ -33,6 +38,7 @@ def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> It
     if build == "real":
         if path is None:
             raise ValueError("build=real needs `path`: a local directory or file, or a hub id.")
+        require_plain(path)
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="digenrl-tiny-") as directory:
@@ -40,6 +46,17 @@ def checkpoint(path: str | None, build: str, make: Callable[[Path], None]) -> It
             torch.manual_seed(_SEED)
             make(Path(directory))
         yield directory
+
+
+def require_plain(name: str | Path) -> None:
+    """Raise ValueError if the files of a model, in a directory or in the hub's cache, name code."""
+    folder = Path(name).expanduser()
+    if not folder.exists() and _HUB_ID.fullmatch(str(name)):
+        try:
+            folder = Path(snapshot_download(str(name), local_files_only=True))
+        except (OSError, ValueError):
+            return  # whoever loads it says so
+    require_data(folder)
 
 
 def read_state(file: Path, needed: str) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@
 # (allocation.max_restarts). Whatever else ends it, a signal to this script (passed on) included, ends this too.
 set -uo pipefail -m  # -m: who is in the background gets SIGINT as well
 run=${RUN:?the directory of the run} command=() words=() left=${RESTARTS:-3} before=
+repeated='^[+]*(allow_targets|confirm_hosts|data[.]prompt_store|.*[.](serve|serve[.]args|attention_backend))='  # count on a command line alone
 for word; do
     if [[ $word == *=* || $word == "~"* ]]; then words+=("$word"); else command+=("$word"); fi
 done
@@ -15,9 +16,9 @@ done
 
 while true; do
     now=("hydra.run.dir=$run" "${words[@]}")
-    if [[ -e $run/checkpoints/last ]]; then  # the run's config.yaml has all words but those that count on a command line alone
+    if [[ -e $run/checkpoints/last ]]; then  # the run's config.yaml has all other words
         now=("resume=$run")
-        for word in "${words[@]}"; do [[ $word != allow_targets=* && $word != confirm_hosts=* ]] || now+=("$word"); done
+        for word in "${words[@]}"; do [[ ! $word =~ $repeated ]] || now+=("$word"); done
     fi
     "${command[@]}" "${now[@]}" &
     child=$!

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
-from digenrl.config.stored import read_stored
+from digenrl.config.stored import read_stored, untied
 
 MIRRORS = {
     "data.heldout": "callbacks.evaluation.heldout_prompts",
@@ -45,8 +45,34 @@ def changed_run(run: Path, words: Sequence[str]) -> configuration.Composed:
     return configuration.load(found, stored=run)
 
 
-def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
-    """Return the newest checkpoint that verifies, and its RL step. Raises NoCheckpoint."""
+def require_tied(run_dir: Path, checkpoint: Path, words: Sequence[str]) -> None:
+    """Check that a run's config.yaml is what its checkpoint was written with, except for what
+    `words`, the command line, set.
+
+    Raises:
+        ConfigError: the message names every key that differs.
+    """
+    from digenrl.strategy.checkpoint_io import ties_of
+
+    problems, notes = untied(run_dir, ties_of(checkpoint), words)
+    if problems:
+        raise configuration.ConfigError(problems)
+    for note in notes:
+        print(note, file=sys.stderr)
+
+
+def last_checkpoint(
+    run_dir: Path, words: Sequence[str] | None = None
+) -> tuple[dict[str, Any], int]:
+    """Return the newest checkpoint that verifies, and its RL step.
+
+    Args:
+        words: the command line, for `require_tied`; None: nothing is compared.
+
+    Raises:
+        NoCheckpoint: there is none.
+        ConfigError: see `require_tied`.
+    """
     from digenrl.strategy.checkpoint_io import (
         CheckpointError,
         DirectoryCheckpointIO,
@@ -56,6 +82,8 @@ def last_checkpoint(run_dir: Path) -> tuple[dict[str, Any], int]:
 
     try:
         folder = newest_valid(run_dir / "checkpoints", say=partial(print, file=sys.stderr))
+        if words is not None:
+            require_tied(run_dir, folder, words)
         return DirectoryCheckpointIO().load_checkpoint(folder), step_of(folder)
     except CheckpointError as error:
         raise NoCheckpoint(str(error)) from error

@@ -113,6 +113,8 @@ def _folders_of(module: str) -> list[Path]:
 def of_target(target: str) -> Facts | None:
     """Return the facts of the adapter that a model's `_target_` names; None where there are
     none."""
+    if not isinstance(target, str):  # a configuration that is not checked yet
+        return None
     module, _, adapter = target.rpartition(".")
     return next((facts for facts in of_module(module).values() if facts.adapter == adapter), None)
 

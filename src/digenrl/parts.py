@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.loggers import Guarded
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import DataSettings, Settings
+from digenrl.config.stored import tie_of
 from digenrl.hardware import assign, parse_hardware, trainer_speeds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
@@ -32,6 +34,7 @@ from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.speeds import relative
 from digenrl.settle import schedule_of, sharding
+from digenrl.strategy.checkpoint_io import tie_again
 from digenrl.strategy.context import check_model
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.broadcast import broadcast_link
@@ -160,11 +163,14 @@ class Resumed(pl.Callback):
     checkpoint: the Strategy has then published from it, for which they meet, and no other callback
     has written."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, checkpoint: Path) -> None:
+        self._settings, self._checkpoint = settings, checkpoint
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        configuration.store_config(self._settings.tree, Path(trainer.default_root_dir))
+        tree = self._settings.tree
+        with suppress(OSError):  # then the next resume asks for the words of this one
+            tie_again(self._checkpoint, tie_of(tree))
+        configuration.store_config(tree, Path(trainer.default_root_dir))
 
 
 class WarningEvents(logging.Handler):

@@ -22,7 +22,8 @@ from digenrl.config.compose import (
 )
 from digenrl.config.help import show, wants_help
 from digenrl.config.help_pages import configuration_help
-from digenrl.config.loading import command_line_list
+from digenrl.config.loading import command_line_list, keys_set_by
+from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import ScorerSettings
 from digenrl.rewards.needs import require_weights
 
@@ -72,6 +73,7 @@ def reward_config(argv: Sequence[str], name: str) -> ScorerSettings:
     found.allow_targets = command_line_list("allow_targets", words, found)
     plain, unresolved = resolved(found)
     problems += problems_of(plain, unresolved, name, KnownKeys(found, name), found.allow_targets)
+    problems += reaching_problems(plain, keys_set_by(words))
     if problems:
         raise ConfigError(problems)
     settings = scorer_settings_of(name).of(plain)

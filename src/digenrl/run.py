@@ -26,6 +26,7 @@ from digenrl.advisor import Advice
 from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
+from digenrl.config.stored import tie_of
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
 from digenrl.parts import Given
@@ -70,7 +71,7 @@ def fit(
         logging.getLogger("digenrl").addHandler(parts.WarningEvents(session.run_dir))
     rank = build(settings, world, session, advice=advice)
     if world.rank == 0 and checkpoint is not None:
-        rank.trainer.callbacks.insert(0, parts.Resumed(settings))  # type: ignore[attr-defined]
+        rank.trainer.callbacks.insert(0, parts.Resumed(settings, checkpoint))  # type: ignore[attr-defined]
     rank.fit(checkpoint)
 
 
@@ -101,7 +102,8 @@ def build(
     named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]
     setup = _setup(given, module, engine, data, named)
     _check_rewards(given, setup, rewards, data, named)
-    strategy = settings.build("strategy")(setup, DirectoryCheckpointIO())
+    checkpoint_io = DirectoryCheckpointIO(tie=tie_of(settings.tree))
+    strategy = settings.build("strategy")(setup, checkpoint_io)
     trainer = _trainer(given, setup, strategy, [*named, *callbacks], device)
     prompt_encoding.encode(given, policy, data, named)
     return Rank(trainer, module, data, strategy)

@@ -9,6 +9,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import psutil
 import pytest
@@ -16,10 +18,12 @@ import torch
 
 from digenrl.cli.serve_reward import main, service_token
 from digenrl.config import ConfigError, load
+from digenrl.rewards.protocol import RewardError, RewardUnavailable
 from digenrl.rewards.remote import RemoteScorer
 from digenrl.types import Prompt
 from reward_models.jpeg_size import JpegSize
 
+TOKEN = "token-of-a-test"
 pytestmark = pytest.mark.processes
 
 
@@ -29,6 +33,7 @@ def service(repository):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(repository / "src"), str(repository)]),
+        "DIGENRL_REWARD_TOKEN": TOKEN,
     }
     command = [sys.executable, "-m", "digenrl", "serve-reward", "reward=jpeg", "port=0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -43,7 +48,9 @@ def service(repository):
 def test_it_scores_as_the_scorer_does(service):
     media = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     prompts = [Prompt("a"), Prompt("b")]
-    client = RemoteScorer([service[1]])
+    with pytest.raises(RewardError, match="token"):
+        RemoteScorer([service[1]]).identity()
+    client = RemoteScorer([service[1]], token=TOKEN)
     assert torch.equal(client(media, prompts), JpegSize()(media, prompts))
     assert client.identity().model_id.startswith("jpeg_size")
     client.close()
@@ -61,7 +68,13 @@ def test_a_gigabyte_never_enters_memory(service, declared):
         contextlib.suppress(ConnectionError, TimeoutError),
         socket.create_connection((host, int(port)), timeout=2) as connection,
     ):
-        connection.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\n" + declared + b"\r\n\r\n")
+        connection.sendall(
+            b"POST /score HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+            + TOKEN.encode()
+            + b"\r\n"
+            + declared
+            + b"\r\n\r\n"
+        )
         while sent < 1 << 30:
             connection.sendall(chunk)
             sent += len(block)
@@ -70,20 +83,69 @@ def test_a_gigabyte_never_enters_memory(service, declared):
     assert psutil.Process(process.pid).memory_info().rss - before < 160 << 20
 
 
-def test_off_loopback_a_token_is_written_for_the_owner_alone(tmp_path, monkeypatch, capsys):
+def test_a_token_is_written_for_the_owner_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("T", raising=False)
     file = tmp_path / "token"
-    assert service_token("127.0.0.1", "T", file) is None
-    assert not file.exists()
-    token = service_token("0.0.0.0", "T", file)
+    token, made = service_token("T", file)
+    assert made == file
     assert len(token) >= 32
     assert file.read_text() == token
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert token not in "".join(capsys.readouterr())
     with pytest.raises(FileExistsError, match="exists"):
-        service_token("0.0.0.0", "T", file)
+        service_token("T", file)
     monkeypatch.setenv("T", "given")
-    assert service_token("0.0.0.0", "T", file) == service_token("127.0.0.1", "T", file) == "given"
+    assert service_token("T", file) == ("given", None)
+
+
+def ask(client):
+    with contextlib.suppress(RewardUnavailable):
+        client(torch.rand(1, 3, 4, 4), [Prompt("a")])
+
+
+SLOW = """
+import time
+class Slow:
+    def __call__(self, media, prompts):
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_service_in_three_seconds_whatever_its_scorer_does(
+    tmp_path, repository, number
+):
+    (tmp_path / "own_slow.py").write_text(SLOW)
+    (tmp_path / "reward").mkdir()
+    yaml = "_target_: digenrl.rewards.suite.RewardSuite\nplacement: inline\nrewards: {slow: {scorer: {_target_: own_slow.Slow}}}\n"
+    (tmp_path / "reward" / "slow.yaml").write_text(yaml)
+    environment = {**os.environ, "PYTHONPATH": f"{repository / 'src'}{os.pathsep}{repository}"}
+    environment.pop("DIGENRL_REWARD_TOKEN", None)
+    words = ["reward=slow", "port=0", "allow_targets=[own_slow]", "--config-dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "digenrl", "serve-reward", *words],
+        stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        url = process.stdout.readline().split()[-1]
+        token = (tmp_path / "reward_token").read_text()
+        client = RemoteScorer([url], token=token)
+        asked = threading.Thread(target=ask, args=(client,), daemon=True)
+        asked.start()
+        host, port = url.removeprefix("http://").split(":")
+        held = [socket.create_connection((host, int(port))) for _ in range(4)]
+        time.sleep(0.7)
+        began = time.monotonic()
+        process.send_signal(number)
+        process.wait(10)
+        assert time.monotonic() - began < 3.0
+        assert not (tmp_path / "reward_token").exists()
+        for connection in held:
+            connection.close()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.mark.parametrize(

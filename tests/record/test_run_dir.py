@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from importlib import metadata
@@ -72,7 +73,8 @@ def test_free_space_is_said_in_mebibytes(tmp_path: Path) -> None:
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with replaced(path) as temporary:
-        assert temporary == tmp_path / f".a.txt.{os.getpid()}.tmp"
+        assert re.fullmatch(r"\.a\.txt\.[0-9a-f]{16}\.tmp", temporary.name)
+        assert temporary.parent == tmp_path
         temporary.write_text("one")
         assert not path.exists()
     assert path.read_text() == "one"

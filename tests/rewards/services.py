@@ -53,10 +53,10 @@ class Moody:
 
 
 @contextmanager
-def running(service: RewardService) -> Iterator[str]:
+def running(service: RewardService, hosts: set[str] | None = None) -> Iterator[str]:
     """The real service under uvicorn in a thread; yields its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = service.server()
+        server = service.server(hosts)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -56,7 +57,9 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.processes
-def test_ranks_share_a_process_and_whoever_asks_after_its_death_starts_it_again() -> None:
+def test_ranks_share_a_process_and_whoever_asks_after_its_death_starts_it_again(
+    folder: Path,
+) -> None:
     expected = JpegSize(80)(MEDIA, PROMPTS)
     first, second = (RewardSuite({"jpeg": {"scorer": NODE}}, placement="managed") for _ in "ab")
     try:
@@ -80,6 +83,7 @@ def test_ranks_share_a_process_and_whoever_asks_after_its_death_starts_it_again(
         first.close()
         second.close()
     assert gone(last)
+    assert not list(folder.iterdir()), "nothing is left of the ranks' folder"
 
 
 @pytest.mark.processes
@@ -256,6 +260,41 @@ def test_vllm_serves_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
     text = " ".join(served)
     assert "serve /weights --host 127.0.0.1 --port 8000 --served-model-name judge" in text
     assert text.endswith("--tensor-parallel-size 2 --max-model-len 4096")
+
+
+@pytest.mark.processes
+def test_a_child_that_was_killed_leaves_nothing_either(folder: Path) -> None:
+    scorer = ManagedScorer({"_target_": "tests.rewards.test_managed.Littering"})
+    try:
+        scorer(MEDIA, PROMPTS)
+        assert list(folder.rglob("litter-*")), "its temporary files are beside its lock"
+    finally:
+        scorer.close()
+    assert not list(folder.iterdir())
+
+
+class Littering:
+    """Leaves a temporary file behind."""
+
+    def __call__(self, media: torch.Tensor, prompts: object) -> torch.Tensor:
+        tempfile.mkstemp(prefix="litter-")
+        return torch.ones(len(media))
+
+
+def test_the_folder_of_others_and_of_the_living_stays(folder: Path) -> None:
+    lock = managed._locked(managed._folder() / "one")
+    assert lock is not None
+    managed.tidy(managed._folder_of(os.getppid()))
+    assert list(folder.iterdir())
+    os.close(lock)
+    managed.clear(os.getppid())
+    assert not list(folder.iterdir())
+    (folder / "elsewhere").mkdir()
+    managed._folder_of(os.getppid()).symlink_to(folder / "elsewhere")
+    managed.clear(os.getppid())
+    assert (folder / "elsewhere").is_dir()
+    with pytest.raises(RewardError, match="belongs to another"):
+        managed._folder()
 
 
 # ---- a run

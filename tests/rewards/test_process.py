@@ -6,12 +6,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 import torch
 
+from digenrl.cluster.launcher import mask_secrets
 from digenrl.rewards.process import ProcessScorer
 from digenrl.rewards.protocol import RewardError, RewardUnavailable, identity_of
 from digenrl.rewards.suite import RewardSuite
@@ -125,3 +128,38 @@ def test_the_child_and_what_it_started_end_when_its_parent_is_killed():
     parent.join()
     assert gone(child)
     assert gone(helper)
+
+
+SECRET = "canary-of-a-scorer-5512"
+
+
+class Chatty:
+    """Prints a secret in three ways: by Python, past it, and from a process that it starts."""
+
+    def __init__(self) -> None:
+        print(f"token={os.environ['CHATTY_API_KEY']}", file=sys.stderr)
+        os.write(1, f"raw {os.environ['CHATTY_API_KEY']}\n".encode())
+        subprocess.run(["sh", "-c", 'echo "shell $CHATTY_API_KEY"; printf "no end"'], check=True)
+
+    def __call__(self, media, prompts):
+        return torch.ones(len(prompts))
+
+
+@pytest.mark.processes
+def test_what_a_child_prints_passes_the_ranks_filter(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CHATTY_API_KEY", SECRET)
+    log = (tmp_path / "log").open("w", buffering=1)
+    monkeypatch.setattr(sys, "stderr", log)
+    monkeypatch.setattr(sys, "stdout", log)
+    mask_secrets()
+    scorer = ProcessScorer({"_target_": "tests.rewards.test_process.Chatty"})
+    try:
+        scorer(torch.rand(1, 3, 4, 4), [Prompt("a")])
+    finally:
+        scorer.close()
+    deadline = time.monotonic() + 10
+    while "no end" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    said = (tmp_path / "log").read_text()
+    assert all(word in said for word in ("token=", "raw ", "shell ", "no end"))
+    assert SECRET not in said

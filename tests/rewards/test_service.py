@@ -92,9 +92,10 @@ def test_a_token_is_needed_everywhere_but_for_health(monkeypatch):
         client.close()
 
 
-def test_off_loopback_a_token_is_obligatory():
-    with pytest.raises(ValueError, match="needs a token"):
-        serve(RewardService(Brightness()), "0.0.0.0", 0, print)
+def test_a_token_is_obligatory_everywhere():
+    for host in ("0.0.0.0", "127.0.0.1", "::1"):
+        with pytest.raises(ValueError, match="needs a token"):
+            serve(RewardService(Brightness()), host, 0, print)
     assert is_loopback("127.0.0.1")
     assert is_loopback("::1")
     assert not is_loopback("0.0.0.0")
@@ -235,6 +236,75 @@ def test_limits_must_be_positive_and_finite():
         with pytest.raises(ValueError, match="body_s"):
             ServiceLimits(body_s=value)
     assert struct.calcsize(">4sIQ") == frames.HEADER.size
+
+
+def raw(url: str, head: bytes, body: bytes = b"") -> bytes:
+    """The first line of the answer to a request as it stands."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(head + b"\r\n\r\n" + body)
+        return connection.recv(1000).split(b"\r\n")[0]
+
+
+OWN = (
+    b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer t\r\nContent-Length: %d"
+    % (len(FRAME))
+)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (OWN, b"200"),
+        (OWN.replace(b"127.0.0.1", b"localhost:80"), b"200"),
+        (OWN.replace(b"127.0.0.1", b"[::1]:1"), b"200"),
+        (OWN.replace(b"127.0.0.1", b"proxy.example"), b"200"),
+        (OWN.replace(b"127.0.0.1", b"evil.example"), b"421"),
+        (OWN.replace(b"127.0.0.1", b"127.0.0.1.evil.example"), b"421"),
+        (OWN.replace(b"127.0.0.1", b""), b"421"),
+        (OWN + b"\r\nOrigin: http://127.0.0.1", b"403"),
+        (OWN + b"\r\nOrigin: null", b"403"),
+        (OWN + b"\r\nSec-Fetch-Site: cross-site", b"403"),
+        (OWN + b"\r\nTransfer-Encoding: chunked", b"400"),
+        (OWN + b"\r\nTransfer-Encoding: identity", b"400"),
+        (OWN + b"\r\nContent-Length: 3", b"400"),
+        (OWN + b"\r\nHost: 127.0.0.1", b"400"),
+        (b"GET /health HTTP/1.1\r\nHost: evil.example", b"421"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://x", b"403"),
+    ],
+)
+def test_a_browser_another_host_and_two_lengths_are_refused(head: bytes, status: bytes) -> None:
+    service = RewardService(Brightness(), token="t")
+    with running(service, hosts={"proxy.example"}) as url:
+        assert status in raw(url, head, FRAME)
+        assert b"200" in raw(url, OWN, FRAME), "the service lives on"
+
+
+def test_slow_bodies_take_no_places() -> None:
+    limits = ServiceLimits(max_pending=1, body_s=20.0)
+    slow = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + FRAME[:20]
+    with running(RewardService(Brightness(), limits)) as url:
+        held = half_open(url, 20, slow)
+        time.sleep(0.3)
+        assert post(url, FRAME).status_code == 200
+        for connection in held:
+            connection.close()
+
+
+def test_bodies_that_are_being_read_are_bounded_together() -> None:
+    limits = ServiceLimits(max_pending=2, max_body_bytes=1 << 16, body_s=20.0)
+    head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 65000\r\n\r\n"
+    frame = frames.HEADER.pack(frames.MAGIC, 100, 65000 - 100 - frames.HEADER.size)
+    service = RewardService(Brightness(), limits)
+    with running(service) as url:
+        held = half_open(url, 6, head + frame + b"x" * 40_000)
+        time.sleep(0.5)
+        assert service._reading <= 2 << 16
+        for connection in held:
+            connection.close()
+        time.sleep(0.5)
+        assert service._reading == 0
+        assert post(url, FRAME).status_code == 200
 
 
 HALF = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Le"

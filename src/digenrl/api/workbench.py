@@ -147,7 +147,9 @@ def sample(
         if count < 1:
             raise ValueError(f"{name} = {count}: at least 1 is needed")
     composed = changed_run(run.path if isinstance(run, LoadedRun) else Path(run), words)
-    checkpoint, rl_step = last_checkpoint(composed.run_dir) if weights == "last" else (None, 0)
+    checkpoint, rl_step = (
+        last_checkpoint(composed.run_dir, composed.overrides) if weights == "last" else (None, 0)
+    )
 
     import torch
 

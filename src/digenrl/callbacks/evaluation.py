@@ -26,6 +26,7 @@ from digenrl.record.run_dir import (
     SAMPLES,
     append_event,
     append_jsonl,
+    own_folder,
     replaced,
     unix_time,
     unwritten,
@@ -108,7 +109,7 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
     if (sources := fitted_sources(pictures)) is not None:
         arrays["sources"] = np.stack([sources[row] for row in kept])
     scores = {name: values[index].numpy() for name, values in pictures.rewards.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    own_folder(path.parent)
     # All trainers wait here: videos would be compressed for minutes, by a quarter.
     save: Any = np.savez_compressed if pictures.media.ndim == 4 else np.savez
     with replaced(path) as unfinished, unfinished.open("wb") as file:

@@ -85,7 +85,9 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
 
     try:
         checkpoint, rl_step = (
-            last_checkpoint(composed.run_dir) if request.step == "last" else (None, 0)
+            last_checkpoint(composed.run_dir, composed.overrides)
+            if request.step == "last"
+            else (None, 0)
         )
     except NoCheckpoint as error:
         raise NoCheckpoint(f"{error}\nstep=base evaluates without one.") from error

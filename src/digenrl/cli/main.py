@@ -1,19 +1,20 @@
 """`digenrl COMMAND [key=value ...]`: every command by one name, from any directory.
 
-Modules of the working directory can be named in `_target_` (with allow_targets), after those that
-are installed.
+With allow_targets=[...] on the command line, modules of the working directory can be named in
+`_target_`, after those that are installed. Without it nothing is imported from there.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import resource
 import signal
 import sys
 from collections.abc import Sequence
 
 from digenrl.cli.commands import commands
+from digenrl.cli.own_modules import find_own_modules
+from digenrl.cli.streams import guard_streams
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Args:
         words: the command line; None: this process's own.
     """
+    guard_streams()
     try:
         return _run(words)
     except KeyboardInterrupt:  # before the command takes signals, or it takes none
@@ -68,7 +70,7 @@ def _run(words: Sequence[str] | None) -> int:
         from digenrl.cli.sweeps import sweep
 
         return sweep(rest, name)
-    sys.path.append(os.getcwd())  # last, so that no file there stands in for an installed module
+    find_own_modules(rest)
     try:
         return int(importlib.import_module(command.module).main(rest))
     except (ImportError, MemoryError) as error:

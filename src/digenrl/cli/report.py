@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.record.run_dir import REPORT
+from digenrl.record.run_dir import REPORT, require_own
 from digenrl.report.build import rebuild
 from digenrl.report.tables import final_table
 
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     fit."""
 
     def work(request: ReportKeys, _: list[str]) -> None:
+        if request.run.is_dir():  # otherwise `rebuild` says what to name
+            require_own(request.run)
         Console(stderr=True).print(final_table(rebuild(request.run)))
         print(request.run / REPORT)
 

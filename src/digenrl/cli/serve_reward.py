@@ -2,10 +2,11 @@
 
     digenrl serve-reward reward=ocr port=8700
 
-Every key of configs/serve_reward.yaml may follow as key=value. Except on loopback the service needs
-a token. It comes from the variable named by `token_env`, or is made and written to `token_file`
-(mode 0600). A run that uses the service reads it from the variable DIGENRL_REWARD_TOKEN. The line
-with the URL is printed when requests are accepted.
+Every key of configs/serve_reward.yaml may follow as key=value. The service always needs a token. It
+comes from the variable named by `token_env`, or is made and written to `token_file` (mode 0600),
+which the service removes when it ends. A run that uses the service reads it from the variable
+DIGENRL_REWARD_TOKEN. The line with the URL is printed when requests are accepted. SIGTERM or Ctrl-C
+ends the service within three seconds.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ def _serve(settings: ServeRewardSettings) -> None:
     from digenrl.rewards.service import RewardService, ServiceLimits, describe, serve
 
     limits = ServiceLimits(**settings.limits.model_dump())
-    token = service_token(settings.host, settings.token_env, Path(settings.token_file))
     suite = reward_suite(settings)
+    token, made = service_token(settings.token_env, Path(settings.token_file))
+
+    def clean() -> None:
+        if made is not None:
+            made.unlink(missing_ok=True)
+
     try:
         service = RewardService(suite.scorer(_chosen(settings, suite)), limits, token)
         print(f"serve_reward: {describe(service)}", file=sys.stderr, flush=True)
-        serve(service, settings.host, settings.port, announce)
+        serve(service, settings.host, settings.port, announce, list(settings.hosts), clean)
     finally:
+        clean()
         suite.close()
 
 
@@ -54,21 +61,18 @@ def _chosen(settings: ServeRewardSettings, suite: RewardSuite) -> str:
     return settings.name or suite.names[0]
 
 
-def service_token(host: str, variable: str, file: Path) -> str | None:
-    """Return the token that requests must carry: from the environment, or a new one in `file`; None
-    on loopback.
+def service_token(variable: str, file: Path) -> tuple[str, Path | None]:
+    """Return the token that requests must carry, and the file that was made for it: the token comes
+    from the environment, or is a new one in `file`.
 
     Raises FileExistsError if `file` exists: a token is neither overwritten nor taken from a file of
     unknown origin.
     """
-    from digenrl.rewards.service import is_loopback
-
-    token = os.environ.get(variable)
-    if token or is_loopback(host):
-        return token or None
+    if token := os.environ.get(variable):
+        return token, None
     token = secrets.token_urlsafe(32)
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError as error:
         raise FileExistsError(
             f"{file} exists: set {variable} to its content, or remove it for a new token."
@@ -76,4 +80,4 @@ def service_token(host: str, variable: str, file: Path) -> str | None:
     with os.fdopen(descriptor, "w") as target:
         target.write(token)
     print(f"serve_reward: the token was written to {file.absolute()}", file=sys.stderr)
-    return token
+    return token, file.absolute()

@@ -25,6 +25,7 @@ from digenrl.record.run_dir import (
     METRICS,
     UNWRITTEN,
     Row,
+    printable,
 )
 from digenrl.report.read_run import JsonlTail, append_step, is_number
 from digenrl.report.tables import duration, number
@@ -143,4 +144,4 @@ def told(event: Row) -> str:
     )
     cause = event.get("cause")
     said = f"{when}{str(event.get('kind')).replace('_', ' ')} {rest}".rstrip()
-    return said if cause is None else f"{said}: {cause}"
+    return printable(said if cause is None else f"{said}: {cause}")

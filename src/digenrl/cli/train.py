@@ -13,8 +13,11 @@ Under torchrun or SLURM this process is one rank already, and starts none.
 
 from __future__ import annotations
 
-import os
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the working directory, which `-m` puts ahead of what is installed
+import os
 
 from digenrl.cluster.signals import StopSignals, ignore_closed_terminal
 from digenrl.garbage import no_garbage
@@ -46,11 +49,13 @@ def train(words: list[str], signals: StopSignals) -> int:
         from digenrl.cli.extensions import choose_advisor
         from digenrl.cli.terminal import Display
         from digenrl.launchers import ending, job, start
+        from digenrl.record import run_lock
 
     try:
         prepared = job.prepare(composed, choose_advisor())
         run_dir, outcome = start.launch(prepared, signals, Display)
     except job.NotStarted as refusal:
+        run_lock.release(composed.run_dir)
         return refusal.said()
     if prepared.reports:
         # The report is finished, unless it is asked for twice.
@@ -76,4 +81,9 @@ def before_forks() -> None:
 
 
 if __name__ == "__main__":
+    from digenrl.cli.own_modules import find_own_modules
+    from digenrl.cli.streams import guard_streams
+
+    guard_streams()
+    find_own_modules(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))

@@ -46,8 +46,9 @@ from digenrl.cluster.vitals import (
     start_heartbeat,
 )
 from digenrl.cluster.world import Session, World
+from digenrl.record import run_lock
 from digenrl.record.redact import redact_text
-from digenrl.record.run_dir import unix_time
+from digenrl.record.run_dir import LOGS, open_log, own_folder, unix_time
 
 RankMain = Callable[[World, Session], None]
 """Body of a rank. An exception in it ends the rank, with the exception's text as the cause."""
@@ -204,8 +205,7 @@ def launch(spec: Launch) -> RunOutcome:
         listener.getsockname()[1],
     )
     epoch = unix_time()
-    logs = spec.run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs = own_folder(spec.run_dir / LOGS)
     ranks: dict[int, RankProcess] = {}
     with spec.signals, ExitStack() as ended:
         try:
@@ -248,7 +248,7 @@ def launch(spec: Launch) -> RunOutcome:
 
 def _own_failure(error: Exception, logs: Path) -> RunOutcome:
     """Log an exception of the launcher, or of its display, and return it as the run's outcome."""
-    with suppress(OSError), (logs / "launcher.log").open("a") as file:
+    with suppress(OSError), os.fdopen(open_log(logs / "launcher.log"), "a") as file:
         traceback.print_exception(error, file=file)
     return RunOutcome(
         "failed", f"the launcher raised {type(error).__name__}: {error}; see logs/launcher.log", 1
@@ -287,6 +287,7 @@ def _child(
     if os.getppid() != launcher:
         os._exit(1)
     forget()
+    run_lock.forget()
     os._exit(
         run_rank(rank_main, world, session)
     )  # interpreter shutdown would wait for threads that wait for peers
@@ -295,12 +296,12 @@ def _child(
 def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
     """Run a rank in this process and return its exit code. Output goes to the rank's log, an error
     to the launcher."""
-    log = session.run_dir / "logs" / f"rank-{world.rank:03d}.log"
+    log = session.run_dir / LOGS / f"rank-{world.rank:03d}.log"
     keep_memory()
     session.network.announce(session.host)
     sys.stdout.flush()
     sys.stderr.flush()
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = open_log(log)
     # Descriptors, not sys.stdout: C libraries (CUDA, NCCL) print past Python.
     os.dup2(file, 1)
     os.dup2(file, 2)

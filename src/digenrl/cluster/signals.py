@@ -155,5 +155,7 @@ def ignore_closed_terminal() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if stream is None:  # it was closed when the process began
+            continue
         for name in ("write", "flush"):
             setattr(stream, name, partial(attempt, descriptor, getattr(stream, name)))

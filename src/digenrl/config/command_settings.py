@@ -90,13 +90,15 @@ class ServeRewardSettings(ScorerSettings):
     name: Text | None
     """which reward of the mixture; null: its only one"""
     host: Text
-    """address; anything but loopback needs a token"""
+    """address to listen on"""
+    hosts: list[Text]
+    """further names by which clients may call the service, such as that of a proxy"""
     port: int = Field(ge=0, le=65535)
     """0: a free one, which is printed"""
     token_env: Text
     """environment variable DIGENRL_... that holds the token"""
     token_file: File
-    """where a new token is written, off loopback without that variable"""
+    """where a new token is written without that variable"""
     limits: ServiceLimitsSettings
 
 

@@ -54,9 +54,10 @@ def shell_command(name: str, words: Sequence[str], run: Path | None = None) -> s
 
 def to_continue(run_dir: Path, *words: str) -> str:
     """Return the command that resumes a run. What counts only on the command line is repeated."""
-    import yaml
+    from digenrl.config.reaching import reaching_words
+    from digenrl.record.stored_yaml import read_plain
 
-    config = yaml.safe_load((run_dir / CONFIG).read_text(encoding="utf-8"))
+    config = read_plain(run_dir / CONFIG)
     given = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
     repeated = [f"{key}=[{','.join(map(str, names))}]" for key, names in given.items() if names]
-    return shell_command("resume", [*repeated, *words], run_dir)
+    return shell_command("resume", [*repeated, *reaching_words(config), *words], run_dir)

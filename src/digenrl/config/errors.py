@@ -6,12 +6,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+from digenrl.record.run_dir import printable
+
 
 class ConfigError(Exception):
     """Everything that is wrong with a configuration; `problems` holds one message each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(dict.fromkeys(problems))
+        # Keys, values and names come from anywhere; a terminal must obey nothing in them.
+        shown = ("\n".join(map(printable, problem.split("\n"))) for problem in problems)
+        self.problems = tuple(dict.fromkeys(shown))
         count = len(self.problems)
         title = (
             "1 error in the configuration" if count == 1 else f"{count} errors in the configuration"

@@ -16,10 +16,17 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import prompts
 from digenrl.config.checks import problems_of, resolved
 from digenrl.config.command_settings import settings_of
-from digenrl.config.compose import KnownKeys, compose_words, merge_words, with_search_path
+from digenrl.config.compose import (
+    KnownKeys,
+    compose_words,
+    merge_words,
+    parse_words,
+    with_search_path,
+)
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import show
 from digenrl.config.help_pages import configuration_help
+from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import Settings
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
 from digenrl.config.validation import shown
@@ -110,6 +117,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
         problems += _only_on_the_command_line(tree, allow)
+    problems += reaching_problems(plain, keys_set_by(words))
     problems += _unwritable(run_dir.absolute())
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed)
@@ -142,6 +150,11 @@ def _only_on_the_command_line(tree: DictConfig, allow: Sequence[str]) -> Iterato
         )
 
 
+def keys_set_by(words: Sequence[str]) -> list[str]:
+    """Return the keys to which a command line gives values."""
+    return [word.key_or_group for word in parse_words(words).values if not word.is_delete()]
+
+
 def _run_dir() -> Path:
     try:
         return Path(str(HydraConfig.get().run.dir))
@@ -153,6 +166,11 @@ def _run_dir() -> Path:
 def _unwritable(run_dir: Path) -> list[str]:
     """Return a message if `run_dir` cannot be made, judged by its nearest existing ancestor.
     Nothing is written."""
+    if any("\ud800" <= letter <= "\udfff" for letter in str(run_dir)):
+        return [
+            f"output_root: the path {str(run_dir)!a} is no UTF-8, and config.yaml could not hold "
+            "it; set output_root=... to another directory, or work in one."
+        ]
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return []

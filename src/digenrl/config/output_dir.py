@@ -3,7 +3,6 @@ passed."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from digenrl.config.errors import ConfigError
 from digenrl.config.loading import Composed
 from digenrl.record.redact import redact
-from digenrl.record.run_dir import CONFIG
+from digenrl.record.run_dir import CONFIG, replaced
 
 _JOB = re.compile(r"-(\d+)$")
 _MAX_ATTEMPTS = 1000
@@ -51,11 +50,10 @@ def store_config(tree: DictConfig, directory: Path) -> None:
     Raises:
         OSError: the file cannot be written; the file that was there is untouched.
     """
-    temporary = directory / f".{CONFIG}.{os.getpid()}.tmp"
     plain = redact(OmegaConf.to_container(tree))
     plain["resume"] = None  # naming the run that is resumed is the command line's part
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
-    os.replace(temporary, directory / CONFIG)
+    with replaced(directory / CONFIG) as temporary:
+        temporary.write_text(OmegaConf.to_yaml(OmegaConf.create(plain)), encoding="utf-8")
 
 
 def prepare_run_dir_or_exit(composed: Composed) -> Path:

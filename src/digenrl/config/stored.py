@@ -9,25 +9,30 @@ confirmation, because what listens there is the reader's own.
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.command_settings import schema_of
-from digenrl.config.compose import composed, group_options
+from digenrl.config.compose import composed, group_options, parse_words, quoted
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, reason
 from digenrl.config.settings import RESUMABLE, may_change
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
 from digenrl.record.redact import redact, redact_text
-from digenrl.record.run_dir import CONFIG
+from digenrl.record.run_dir import CONFIG, ForeignEntry, require_own
+from digenrl.record.stored_yaml import checked_text
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
@@ -46,23 +51,13 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         ConfigError: `run` is no run directory, or its configuration is not plain data.
     """
     file = run / CONFIG
-    if not file.is_file():
+    if not file.is_file() and not file.is_symlink():
         raise ConfigError([_no_run(run, word)])
     try:
-        tree = OmegaConf.load(file)
-    except (
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        ValueError,
-        OSError,
-        AssertionError,  # a single text
-        RecursionError,
-    ) as error:
-        raise ConfigError(
-            [f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]
-        ) from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
+        require_own(run)
+    except ForeignEntry as error:
+        raise ConfigError([str(error)]) from error
+    tree = read_yaml(file)
     if "plan" in tree:
         raise ConfigError(
             [
@@ -87,8 +82,43 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
         if isinstance(target, str):
             node["_target_"] = present_name(target)  # type: ignore[index]  # of OmegaConf
     notes = {"lacks keys that came after it; from the defaults": _complete(tree)}
+    notes["names a directory that counts only on the command line; left out"] = _unplaced(tree)
     notes["holds keys that were removed; left out"] = _forget(tree)
     return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]
+
+
+def read_yaml(file: Path) -> DictConfig:
+    """Return a YAML file that holds keys.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no keys.
+    """
+    try:
+        tree = OmegaConf.load(io.StringIO(checked_text(file)))
+    except (
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        ValueError,
+        OSError,
+        AssertionError,  # a single text
+        RecursionError,
+    ) as error:
+        raise ConfigError(
+            [f"{file}: cannot be read ({redact_text(' '.join(str(error).split()))})."]
+        ) from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError([f"{file}: is not the config.yaml of a run (it holds no keys)."])
+    return tree
+
+
+def _unplaced(tree: DictConfig) -> list[str]:
+    """Take the place of the prompt store back to `auto`, in place: a run writes there. Return what
+    was there as key=value."""
+    data = tree.get("data")
+    if not isinstance(data, DictConfig) or data.get("prompt_store") in (None, "auto"):
+        return []
+    found, data["prompt_store"] = data["prompt_store"], "auto"
+    return [f"data.prompt_store={shown(found)}"]
 
 
 def _no_run(run: Path, word: str) -> str:
@@ -159,6 +189,16 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
     ]
 
 
+def words_to_join(tree: Any) -> list[str]:
+    """Return the words with which a rank that joins confirms what the command line of the run
+    `tree` has confirmed or set."""
+    plain: Any = OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree
+    hosts = dict.fromkeys(host for _, host in _hosts(plain))
+    found = {"allow_targets": plain.get("allow_targets") or [], "confirm_hosts": list(hosts)}
+    words = [f"{key}=[{','.join(map(quoted, names))}]" for key, names in found.items() if names]
+    return [*words, *reaching_words(plain)]
+
+
 def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, host and port as written) of every URL and HOST:PORT that leads to
     another machine."""
@@ -213,6 +253,58 @@ def identity(tree: DictConfig) -> dict[str, Any]:
     }
 
 
+def tie_of(config: DictConfig) -> dict[str, str]:
+    """Return what ties a checkpoint to its configuration: a digest of the value of each key."""
+    return _digests(OmegaConf.to_container(config))
+
+
+def _digests(tree: Any) -> dict[str, str]:
+    return {
+        key: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+        for key, value in _leaves(tree)
+        if key not in _UNTIED
+    }
+
+
+def untied(
+    run_dir: Path, ties: Sequence[Mapping[str, str]], words: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Compare a run's config.yaml with the configurations under which its checkpoint was written
+    and resumed.
+
+    Args:
+        ties: results of `tie_of`, of which a value must agree with one; none: nobody wrote them.
+        words: the command line. What it sets itself is taken as it is.
+
+    Returns:
+        (problems, notes).
+    """
+    file = run_dir / CONFIG
+    if not ties:
+        return [], [f"{file}: its checkpoint has no digests of a configuration; not compared."]
+    stored = read_yaml(file)
+    plain = OmegaConf.to_container(stored, resolve=False)
+    leaves, found = dict(_leaves(plain)), _digests(plain)
+    given = [
+        word.key_or_group for word in parse_words([w for w in words if "=" in w or "~" in w]).values
+    ]
+    problems, notes = [], []
+    for key in sorted(found.keys() | {key for tie in ties for key in tie}):
+        if found.get(key) in [tie.get(key) for tie in ties]:
+            continue
+        if reason(key) is not None and key not in found:
+            continue  # a key that was removed since
+        said = f"{key} = {_said(leaves, key)}: is not what the checkpoint was written with"
+        if any(key == one or key.startswith(f"{one}.") for one in given):
+            notes.append(f"{file}: {said}; the command line sets it.")
+        else:
+            problems.append(
+                f"{file}: {said}, so the file was changed since; restore it, or set {key}=... on "
+                "the command line if you want it so."
+            )
+    return problems, notes
+
+
 def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return the keys in which two identities differ, with both values."""
     keys = sorted(
@@ -222,6 +314,8 @@ def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 _OWN = ("resume", "output_root", "network", "allow_targets", "confirm_hosts", "data.prompt_store")
+_UNTIED = ("resume", "allow_targets", "confirm_hosts", "data.prompt_store")
+"""Keys that count on the command line alone, whatever a config.yaml holds."""
 _ABSENT = object()
 
 

@@ -41,9 +41,9 @@ from digenrl.cluster.signals import StopSignals, handled_signals
 from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, start_heartbeat
 from digenrl.cluster.world import Session, World
-from digenrl.config import prepare_run_dir_or_exit
 from digenrl.hardware import parse_hardware
 from digenrl.launchers.announce import announce
+from digenrl.launchers.attempts import held_run_dir
 from digenrl.launchers.ending import end_alone, stop_grace
 from digenrl.launchers.job import Job
 from digenrl.launchers.places import Place, check_allocation, numbering
@@ -167,7 +167,7 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
 def _prepare(job: Job, signals: StopSignals) -> Path:
     """Make the run directory; return its absolute path."""
     signals.count_all()  # what exists from here on is ended in order
-    run_dir = prepare_run_dir_or_exit(job.composed)
+    run_dir = held_run_dir(job)
     announce(job, run_dir, job.checkpoint)
     return run_dir.absolute()
 

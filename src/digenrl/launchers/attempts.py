@@ -3,6 +3,7 @@ well or they are too many."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -16,12 +17,14 @@ from digenrl.cluster.launcher import Launch, Launcher, RunOutcome, launch
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
-from digenrl.config import prepare_run_dir_or_exit
+from digenrl.config import EXIT_CODE, prepare_run_dir_or_exit
 from digenrl.launchers.announce import announce
 from digenrl.launchers.ending import end_alone, stop_grace
-from digenrl.launchers.job import Job, launcher_of, newest
+from digenrl.launchers.job import Job, NotStarted, launcher_of, newest
+from digenrl.record import run_lock
 from digenrl.record.run_dir import METRICS, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
+from digenrl.rewards import managed
 from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
 
 States = Callable[[], Mapping[int, str]]
@@ -50,7 +53,7 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
     checkpoint, as long as `Restarts` allows it.
     """
     signals.count_all()  # what exists from here on is ended in order
-    run_dir = prepare_run_dir_or_exit(job.composed)
+    run_dir = held_run_dir(job)
     allocation, steps = job.composed.settings.allocation, job.composed.settings.max_rl_steps
     restarts = Restarts(allocation.max_restarts, allocation.restart_pause_s, steps)
     launcher, checkpoint, metrics = (
@@ -65,6 +68,8 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
             outcome = launch(_attempt(job, launcher, run_dir, checkpoint, signals, show))
         except OSError as error:  # no free port
             return run_dir, RunOutcome("failed", str(error), 1)
+        finally:
+            managed.clear(os.getpid())
         began = 0 if checkpoint is None else step_of(checkpoint)
         finished = [int(row["rl_step"]) for row in metrics.read() if row.get("kind") == "step"][
             -1:
@@ -80,6 +85,17 @@ def fork(job: Job, signals: StopSignals, show: Show) -> tuple[Path, RunOutcome]:
             return run_dir, RunOutcome(
                 "stopped", f"signal {number.name}, before it began again", 128 + number
             )
+
+
+def held_run_dir(job: Job) -> Path:
+    """Make the run's directory, take its lock and return its path."""
+    run_dir = prepare_run_dir_or_exit(job.composed)
+    try:
+        run_lock.hold(run_dir)
+    except run_lock.RunIsHeld as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    run_lock.say_holder(run_dir)
+    return run_dir
 
 
 class _Over(Exception):
@@ -146,8 +162,14 @@ def _attempt(
         signals=signals,
         on_tick=shown.tick,
         on_end=shown.end,
-        on_orphaned=partial(end_alone, run_dir),
+        on_orphaned=partial(_orphaned, run_dir, os.getpid()),
     )
+
+
+def _orphaned(run_dir: Path, launcher: int, cause: str) -> None:
+    """Close a run whose launcher was killed, in the monitor's process."""
+    end_alone(run_dir, cause)
+    managed.clear(launcher)
 
 
 class _Shown:

@@ -14,6 +14,7 @@ from rich.console import Console
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config.commands import to_continue
 from digenrl.config.settings import Settings
+from digenrl.record import run_lock
 from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import EVENTS, METRICS
 from digenrl.report.build import close, finish
@@ -78,6 +79,7 @@ def report(run_dir: Path, outcome: RunOutcome) -> None:
         print(f"began again after: {cause}", file=sys.stderr)
     for loss in summary["lost"]:
         print(f"went on without a rank: {loss}", file=sys.stderr)
+    run_lock.release(run_dir)
     if outcome.status != "completed":
         _say_end(run_dir, outcome.status, cause)
 

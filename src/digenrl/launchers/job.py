@@ -15,15 +15,16 @@ from digenrl import devices, parts
 from digenrl.advisor import Advice, Advisor
 from digenrl.cluster.launcher import Launcher, RankMain, check_open_files
 from digenrl.cluster.network import Network
-from digenrl.config import EXIT_CODE, Composed
+from digenrl.config import EXIT_CODE, Composed, ConfigError
 from digenrl.config.commands import to_continue
-from digenrl.config.stored import identity
+from digenrl.config.stored import identity, untied
 from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place, place_of
+from digenrl.record import run_lock
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
 from digenrl.settle import begins_with, settle
-from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of
+from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, ties_of
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,14 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
         )
     except ValueError as error:
         raise NotStarted(error, EXIT_CODE) from error
-    checkpoint = _continued(composed)
     try:
         place = find_place()
+        if composed.resumed and (place is None or place.rank == 0):
+            run_lock.hold(composed.run_dir)
+    except (ValueError, OSError) as error:
+        raise NotStarted(error, EXIT_CODE) from error
+    checkpoint = _continued(composed)
+    try:
         composed = settle(composed, advisor, None if place is None else place.size)
         parts.check(composed.settings)
         check_place(composed, place)
@@ -148,6 +154,11 @@ def _continued(composed: Composed) -> Path | None:
         checkpoint = newest(composed.run_dir)
     except CheckpointError as error:
         raise NotStarted(error, 1) from error
+    problems, notes = untied(composed.run_dir, ties_of(checkpoint), composed.overrides)
+    if problems:
+        raise NotStarted(ConfigError(problems), EXIT_CODE)
+    for note in notes:
+        print(note, file=sys.stderr)
     step = step_of(checkpoint)
     if step < composed.settings.max_rl_steps:
         return checkpoint

@@ -33,6 +33,7 @@ from digenrl.cluster.vitals import HeartbeatMonitor, watch_key
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.launchers.reaching import source_address
+from digenrl.record.run_dir import LOGS, own_folder
 from digenrl.settle import begins_with
 
 _TICK_S = 0.2
@@ -124,7 +125,7 @@ def join(
         network,
         limits,
     )
-    (request.run_dir / "logs").mkdir(exist_ok=True)
+    own_folder(request.run_dir / LOGS)
     process = fork_rank(rank_main, world, session, lambda: None)
     # Whether it gets on in its stage is judged where all ranks are seen.
     monitor = HeartbeatMonitor(control, {rank: process.pid}, replace(limits, stage_factor=None))

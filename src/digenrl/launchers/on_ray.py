@@ -33,9 +33,11 @@ from digenrl.cluster.signals import end_with_parent
 from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
+from digenrl.config.stored import words_to_join
 from digenrl.hardware import assign, parse_hardware
 from digenrl.launchers.places import UNUSED_ADDRESS
 from digenrl.launchers.reaching import source_address
+from digenrl.record.run_dir import LOGS, open_log
 from digenrl.settle import begins_with
 
 _INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -67,6 +69,8 @@ class Places:
     respawn_s: float
     """Seconds before a dead rollout is replaced. They double with each replacement that dies
     early."""
+    words: tuple[str, ...] = ()
+    """What the run's command line allows, for rollouts that join."""
 
 
 class RayLauncher:
@@ -105,7 +109,14 @@ class RayLauncher:
         trainers, rollouts = settings.allocation.split
         wants = tuple(want(pool) for pool, _ in assign(hardware, trainers, rollouts))
         return seated(
-            Places(own.address, wants, sum(begins_with(settings)), own.wait_s, own.respawn_s),
+            Places(
+                own.address,
+                wants,
+                sum(begins_with(settings)),
+                own.wait_s,
+                own.respawn_s,
+                tuple(words_to_join(settings.tree)),
+            ),
             trainers,
         )
 
@@ -139,12 +150,12 @@ class Seat:
             return 1
         return run_rank(rank_main, world, session)
 
-    def join(self, run_dir: str) -> int:
+    def join(self, run_dir: str, words: Sequence[str] = ()) -> int:
         """Join the run in this directory as a further rollout, and return the exit code of `digenrl
-        join`."""
-        own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "digenrl", "join", f"run={run_dir}"]
-        with (Path(run_dir) / "logs" / "join.log").open("a") as log:
+        join`. `words` are further words of its command line."""
+        own = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "digenrl", "join", f"run={run_dir}", *words]
+        with os.fdopen(open_log(Path(run_dir) / LOGS / "join.log"), "a") as log:
             return subprocess.run(
                 command,
                 env=own,
@@ -257,7 +268,7 @@ def seated(
         _wait_for_places(places, [actor.ready.remote() for actor in seats])
 
         def fill(rank: int, run_dir: Path, life: RayRank | None) -> None:
-            how = life, partial(seat, rank), run_dir, places.respawn_s, over
+            how = life, partial(seat, rank), run_dir, places.respawn_s, over, places.words
             threading.Thread(target=_fill, args=how, name=f"fill-{rank}", daemon=True).start()
 
         def start(rank_main: RankMain, world: World, session: Session) -> RayRank:
@@ -293,6 +304,7 @@ def _fill(
     run_dir: Path,
     respawn_s: float,
     over: threading.Event,
+    words: Sequence[str] = (),
 ) -> None:
     """Replace the rollout of one place each time that it dies, until the run is over. Replacements
     join the run.
@@ -303,7 +315,7 @@ def _fill(
     while not over.wait(_LOOK_S):
         if life is None and (run_dir / ACCESS).is_file():
             actor, born = seat(), time.monotonic()
-            life = RayRank(actor, actor.join.remote(str(run_dir)))
+            life = RayRank(actor, actor.join.remote(str(run_dir), words))
         if life is None or life.exitcode is None:
             continue
         pause_s = respawn_s if time.monotonic() > born + _OLD * pause_s else pause_s

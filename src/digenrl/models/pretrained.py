@@ -17,6 +17,8 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import nn
 
+from digenrl.model_folder import CodeInFolder, require_data
+
 HUB = "https://huggingface.co"
 
 
@@ -147,12 +149,18 @@ def folder_of(path: str, wanted: str) -> Path:
     """
     try:
         if Path(path).is_dir():
-            return Path(path)
-        return Path(
-            snapshot_download(path, local_files_only=True, allow_patterns="model_index.json")
-        )
+            folder = Path(path)
+        else:
+            folder = Path(
+                snapshot_download(path, local_files_only=True, allow_patterns="model_index.json")
+            )
     except (OSError, ValueError) as error:
         raise missing(path, wanted, error) from error
+    try:
+        require_data(folder)
+    except CodeInFolder as error:
+        raise PretrainedError(str(error)) from error
+    return folder
 
 
 def component_files(path: str, *kinds: str) -> list[Path]:

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from digenrl.record.run_dir import unwritten, write_whole
+from digenrl.record.run_dir import own_folder, require_plain, unwritten, write_whole
 
 
 class LineFile:
@@ -41,9 +41,15 @@ class LineFile:
     def _open(self) -> None:
         if self._descriptor is not None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        self._descriptor = os.open(self.path, flags, 0o644)
+        own_folder(self.path.parent)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o644)
+        try:
+            require_plain(descriptor, self.path)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
         self.size = os.fstat(self._descriptor).st_size
         if (
             self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n"

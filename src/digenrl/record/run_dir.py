@@ -15,6 +15,8 @@ import errno
 import json
 import math
 import os
+import secrets
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,6 +39,13 @@ TRACE = "trace.json"
 REPORT = "report.html"
 PLOTS = "plots"
 BEFORE_AFTER = "samples/before_after.png"
+LOGS = "logs"
+CHECKPOINTS = "checkpoints"
+_FOLDERS = (SPANS, DECISIONS, SAMPLES, PLOTS, LOGS, CHECKPOINTS)
+_FILES = (CONFIG, METRICS, EVENTS, SUMMARY, TRACE, REPORT, "access.json", "eval.json", "eval.png")
+_LAST = "checkpoints/last"
+_WANDB = "wandb"
+"""Folder of W&B, which links its newest files inside it."""
 
 LAUNCH = "launch"
 """Kind of the event with which a launcher opens an attempt: the first, and each `make resume`;
@@ -65,6 +74,7 @@ PROMPT_STORE = "prompt_store"
 ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
 """Kinds of events that a step may repeat. Beyond the limit of `limit_events` they are refused."""
 
+_APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _RESERVE, _RESERVE_BYTES = ".reserve", 64 << 10
 _unwritten: Counter[Path] = Counter()
 """Lines that this process could not write and has not reported yet, by file. A file that failed
@@ -112,11 +122,132 @@ def free_space(path: str | os.PathLike[str]) -> str:
     return f"{state.f_bavail * state.f_frsize / 2**20:.1f} MiB free"
 
 
+class ForeignEntry(ValueError):
+    """A run directory holds a link, a pipe or a device, or a folder in place of a file."""
+
+
+def require_own(run_dir: str | os.PathLike[str]) -> None:
+    """Check that whatever is read or written in a run directory stays in it.
+
+    Links are refused, with two exceptions: `checkpoints/last` to a checkpoint beside it, and what
+    W&B links inside its own folder. So are pipes, devices and sockets, a folder in place of a file,
+    and a file that is written on and has a second name elsewhere (a hard link).
+
+    Raises:
+        ForeignEntry: names what is wrong, and what to do.
+    """
+    root = Path(run_dir)
+    problems = []
+    for found, why in _strangers(root, root):
+        problems.append(f"{found}: {why}")
+        if len(problems) == 4:
+            break
+    if problems:
+        raise ForeignEntry(
+            f"{'; '.join(map(printable, problems))}. A run directory holds plain files and folders "
+            "alone, because resume, evaluation, export and report read and write there: remove "
+            "what is named, or copy the run without it."
+        )
+
+
+def _strangers(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield (path, fault) of everything below `folder` that leads elsewhere; links are not
+    followed."""
+    found: list[os.DirEntry[str]] = []
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:  # a running run removes some
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        path = folder / entry.name
+        name = path.relative_to(root).as_posix()
+        try:
+            facts = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(facts.st_mode):
+            target = os.readlink(path)
+            if not (_is_newest(name, target) or _stays(root / _WANDB, path, target)):
+                yield path, f"is a link to {target}"
+        elif stat.S_ISDIR(facts.st_mode):
+            if name in _FILES:
+                yield path, "is a folder, and no file"
+            else:
+                yield from _strangers(root, path)
+        elif not stat.S_ISREG(facts.st_mode):
+            yield path, "is neither a file nor a folder"
+        elif name in _FOLDERS:
+            yield path, "is a file, and no folder"
+        elif facts.st_nlink > 1 and (name.endswith(".jsonl") or name.startswith(f"{LOGS}/")):
+            yield path, "is written on, and has a second name elsewhere (a hard link)"
+
+
+def _is_newest(name: str, target: str) -> bool:
+    """Return whether a link is `checkpoints/last`, to a name beside it."""
+    return name == _LAST and "/" not in target and target not in ("", ".", "..", "last")
+
+
+def _stays(folder: Path, path: Path, target: str) -> bool:
+    """Return whether a relative link inside `folder` ends inside of it."""
+    if folder not in path.parents or os.path.isabs(target) or folder.is_symlink():
+        return False
+    real = os.path.realpath(folder)
+    return os.path.realpath(path).startswith(f"{real}{os.sep}")
+
+
+def printable(text: str) -> str:
+    """Return `text` without control characters, so that a terminal shows it and obeys nothing.
+
+    >>> printable("a\x1b]0;b\nc")
+    'a\\x1b]0;b\\nc'
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def own_folder(folder: Path) -> Path:
+    """Make a folder of a run directory, and return it.
+
+    Raises:
+        OSError: it is a link, which is not followed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, f"{folder.name} is a link, which is not followed", str(folder))
+    return folder
+
+
+def open_log(path: Path) -> int:
+    """Return a descriptor that appends to a file in a folder of a run directory.
+
+    Raises:
+        OSError: the file or its folder is a link, or the file is no regular one.
+    """
+    own_folder(path.parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        require_plain(descriptor, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def require_plain(descriptor: int, path: Path) -> None:
+    """Raise OSError unless an open file is a regular one that has no second name."""
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if facts.st_nlink > 1:
+        raise OSError(errno.EMLINK, "has a second name, which would be written on", str(path))
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. It replaces `path` after the body, and is removed if
-    the body fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Yield a new, empty file beside `path`, whose name nobody can guess. It replaces `path` after
+    the body, and is removed if the body fails."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(temporary, flags, 0o666))
     try:
         yield temporary
         os.replace(temporary, path)
@@ -160,14 +291,17 @@ def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> None
         OSError: the file cannot be opened, has reached `limit`, or does not take the whole line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent.name in _FOLDERS:
+        own_folder(path.parent)
     line = (
         json.dumps(json_safe(row), ensure_ascii=False, separators=(",", ":")).encode(
             errors="replace"
         )
         + b"\n"
     )
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(path, _APPENDED, 0o644)
     try:
+        require_plain(descriptor, path)
         size = os.fstat(descriptor).st_size
         if size >= limit:
             raise OSError(errno.EFBIG, "the limit of record.keep_mib")

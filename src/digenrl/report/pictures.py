@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from digenrl.record.run_dir import SAMPLES
+from digenrl.record.run_dir import SAMPLES, printable
 from digenrl.report.find import files_of, open_own
 from digenrl.report.read_run import Run
 
@@ -39,6 +42,50 @@ class Samples:
         return self.media.ndim == 5
 
 
+_LARGEST = 4 << 30
+"""Most bytes of a file's arrays, when they are read."""
+_FREE, _DENSEST = 256 << 20, 200
+"""Bytes that a file may hold however short it is, and bytes per byte of a longer one: what pictures
+compress to, a hundred times over."""
+_MOST_ARRAYS = 256
+
+
+def _headers(file: BinaryIO, name: str) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return array -> (shape, dtype) of an .npz file, from headers alone.
+
+    Raises:
+        ValueError: it is no such file, or its arrays take too many bytes.
+    """
+    found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+    total = 0
+    length = os.fstat(file.fileno()).st_size
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if len(members := archive.infolist()) > _MOST_ARRAYS:
+                raise ValueError(f"{name}: holds {len(members)} arrays; at most {_MOST_ARRAYS}")
+            for member in members:
+                with archive.open(member) as content:
+                    version = np.lib.format.read_magic(content)
+                    read = {
+                        (1, 0): np.lib.format.read_array_header_1_0,
+                        (2, 0): np.lib.format.read_array_header_2_0,
+                    }[version]
+                    shape, _, dtype = read(content)
+                size = math.prod(shape) * dtype.itemsize
+                if min(shape, default=0) < 0 or dtype.hasobject:
+                    raise ValueError(f"{name}: {member.filename} is {dtype} {shape}")
+                total += size
+                found[member.filename.removesuffix(".npy")] = shape, dtype
+    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{name}: is no archive of arrays ({error})") from error
+    if total > min(_LARGEST, max(_FREE, _DENSEST * length)):
+        raise ValueError(
+            f"{name}: its arrays take {total} bytes, of {length} in the file; not read"
+        )
+    file.seek(0)
+    return found
+
+
 def read_samples(path: str | os.PathLike[str]) -> Samples:
     """Read samples/eval-<rl_step>.npz.
 
@@ -47,21 +94,23 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
     """
     path = Path(path)
     number = re.search(r"(\d+)$", path.stem)
-    with open_own(path) as file, np.load(file, allow_pickle=False) as arrays:
-        missing = {"media", "prompts"} - set(arrays.files)
+    with open_own(path) as file:
+        headers = _headers(file, path.name)
+        missing = {"media", "prompts"} - headers.keys()
         if missing:
             raise ValueError(
                 f"{path.name}: lacks {', '.join(sorted(missing))}; it holds "
-                f"{', '.join(arrays.files)}"
+                f"{printable(', '.join(headers))[:200]}"
             )
+        arrays = np.load(file, allow_pickle=False)
         media = arrays["media"]
         prompts = tuple(str(text) for text in arrays["prompts"])
         scores = {
             name: arrays[name]
-            for name in arrays.files
-            if arrays[name].shape == (len(prompts),) and arrays[name].dtype.kind == "f"
+            for name, (shape, dtype) in headers.items()
+            if shape == (len(prompts),) and dtype.kind == "f"
         }
-        sources = arrays["sources"] if "sources" in arrays.files else None
+        sources = arrays["sources"] if "sources" in headers else None
         if sources is not None and (
             sources.dtype != np.uint8 or sources.shape != (len(prompts), 3, *media.shape[-2:])
         ):

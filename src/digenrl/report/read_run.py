@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
 from digenrl.record.span_log import LEFT_OUT
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
+from digenrl.record.stored_yaml import read_plain
 from digenrl.report.find import files_of, open_own
 
 _LONGEST = 1 << 20
@@ -146,15 +147,15 @@ class JsonlTail:
         self._rest = b""
 
     def read(self) -> list[Row]:
-        """Return new whole lines, oldest first; none for an absent file. A file that shrank is read
-        from its beginning."""
+        """Return new whole lines, oldest first; none for an absent or unreadable file. A file
+        that shrank is read from its beginning."""
         try:
             with open_own(self.path) as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
                     self._offset, self._rest = 0, b""
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # absent, or nothing that may be read
             return []
         self._offset += len(data)
         lines = (self._rest + data).split(b"\n")
@@ -296,8 +297,9 @@ def _read_config(path: Path, warnings: list[str]) -> Row:
         warnings.append("config.yaml is missing")
         return {}
     try:
-        with open_own(path) as file:
-            config = yaml.safe_load(file)
+        if path.is_symlink():
+            raise OSError("is a link, which is not followed")
+        config = read_plain(path)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         warnings.append(f"config.yaml cannot be read: {error}")
         return {}

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from digenrl.record.run_dir import printable
 from digenrl.report.alarms import alarms
 from digenrl.report.read_run import is_number
 
@@ -98,12 +99,14 @@ def final_table(summary: Mapping[str, Any]) -> RenderableType:
     """Return the end of a run as a table with its alarms below, to print with a rich Console."""
     colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
     table = Table(
-        title=Text(f"{summary['experiment']}: {summary['status']}", style=f"bold {colour}"),
+        title=Text(
+            printable(f"{summary['experiment']}: {summary['status']}"), style=f"bold {colour}"
+        ),
         show_header=False,
     )
     for name, text in facts(summary):
-        table.add_row(Text(name, style="dim"), Text(text))
+        table.add_row(Text(printable(name), style="dim"), Text(printable(text)))
     told = [*alarms(summary), *summary["warnings"]]
     if summary["status"] == "stopped" and summary["cause"]:
         told.insert(0, f"Stopped: {summary['cause']}.")
-    return Group(table, *(Text(f"! {line}", style="yellow") for line in told))
+    return Group(table, *(Text(f"! {printable(line)}", style="yellow") for line in told))

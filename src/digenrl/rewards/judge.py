@@ -25,6 +25,8 @@ import httpx
 from torch import Tensor
 
 from digenrl.cluster.signals import end_with_parent
+from digenrl.model_folder import require_data
+from digenrl.rewards.needs import flag_problems
 from digenrl.rewards.protocol import build_scorer, identity_of
 from digenrl.types import Prompt
 from reward_models.qwen_vl import write_tiny
@@ -40,7 +42,8 @@ class ServedJudge:
 
     Args:
         scorer: YAML node of the judge, with `url` (replaced), `model` (a directory or hub id) and
-            `serve`: {build: real | tiny, gpus, args: further words for `vllm serve`}.
+            `serve`: {build: real | tiny, gpus, args: further words for `vllm serve`, of the flags
+            in `digenrl.rewards.needs`}.
         gpus: numbers of the GPUs that the server takes; none = processors.
         start_s: seconds within which the server must answer.
     """
@@ -58,36 +61,40 @@ class ServedJudge:
         with checkpoint(
             _directory(scorer["model"], serve["build"]), serve["build"], _write
         ) as path:
+            require_data(path)
             command = server_command(path, scorer["model"], port, len(gpus), serve["args"])
             self._server = subprocess.Popen(
                 command, env=environment, preexec_fn=partial(end_with_parent, signal.SIGKILL)
             )
-            self._wait(port, start_s)
+            lives = self._wait(port, start_s)
             self.weights_digest = files_digest(sorted(Path(path).glob("*.safetensors")))
+        if not lives:
+            self._server.kill()
+            os._exit(1)  # a death, which is tried again within limits
         threading.Thread(target=self._end_with_server, daemon=True).start()
         os.environ[scorer.get("token_env", "DIGENRL_JUDGE_TOKEN")] = token
         url = f"http://127.0.0.1:{port}/v1"
         self._judge = build_scorer({**scorer, "url": url, "constrained": True})
-        self.model_id = f"{identity_of(self._judge).model_id}, served by {command[2]}"
+        self.model_id = f"{identity_of(self._judge).model_id}, served by {command[3]}"
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return the judge's scores [B]."""
         return self._judge(media, prompts)
 
-    def _wait(self, port: int, start_s: float) -> None:
+    def _wait(self, port: int, start_s: float) -> bool:
+        """Return whether the server answers in time; say why it does not."""
         deadline = time.monotonic() + start_s
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while self._server.poll() is None and time.monotonic() < deadline:
                 try:
                     if client.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                        return
+                        return True
                 except httpx.HTTPError:
                     time.sleep(_POLL_S)
         code = self._server.poll()
         why = f"did not answer within {start_s:g} s" if code is None else f"ended with code {code}"
         print(f"The judge's server {why}: the lines above say why.", file=sys.stderr, flush=True)
-        self._server.kill()
-        os._exit(1)  # a death, which is tried again within limits
+        return False
 
     def _end_with_server(self) -> None:
         self._server.wait()
@@ -97,11 +104,22 @@ class ServedJudge:
 def server_command(
     path: str, name: str, port: int, gpus: int, more: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that serves the model in the directory `path` under `name`."""
+    """Return the command that serves the model in the directory `path` under `name`.
+
+    Raises:
+        ValueError: `more` holds something else than allowed flags, or a name is an option.
+    """
+    problems = [
+        *flag_problems(list(more)),
+        *(f"{one}: is an option" for one in (path, name) if one.startswith("-")),
+    ]
+    if problems:
+        raise ValueError(f"a judge's serve.args = {list(more)}: {'; '.join(problems)}.")
     where = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", name]
+    python = [sys.executable, "-P", "-m"]  # no module of the working directory
     if importlib.util.find_spec("vllm") is None:
-        return [sys.executable, "-m", "digenrl.rewards.vlm_server", path, *where]
-    vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, *where]
+        return [*python, "digenrl.rewards.vlm_server", path, *where]
+    vllm = [*python, "vllm.entrypoints.cli.main", "serve", path, *where]
     return [*vllm, "--tensor-parallel-size", str(max(1, gpus)), *map(str, more)]
 
 

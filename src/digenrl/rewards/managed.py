@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from contextlib import suppress
@@ -25,6 +26,10 @@ from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.remote import RemoteScorer
 
 _POLL_S = 0.1
+_ENDING_S = 5.0
+"""Seconds that children get to end with their ranks."""
+_SCRATCH = "tmp"
+"""Folder of the children's temporary files, which goes with them however they end."""
 
 
 class ManagedScorer(ProcessScorer):
@@ -41,18 +46,25 @@ class ManagedScorer(ProcessScorer):
         if self._client is not None and (self._child is None or self._child.poll() is None):
             return self._client
         self._end()
-        folder, deadline = _folder(), time.monotonic() + self._start_s
+        deadline = time.monotonic() + self._start_s
         written = json.dumps(self._node, sort_keys=True).encode()
-        file = folder / hashlib.blake2b(written, digest_size=8).hexdigest()
+        name = hashlib.blake2b(written, digest_size=8).hexdigest()
         while True:
+            folder = _folder()
+            file = folder / name
             if (lock := _locked(file)) is not None:
                 return self._own(folder, lock)
-            with suppress(ValueError):  # its owner has not written it yet
+            with suppress(ValueError, FileNotFoundError):  # its owner has not written it yet
                 told = json.loads(file.read_bytes())
                 return self._connect(told["url"], told["token"])
             if time.monotonic() > deadline:
                 self._lost(TimeoutError(), self._start_s)
             time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the child, and remove the folder if no other child uses it."""
+        super().close()
+        tidy(_folder_of(os.getppid()))
 
     def _own(self, folder: Path, lock: int) -> RemoteScorer:
         """Start the child that holds `lock`, and tell the other ranks of it."""
@@ -69,7 +81,11 @@ class ManagedScorer(ProcessScorer):
                     "gpus": numbers,
                     "start_s": self._start_s,
                 }
-            url, token = self._spawn(node, numbers[0] if numbers else None, held)
+            scratch = folder / _SCRATCH
+            scratch.mkdir(exist_ok=True)
+            url, token = self._spawn(
+                node, numbers[0] if numbers else None, held, {"TMPDIR": str(scratch)}
+            )
             os.pwrite(lock, json.dumps({"url": url, "token": token}).encode(), 0)
         finally:
             for descriptor in held:  # the child has its own
@@ -97,20 +113,64 @@ class ManagedScorer(ProcessScorer):
 
 def _folder() -> Path:
     """Return the folder of the locks that the ranks of this machine share, for this user alone."""
-    name = f"digenrl-judges-{os.getuid()}-{os.getppid()}"
-    folder = Path(tempfile.gettempdir()) / name
+    folder = _folder_of(os.getppid())
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
         raise RewardError(f"{folder} belongs to another user: remove it, or set TMPDIR.")
     return folder
 
 
+def _folder_of(parent: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"digenrl-judges-{os.getuid()}-{parent}"
+
+
+def tidy(folder: Path, wait_s: float = 0.0) -> None:
+    """Remove the folder of a machine's children, with the temporary files that they have left, once
+    no child lives.
+
+    Args:
+        wait_s: seconds to wait for children that are about to end.
+    """
+    deadline = time.monotonic() + wait_s
+    if not folder.is_dir() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return
+    while True:
+        held = list[int]()
+        try:
+            locks = [file for file in folder.iterdir() if file.name != _SCRATCH]
+            for file in locks:
+                if (lock := _locked(file)) is None:
+                    break
+                held.append(lock)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+                return
+        except FileNotFoundError:
+            return  # another rank removes it
+        finally:
+            for lock in held:
+                os.close(lock)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_POLL_S)
+
+
+def clear(parent: int) -> None:
+    """Remove the folder that ranks with this parent have shared, once they are gone."""
+    tidy(_folder_of(parent), _ENDING_S)
+
+
 def _locked(file: Path) -> int | None:
     """Return a descriptor of `file` with its lock; None while another process holds the lock."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:  # the folder is being removed
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if os.path.samestat(os.stat(file), os.fstat(descriptor)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None

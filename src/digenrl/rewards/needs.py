@@ -1,11 +1,11 @@
 """Check the needs of a configuration's rewards and statistics before any is built: weights on disk,
-usable prompts."""
+usable prompts, flags of a judge's server."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,30 @@ _KEYS = {"rewards": ("scorer", "weight", "placement"), "heldout": ("scorer", "pl
 """Group of scorers -> keys of an entry."""
 _MOST = 20
 """Most prompts that a message names; further ones are counted."""
+SERVER_FLAGS: Mapping[str, bool] = {
+    "--block-size": True,
+    "--cpu-offload-gb": True,
+    "--disable-log-stats": False,
+    "--dtype": True,
+    "--enable-chunked-prefill": False,
+    "--enable-prefix-caching": False,
+    "--enforce-eager": False,
+    "--gpu-memory-utilization": True,
+    "--kv-cache-dtype": True,
+    "--limit-mm-per-prompt": True,
+    "--max-model-len": True,
+    "--max-num-batched-tokens": True,
+    "--max-num-seqs": True,
+    "--no-enable-chunked-prefill": False,
+    "--no-enable-prefix-caching": False,
+    "--pipeline-parallel-size": True,
+    "--quantization": True,
+    "--seed": True,
+    "--swap-space": True,
+}
+"""Flags of `vllm serve` that decide about memory and speed alone -> whether a value follows. All
+others are refused: vLLM reads code, plugins, files and addresses from them."""
+_FLAG_VALUE = re.compile(r"[\w{\"\[][\w.,:{}\"\[\]= -]{0,200}")
 
 
 def check_entry(name: str, entry: object, group: str) -> None:
@@ -61,6 +85,33 @@ def gpus_of(node: Mapping[str, Any]) -> int:
 def managed(reward: Mapping[str, Any]) -> dict[str, int]:
     """Return reward -> GPUs of every reward of the group `reward` that is placed managed."""
     return {name: gpus_of(node) for _, name, node in placed(reward, "managed")}
+
+
+def flag_problems(args: Any) -> Iterator[str]:
+    """Yield what is wrong with `args`, further words for `vllm serve`.
+
+    >>> list(flag_problems(["--max-model-len", 4096, "--dtype=half"]))
+    []
+    >>> list(flag_problems(["--trust-remote-code"]))[0][:37]
+    '--trust-remote-code is refused; allow'
+    """
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        yield "is no list of words"
+        return
+    if not all(isinstance(item, (str, int, float)) for item in args):
+        yield "holds more than words and numbers"
+        return
+    words = iter(list(map(str, args)))
+    for word in words:
+        flag, is_pair, value = word.partition("=")
+        if flag not in SERVER_FLAGS:
+            yield f"{word[:80]} is refused; allowed are {', '.join(SERVER_FLAGS)}"
+            return
+        if not SERVER_FLAGS[flag]:
+            if is_pair:
+                yield f"{flag} takes no value"
+        elif not _FLAG_VALUE.fullmatch(value if is_pair else next(words, "")):
+            yield f"{flag} lacks a value, or its value is no plain word"
 
 
 def measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterator[_Scorer]:

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NoReturn, TextIO
 
 from torch import Tensor
@@ -38,6 +39,8 @@ from digenrl.rewards.protocol import (
 from digenrl.rewards.remote import RemoteScorer, Unanswered
 from digenrl.types import Prompt
 
+_LONGEST_LINE = 1 << 16
+"""Bytes after which a line of a child is printed though it goes on."""
 _UNBOUNDED = 1 << 40
 """Limit of bytes, pixels and seconds in the child: practically none, because the parent is the same
 program on the same machine and bounds the time itself."""
@@ -122,20 +125,32 @@ class ProcessScorer:
         return self._connect(*self._spawn(self._node, accelerator.current().index))
 
     def _spawn(
-        self, node: Mapping[str, Any], device: int | None, held: Sequence[int] = ()
+        self,
+        node: Mapping[str, Any],
+        device: int | None,
+        held: Sequence[int] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[str, str]:
-        """Start a child, which keeps the descriptors `held` open. Return its URL and token once its
-        scorer is built."""
+        """Start a child, which keeps the descriptors `held` open, with further variables. Return
+        its URL and token once its scorer is built."""
         token = secrets.token_urlsafe(32)
+        printed, printing = os.pipe()
+        threading.Thread(target=_pass_on, args=(printed,), daemon=True).start()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "digenrl.rewards.process"],
+            [sys.executable, "-P", "-m", "digenrl.rewards.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=printing,
             text=True,
             start_new_session=True,
             pass_fds=held,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                **environment,
+            },
         )
+        os.close(printing)
         assert self._child.stdin is not None
         try:
             asked = {"node": node, "token": token, "device": device}
@@ -202,6 +217,26 @@ class ProcessScorer:
             _kill_group(self._child.pid)
             self._child.communicate()
             self._child = None
+
+
+def _pass_on(printed: int) -> None:
+    """Write what a child prints, and what it has started, to this process's standard error, line by
+    line: a rank's masks secrets there."""
+    rest = b""
+    with suppress(OSError), os.fdopen(printed, "rb", buffering=0) as pipe:
+        while block := pipe.read(1 << 16):
+            *lines, rest = (rest + block).split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                _print(line)
+    if rest:
+        _print(rest)
+
+
+def _print(line: bytes) -> None:
+    with suppress(OSError, ValueError):  # a stream that is closed
+        print(line.decode(errors="backslashreplace"), file=sys.stderr, flush=True)
 
 
 class _Reporting:

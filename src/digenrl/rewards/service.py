@@ -6,8 +6,13 @@ requests.
     POST /score     a request frame (`digenrl.rewards.frames`) -> `ScoreResponse`.
 
 The body is checked while it streams in: its header declares every length, and nothing beyond the
-limits is kept. A request beyond `max_pending` is refused with 429 before its body is read. With a
-token, every path but /health needs it.
+limits is kept. Only a request whose body is complete takes one of the `max_pending` places, so that
+slow senders keep nobody out. A request that finds none is refused with 429, before its body is read
+if it can be. With a token, every path but /health needs it.
+
+A browser is no client. A request with an `Origin`, or for a host that is not this service, is
+refused: a page on the web may then make a browser ask, but learns and changes nothing. So is a
+request that says its length in two ways.
 """
 
 from __future__ import annotations
@@ -18,11 +23,15 @@ import ipaddress
 import json
 import logging
 import math
+import os
 import socket
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,6 +61,8 @@ except ImportError as error:
     ) from error
 
 log = logging.getLogger(__name__)
+GRACE_S, END_S = 2, 2.5
+"""Seconds that requests under way get when the service ends, and seconds until it has ended."""
 _CLOSING = frozenset({400, 401, 408, 413, 422})
 """Refusals after which the connection is closed. On an open connection the server would read and
 discard the rest of the body."""
@@ -66,7 +77,8 @@ class ServiceLimits:
     max_pixels: int = 1 << 26
     """Most pixels (F x H x W) of one sample."""
     max_pending: int = 4
-    """Most requests that are being read, wait or are scored; the next one gets 429."""
+    """Most requests that wait or are scored; the next one gets 429. Bodies that are being read may
+    together take as many times `max_body_bytes`."""
     max_connections: int = 64
     """Most open connections. A further connection closes the one that has waited longest for a
     request."""
@@ -111,33 +123,25 @@ class RewardService:
     ) -> None:
         self.scorer, self.limits, self._token = scorer, limits or ServiceLimits(), token
         self.identity: Identity = identity_of(scorer)
-        self._pending = 0
+        self._pending, self._reading = 0, 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward-service")
 
-    def app(self) -> Starlette:
-        """Return the ASGI application."""
-        return Starlette(
-            routes=[
-                Route("/health", self._health),
-                Route("/identity", self._guarded(self._describe)),
-                Route("/score", self._guarded(self._score), methods=["POST"]),
-            ]
-        )
+    def app(self, hosts: Collection[str] | None = None) -> Gate:
+        """Return the ASGI application.
 
-    def server(self) -> uvicorn.Server:
-        """Return a server of the application that also bounds connections, which uvicorn itself
-        does not."""
-        config = uvicorn.Config(
-            self.app(),
-            http=partial(_Connection, limits=self.limits),  # type: ignore[arg-type]  # called as the class would be
-            # accepted at once, before any of them can be refused
-            backlog=self.limits.max_connections,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-        )
-        return uvicorn.Server(config)
+        Args:
+            hosts: see `Gate`.
+        """
+        routes = [
+            Route("/health", self._health),
+            Route("/identity", self._guarded(self._describe)),
+            Route("/score", self._guarded(self._score), methods=["POST"]),
+        ]
+        return Gate(Starlette(routes=routes), hosts)
+
+    def server(self, hosts: Collection[str] | None = None) -> Server:
+        """Return a server of the application. `hosts`: see `Gate`."""
+        return server_of(self.app(hosts), self.limits)
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -150,19 +154,18 @@ class RewardService:
         )
 
     async def _score(self, request: Request) -> Response:
-        if self._pending >= self.limits.max_pending:
-            headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
-            raise _Refused(429, f"{self._pending} requests are under way; come back later", headers)
+        self._require_place()
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                asked, payload = await self._read(request)
+        except TimeoutError as error:
+            raise _Refused(
+                408, f"the body was not complete after {self.limits.body_s:g} s"
+            ) from error
+        self._require_place()
         self._pending += 1
         running: asyncio.Future[Tensor] | None = None
         try:
-            try:
-                async with asyncio.timeout(self.limits.body_s):
-                    asked, payload = await self._read(request)
-            except TimeoutError as error:
-                raise _Refused(
-                    408, f"the body was not complete after {self.limits.body_s:g} s"
-                ) from error
             running = asyncio.get_running_loop().run_in_executor(
                 self._worker, self._call, asked, payload
             )
@@ -179,6 +182,12 @@ class RewardService:
             else:
                 running.add_done_callback(self._release)
 
+    def _require_place(self) -> None:
+        """Raise _Refused while all places are taken."""
+        if self._pending >= self.limits.max_pending:
+            headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
+            raise _Refused(429, f"{self._pending} requests are under way; come back later", headers)
+
     def _release(self, _: object = None) -> None:
         self._pending -= 1
 
@@ -189,10 +198,24 @@ class RewardService:
         if declared is not None and (not declared.isdecimal() or int(declared) > limit):
             raise _Refused(413, f"the body exceeds {limit} bytes")
         raw, expected = bytearray(), limit
+        try:
+            return await self._frame(request, raw, expected)
+        finally:
+            self._reading -= len(raw)
+
+    async def _frame(
+        self, request: Request, raw: bytearray, expected: int
+    ) -> tuple[frames.ScoreRequest, bytearray]:
+        """Read the frame of a request into `raw`. See `_read`."""
+        limit = expected
         async for chunk in request.stream():
+            if self._reading + len(chunk) > limit * self.limits.max_pending:
+                headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
+                raise _Refused(429, "too many bodies are being read; come back later", headers)
             if len(raw) + len(chunk) > expected:
                 raise _Refused(413, f"the body exceeds {expected} bytes")
             raw += chunk
+            self._reading += len(chunk)
             if expected == limit and len(raw) >= frames.HEADER.size:
                 expected = frames.HEADER.size + sum(self._lengths(raw))
                 if expected > limit or len(raw) > expected:
@@ -216,6 +239,7 @@ class RewardService:
                 f"{self.limits.max_pixels} pixels",
             )
         del raw[:head]
+        self._reading -= head
         return asked, raw
 
     @staticmethod
@@ -271,6 +295,97 @@ class RewardService:
         given = request.headers.get("authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             raise _Refused(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+
+
+class Gate:
+    """ASGI application before another one: it refuses requests that no client of ours sends.
+
+    Args:
+        app: the application behind it.
+        hosts: names and addresses by which clients may call this service, beside those of
+            loopback, in small letters; None: any.
+    """
+
+    def __init__(self, app: Any, hosts: Collection[str] | None = None) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request, or hand it on."""
+        refused = self._refusal(scope.get("headers", ())) if scope["type"] == "http" else None
+        if refused is None:
+            await self._app(scope, receive, send)
+            return
+        status, message = refused
+        answer = JSONResponse({"error": message}, status, {"Connection": "close"})
+        await answer(scope, receive, send)
+
+    def _refusal(self, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+        """Return status and message for a request that is refused."""
+        names = [name.lower() for name, _ in headers]
+        if {b"content-length", b"transfer-encoding"} <= {*names} or any(
+            names.count(name) > 1 for name in (b"content-length", b"transfer-encoding", b"host")
+        ):
+            return 400, "the request says its length or its host in two ways"
+        if b"origin" in names or any(name.startswith(b"sec-fetch-") for name in names):
+            return 403, "a browser is no client of this service"
+        asked = next((value for name, value in headers if name.lower() == b"host"), b"")
+        name = host_of(asked.decode("latin-1"))
+        if self._hosts is None or is_loopback(name) or name in self._hosts:
+            return None
+        return 421, "this service has another name; see the key `hosts` of serve-reward"
+
+
+def host_of(header: str) -> str:
+    """Return the name or address in a Host header, in small letters, without the port.
+
+    >>> host_of("[::1]:8700"), host_of("Example.org.:80"), host_of("10.0.0.1")
+    ('::1', 'example.org', '10.0.0.1')
+    """
+    name = header.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which a signal ends within `END_S`, whatever its scorer does."""
+
+    on_end: Callable[[], None] | None = None
+    """Called when a signal has begun the end."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the end: requests under way get `GRACE_S`."""
+        self._leave()  # when it has ended, uvicorn raises the signal again
+        timer = threading.Timer(END_S, self._end, [sig])
+        timer.daemon = True
+        timer.start()
+        super().handle_exit(sig, frame)
+
+    def _leave(self) -> None:
+        if self.on_end is not None:
+            with suppress(Exception):
+                self.on_end()
+
+    def _end(self, sig: int) -> None:
+        os._exit(128 + sig)
+
+
+def server_of(app: Any, limits: ServiceLimits) -> Server:
+    """Return a server of an application that also bounds connections, which uvicorn itself does
+    not."""
+    config = uvicorn.Config(
+        app,
+        http=partial(_Connection, limits=limits),  # type: ignore[arg-type]  # called as the class would be
+        ws="none",
+        # accepted at once, before any of them can be refused
+        backlog=limits.max_connections,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    return Server(config)
 
 
 class _Connection(H11Protocol):
@@ -340,28 +455,51 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def serve(service: RewardService, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """Serve until interrupted.
+def serve(
+    service: RewardService,
+    host: str,
+    port: int,
+    announce: Callable[[str], None],
+    hosts: Sequence[str] = (),
+    on_end: Callable[[], None] | None = None,
+) -> None:
+    """Serve until interrupted. SIGTERM and SIGINT end it within `END_S`.
 
     Args:
-        service: what to serve.
-        host: address to bind. Except on loopback the service must have a token.
+        service: what to serve. It must have a token: other users of this machine reach loopback
+            too.
+        host: address to bind.
         port: port to bind; 0 = any free port.
         announce: called once with the base URL, when connections are accepted.
+        hosts: further names by which clients may call the service.
+        on_end: called when a signal has begun the end.
 
     Raises:
-        ValueError: the address is not loopback and there is no token.
+        ValueError: there is no token.
         OSError: the address cannot be bound.
     """
-    if not is_loopback(host) and service._token is None:
+    if service._token is None:
         raise ValueError(
-            f"{host} can be reached from outside: a reward service needs a token there."
+            f"{host} can be reached by others: a reward service needs a token everywhere."
         )
+    names = {host, socket.gethostname(), *hosts}
+    if not is_loopback(host):
+        names |= {address for name in names for address in _addresses(name)}
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
         bound = listener.getsockname()[1]
         announce(f"http://{f'[{host}]' if ':' in host else host}:{bound}")
-        service.server().run(sockets=[listener])
+        server = service.server({name.lower() for name in names})
+        server.on_end = on_end
+        server.run(sockets=[listener])
+
+
+def _addresses(name: str) -> set[str]:
+    """Return the addresses of a host's name; none of a name that nobody knows."""
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
+    except OSError:
+        return set()
 
 
 def describe(service: RewardService) -> str:

@@ -17,23 +17,27 @@ import hmac
 import io
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import uvicorn
 from PIL import Image
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from digenrl.images import FORMATS
+from digenrl.model_folder import require_data
 from digenrl.rewards.protocol import resolve_device
+from digenrl.rewards.service import Gate, ServiceLimits, server_of
 
 _MOST_BYTES, _MOST_TOKENS = 64 << 20, 512
+_MOST_PIXELS, _BODY_S = 1 << 26, 30.0
 
 
 class Chat:
@@ -41,8 +45,11 @@ class Chat:
 
     def __init__(self, path: str, name: str) -> None:
         self.name, self.device = name, resolve_device("auto")
-        self.processor = AutoProcessor.from_pretrained(path)
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto")
+        require_data(path)
+        self.processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+        model = AutoModelForImageTextToText.from_pretrained(
+            path, dtype="auto", local_files_only=True
+        )
         self.model = model.to(self.device).eval()
 
     @torch.no_grad()
@@ -103,11 +110,15 @@ def _picture(part: Mapping[str, Any]) -> Image.Image:
     kind, _, data = part["image_url"]["url"].partition(";base64,")
     if not kind.startswith("data:image/"):
         raise ValueError("pictures are sent as data URIs; nothing is fetched")
-    return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
+    content = io.BytesIO(base64.b64decode(data, validate=True))
+    with Image.open(content, formats=FORMATS) as picture:
+        if picture.width * picture.height > _MOST_PIXELS:
+            raise ValueError(f"a picture has more than {_MOST_PIXELS} pixels")
+        return picture.convert("RGB")
 
 
-def app(chat: Chat, token: str | None) -> Starlette:
-    """Return the ASGI application."""
+def app(chat: Chat, token: str | None, hosts: Sequence[str] | None = None) -> Gate:
+    """Return the ASGI application. `hosts`: see `Gate`."""
     worker = ThreadPoolExecutor(1, thread_name_prefix="vlm")
 
     async def health(request: Request) -> Response:
@@ -120,10 +131,16 @@ def app(chat: Chat, token: str | None) -> Starlette:
         ):
             return _refusal(401, "a bearer token is needed")
         raw = bytearray()
-        async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > _MOST_BYTES:
-                return _refusal(413, f"the body exceeds {_MOST_BYTES} bytes")
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for chunk in request.stream():
+                    raw += chunk
+                    if len(raw) > _MOST_BYTES:
+                        return _refusal(413, f"the body exceeds {_MOST_BYTES} bytes")
+        except TimeoutError:
+            return _refusal(408, f"the body was not complete after {_BODY_S:g} s")
+        except ClientDisconnect:
+            return Response(status_code=400)
         try:
             body = json.loads(raw)
             if body["model"] != chat.name:
@@ -139,7 +156,7 @@ def app(chat: Chat, token: str | None) -> Starlette:
         Route("/health", health),
         Route("/v1/chat/completions", complete, methods=["POST"]),
     ]
-    return Starlette(routes=routes)
+    return Gate(Starlette(routes=routes), hosts)
 
 
 def _refusal(status: int, message: str) -> Response:
@@ -154,8 +171,13 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-model-name", required=True)
     given = parser.parse_args(words)
-    served = app(Chat(given.path, given.served_model_name), os.environ.get("VLLM_API_KEY"))
-    uvicorn.run(served, host=given.host, port=given.port, log_level="warning", access_log=False)
+    token = os.environ.get("VLLM_API_KEY")
+    if not token:
+        parser.error("set VLLM_API_KEY: other users of this machine reach loopback too")
+    served = app(Chat(given.path, given.served_model_name), token, ())
+    limits = ServiceLimits(max_connections=1 << 10)  # every rank asks at once
+    with socket.create_server((given.host, given.port)) as listener:
+        server_of(served, limits).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ import concurrent.futures
 import errno
 import json
 import logging
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -38,6 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
+from digenrl.record.run_dir import own_folder, replaced
 from digenrl.strategy.checkpoint_storage import (
     POLICY,
     WHERE,
@@ -53,6 +56,9 @@ warnings.filterwarnings(
 )  # so it is, where nothing is trained
 STATE = "state.pt"
 MANIFEST = "manifest.json"
+RESUMED = "resumed.json"
+"""Digests of the configuration under which a run has gone on from a checkpoint."""
+_NAME = re.compile(r"step-\d+")
 UNFINISHED = ".tmp-"
 """Prefix of a checkpoint's directory until it is complete."""
 _ASIDE = ".old-"
@@ -95,12 +101,13 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     Args:
         keep: newest checkpoints kept; older ones are removed after a successful save.
+        tie: digests of the run's configuration, which a checkpoint's manifest keeps.
     """
 
-    def __init__(self, keep: int = 2) -> None:
+    def __init__(self, keep: int = 2, tie: Mapping[str, str] = MappingProxyType({})) -> None:
         if keep < 1:
             raise ValueError(f"callbacks.checkpoint.keep = {keep}: keep at least 1 checkpoint.")
-        self._keep = keep
+        self._keep, self._tie = keep, dict(tie)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -142,7 +149,10 @@ class DirectoryCheckpointIO(CheckpointIO):
             _save_state(rest, temporary / STATE)
             files[STATE] = described(temporary / STATE)
             (temporary / MANIFEST).write_text(
-                _manifest({"epoch": rest.get("epoch"), "files": files})
+                _manifest(
+                    {"epoch": rest.get("epoch"), "name": target.name, "files": files}
+                    | ({"tie": self._tie} if self._tie else {})
+                )
             )
             described(temporary / MANIFEST)
             try:
@@ -162,6 +172,7 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def _adopt(self, temporary: Path, target: Path) -> None:
         """What is written becomes the newest checkpoint; outdated ones go."""
+        own_folder(target.parent)
         if (
             target.exists()
         ):  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
@@ -250,6 +261,8 @@ def verify(directory: Path) -> None:
         CheckpointError: no manifest (the write never finished) or one that does not list the
             checkpoint's files, a missing file, a file elsewhere, or other bytes than were written.
     """
+    if directory.is_symlink() and directory.name != "last":
+        raise CheckpointError(f"{directory} is a link, and no checkpoint of this run; not read.")
     if (directory / MANIFEST).exists():
         _check_inside(directory, MANIFEST)
     try:
@@ -271,6 +284,12 @@ def verify(directory: Path) -> None:
             f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a "
             "complete checkpoint. Resume from an older checkpoint of the run."
         )
+    own = directory.resolve().name.removeprefix(UNFINISHED).removeprefix(_ASIDE)
+    if _NAME.fullmatch(own) and facts.get("name", own) != own:
+        raise CheckpointError(
+            f"{directory} is not the checkpoint {shown_name(facts['name'])} that its manifest "
+            "describes: it was renamed or exchanged. Give it its name back."
+        )
     strays = {path.name for path in directory.glob("*.safetensors")} - files.keys()
     for name in strays:  # torch's reader takes every such file
         raise CheckpointError(
@@ -285,6 +304,35 @@ def verify(directory: Path) -> None:
                 f"{directory / name} is damaged: its manifest says {written}, the file is {found}. "
                 "Resume from an older checkpoint of the run, or restore the file."
             )
+
+
+def shown_name(value: object) -> str:
+    """Return what a manifest holds in place of a name, for a message."""
+    return ascii(str(value)[:80])
+
+
+def ties_of(checkpoint: Path) -> list[dict[str, str]]:
+    """Return the digests of the configurations under which a verified checkpoint was written and
+    resumed; none of a checkpoint that is older than these digests."""
+    found = []
+    for name in (MANIFEST, RESUMED):
+        with suppress(OSError, ValueError, KeyError, AttributeError):
+            text = (checkpoint / name).read_text()
+            facts = {key: value for key, value in json.loads(text).items() if key != "xxh3"}
+            tie = facts["tie"]
+            if text == _manifest(facts) and isinstance(tie, dict):
+                found.append({str(key): str(value) for key, value in tie.items()})
+    return found
+
+
+def tie_again(checkpoint: Path, tie: Mapping[str, str]) -> None:
+    """Write down that a run goes on from a checkpoint under another configuration.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replaced(checkpoint / RESUMED) as temporary:
+        temporary.write_text(_manifest({"tie": dict(tie)}))
 
 
 def _check_inside(directory: Path, name: str) -> None:
@@ -376,6 +424,8 @@ def _manifest(facts: dict[str, Any]) -> str:
 def _point(link: Path, name: str) -> None:
     """Make `link` point to its sibling `name`, in one rename."""
     temporary = link.with_name(f".tmp-{link.name}")
+    if temporary.is_dir() and not temporary.is_symlink():
+        shutil.rmtree(temporary)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
     temporary.rename(link)

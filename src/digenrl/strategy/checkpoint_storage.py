@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from digenrl.record.run_dir import own_folder
 from digenrl.transport.wire import tensor_bytes
 
 POLICY = "policy.safetensors"
@@ -82,7 +83,7 @@ class PartWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the directory, in place of what was left by processes that were killed."""
         if is_coordinator:
-            self._directory.parent.mkdir(parents=True, exist_ok=True)
+            own_folder(self._directory.parent)
             for unfinished in self._directory.parent.glob(".tmp-step-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
             self._directory.mkdir()

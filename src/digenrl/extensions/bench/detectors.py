@@ -15,6 +15,7 @@ from torchvision.transforms.functional import to_pil_image
 from digenrl import accelerator
 from digenrl.extensions.bench.files import SuiteError
 from digenrl.extensions.bench.geneval import COLOURS, Detection
+from digenrl.model_folder import require_data
 from reward_models.drawn_scenes import AREA, EXTENT, SHAPES
 from reward_models.scene_judges import Found, detect
 
@@ -43,10 +44,11 @@ class TransformersDetector:
     def __init__(self, path: Path, colours: Path | None, least: float, max_overlap: float) -> None:
         from transformers import MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING, AutoConfig
 
+        require_data(path)
         self._least, self._max_overlap = least, max_overlap
         self._in_words = (
             path.is_dir()
-            and type(AutoConfig.from_pretrained(path))
+            and type(AutoConfig.from_pretrained(path, local_files_only=True))
             in MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING
         )
         self._detect = _pipeline(
@@ -136,6 +138,7 @@ def _pipeline(task: str, path: Path, key: str) -> Any:
             f"{key}={path}: is no directory; download a model for {task} and name its directory."
         )
     try:
+        require_data(path)
         return pipeline(
             task,
             model=str(path),

@@ -5,14 +5,20 @@ from __future__ import annotations
 import warnings
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, ImageSequence
 from torch import Tensor
 
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 VIDEOS = (".avi", ".gif", ".mkv", ".mov", ".mp4", ".webm")
+FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
+"""Decoders of Pillow that a picture may need. Without this list its name decides nothing, and
+others may start programs."""
+_DEMUXERS = {".avi": "avi", ".mkv": "matroska", ".mov": "mov", ".mp4": "mov", ".webm": "matroska"}
+"""Suffix -> the reader of ffmpeg. Others, such as those of playlists, open further files."""
 
 
 class MediaError(ValueError):
@@ -73,7 +79,7 @@ def _check_size(pixels: int, max_pixels: int) -> None:
 
 
 def _picture(path: Path, max_pixels: int) -> np.ndarray:
-    with Image.open(path) as file:
+    with Image.open(path, formats=FORMATS) as file:
         _check_size(file.width * file.height, max_pixels)
         image: Image.Image = ImageOps.exif_transpose(file)
         if image.has_transparency_data:
@@ -84,22 +90,31 @@ def _picture(path: Path, max_pixels: int) -> np.ndarray:
         return np.array(image.convert("RGB"))
 
 
+def _animation(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
+    with Image.open(path, formats=("GIF",)) as file:
+        frames: list[np.ndarray] = []
+        for frame in islice(ImageSequence.Iterator(file), max_frames):
+            _check_size((len(frames) + 1) * file.width * file.height, max_pixels)
+            frames.append(np.array(frame.convert("RGB")))
+    return np.stack(frames)
+
+
 def _video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
+    if path.suffix.lower() == ".gif":
+        return _animation(path, max_frames, max_pixels)
     try:
         import imageio.v3 as imageio
     except ImportError as error:
         raise ImportError("reading videos needs imageio: pip install 'digenrl[video]'") from error
     frames: list[np.ndarray] = []
-    with imageio.imopen(path, "r") as file:
-        height, width = file.properties().shape[1:3]
+    own = ["-f", _DEMUXERS[path.suffix.lower()], "-protocol_whitelist", "file"]
+    opened: Any = imageio.imopen(path, "r", plugin="FFMPEG")  # type: ignore[call-overload]
+    with opened as file:
+        height, width = file.read(index=0, input_params=own).shape[:2]
         _check_size(height * width, max_pixels)
         # A header may promise small frames; ffmpeg then refuses larger ones.
-        limit = (
-            {}
-            if path.suffix.lower() == ".gif"
-            else {"input_params": ["-max_pixels", str(max_pixels)]}
-        )
-        for frame in islice(file.iter(**limit), max_frames):
+        limit = [*own, "-max_pixels", str(max_pixels)]
+        for frame in islice(file.iter(input_params=limit), max_frames):
             _check_size((len(frames) + 1) * frame.shape[0] * frame.shape[1], max_pixels)
             frames.append(np.asarray(Image.fromarray(frame).convert("RGB")))
     if not frames:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from digenrl.record.run_dir import replaced
 from digenrl.report.page.gallery import strip
 from digenrl.report.page.style import BLUE, INK, VERMILION, paper_style
 from digenrl.report.pictures import Samples, read_samples, sample_files
@@ -55,7 +56,9 @@ def save_comparison(path: Path, before: Samples, after: Samples) -> None:
     Raises: see `comparison`.
     """
     with paper_style():
-        comparison(before, after).savefig(path)
+        figure = comparison(before, after)
+        with replaced(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:])
 
 
 def _matched(before: tuple[str, ...], after: tuple[str, ...]) -> dict[str, list[tuple[int, int]]]:

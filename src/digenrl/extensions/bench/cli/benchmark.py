@@ -192,6 +192,8 @@ def benchmark(request: BenchmarkKeys, words: Sequence[str] = ()) -> Path:
     )
     out = (request.out or above) / suite.name
     checkpoint = None if request.step == "base" else _checkpoint(composed.run_dir, request.step)
+    if checkpoint is not None:
+        earlier_run.require_tied(composed.run_dir, checkpoint, words)
     models = {"base": "base"} | ({} if checkpoint is None else _identity(checkpoint))
     folders = {name: out / name for name in models}
     ranks = _ranks(request.ranks, len(items))

@@ -87,7 +87,7 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
 
     ema = composed.settings.algorithm.get("ema")
     every = 1 if ema is None else composed.settings.build("algorithm.ema").every
-    tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights, every)
+    tensors, weights = read_weights(composed.run_dir / "checkpoints", request.weights, every, words)
     print(f"export: {NOTES[weights]}", file=sys.stderr)
     # A quantized base is for training: the adapter is merged with the published weights.
     whole = {"quantize": None} if composed.settings.model.holds("quantize") else {}
@@ -108,11 +108,14 @@ def export(request: ExportKeys, words: Sequence[str] = ()) -> Path:
     return out
 
 
-def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[str, Any], str]:
+def read_weights(
+    checkpoints: Path, weights: str, every: int = 1, words: Sequence[str] | None = None
+) -> tuple[dict[str, Any], str]:
     """Read the newest checkpoint that verifies.
 
     Args:
         every: optimizer steps between two updates of the moving average.
+        words: the command line, for `earlier_run.require_tied`; None: nothing is compared.
 
     Returns:
         (tensors by the names of `Adapter.trained_parameters`, kind of the weights: trained |
@@ -124,6 +127,7 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
     """
     from safetensors.torch import load_file
 
+    from digenrl.earlier_run import require_tied
     from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, read
     from digenrl.strategy.checkpoint_storage import POLICY
 
@@ -131,6 +135,8 @@ def read_weights(checkpoints: Path, weights: str, every: int = 1) -> tuple[dict[
         checkpoint = newest_valid(checkpoints, say=partial(print, file=sys.stderr))
     except CheckpointError as error:
         raise NoWeights(f"{error}\nNothing to export.") from error
+    if words is not None:
+        require_tied(checkpoints.parent, checkpoint, words)
     if weights == "trained":
         return load_file(checkpoint / POLICY), "trained"
     kept = read(checkpoint, ("algorithm",))["algorithm"]

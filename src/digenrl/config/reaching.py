@@ -1,0 +1,145 @@
+"""Arguments by which an allowed class would start a process, load code, or write where it should
+not.
+
+The list of `targets` says which classes a configuration may name, not what they do with their
+arguments. A few arguments reach further than the run: `tests/reachable.py` finds them in the source
+of every such class. They stand under one of two rules.
+
+- An argument that names code or a process counts on the command line alone, as `allow_targets`
+does. Neither a stored config.yaml nor a file of a `--config-dir` can set it.
+- An argument that names a file of the run is a plain name, wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from digenrl.config.compose import quoted
+from digenrl.config.targets import components, nodes
+from digenrl.config.validation import shown
+from digenrl.rewards.needs import flag_problems
+
+_SERVE_KEYS = ("build", "gpus", "args")
+
+_LOGGER_ARGUMENTS: Mapping[str, Collection[str]] = {
+    "lightning.pytorch.loggers.CSVLogger": (
+        "name",
+        "version",
+        "prefix",
+        "flush_logs_every_n_steps",
+    ),
+    "lightning.pytorch.loggers.TensorBoardLogger": (
+        "name",
+        "version",
+        "sub_dir",
+        "prefix",
+        "log_graph",
+        "default_hp_metric",
+        "purge_step",
+        "max_queue",
+        "flush_secs",
+    ),
+    "digenrl.callbacks.wandb_logger.WandbLogger": ("project", "name", "offline", "timeout_s"),
+}
+"""Logger -> arguments that a configuration may give. The directory is the run's own."""
+_FOLDERS = ("name", "version", "sub_dir", "prefix", "project")
+"""Arguments of loggers that become names of files."""
+_FOLDER = re.compile(r"(?!\.)[\w.+= @-]{0,128}")
+_HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_")
+_HUB_BACKEND = re.compile(r".*hub.*", re.IGNORECASE | re.DOTALL)
+"""An attention backend whose kernel diffusers fetches from the hub and runs."""
+
+
+def reaching_problems(tree: Any, given: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with the arguments of `tree` that reach beyond the run.
+
+    Args:
+        tree: a resolved configuration.
+        given: keys that the command line sets.
+    """
+    for path, node in nodes(tree):
+        if not isinstance(node, Mapping):
+            continue
+        yield from (
+            f"{path}: has the key {str(key)!a}, which is no name; use printable characters."
+            for key in node
+            if not str(key).isprintable()
+        )
+        target = node.get("_target_")
+        if "_args_" in node and isinstance(target, str) and target in components():
+            yield f"{path}._args_: is refused; give the arguments of {target} by their names."
+        if "serve" in node:
+            yield from _served(f"{path}.serve", node, given)
+        if isinstance(target, str) and target in _LOGGER_ARGUMENTS:
+            yield from _logged(path, target, node)
+        backend = node.get("attention_backend")
+        if isinstance(backend, str) and _HUB_BACKEND.fullmatch(backend):
+            yield from _unasked(
+                f"{path}.attention_backend",
+                backend,
+                "names a kernel that is fetched from the hub and run",
+                given,
+            )
+
+
+def reaching_words(tree: Any) -> list[str]:
+    """Return the words that a command line must repeat to run the configuration `tree` again."""
+    words = []
+    for path, node in nodes(tree):
+        if not isinstance(node, Mapping):
+            continue
+        serve, backend = node.get("serve"), node.get("attention_backend")
+        if isinstance(serve, Mapping) and isinstance(serve.get("args"), list) and serve["args"]:
+            items = ",".join(
+                quoted(item) if isinstance(item, str) else str(item) for item in serve["args"]
+            )
+            words.append(f"{path}.serve.args=[{items}]")
+        if isinstance(backend, str) and _HUB_BACKEND.fullmatch(backend):
+            words.append(f"{path}.attention_backend={backend}")
+    return words
+
+
+def _unasked(path: str, value: Any, what: str, given: Collection[str]) -> Iterator[str]:
+    """Yield a message if the command line does not set the key at `path`."""
+    if not any(path == key or path.startswith(f"{key}.") for key in given):
+        yield (
+            f"{path} = {shown(value)}: {what}, so it counts only on the command line, not in a "
+            "stored config.yaml or another YAML file; repeat it there if you want it."
+        )
+
+
+def _served(path: str, node: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with how a judge is served that the run starts."""
+    serve, model = node["serve"], node.get("model")
+    if isinstance(model, str) and model.lstrip().startswith("-"):
+        yield f"{path.rpartition('.')[0]}.model = {shown(model)}: is an option, and no model."
+    if serve is None:
+        return
+    if not isinstance(serve, Mapping) or {*map(str, serve)} - {*_SERVE_KEYS}:
+        yield f"{path} = {shown(serve)}: takes {', '.join(_SERVE_KEYS)} alone."
+        return
+    args = serve.get("args")
+    if args in (None, []):
+        return
+    yield from (f"{path}.args = {shown(args)}: {why}." for why in flag_problems(args))
+    yield from _unasked(f"{path}.args", args, "goes to the command of the judge's server", given)
+
+
+def _logged(path: str, target: str, node: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the arguments of a logger."""
+    known = _LOGGER_ARGUMENTS[target]
+    for key, value in node.items():
+        if key not in (*known, *_HYDRA_KEYS, "_args_"):
+            yield (
+                f"{path}.{key}: is refused, because a logger writes into the run's directory; "
+                f"it takes {', '.join(known)}."
+            )
+        elif key in _FOLDERS and isinstance(value, str) and not _FOLDER.fullmatch(value):
+            yield (
+                f"{path}.{key} = {shown(value)}: is part of a file's name; use letters, digits, "
+                "spaces and _ . + = @ -, not beginning with a dot."
+            )
+        elif key in _FOLDERS and not isinstance(value, (str, int, type(None))):
+            yield f"{path}.{key} = {shown(value)}: is part of a file's name; use text."

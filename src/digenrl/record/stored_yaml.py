@@ -1,0 +1,56 @@
+"""YAML of a run directory as plain data: bounded, without aliases.
+
+An alias lets a few bytes stand for millions of nodes, and lets two keys share one value. No run
+writes one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LONGEST = 4 << 20
+"""Most bytes of a file. The longest config.yaml of the shipped experiments has 20 KiB."""
+_MOST_EVENTS, _DEEPEST = 400_000, 100
+"""Most nodes of a file, and most levels."""
+
+
+def checked_text(file: Path) -> str:
+    """Return the text of a YAML file that holds no alias.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is too long, or no UTF-8.
+        yaml.YAMLError: it is no YAML, has an alias, or too many nodes or levels.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(file, flags), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(file))
+        content = opened.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise ValueError(f"has more than {LONGEST} bytes")
+    text = content.decode("utf-8")
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1} has an alias (*{event.anchor!a:.40}), which no "
+                "run writes: write the value there"
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST or number > _MOST_EVENTS:
+            raise yaml.YAMLError(f"has more than {_DEEPEST} levels or {_MOST_EVENTS} nodes")
+    return text
+
+
+def read_plain(file: Path) -> Any:
+    """Return the content of a YAML file as plain data. Raises as `checked_text`."""
+    return yaml.load(checked_text(file), _LOADER)
