@@ -171,7 +171,7 @@ class _Reached:
                 home, _, leaf = imported.rpartition(".")
         if leaf is None or home.partition(".")[0] not in _OWN:
             return set()
-        found = _find(home, leaf)
+        found = _defined(home, leaf)
         if found is None:
             return set()
         constructor = (
@@ -296,7 +296,7 @@ def _imports(module: str) -> dict[str, str]:
 
 def _methods(module: str, name: str, depth: int = 0) -> Iterator[tuple[str, _Function]]:
     """Yield (module, method) of a class and of its own bases; the most derived comes first."""
-    definition = _find(module, name)
+    definition = _defined(module, name)
     if not isinstance(definition, ast.ClassDef) or depth > 5:
         return
     home = _home(module, name)
@@ -311,6 +311,12 @@ def _methods(module: str, name: str, depth: int = 0) -> Iterator[tuple[str, _Fun
         dotted = imported + text.removeprefix(text.partition(".")[0])
         if dotted.partition(".")[0] in _OWN:
             yield from _methods(*dotted.rpartition(".")[::2], depth + 1)
+
+
+def _defined(module: str, name: str) -> ast.AST | None:
+    """Return the definition of `name`, wherever `module` has it from."""
+    found = _find(module, name)
+    return None if found is None else found[1]
 
 
 def _home(module: str, name: str, depth: int = 0) -> str:
@@ -332,7 +338,7 @@ def constructor_arguments(target: str) -> list[str]:
     module, _, name = target.rpartition(".")
     methods = [method for _, method in _methods(module, name) if method.name == "__init__"]
     if not methods:
-        definition = _find(module, name)
+        definition = _defined(module, name)
         assert isinstance(definition, ast.ClassDef), target
         return [
             item.target.id

@@ -102,7 +102,7 @@ def test_stored_flags_of_a_judges_server_count_only_on_the_command_line(run: Pat
         with pytest.raises(config.ConfigError, match="counts only on the command line"):
             load()
     (given,) = reaching_words(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
-    found = config.load([f"resume={run}", given]).config
+    found = config.load([f"resume={run}", given]).settings.tree
     assert list(OmegaConf.select(found, f"{JUDGE}.serve.args")) == words
 
 
@@ -150,20 +150,20 @@ def test_a_rollout_that_joins_is_told_what_the_command_line_has_allowed(run: Pat
     tree = OmegaConf.load(run / "config.yaml")
     with pytest.raises(config.ConfigError):
         config.load([], stored=run)
-    joined = config.load(words_to_join(tree), stored=run).config
-    assert identity(joined) == identity(config.load(words, stored=run).config)
+    joined = config.load(words_to_join(tree), stored=run).settings.tree
+    assert identity(joined) == identity(config.load(words, stored=run).settings.tree)
 
 
 @pytest.mark.heavy
 def test_a_stored_prompt_store_is_no_place_to_write(run: Path) -> None:
     stored(run, "data.prompt_store", "/home/somebody")
     found = config.load([f"resume={run}"])
-    assert found.config.data.prompt_store == "auto"
+    assert found.settings.data.prompt_store == "auto"
     assert any("data.prompt_store=/home/somebody" in note for note in found.notes)
-    own = config.load([f"resume={run}", "data.prompt_store=/tmp/mine"]).config
+    own = config.load([f"resume={run}", "data.prompt_store=/tmp/mine"]).settings
     assert own.data.prompt_store == "/tmp/mine"
     stored(run, "data.prompt_store", None)
-    assert config.load([f"resume={run}"]).config.data.prompt_store is None
+    assert config.load([f"resume={run}"]).settings.data.prompt_store is None
 
 
 @pytest.mark.heavy

@@ -34,7 +34,7 @@ from tests.training import SMALL, Train, commands
 def run(tmp_path: Path) -> Path:
     composed = config.load([f"hydra.run.dir={tmp_path}/run-0"])
     run = config.prepare_run_dir(composed)
-    io = DirectoryCheckpointIO(tie=tie_of(composed.config))
+    io = DirectoryCheckpointIO(tie=tie_of(composed.settings.tree))
     io.save_checkpoint(content(1.0, 2), run / "checkpoints" / "step-000002")
     return run
 
@@ -56,7 +56,7 @@ def test_what_a_run_stores_is_what_its_checkpoint_is_tied_to(
 ) -> None:
     composed = config.load([f"experiment={experiment}", f"hydra.run.dir={tmp_path}/run-0"])
     run = config.prepare_run_dir(composed)
-    assert untied(run, [tie_of(composed.config)], []) == ([], [])
+    assert untied(run, [tie_of(composed.settings.tree)], []) == ([], [])
 
 
 @pytest.mark.heavy

@@ -189,7 +189,7 @@ def test_no_temporary_name_can_be_guessed_and_none_is_written_through(tmp_path: 
     for name in ("config.yaml", "summary.json"):
         (tmp_path / f".{name}.{os.getpid()}.tmp").symlink_to(outside)
     write_json(tmp_path / "summary.json", {})
-    store_config(config.load([]).config, tmp_path)
+    store_config(config.load([]).settings.tree, tmp_path)
     assert outside.read_text() == "mine"
 
 

@@ -253,9 +253,9 @@ def identity(tree: DictConfig) -> dict[str, Any]:
     }
 
 
-def tie_of(config: DictConfig) -> dict[str, str]:
+def tie_of(tree: DictConfig) -> dict[str, str]:
     """Return what ties a checkpoint to its configuration: a digest of the value of each key."""
-    return _digests(OmegaConf.to_container(config))
+    return _digests(OmegaConf.to_container(tree))
 
 
 def _digests(tree: Any) -> dict[str, str]:
