@@ -3,6 +3,10 @@ checkpoints, messages, requests and run directories.
 
     make fuzz ARGS="n=10000 seed=1"     (python -m tests.fuzz n=10000 seed=1 only=wire,http)
 
+Of a run that came from elsewhere, four attacks are made: `arguments` of every class that a stored
+configuration may name, `links` at every path that a run writes, `tied` (flips of config.yaml beside
+a checkpoint), and `parsers` (pictures, arrays and YAML).
+
 Each input must be taken or refused by the error that its reader documents, within `LIMIT_S` seconds
 of CPU (`WAIT_S` by the clock, as a busy machine takes its time).
 Anything else is a defect: another exception, a hang, a process that is started, a file outside of
@@ -13,6 +17,7 @@ line of standard output is the number of defects; each is printed with the seed 
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import random
@@ -24,20 +29,37 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 import yaml
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from PIL import Image
 
 from digenrl import config, prompts
+from digenrl.cluster.access import Access, write_access
 from digenrl.config.command_settings import schema_of
+from digenrl.config.stored import tie_of, untied
+from digenrl.config.targets import components, nodes
 from digenrl.config.validation import keys_of
+from digenrl.extensions.bench.media_files import read_media
 from digenrl.images import ImageLimits
 from digenrl.models.prompt_store import PromptStore
 from digenrl.models.wording import Wording
+from digenrl.record.line_file import LineFile
+from digenrl.record.run_dir import (
+    ForeignEntry,
+    append_event,
+    hold_reserve,
+    open_log,
+    require_own,
+    write_json,
+)
+from digenrl.record.stored_yaml import read_plain
+from digenrl.report.pictures import read_samples
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from digenrl.rewards import frames
@@ -45,6 +67,8 @@ from digenrl.rewards.service import RewardService, ServiceLimits
 from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, verify
 from digenrl.transport.wire import Message, MessageKind, WireError, decode
 from digenrl.types import Prompt
+from tests.reachable import constructor_arguments
+from tests.record.test_own_directory import WRITTEN
 from tests.report.page.test_hostile import damaged
 from tests.report.synthetic import write_run
 from tests.rewards.services import Brightness
@@ -76,7 +100,11 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen"):
         raise SystemError(f"started something: {event} {arguments!r:.200}")
     if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
-        path, mode, flags = os.path.realpath(os.fsdecode(arguments[0])), arguments[1], arguments[2]
+        named, mode, flags = os.fsdecode(arguments[0]), arguments[1], arguments[2]
+        path = os.path.realpath(named)
+        if flags & os.O_NOFOLLOW:  # a link itself is refused, one above it is followed
+            above, own = os.path.split(os.path.abspath(named))
+            path = os.path.join(os.path.realpath(above), own)
         writes = any(letter in (mode or "") for letter in "wax+") or flags & (
             os.O_WRONLY | os.O_RDWR
         )
@@ -302,6 +330,202 @@ def run_directory(root: Path) -> Attack:
     return attack
 
 
+WORDS: tuple[Any, ...] = (
+    ["--trust-remote-code"], ["--middleware", "evil.App"], ["--host=0.0.0.0"], ["--seed", 1, "--plugin=x"], "--trust",
+    {"args": ["--trust_remote_code"]}, {"build": "real", "args": ["--config", "/tmp/x"]}, "../../outside", "/tmp/outside", "a/b",
+    "s3://evil/x", "http://evil.example:1", "evil.example:80", "flash_hub", "_FLASH_3_hub", "hub", "-x", "--load-format", "a\nb", "\x1b[2J",
+    [], {}, None, 1, True, ["http://127.0.0.1@evil.example/"], {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "/tmp"},
+)  # fmt: skip
+PLACES = (
+    "model", "algorithm", "algorithm.advantage", "reward.rewards.judge_a.scorer", "reward.heldout.mine.scorer", "logger.mine",
+    "callbacks.mine", "trainer.mine", "trainer", "callbacks.evaluation.statistics",
+)  # fmt: skip
+
+
+def arguments(root: Path) -> Attack:
+    run = config.prepare_run_dir(config.load([f"hydra.run.dir={root}/run-0"]))
+    whole = (run / "config.yaml").read_text()
+    classes = {
+        name: [*constructor_arguments(name), "kwargs", "log_dir", "_args_", "serve"]
+        for name in sorted(components())
+        if not name.startswith("torch.optim") and name != "lightning.pytorch.Trainer"
+    }
+
+    def attack(chance: random.Random) -> bool:
+        tree = OmegaConf.create(whole)
+        name = chance.choice(sorted(classes))
+        node = {"_target_": name, "_partial_": chance.random() < 0.5}
+        for _ in range(chance.randint(1, 3)):
+            node[chance.choice(classes[name])] = chance.choice(WORDS)
+        if chance.random() < 0.3:
+            node["serve"] = {"args": chance.choice(WORDS)}
+        place = chance.choice(PLACES)
+        if chance.random() < 0.4:
+            for key, value in node.items():
+                with suppress(ValueError):  # below a list
+                    OmegaConf.update(tree, f"{place}.{key}", value, force_add=True, merge=False)
+        else:
+            OmegaConf.update(tree, place, node, force_add=True, merge=False)
+        OmegaConf.save(tree, run / "config.yaml")
+        try:
+            found = config.load([], stored=run)
+        except config.ConfigError:
+            return False
+        for path, each in nodes(OmegaConf.to_container(found.settings.tree)):
+            if isinstance(each, dict):
+                serve = each.get("serve")
+                assert not serve or not serve.get("args"), f"{path}: {serve}"
+                assert "hub" not in str(each.get("attention_backend")).lower(), path
+                assert "_args_" not in each, path
+                if "loggers" in str(each.get("_target_")):
+                    assert not {"save_dir", "log_dir", "kwargs"} & {*each}, f"{path}: {each}"
+                    names = [str(each.get(key, "")) for key in ("name", "version", "sub_dir")]
+                    assert not any("/" in name or ".." in name for name in names), f"{path}: {each}"
+            assert (
+                "evil.example" not in str(each)
+                or not isinstance(each, str)
+                or not ("://" in each or ":80" in each)
+            ), f"{path} = {each}"
+        return True
+
+    return attack
+
+
+def links(root: Path) -> Attack:
+    calm = write_run(root / "calm", steps=2)
+    config.store_config(config.load([]).settings.tree, calm)
+    DirectoryCheckpointIO().save_checkpoint(content(1.5, 1), calm / "checkpoints" / "step-000001")
+    (calm / "logs").mkdir()
+    outside = root.parent / "canary"
+
+    def lead(place: Path, chance: random.Random) -> None:
+        """Put something at `place` that leads out of the run."""
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        if not place.parent.is_dir() or place.parent.is_symlink():
+            return  # another one is above it
+        place.unlink(missing_ok=True)
+        kind = chance.randrange(6)
+        if kind == 0:
+            place.symlink_to(outside)
+        elif kind == 1:
+            place.symlink_to(os.path.relpath(outside, place.parent))
+        elif kind == 2:
+            place.symlink_to(outside.parent)
+        elif kind == 3:
+            place.symlink_to(outside.parent / "new")
+        elif kind == 4:
+            (place.parent / "step").unlink(missing_ok=True)
+            (place.parent / "step").symlink_to(outside.parent)
+            place.symlink_to("step")
+        else:
+            os.mkfifo(place)
+
+    def attack(chance: random.Random) -> bool:
+        run = root / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(calm, run, symlinks=True)
+        for _ in range(chance.randint(1, 3)):
+            lead(run / chance.choice(WRITTEN), chance)
+        writers: tuple[Callable[[], object], ...] = (
+            lambda: append_event(run, "end", {"a": 1}, urgent=True),
+            lambda: LineFile(run / "spans" / "rank-000.jsonl").write(b"{}\n"),
+            lambda: LineFile(run / "decisions" / "rank-000.jsonl").write(b"{}\n"),
+            lambda: os.close(open_log(run / "logs" / f"{chance.choice(('rank-000', 'join'))}.log")),
+            lambda: write_json(run / "summary.json", {}),
+            lambda: config.store_config(DictConfig({"a": 1}), run),
+            lambda: hold_reserve(run),
+            lambda: write_access(run, Access("127.0.0.1", 1, "t", 0.0)),
+            lambda: DirectoryCheckpointIO().save_checkpoint(
+                content(1.5, 2), run / "checkpoints" / "step-000002"
+            ),
+        )
+        for write in chance.sample(writers, 3):
+            with suppress(OSError):
+                write()
+        json.dumps(build_summary(read_run(run))) if (run / "config.yaml").is_file() else None
+        left = [path for path in run.rglob("*") if path.is_symlink()]
+        own = [
+            path for path in left if path.name == "last" and os.readlink(path).startswith("step-")
+        ]
+        try:
+            require_own(run)
+        except ForeignEntry:
+            return False
+        assert left == own, f"leads elsewhere: {sorted({*left} - {*own})}"
+        return True
+
+    return attack
+
+
+def tied(root: Path) -> Attack:
+    composed = config.load([f"hydra.run.dir={root}/run-0"])
+    run = config.prepare_run_dir(composed)
+    whole, ties = (run / "config.yaml").read_bytes(), [tie_of(composed.config)]
+    before = yaml.safe_load(whole)
+
+    def attack(chance: random.Random) -> bool:
+        if chance.random() < 0.5:
+            text = mutated(whole, chance)
+        else:
+            text = yaml.safe_dump(anywhere(before, chance)).encode(errors="replace")
+        (run / "config.yaml").write_bytes(text)
+        try:
+            problems, _ = untied(run, ties, ["resume=x", "allocation.trainers=1"])
+        except config.ConfigError:
+            return False
+        after = yaml.safe_load(text)
+        if not isinstance(after, dict):  # OmegaConf takes a text as a key
+            assert problems
+            return False
+        for tree in (before, after):
+            for key in ("resume", "allow_targets", "confirm_hosts", "allocation"):
+                tree.pop(key, None)
+            if isinstance(tree.get("data"), dict):
+                tree["data"].pop("prompt_store", None)
+        same = json.dumps(before, sort_keys=True) == json.dumps(after, sort_keys=True, default=repr)
+        assert same or problems, "a change is not named"
+        before.update(yaml.safe_load(whole))
+        return not problems
+
+    return attack
+
+
+def parsers(root: Path) -> Attack:
+    calm = write_run(root / "calm", steps=1)
+    whole = next((calm / "samples").glob("eval-*.npz")).read_bytes()
+    pictures = dict[str, bytes]()
+    for name, made in (("a.png", "PNG"), ("a.jpg", "JPEG"), ("a.gif", "GIF"), ("a.tif", "TIFF")):
+        content = io.BytesIO()
+        Image.new("RGB", (9, 7), (1, 2, 3)).save(content, made)
+        pictures[name] = content.getvalue()
+    other = io.BytesIO()
+    Image.new("RGB", (9, 7)).save(other, "EPS")
+
+    def attack(chance: random.Random) -> bool:
+        kind = chance.randrange(3)
+        try:
+            if kind == 0:
+                file = root / "eval-1.npz"
+                file.write_bytes(mutated(whole, chance))
+                read_samples(file)
+            elif kind == 1:
+                name = chance.choice(sorted(pictures))
+                taken = pictures[name] if chance.random() < 0.7 else other.getvalue()
+                (root / name).write_bytes(mutated(taken, chance))
+                read_media(root / name, 2, 1 << 16)
+            else:
+                text = b"a: &a [1, 2]\nb: " + chance.choice((b"*a", b"{<<: *a}", b"[*a, *a]", b"1"))
+                (root / "x.yaml").write_bytes(mutated(text, chance))
+                found = read_plain(root / "x.yaml")
+                assert not isinstance(found, dict) or found.get("b") != [1, 2], "an alias is taken"
+        except (ValueError, OSError, yaml.YAMLError):
+            return False
+        return True
+
+    return attack
+
+
 ATTACKS: dict[str, tuple[Callable[[Path], Attack], int]] = {
     "configuration": (configuration, 1),
     "stored": (stored, 1),
@@ -311,6 +535,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], Attack], int]] = {
     "wire": (wire, 4),
     "http": (http, 3),
     "runs": (run_directory, 1),
+    "arguments": (arguments, 1),
+    "links": (links, 1),
+    "tied": (tied, 1),
+    "parsers": (parsers, 3),
 }
 """Name -> what makes the attack in a directory, and its part of the inputs."""
 

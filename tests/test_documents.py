@@ -179,7 +179,7 @@ def test_relative_links_resolve(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("document", "letter", "numbers"),
-    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 35))],
+    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 39))],
     ids=["design", "faults"],
 )
 def test_each_invariant_and_fault_names_a_test_that_exists(

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -48,6 +49,7 @@ _FREE, _DENSEST = 256 << 20, 200
 """Bytes that a file may hold however short it is, and bytes per byte of a longer one: what pictures
 compress to, a hundred times over."""
 _MOST_ARRAYS = 256
+_DAMAGES = (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
 def _headers(file: BinaryIO, name: str) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -76,7 +78,7 @@ def _headers(file: BinaryIO, name: str) -> dict[str, tuple[tuple[int, ...], np.d
                     raise ValueError(f"{name}: {member.filename} is {dtype} {shape}")
                 total += size
                 found[member.filename.removesuffix(".npy")] = shape, dtype
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+    except _DAMAGES as error:
         raise ValueError(f"{name}: is no archive of arrays ({error})") from error
     if total > min(_LARGEST, max(_FREE, _DENSEST * length)):
         raise ValueError(
@@ -90,9 +92,16 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
     """Read samples/eval-<rl_step>.npz.
 
     Raises:
-        ValueError: the file lacks `media` or `prompts`, or their shapes do not fit.
+        ValueError: the file is damaged, lacks `media` or `prompts`, or their shapes do not fit.
     """
     path = Path(path)
+    try:
+        return _read_samples(path)
+    except (*_DAMAGES, zlib.error) as error:
+        raise ValueError(f"{path.name}: is damaged ({error})") from error
+
+
+def _read_samples(path: Path) -> Samples:
     number = re.search(r"(\d+)$", path.stem)
     with open_own(path) as file:
         headers = _headers(file, path.name)

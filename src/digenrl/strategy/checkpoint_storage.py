@@ -85,7 +85,10 @@ class PartWriter(StorageWriter):
         if is_coordinator:
             own_folder(self._directory.parent)
             for unfinished in self._directory.parent.glob(".tmp-step-*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+                if unfinished.is_dir() and not unfinished.is_symlink():
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                else:  # a link, or a pipe on which rmtree would wait
+                    unfinished.unlink()
             self._directory.mkdir()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
