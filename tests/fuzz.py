@@ -461,7 +461,7 @@ def links(root: Path) -> Attack:
 def tied(root: Path) -> Attack:
     composed = config.load([f"hydra.run.dir={root}/run-0"])
     run = config.prepare_run_dir(composed)
-    whole, ties = (run / "config.yaml").read_bytes(), [tie_of(composed.config)]
+    whole, ties = (run / "config.yaml").read_bytes(), [tie_of(composed.settings.tree)]
     before = yaml.safe_load(whole)
 
     def attack(chance: random.Random) -> bool:
