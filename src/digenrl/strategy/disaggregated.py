@@ -86,6 +86,8 @@ class DisaggregatedStrategy(DDPStrategy):
     """Limit of one collective; Lightning's attribute."""
     parts: Wiring
     """The parts of this rank, from `setup_distributed` on."""
+    failed = False
+    """Whether an exception ends this rank before the run does."""
 
     def __init__(self, rank_setup: RankSetup, checkpoint_io: DirectoryCheckpointIO) -> None:
         self.rank_setup, self.state = rank_setup, TrainerState()
@@ -247,7 +249,8 @@ class DisaggregatedStrategy(DDPStrategy):
         self.barrier()
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, StepGivenUp):
+        self.failed = not isinstance(exception, StepGivenUp)
+        if not self.failed:
             self.on_train_end()
         elif hasattr(self, "control") and not isinstance(exception, Aborted):
             if isinstance(exception, torch.OutOfMemoryError):
@@ -258,13 +261,15 @@ class DisaggregatedStrategy(DDPStrategy):
     def teardown(self) -> None:
         if hasattr(self, "link"):
             self.link.close()
-            self.spans.close()
+            self.spans.close(wait=not self.failed)
             if hasattr(self, "parts"):
                 self.parts.close()
             tell_unwritten(self.session.run_dir)
         self.engine.close(self.session.limits.leave_s)
         # Lightning's own would copy the network and the optimizer of every rank to the host.
-        if dist.is_initialized():
+        # After an exception the peers may be in a collective of the group: NCCL would then wait for
+        # them, and they wait for this rank. The process exits without (`os._exit`).
+        if dist.is_initialized() and not self.failed:
             dist.destroy_process_group()
 
     # ---- data and updates: `trainer_step.py`
