@@ -129,6 +129,10 @@ KEYS: dict[str, Case] = {
         ["+schedule.gaps=1"],
         ["schedule.gaps = 1", "nearest: schedule.gap"],
     ),
+    "a precision in which gradients are zero": (
+        ["model.dtype=float16"],
+        ["model.dtype = float16", "become 0", "set model.dtype=bfloat16"],
+    ),
     "a precision of trainers alone": (
         ["trainer.precision=bf16"],
         ["trainer.precision = bf16", "set model.dtype"],

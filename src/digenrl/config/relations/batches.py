@@ -82,8 +82,8 @@ def _precision(get: View) -> Iterator[str]:
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
             f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and "
-            "ratios leave 1; set model.dtype (bfloat16, float16, float32, float64), in which both "
-            "compute, and leave trainer.precision=32-true."
+            "ratios leave 1; set model.dtype (bfloat16, float32, float64), in which both compute, "
+            "and leave trainer.precision=32-true."
         )
 
 
