@@ -643,7 +643,8 @@ def test_nobody_stays_in_a_collective_of_a_run_that_is_over(
     )
     assert 0 not in processes.codes(100.0), processes.tails()
     assert_gone(ranks, 5.0)
-    found = summary(processes)
+    (told,) = tmp_path.glob("outputs/*/*/summary.json")
+    found = json.loads(told.read_text())
     cause = "raised InjectedError: injected fault" if end == "raise" else "was killed"
     assert found["status"] == "failed"
     assert "rank 1 (trainer)" in found["cause"], found["cause"]
