@@ -84,6 +84,9 @@ class Session:
     """Present activity of this rank's threads, sent with its heartbeat."""
     leave: threading.Event = field(default_factory=threading.Event)
     """Event that is set when this rank, a rollout, shall leave the run while the run goes on."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Event that is set when this rank's part of the run has ended, well or not. Only the report
+    and the exit are left."""
     watched: bool = True
     """Whether a launcher sees every death and judges it. Without a launcher any death ends the
     run."""
