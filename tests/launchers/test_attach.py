@@ -624,9 +624,9 @@ def sharded_trainers(
     return workers([started])
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("scheduler", ["slurm", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheduler", ["slurm", "torchrun"])
 @pytest.mark.parametrize("end", ["raise", "kill"])
 def test_nobody_stays_in_a_collective_of_a_run_that_is_over(
     tmp_path: Path, processes: Processes, scheduler: str, end: str

@@ -9,12 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from safetensors.torch import load_file
 
 from digenrl import config as configuration
 from digenrl import run
-from digenrl.cluster.world import World
+from digenrl.cluster.world import Session, World
 from tests.strategy.processes import TINY, Cluster, completed, configured, run_cluster
 
 pytestmark = pytest.mark.processes
@@ -96,6 +97,42 @@ def test_early_stopping_leaves_a_checkpoint_and_the_last_evaluation(
     assert saved_step(cluster) == "step-000001"
     manifest = json.loads((cluster.run_dir / "checkpoints/last/manifest.json").read_text())
     assert manifest
+
+
+class Fails(pl.Callback):
+    """Raises in the second RL step."""
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("out of luck")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("end", ["raises", "completes"])
+def test_no_process_group_is_destroyed_after_an_exception(tmp_path: Path, end: str) -> None:
+    """Its peers may be in a collective of the group, and NCCL waits for them."""
+
+    def watched(world: World, session: Session) -> None:
+        destroy = dist.destroy_process_group
+
+        def tell() -> None:
+            (tmp_path / f"destroyed-{world.rank}").touch()
+            destroy()
+
+        dist.destroy_process_group = tell
+
+    fails = adding(Fails(), rank=1) if end == "raises" else None
+    config = configured("parallel.sharding=fsdp")
+    cluster = run_cluster(tmp_path, 2, 0, config, before=watched, after_build=fails)
+    destroyed = sorted(path.name for path in tmp_path.glob("destroyed-*"))
+    if end == "completes":
+        completed(cluster)
+        assert destroyed == ["destroyed-0", "destroyed-1"]
+    else:
+        assert "rank 1 (trainer) raised RuntimeError: out of luck" in str(cluster.outcome.cause)
+        assert destroyed == []
 
 
 @pytest.mark.timeout(180)

@@ -9,7 +9,7 @@ override reaches. Lightning, for example, broadcasts on it before every micro-ba
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -93,8 +93,10 @@ class Session:
 
     @property
     def store(self) -> tuple[str, int, Handshake]:
-        """Arguments for a `StoreClient` of this run."""
-        return self.store_host, self.store_port, self.handshake
+        """Arguments for a `StoreClient` of this run. A launcher that may be suspended for long (a
+        debugger) has as much time for an answer."""
+        answer_s = max(self.handshake.answer_s, 2.0 * self.limits.suspended_s)
+        return self.store_host, self.store_port, replace(self.handshake, answer_s=answer_s)
 
 
 class RoleEnvironment(ClusterEnvironment):
