@@ -21,7 +21,7 @@ from digenrl import config as configuration
 from digenrl import prompts
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
-from digenrl.callbacks.loggers import Guarded
+from digenrl.callbacks.loggers import Guarded, Silent
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import DataSettings, Settings
 from digenrl.config.stored import tie_of
@@ -155,6 +155,12 @@ def loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     makers = {key: settings.build(f"logger.{key}") for key in settings.logger or {}}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
     return [Guarded(logger, key, run_dir) for key, logger in made.items()]
+
+
+def silent_loggers(settings: Settings) -> list[Logger]:
+    """Return what the other ranks have in place of the loggers of rank 0. Callbacks such as
+    LearningRateMonitor refuse a rank that has none."""
+    return [Silent()] if settings.logger else []
 
 
 class Resumed(pl.Callback):

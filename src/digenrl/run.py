@@ -225,7 +225,9 @@ def _trainer(
         max_epochs=settings.max_rl_steps,
         accumulate_grad_batches=setup.micro_batches_per_update,
         callbacks=list(callbacks),
-        logger=parts.loggers(settings, run_dir) if given.world.rank == 0 else [],
+        logger=parts.loggers(settings, run_dir)
+        if given.world.rank == 0
+        else parts.silent_loggers(settings),
         default_root_dir=str(run_dir),
     )
     return trainer

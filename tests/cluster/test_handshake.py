@@ -197,3 +197,47 @@ def test_a_store_answers_its_run_alone_and_says_when_it_is_gone() -> None:
     server.close()
     with pytest.raises(StoreLost, match="no store answers"):
         StoreClient(server.host, server.port, OURS)
+
+
+def test_a_store_that_stays_silent_is_lost_after_the_limit_of_a_request() -> None:
+    """Its machine answers, and its process does not. The late answer is nobody's."""
+    handshake, silent = Handshake(answer_s=2.0), threading.Event()
+
+    def welcome(sock: socket.socket, rank: int) -> None:
+        silent.wait(20.0)
+        with suppress(OSError):
+            sock.sendall((0).to_bytes(4))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor = AuthenticatedListener(listener, handshake, "store", welcome)
+    client = StoreClient("127.0.0.1", listener.getsockname()[1], handshake)
+    began = time.monotonic()
+    with pytest.raises(StoreLost, match="no answer within 2 s"):
+        client.read(["key"])
+    assert 1.0 < time.monotonic() - began < 10.0
+    silent.set()
+    with pytest.raises(StoreLost):
+        client.read(["key"])
+    acceptor.close()
+
+
+def test_every_socket_of_a_run_ends_when_its_peer_cannot_be_reached() -> None:
+    """TCP_USER_TIMEOUT bounds writes, keepalive bounds reads, at both ends."""
+    handshake, met, over = Handshake(), list[socket.socket](), threading.Event()
+
+    def welcome(sock: socket.socket, rank: int) -> None:
+        met.append(sock)
+        over.wait(20.0)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor = AuthenticatedListener(listener, handshake, "any", welcome)
+    with handshake.connect("127.0.0.1", listener.getsockname()[1], "any") as sock:
+        deadline = time.monotonic() + 10.0
+        while not met and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for end in (sock, *met):
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+        over.set()
+    acceptor.close()

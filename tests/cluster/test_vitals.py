@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from digenrl.cluster import timers, vitals
+from digenrl.cluster import leaving, timers, vitals
 from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
@@ -111,8 +111,17 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
     server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
     control = Control(StoreClient(server.host, server.port, handshake), -1)
     progress = Progress()
-    session = Session(server.host, server.port, handshake, tmp_path, 0.0, progress=progress)
+    limits = Limits(abort_s=0.5, leave_s=0.5)
+    session = Session(
+        server.host, server.port, handshake, tmp_path, 0.0, limits=limits, progress=progress
+    )
+    exits = list[int]()
 
+    def leave(code: int) -> None:
+        exits.append(code)
+        session.over.set()
+
+    monkeypatch.setattr(leaving, "os", SimpleNamespace(_exit=leave))
     earlier = threading.enumerate()  # a rank of another test may still beat
 
     def request(pause: float) -> int | None:
@@ -154,6 +163,7 @@ def test_a_heartbeat_says_what_a_rank_does_and_passes_signals_on(
         if thread.name == f"heartbeat-{rank}":
             thread.join(20.0)
             assert not thread.is_alive()
+    assert exits == [1], "the store is gone, and nothing else ends this process"
 
 
 def test_a_rank_that_is_asked_for_its_stacks_writes_them_to_its_log(tmp_path: Path) -> None:
@@ -317,3 +327,64 @@ def test_marking_costs_microseconds() -> None:
     each = (time.perf_counter() - began) / 10_000
     print(f"a stage with one tick: {1e6 * each:.1f} microseconds")
     assert each < 1e-3, "a thousand times less than a denoising step"
+
+
+class Over(Exception):
+    """Instead of the end of this process."""
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["aborted", "no store"])
+def test_a_rank_leaves_a_run_that_is_over_after_its_limits_and_says_why(
+    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By its own looks, one a second. A look after a pause of an hour counts two seconds."""
+    now, told, said = [100.0], dict[str, str](), list[str]()
+
+    def exit_(code: int) -> None:
+        raise Over(code)
+
+    monkeypatch.setattr(leaving, "os", SimpleNamespace(_exit=exit_))
+    monkeypatch.setattr(timers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    session = Session("", 0, Handshake(), tmp_path, 0.0, limits=Limits(abort_s=4.0, leave_s=10.0))
+    session.progress.said = "train"
+    end = leaving.Leaving(session, World(1, 2, 0), said.append, more_s=2.0)
+    store: Any = None if gone else SimpleNamespace(set=told.__setitem__)
+
+    def look(cause: str | None, seconds: float = 1.0) -> None:
+        now[0] += seconds
+        end.observe(cause, store)
+
+    for _ in range(50):
+        look(None)
+    look("rank 0 (trainer) died", 3600.0)
+    for _ in range(14):
+        look("another cause")
+    with pytest.raises(Over, match="1"):
+        look("another cause")
+    assert said == ["rank 0 (trainer) died"]
+    assert told == ({} if gone else {"left/1": "1"})
+    printed = capfd.readouterr().err
+    assert "rank 1 (trainer) is still in stage train, 16 s after the end of the run" in printed
+    assert "and leaves: rank 0 (trainer) died" in printed
+    assert "most recent call first" in printed
+    session.over.set()
+    look("another cause")
+
+
+def test_last_words_that_block_keep_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exit_(code: int) -> None:
+        raise Over(code)
+
+    never = threading.Event()
+    monkeypatch.setattr(leaving, "os", SimpleNamespace(_exit=exit_))
+    monkeypatch.setattr(leaving, "_LAST_WORDS_S", 0.1)
+    session = Session("", 0, Handshake(), tmp_path, 0.0, limits=Limits(abort_s=0.1, leave_s=0.1))
+    end = leaving.Leaving(session, World(0, 1, 0), lambda cause: bool(never.wait()) or None)
+    time.sleep(0.15)
+    end.observe("gone")
+    time.sleep(0.15)
+    with pytest.raises(Over):
+        end.observe("gone")
+    never.set()

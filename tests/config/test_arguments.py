@@ -6,9 +6,11 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from omegaconf import OmegaConf
 
 from digenrl import config
 from digenrl.config.arguments import argument_problems
+from digenrl.config.compose import group_options
 from digenrl.config.targets import target_problems
 
 
@@ -55,15 +57,14 @@ def test_a_configuration_names_the_nearest_argument(
     assert any(all(part in text for part in expected) for text in caught.value.problems)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "digenrl.extensions.zoo.wan_experts.WanExpertsPolicy",  # hands its **kwargs on
-        "digenrl.extensions.zoo.ltx23.LTX23Policy",  # its base's base is another file's
-        "reward_models.vlm_judge.PairJudge",
-        "reward_models.unified_reward.UnifiedReward",
-    ],
-)
+MODELS = [
+    OmegaConf.load(config.config_directory() / "model" / f"{name}.yaml")["_target_"]
+    for name in group_options(config.config_directory())["model"]
+]
+JUDGES = ["reward_models.vlm_judge.PairJudge", "reward_models.unified_reward.UnifiedReward"]
+
+
+@pytest.mark.parametrize("target", [*dict.fromkeys(MODELS), *JUDGES])
 def test_keys_are_known_through_bases_of_other_files_and_handed_on_kwargs(target: str) -> None:
     (text,) = target_problems({"a": {"_target_": target, "no_such_key": 1}})
     assert "a.no_such_key" in text

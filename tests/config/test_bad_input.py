@@ -129,6 +129,22 @@ KEYS: dict[str, Case] = {
         ["+schedule.gaps=1"],
         ["schedule.gaps = 1", "nearest: schedule.gap"],
     ),
+    "checkpoints of Lightning": (
+        ["trainer.enable_checkpointing=true"],
+        ["trainer.enable_checkpointing = true", "set callbacks.checkpoint.every"],
+    ),
+    "a callback that writes Lightning's checkpoints": (
+        ["+callbacks.best={_target_:lightning.pytorch.callbacks.ModelCheckpoint}"],
+        [
+            "callbacks.best._target_ = lightning.pytorch.callbacks.ModelCheckpoint",
+            "set callbacks.checkpoint.every",
+            "remove callbacks.best",
+        ],
+    ),
+    "a precision in which gradients are zero": (
+        ["model.dtype=float16"],
+        ["model.dtype = float16", "become 0", "set model.dtype=bfloat16"],
+    ),
     "a precision of trainers alone": (
         ["trainer.precision=bf16"],
         ["trainer.precision = bf16", "set model.dtype"],

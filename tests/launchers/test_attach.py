@@ -178,8 +178,8 @@ class Processes:
             )
         return self._started[-1]
 
-    def codes(self) -> list[int]:
-        return [process.wait(timeout=600) for process in self._started]
+    def codes(self, seconds: float = 600.0) -> list[int]:
+        return [process.wait(timeout=seconds) for process in self._started]
 
     def said(self, number: int = 0, stream: str = "out") -> str:
         return (self._logs / f"{number}.{stream}").read_text()
@@ -603,3 +603,117 @@ def test_two_agents_in_two_network_namespaces(
     assert sent["data0"] > 4 * sent["front0"], (
         f"the agents talk on front0, the ranks on data0: {sent}"
     )
+
+
+BLOCKED = ("parallel.sharding=fsdp", "max_rl_steps=1000", "limits.abort_s=1", "limits.leave_s=1")
+"""Settings of a sharded run without end, and of a short patience after an abort."""
+
+
+def sharded_trainers(
+    tmp_path: Path, processes: Processes, scheduler: str, *faults: str
+) -> dict[int, psutil.Process]:
+    """Start a run of two sharded trainers, with `faults`. Return rank -> its process."""
+    command = words(tmp_path, 2, 0, *BLOCKED, *faults)
+    if scheduler == "slurm":
+        srun(processes, [sys.executable, "-m", "digenrl.cli.train", *command], 2)
+        return {rank: psutil.Process(it.pid) for rank, it in enumerate(processes._started)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"RANKS": "2", "RUN_ID": tmp_path.name, "PORT": str(free_port()), "PATH": path}
+    started = processes.start(["bash", str(SCRIPTS / "torchrun.sh"), *command], **own)
+    wait_for_a_step(tmp_path)
+    return workers([started])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("scheduler", ["slurm", "torchrun"])
+@pytest.mark.parametrize("end", ["raise", "kill"])
+def test_nobody_stays_in_a_collective_of_a_run_that_is_over(
+    tmp_path: Path, processes: Processes, scheduler: str, end: str
+) -> None:
+    """Trainer 1 raises, or is killed, in a forward. Trainer 0 never comes out of that forward, and
+    the process group of trainer 1 never ends: so it is with NCCL."""
+    ranks = sharded_trainers(
+        tmp_path,
+        processes,
+        scheduler,
+        *fault("accumulate", 1, end, "ends", call=20),
+        *fault("accumulate", 0, "hang", "blocks", call=20),
+        *fault("torch.distributed.destroy_process_group", 1, "hang", "destroys"),
+    )
+    assert 0 not in processes.codes(100.0), processes.tails()
+    assert_gone(ranks, 5.0)
+    (told,) = tmp_path.glob("outputs/*/*/summary.json")
+    found = json.loads(told.read_text())
+    cause = "raised InjectedError: injected fault" if end == "raise" else "was killed"
+    assert found["status"] == "failed"
+    assert "rank 1 (trainer)" in found["cause"], found["cause"]
+    assert cause in found["cause"]
+    assert cause in processes.said(0, "err")
+
+
+def ended(process: psutil.Process) -> bool:
+    """Also where its agent, which waits for the other agent, has not taken note of it."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cut_cable_ends_the_processes_of_both_machines(
+    tmp_path: Path, processes: Processes, namespaces: tuple[str, str]
+) -> None:
+    """One sharded trainer on each of two machines, with the limits of the defaults. Nothing passes
+    any more, and no end says so."""
+    more = ("parallel.sharding=fsdp", "max_rl_steps=100000", "network.interface=front0")
+    script = ["bash", str(SCRIPTS / "torchrun.sh"), *words(tmp_path, 2, 0, *more)]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"HEAD": "10.77.0.1", "NODES": "2", "RANKS": "1", "RUN_ID": tmp_path.name, "PATH": path}
+    agents = [
+        processes.start(
+            ["ip", "netns", "exec", ns, *script], ADDRESS=f"10.77.0.{number + 1}", **own
+        )
+        for number, ns in enumerate(namespaces)
+    ]
+    wait_for_a_step(tmp_path)
+    ranks = workers(agents)
+    assert sorted(ranks) == [0, 1], processes.tails()
+    subprocess.run(["ip", "-n", namespaces[1], "link", "set", "front0", "down"], check=True)
+    at, after = time.monotonic(), dict[int, float]()
+    while len(after) < 2 and time.monotonic() < at + 120.0:
+        for rank, process in ranks.items():
+            if rank not in after and ended(process):
+                after[rank] = time.monotonic() - at
+        time.sleep(0.1)
+    print("seconds after the cut:", after)
+    assert sorted(after) == [0, 1], processes.tails()
+    assert max(after.values()) < 60.0
+    found = summary(processes)
+    assert found["status"] == "failed"
+    assert "rank 1" in found["cause"], found["cause"]
+    assert "the store does not answer any more" in processes.said(1, "err"), processes.tails()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rollout_leaves_a_run_that_vanished(
+    tmp_path: Path, processes: Processes, namespaces: tuple[str, str]
+) -> None:
+    """The run's machine is cut off: the rollout that joined gives its own machine back."""
+    train = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1)]
+    more = ("max_rl_steps=100000", "network.interface=front0")
+    here, there = (["ip", "netns", "exec", ns] for ns in namespaces)
+    run = processes.start([*here, *train, *more])
+    wait_for_a_step(tmp_path)
+    (run_dir,) = tmp_path.glob("outputs/*/*")
+    joiner = processes.start([*there, sys.executable, "-m", "digenrl", "join", f"run={run_dir}"])
+    spans, deadline = run_dir / "spans/rank-002.jsonl", time.monotonic() + 100
+    while not (spans.is_file() and '"generate"' in spans.read_text()):
+        assert joiner.poll() is None, processes.tails()
+        assert time.monotonic() < deadline, processes.tails()
+        time.sleep(0.1)
+    subprocess.run(["ip", "-n", namespaces[1], "link", "set", "front0", "down"], check=True)
+    at = time.monotonic()
+    assert joiner.wait(timeout=60) == 1, processes.tails()
+    print("seconds after the cut:", time.monotonic() - at)
+    assert "the run has ended, or goes on without this rank" in processes.said(1, "err")
+    assert run.poll() is None, "a run outlives a rollout that joined"

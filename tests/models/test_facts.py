@@ -97,6 +97,7 @@ ELSEWHERE = (
     "benchmarks/results/",
     "configs/",
     "CHANGELOG.md",
+    "tests/config/reachable.txt",
     "src/digenrl/extensions/planner/published.csv",
 )
 """What is generated, measured, counted, published or compared with publications, and options of

@@ -185,6 +185,10 @@ def test_where_nobody_watches_rank_0_sees_each_end_though_nothing_was_sent(
     links[2].close()
     with pytest.raises(ConnectionError, match="rank 2 ended before the run did"):
         links[0].receive(5.0)
+    told = controls[1].get("abort")
+    assert told is not None, "a rank in a collective reads no inbox"
+    assert told.startswith("rank 2 ended before the run did")
+    controls[1].delete("abort")
     if end == "done":
         controls[1].set("done", "1")
     elif end == "store":

@@ -25,8 +25,8 @@ KEY = "digenrl"
 class Checkpoint(pl.Callback):
     """Callback that writes `checkpoints/step-<n>` every `every` RL steps and at the end of the run.
 
-    The end includes a requested stop. If the step in progress is given up (`StepGivenUp`), the
-    checkpoint is of the version before it.
+    The end includes a requested stop, and a stop by another callback (EarlyStopping, Timer). If the
+    step in progress is given up (`StepGivenUp`), the checkpoint is of the version before it.
 
     One checkpoint at a time is written beside training. The next checkpoint and the end of the run
     wait for it. A checkpoint that cannot be written leaves nothing behind, and older checkpoints
@@ -53,8 +53,9 @@ class Checkpoint(pl.Callback):
         if retry_s < 0.0:
             raise ValueError(f"callbacks.checkpoint.retry_s = {retry_s}: use 0 or more seconds.")
         self._every, self._on_error, self._pauses = every, on_error, _pauses(retry_s)
-        self._finished, self._saved = 0, 0
-        """RL steps that are finished, and RL steps in the newest checkpoint."""
+        self._finished, self._begun, self._saved = 0, 0, 0
+        """RL steps that are finished, RL steps in the newest checkpoint that was begun, and in the
+        newest that is whole."""
         self._writing: tuple[int, Path, Callable[[Path], None]] | None = None
         """RL steps in the checkpoint that is being written, its path, and the function that writes
         it."""
@@ -64,7 +65,7 @@ class Checkpoint(pl.Callback):
         """Weights before the first of several updates of a logical batch."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finished = self._saved = trainer.current_epoch
+        self._finished = self._begun = self._saved = trainer.current_epoch
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -114,6 +115,13 @@ class Checkpoint(pl.Callback):
                 KEY: _own(trainer),
             }
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A callback may have ended the run after this one had looked: EarlyStopping comes last.
+        if self._begun < self._finished:
+            self._settle(trainer)
+            self._begin(trainer, self._finished, partial(self._save_finished, trainer))
+        self._settle(trainer, last=True)
+
     def _save_finished(self, trainer: pl.Trainer, path: Path) -> None:
         """Write the checkpoint of the last finished step, from the middle of the next one."""
         trainer.strategy.save_checkpoint(_dump(trainer) | self._progress | self._weights, path)
@@ -121,7 +129,7 @@ class Checkpoint(pl.Callback):
     def _begin(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None]) -> None:
         path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
         write(path)
-        self._writing = step, path, write
+        self._begun, self._writing = step, (step, path, write)
 
     def _written(self, trainer: pl.Trainer) -> bool:
         """Return whether the checkpoint in progress is complete or has failed on every trainer."""

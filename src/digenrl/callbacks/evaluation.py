@@ -210,9 +210,11 @@ class Evaluation(pl.Callback):
         self._first: Pictures | None = None
         self._open: int | None = None
         """RL step whose weights rollouts are evaluating, or None."""
+        self._begun = 0
+        """RL step whose evaluation was the last to begin, or from which the run began."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        began = trainer.current_epoch
+        self._begun = began = trainer.current_epoch
         if began == 0 or (
             self._due(began)
             and trainer.strategy.reduce_boolean_decision(_lacks(trainer, began), False)
@@ -234,12 +236,17 @@ class Evaluation(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finish(trainer)  # a stop that was asked for after the step had ended
+        # A stop by a signal leaves no time for it.
+        if self._begun < trainer.current_epoch and not _stop_was_asked_for(trainer):
+            self._begin(trainer, pl_module, trainer.current_epoch)
+            self._finish(trainer)
 
     def _due(self, rl_step: int) -> bool:
         return self.every > 0 and rl_step % self.every == 0
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
         """Let rollouts evaluate the present weights, or evaluate them here."""
+        self._begun = rl_step
         evaluations: Any = getattr(getattr(trainer.strategy, "parts", None), "evaluations", None)
         if evaluations is not None and evaluations.on_rollouts:
             evaluations.open(rl_step)
@@ -409,3 +416,9 @@ def _marked(trainer: pl.Trainer, kind: str, name: str, **facts: Any) -> Abstract
     """Mark the body in the run's timeline, if the strategy keeps one."""
     spans = getattr(trainer.strategy, "spans", None)
     return nullcontext() if spans is None else getattr(spans, kind)(name, **facts)
+
+
+def _stop_was_asked_for(trainer: pl.Trainer) -> bool:
+    """Return whether a signal, or the run itself, asked for the stop, as any trainer sees it."""
+    control = getattr(trainer.strategy, "control", None)
+    return control is not None and trainer.strategy.reduce_boolean_decision(control.stopping, False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyExperiment
 
 from digenrl.record.run_dir import LOGGER, append_event
 
@@ -121,3 +122,20 @@ class Guarded(Logger):
             append_event(
                 self._run_dir, LOGGER, {"logger": self._key, "failures": calls, "cause": cause}
             )
+
+
+class Silent(Logger):
+    """Logger that discards everything, for ranks whose metrics rank 0 logs."""
+
+    name, version = "", ""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """An object of which every method does nothing."""
+        return DummyExperiment()
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Discard the metrics."""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Discard the settings."""

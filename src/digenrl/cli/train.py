@@ -62,6 +62,12 @@ def train(words: list[str], signals: StopSignals) -> int:
         signals.leave_after(1, 1, str(run_dir))
         ending.report(run_dir, outcome)
         print(run_dir, flush=True)
+    if prepared.place is not None and outcome.status == "failed":
+        # This process was a rank. Its process groups are still open, and their destructors may wait
+        # for peers for ever.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(outcome.exit_code)
     return outcome.exit_code or signals.exit_code
 
 

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from digenrl.cluster.sockets import end_when_unreachable
+
 _HELLO = struct.Struct("!4si32s")
 _MAGIC = b"DGR1"
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -49,6 +51,8 @@ class Handshake:
     connect_s: float = 60.0
     """Longest wait of a connecting end, in seconds. The launcher accepts nobody before it has
     forked every rank."""
+    answer_s: float = 60.0
+    """Longest wait for the store's answer to one request, in seconds."""
     rank: int = -1
     """Rank as which this process connects to the store; -1 = none. A rank that joined names itself,
     so that the store can shut it out."""
@@ -79,6 +83,7 @@ class Handshake:
             else:
                 sock.settimeout(None)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                end_when_unreachable(sock)
                 return sock
 
     def _ask(self, sock: socket.socket, purpose: str, rank: int, deadline: float) -> None:
@@ -187,6 +192,7 @@ class AuthenticatedListener:
             sock.settimeout(None)
             with suppress(OSError):  # its next call says so
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                end_when_unreachable(sock)
                 sock.sendall(_WELCOME)
             self._welcome(sock, rank)
 

@@ -38,7 +38,7 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.network import Network
 from digenrl.cluster.signals import StopSignals, end_with_parent, signals_blocked
-from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import (
     HeartbeatMonitor,
     LauncherMonitor,
@@ -317,8 +317,10 @@ def run_rank(rank_main: RankMain, world: World, session: Session) -> int:
         code = 1
     except BaseException as error:
         traceback.print_exc()
-        Control(StoreClient(*session.store), world.rank).report(world.is_trainer, error)
+        with suppress(StoreLost):  # the launcher is gone, and sees no cause
+            Control(StoreClient(*session.store), world.rank).report(world.is_trainer, error)
         code = 1
+    session.over.set()
     sys.stdout.flush()
     sys.stderr.flush()
     return code

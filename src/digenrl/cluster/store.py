@@ -13,6 +13,7 @@ a request is its name.
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections import defaultdict
@@ -27,6 +28,9 @@ from digenrl.cluster.handshake import AuthenticatedListener, Handshake, NotOfThi
 _PURPOSE = "store"
 _SIZE_BYTES = 4
 _ABSENT, _PRESENT = b"", b"+"
+_LOOK_S = 1
+"""Seconds of one wait for an answer. A process that was suspended meanwhile counts that time as
+one look, and so does not take a store for lost that was suspended with it."""
 
 
 class StoreLost(RuntimeError):
@@ -123,7 +127,7 @@ class StoreClient(dist.Store):
             raise
         except OSError as error:
             raise StoreLost(f"no store answers at {host}:{port}: {error}") from error
-        self._frames = _Frames(self._socket)
+        self._frames = _Frames(self._socket, looks=max(1, round(handshake.answer_s / _LOOK_S)))
         self._lock = threading.Lock()
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -173,6 +177,7 @@ class StoreClient(dist.Store):
                 self._frames.send(*request)
                 return self._frames.receive()
             except (OSError, EOFError) as error:
+                self._socket.close()  # an answer that comes too late would be the next call's
                 raise StoreLost(f"the store does not answer any more: {error}") from error
             except BaseException:  # an answer that nobody has read would be the next call's
                 self._socket.close()
@@ -180,10 +185,17 @@ class StoreClient(dist.Store):
 
 
 class _Frames:
-    """Frames on one connection."""
+    """Frames on one connection.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock, self._rest = sock, b""
+    Args:
+        looks: how many times `_LOOK_S` the next bytes may take; None = any time.
+    """
+
+    def __init__(self, sock: socket.socket, looks: int | None = None) -> None:
+        self._sock, self._looks, self._rest = sock, looks, b""
+        if looks is not None:
+            limit = struct.pack("ll", _LOOK_S, 0)  # struct timeval
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def send(self, *fields: bytes) -> None:
         body = b"".join(len(field).to_bytes(_SIZE_BYTES) + field for field in fields)
@@ -194,6 +206,7 @@ class _Frames:
 
         Raises:
             EOFError: the peer has closed the connection.
+            TimeoutError: the peer is silent for longer than it may be.
         """
         body = self._take(int.from_bytes(self._take(_SIZE_BYTES)))
         fields, start = [], 0
@@ -205,9 +218,19 @@ class _Frames:
 
     def _take(self, size: int) -> bytes:
         while len(self._rest) < size:
-            piece = self._sock.recv(1 << 16)
+            piece = self._receive_some()
             if not piece:
                 raise EOFError("the connection was closed")
             self._rest += piece
         taken, self._rest = self._rest[:size], self._rest[size:]
         return taken
+
+    def _receive_some(self) -> bytes:
+        silent = 0
+        while True:
+            try:
+                return self._sock.recv(1 << 16)
+            except BlockingIOError:  # SO_RCVTIMEO has passed
+                silent += 1
+                if silent == self._looks:
+                    raise TimeoutError(f"no answer within {silent * _LOOK_S} s") from None

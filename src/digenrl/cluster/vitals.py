@@ -37,6 +37,7 @@ import psutil
 
 from digenrl.cluster.control import Control
 from digenrl.cluster.hangs import HangDetector
+from digenrl.cluster.leaving import Leaving
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.signals import LEAVES, STOPS, signals_blocked, wait_for_request
 from digenrl.cluster.store import StoreClient, StoreLost
@@ -92,29 +93,37 @@ def oom_kills() -> int:
     return 0
 
 
-def start_heartbeat(session: Session, world: World) -> None:
-    """Publish once per second what this process does, in a thread of its own, until the process or
-    the store ends.
+def start_heartbeat(session: Session, world: World, leaving: Leaving | None = None) -> None:
+    """Publish once per second what this process does, in a thread of its own, until this rank's
+    part of the run is over.
 
     The thread also passes stop signals on. A signal of `LEAVES` (any signal, on a rank that joined)
     asks to let this rollout leave. Any other signal asks to stop the run.
+
+    Args:
+        leaving: how this rank leaves a run that is aborted, or whose store is gone, when its main
+            thread does not; None: as `Leaving` alone does.
     """
     faulthandler.register(STACKS, file=2)
     rank, leaves = world.rank, () if world.is_trainer else STOPS if world.joined else LEAVES
+    leaving = leaving or Leaving(session, world)
 
     def run() -> None:
-        count, pause = 0, BEAT_EVERY_S
+        count, pause, done = 0, BEAT_EVERY_S, False
         try:
             # A connection of its own: a call of the main thread may block its client for long.
             control = Control(StoreClient(*session.store), rank)
-            while True:
+            while not session.over.is_set():
+                abort, ended, leave = control.get_all(["abort", "done", f"leave/{rank}"])
+                done = done or ended is not None
+                leaving.observe(abort, control)
                 count += 1
                 doing = [astuple(stretch) for stretch in session.progress.now()]
                 control.set(heartbeat_key(rank), json.dumps([count, doing]))
                 control.set(f"state/{rank}", session.progress.said)
                 if any((told := facts(session.progress)).values()):
                     control.set(facts_key(rank), json.dumps(told))
-                if leaves and control.get(f"leave/{rank}") is not None:
+                if leaves and leave is not None:
                     session.leave.set()
                 if not session.watched:  # no launcher: the process has its own handlers
                     time.sleep(BEAT_EVERY_S)
@@ -122,8 +131,11 @@ def start_heartbeat(session: Session, world: World) -> None:
                     asks = number in leaves
                     control.set(f"ask/{rank}" if asks else "signal", str(int(number)))
                     pause = _ANSWER_S if asks else BEAT_EVERY_S
-        except StoreLost:  # whoever waits for it says so
-            return
+        except StoreLost as error:
+            cause = f"rank {rank} lost the control store: its process or machine is gone ({error})"
+            while not (done or session.over.is_set()):  # a run that is done closes its store
+                leaving.observe(cause)
+                time.sleep(BEAT_EVERY_S)
 
     threading.Thread(target=run, name=f"heartbeat-{rank}", daemon=True).start()
 

@@ -9,7 +9,7 @@ override reaches. Lightning, for example, broadcasts on it before every micro-ba
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -84,14 +84,19 @@ class Session:
     """Present activity of this rank's threads, sent with its heartbeat."""
     leave: threading.Event = field(default_factory=threading.Event)
     """Event that is set when this rank, a rollout, shall leave the run while the run goes on."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Event that is set when this rank's part of the run has ended, well or not. Only the report
+    and the exit are left."""
     watched: bool = True
     """Whether a launcher sees every death and judges it. Without a launcher any death ends the
     run."""
 
     @property
     def store(self) -> tuple[str, int, Handshake]:
-        """Arguments for a `StoreClient` of this run."""
-        return self.store_host, self.store_port, self.handshake
+        """Arguments for a `StoreClient` of this run. A launcher that may be suspended for long (a
+        debugger) has as much time for an answer."""
+        answer_s = max(self.handshake.answer_s, 2.0 * self.limits.suspended_s)
+        return self.store_host, self.store_port, replace(self.handshake, answer_s=answer_s)
 
 
 class RoleEnvironment(ClusterEnvironment):

@@ -18,9 +18,11 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -32,9 +34,10 @@ import torch.distributed as dist
 
 from digenrl import devices, run
 from digenrl.cluster.access import ACCESS, Access, write_access
-from digenrl.cluster.control import Control
+from digenrl.cluster.control import Aborted, Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.launcher import EXIT_STOPPED, RunOutcome
+from digenrl.cluster.leaving import Leaving
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import CREDENTIALS, Members, Terms
 from digenrl.cluster.signals import StopSignals, handled_signals
@@ -48,12 +51,14 @@ from digenrl.launchers.ending import end_alone, stop_grace
 from digenrl.launchers.job import Job
 from digenrl.launchers.places import Place, check_allocation, numbering
 from digenrl.launchers.reaching import read_access
+from digenrl.record.redact import redact_text
 from digenrl.record.run_dir import unix_time
 
 LEAVE_MORE_S = 2.0
 """Seconds that process 0 waits beyond `Limits.leave_s` for the other ranks to leave. Their links
-close within `Limits.leave_s`. After a failure process 0 waits `Limits.abort_s` instead: a torchrun
-agent that saw a rank fail kills the others 30 s later, and the report must be written by then."""
+close within `Limits.leave_s`. After a failure they have `Limits.abort_s` more, and those that
+cannot leave are then ended by their own heartbeats (`cluster.leaving`). A torchrun agent that saw a
+rank fail kills the others 30 s later, and the report must be written by then."""
 _TICK_S = 0.2
 
 
@@ -129,9 +134,11 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
         )
         world = World(ranks[place.rank], trainers, rollouts, place.local_rank)
 
-        def hangs(cause: str) -> None:
+        def end_here(cause: str) -> None:
+            # Called just before the process exits; its monitor would call that a death.
             monitor.stop()
-            end_alone(run_dir, cause)
+            if server is not None:
+                end_alone(run_dir, cause)
 
         members: Members | None = None
         if server is not None:
@@ -141,21 +148,24 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
             terms = Terms(trainers, rollouts, max_lost=job.max_lost)
             members = Members(own, server, terms, run_dir, limits, names)
             own.set(CREDENTIALS, json.dumps(job.credentials))
-            _watch_ranks(own, members, names, limits, hangs)
+            _watch_ranks(own, members, names, limits, end_here)
         else:
-            ended.callback(monitored(partial(_say_death, session, world.rank)).stop)
-        start_heartbeat(session, world)
+            monitor = monitored(partial(_say_death, session, world.rank))
+            ended.callback(monitor.stop)
+        more_s = LEAVE_MORE_S if place.rank == 0 else 0.0
+        start_heartbeat(session, world, Leaving(session, world, end_here, more_s))
         control, watcher = (
-            Control(StoreClient(*session.store), place.rank, limits.start_s) for _ in range(2)
+            Control(StoreClient(*session.store), world.rank, limits.start_s) for _ in range(2)
         )
         stops = _stop_on_signals(signals, watcher, partial(stop_grace, settings, run_dir))
         outcome = _run(partial(_be_rank, job, world, session), world, control, stops)
+        session.over.set()
         with suppress(StoreLost):  # process 0 is gone
-            control.set(f"left/{place.rank}", "1")
+            control.set(f"left/{world.rank}", "1")
         failed = outcome.status == "failed"
         if place.rank == 0:  # last out: the others use the store, and the report needs their spans
-            patience = limits.abort_s if failed else limits.leave_s + LEAVE_MORE_S
-            _wait_until_left(control, place.size, patience)
+            patience = limits.leave_s + LEAVE_MORE_S + failed * limits.abort_s
+            _wait_until_left(control, range(place.size), patience)
         if members is not None:
             members.wait_for_exits(limits.abort_s if failed else limits.leave_s)
         if server is not None:
@@ -195,8 +205,11 @@ def _run(
         number = control.get("signal")
         exit_code = EXIT_STOPPED if number is None else 128 + int(number)
         return RunOutcome("stopped", cause, exit_code)
-    except Exception as error:
+    except BaseException as error:
         cause = f"rank {world.rank} ({world.role}) raised {type(error).__name__}: {error}"
+        # Nobody else shows it: under a scheduler a rank has no log but the terminal.
+        told = str(error) if isinstance(error, Aborted) else traceback.format_exc()
+        _say(told)
         with suppress(StoreLost):
             cause = control.get("abort") or cause
             control.abort(cause)
@@ -214,8 +227,9 @@ def _watch_ranks(
     launcher does so.
 
     The thread also handles the rollouts that join. A started rank that hangs or falls silent aborts
-    the run. Ranks that wait for others then leave with the cause, and the scheduler ends the ranks
-    that hang.
+    the run. Ranks that wait for others then leave with the cause. A rank that hangs is ended by its
+    own heartbeat. The thread says the cause at once, and names the ranks that have not left in
+    time.
 
     Args:
         names: started rank -> its name in messages. The rank of this process comes first.
@@ -247,14 +261,28 @@ def _watch_ranks(
                     control.set("signal", str(number))
                     control.request_stop(f"signal {signal.Signals(number).name}")
                 time.sleep(_TICK_S)
+            if (abort := control.get("abort")) is not None:
+                _say(f"the run is aborted: {abort}")
+                seconds = limits.abort_s + limits.leave_s
+                others = [rank for rank in names if rank != own]
+                if staying := _wait_until_left(control, others, seconds):
+                    late = ", ".join(names[rank] for rank in staying)
+                    _say(f"{late}: not left {seconds:g} s after the run was aborted")
 
     threading.Thread(target=run, name="watch-ranks", daemon=True).start()
 
 
+def _say(text: str) -> None:
+    print(redact_text(text), file=sys.stderr, flush=True)
+
+
 def _say_death(session: Session, rank: int, cause: str) -> None:
     """Abort the run with `cause`, on behalf of a rank that cannot report its own death."""
+    _say(cause)
     with suppress(StoreLost):
-        Control(StoreClient(*session.store), rank).abort(cause)
+        control = Control(StoreClient(*session.store), rank)
+        control.abort(cause)
+        control.set(f"left/{rank}", "1")
 
 
 def _notices(place: Place, seconds: float) -> dist.Store:
@@ -319,11 +347,15 @@ def _session(run_dir: Path, place: Place, handshake: Handshake) -> Session:
     )
 
 
-def _wait_until_left(control: Control, size: int, seconds: float) -> None:
-    """Wait until every rank has said that it leaves, at most `seconds`. A rank that died never says
-    so."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(
-        control.get(f"left/{rank}") is None for rank in range(size)
-    ):
+def _wait_until_left(control: Control, ranks: Iterable[int], seconds: float) -> list[int]:
+    """Wait until each of `ranks` has left, at most `seconds`. Return those that have not.
+
+    A rank says itself that it leaves, or its monitor does. A machine that is gone says nothing.
+    """
+    deadline, keys = time.monotonic() + seconds, {rank: f"left/{rank}" for rank in ranks}
+    while True:
+        said = control.get_all(list(keys.values()))
+        staying = [rank for rank, text in zip(keys, said, strict=True) if text is None]
+        if not staying or time.monotonic() > deadline:
+            return staying
         time.sleep(0.05)

@@ -145,8 +145,11 @@ class SpanLog:
             taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
-    def close(self) -> None:
-        self.read(wait=True)
+    def close(self, wait: bool = True) -> None:
+        """Write what is left. Without `wait`, spans whose work the device has not done are dropped:
+        after a failure that work may be a collective without an end."""
+        if wait:
+            self.read(wait=True)
         with self._lock:
             if self._file is not None:
                 if self._left_out:

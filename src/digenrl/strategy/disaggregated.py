@@ -61,7 +61,7 @@ from digenrl.strategy import shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import EvaluationWorker
-from digenrl.strategy.loops import Begin, RolloutLoop, run_free
+from digenrl.strategy.loops import Begin, RolloutLoop, run_free, stop_between_steps
 from digenrl.strategy.rollout_loop import RolloutWorker
 from digenrl.strategy.setup import RankSetup, Ties
 from digenrl.strategy.shared import Fragment, Learner, TrainerState
@@ -86,6 +86,8 @@ class DisaggregatedStrategy(DDPStrategy):
     """Limit of one collective; Lightning's attribute."""
     parts: Wiring
     """The parts of this rank, from `setup_distributed` on."""
+    failed = False
+    """Whether an exception ends this rank before the run does."""
 
     def __init__(self, rank_setup: RankSetup, checkpoint_io: DirectoryCheckpointIO) -> None:
         self.rank_setup, self.state = rank_setup, TrainerState()
@@ -190,6 +192,7 @@ class DisaggregatedStrategy(DDPStrategy):
         ):  # before every other callback, so that rollouts work while the first evaluation runs
             trainer.callbacks.insert(0, Begin(self.begin))  # type: ignore[attr-defined]
             run_free(trainer)
+            stop_between_steps(trainer, self.agreed)
         else:
             trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
@@ -247,7 +250,8 @@ class DisaggregatedStrategy(DDPStrategy):
         self.barrier()
 
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, StepGivenUp):
+        self.failed = not isinstance(exception, StepGivenUp)
+        if not self.failed:
             self.on_train_end()
         elif hasattr(self, "control") and not isinstance(exception, Aborted):
             if isinstance(exception, torch.OutOfMemoryError):
@@ -258,13 +262,15 @@ class DisaggregatedStrategy(DDPStrategy):
     def teardown(self) -> None:
         if hasattr(self, "link"):
             self.link.close()
-            self.spans.close()
+            self.spans.close(wait=not self.failed)
             if hasattr(self, "parts"):
                 self.parts.close()
             tell_unwritten(self.session.run_dir)
         self.engine.close(self.session.limits.leave_s)
         # Lightning's own would copy the network and the optimizer of every rank to the host.
-        if dist.is_initialized():
+        # After an exception the peers may be in a collective of the group: NCCL would then wait for
+        # them, and they wait for this rank. The process exits without (`os._exit`).
+        if dist.is_initialized() and not self.failed:
             dist.destroy_process_group()
 
     # ---- data and updates: `trainer_step.py`
@@ -296,11 +302,16 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.parts.step.update():
             self.parts.step.publish()
             assert self.lightning_module is not None
-            if self.reduce_boolean_decision(self.control.stopping, all=False):
-                self.lightning_module.trainer.should_stop = True
+            trainer = self.lightning_module.trainer
+            trainer.should_stop = self.agreed(trainer.should_stop or self.control.stopping)
             # all trainers are here, by the reduction, and have read what was agreed
             self.parts.agreement.forget()
         return output
+
+    def agreed(self, stop: bool) -> bool:
+        """Return whether `stop` is true on any trainer. All trainers call this together."""
+        with self.session.progress.stage("wait straggler"):
+            return self.reduce_boolean_decision(stop, all=False)
 
     def step_facts(self) -> dict[str, Any]:
         """Return the numbers of the last finished RL step, for the recorder.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 
 def run_free(trainer: pl.Trainer) -> None:
@@ -17,6 +18,35 @@ def run_free(trainer: pl.Trainer) -> None:
     (`StopVote`)."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
+class WholeSteps(_TrainingEpochLoop):
+    """Lightning's loop over the micro-batches of an RL step, which ends with the last one of them.
+
+    Lightning's own leaves the step in the middle when a callback (Timer, say) sets
+    `trainer.should_stop`. What was trained in part would then be saved as a finished step.
+    """
+
+    @property
+    def done(self) -> bool:
+        return self._is_training_done and self._is_validation_done
+
+
+def stop_between_steps(trainer: pl.Trainer, agree: Callable[[bool], bool]) -> None:
+    """Take `trainer.should_stop` at the end of an RL step, on all trainers or on none.
+
+    Args:
+        agree: returns, on every trainer, whether it is true on any of them.
+    """
+    loop = trainer.fit_loop
+    loop.epoch_loop.__class__ = WholeSteps
+    end_step = loop.on_advance_end
+
+    def end_step_alike() -> None:
+        end_step()  # callbacks that watch a metric (EarlyStopping) come last of all in here
+        trainer.should_stop = agree(trainer.should_stop)
+
+    loop.on_advance_end = end_step_alike  # type: ignore[method-assign]
 
 
 class Begin(Callback):

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
@@ -38,6 +38,7 @@ from digenrl.cluster.control import Aborted, Control, PeerLost
 from digenrl.cluster.handshake import AuthenticatedListener, Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.network import ANY_NETWORK, Network
+from digenrl.cluster.sockets import UNREAD_S, end_when_unreachable
 from digenrl.cluster.store import StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.transport.wire import Buffers, Message, WireError, decode, encode, on_host
@@ -233,6 +234,7 @@ class SocketLink:
             address = self._control.wait_for(f"address/{peer}", f"address of rank {peer}", peer)
             host, port = address.rsplit(":", 1)
             with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
+                end_when_unreachable(sock, UNREAD_S)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
                 line = self._lines(peer)
                 while (queued := outbox.get()) is not None:
@@ -292,6 +294,10 @@ class SocketLink:
             cause = (
                 f"rank {peer} ended before the run did: its connection to rank {self._rank} closed."
             )
+            # On the store too: the main thread may be in a collective, and read no inbox for long.
+            with suppress(StoreLost):
+                if not self._finished():
+                    self._control.abort(cause)
             self._inbox.put(ConnectionError(cause))
 
     def _deliver(self, message: Message) -> None:

@@ -20,6 +20,7 @@ from hydra.utils import get_class
 
 from digenrl import config as configuration
 from digenrl.extensions.tools.downloads import IGNORED, downloads
+from digenrl.model_folder import require_data
 from digenrl.models import tiny as builds
 from digenrl.rewards.published import WEIGHTS, files_read
 from reward_models import weights as scorer_weights
@@ -110,6 +111,7 @@ def test_a_run_opens_what_is_listed_of_its_checkpoint(experiment: str, tmp_path:
     )
     settings: Any = dict(node) | {"path": str(repository), "build": "real", "dtype": "float32"}
     settings.pop("_target_")
+    require_data(repository)  # reads whatever configuration is there, and remembers it
     with opened(repository) as read:
         policy = policy_class(**settings)
         policy.sigma_grid(4)

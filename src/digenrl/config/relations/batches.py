@@ -82,8 +82,8 @@ def _precision(get: View) -> Iterator[str]:
     if (precision := get("trainer.precision")) not in ("32-true", "32", 32):
         yield (
             f"trainer.precision = {precision}: trainers would compute otherwise than rollouts, and "
-            "ratios leave 1; set model.dtype (bfloat16, float16, float32, float64), in which both "
-            "compute, and leave trainer.precision=32-true."
+            "ratios leave 1; set model.dtype (bfloat16, float32, float64), in which both compute, "
+            "and leave trainer.precision=32-true."
         )
 
 
@@ -101,6 +101,25 @@ def _scouts(get: View) -> Iterator[str]:
         )
 
 
+_INSTEAD = (
+    "checkpoints are written by callbacks.checkpoint (set callbacks.checkpoint.every), and the "
+    "newest is checkpoints/last"
+)
+
+
+def _checkpoints_of_lightning(get: View) -> Iterator[str]:
+    # They would count micro-batches, and move checkpoints/last to files that no run resumes from.
+    if get("trainer.enable_checkpointing"):
+        yield (
+            f"trainer.enable_checkpointing = true: {_INSTEAD}; leave trainer.enable_checkpointing="
+            "false."
+        )
+    for name, callback in (get("callbacks") or {}).items():
+        target = str(callback.get("_target_"))
+        if target.endswith((".ModelCheckpoint", ".OnExceptionCheckpoint")):
+            yield (f"callbacks.{name}._target_ = {target}: {_INSTEAD}; remove callbacks.{name}.")
+
+
 RULES: tuple[Rule, ...] = (
     _task_size,
     _updates_within,
@@ -108,5 +127,6 @@ RULES: tuple[Rule, ...] = (
     _batch_wide_statistics,
     _same_noise,
     _precision,
+    _checkpoints_of_lightning,
     _scouts,
 )

@@ -22,6 +22,17 @@ _OF_FILES = (".Supervised", _PREFERENCES)
 _LAST_WEIGHTS = "checkpoints/last/policy.safetensors"
 
 
+def _half_precision(get: View) -> Iterator[str]:
+    # FLUX.1 at full size, with a loss that is a mean over 65,536 values: 98 % of the gradient at
+    # the network's output is exactly 0 in float16, and nothing in bfloat16.
+    if (dtype := get("model.dtype")) == "float16":
+        yield (
+            f"model.dtype = {dtype}: gradients are smaller than its smallest number and become 0, "
+            "so that nothing is learned (no loss scaling exists); set model.dtype=bfloat16, or "
+            "float32 on GPUs without bfloat16 (V100, T4, RTX 20)."
+        )
+
+
 def _quantized_base(get: View) -> Iterator[str]:
     if (kind := get("model.quantize")) is None:
         return
@@ -147,6 +158,7 @@ def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
+    _half_precision,
     _quantized_base,
     _evaluation_solver,
     _files,
