@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from digenrl import config
-from digenrl.rewards.needs import require_weights, unscorable
+from digenrl.rewards.needs import placed, require_weights, unscorable
 from digenrl.rewards.published import WEIGHTS
 from digenrl.types import Prompt
 from tests.conftest import ROOT
@@ -129,3 +129,10 @@ def test_prompts_are_checked_by_every_scorer_that_is_built_here() -> None:
     broken = {"rewards": {"judge_a": {"scorer": {"_target_": "reward_models.absent.Judge"}}}}
     with pytest.raises(ValueError, match="reward judge_a: "):
         unscorable(broken, lines)
+
+
+@pytest.mark.parametrize("entries", [3, "x", ["a"], True])
+@pytest.mark.parametrize("group", ["rewards", "heldout"])
+def test_a_group_that_is_no_group_is_named(group: str, entries: object) -> None:
+    with pytest.raises(ValueError, match=rf"^reward\.{group} = "):
+        list(placed({group: entries}))

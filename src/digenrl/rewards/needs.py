@@ -68,7 +68,12 @@ def placed(
     among the words `at`. An entry's own placement comes before the group's. Raises as
     `check_entry`."""
     for group in _KEYS:
-        for name, entry in (reward.get(group) or {}).items():
+        entries = reward.get(group) or {}
+        if not isinstance(entries, Mapping):
+            raise ValueError(
+                f"reward.{group} = {entries!a:.80}: write NAME: {{scorer: {{_target_: ...}}}}."
+            )
+        for name, entry in entries.items():
             check_entry(name, entry, group)
             if (entry.get("placement") or reward.get("placement", "thread")) in at.split():
                 yield f"reward.{group}.{name}.scorer", name, entry["scorer"]
