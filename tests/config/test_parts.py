@@ -624,7 +624,10 @@ def test_values_go_into_the_groups_that_are_there_and_keys_are_added_and_removed
 def test_a_program_that_uses_hydra_itself_may_compose() -> None:
     compose._composed.cache_clear()
     with initialize_config_dir(str(config_directory()), version_base=compose.VERSION_BASE):
-        assert compose.composed("train", ["schedule=gap"]).schedule.gap == 1
+        assert (
+            compose.composed("train", ["experiment=flux1_flowgrpo", "schedule=gap"]).schedule.gap
+            == 1
+        )
 
 
 FILES = {"file": "a.txt", "weight": 1}
