@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from digenrl.config.help import Arguments, own_command
-from digenrl.config.settings import AtLeast1, File, Positive, Share
+from digenrl.config.value_types import AtLeast1, File, Positive, Share
 from digenrl.extensions.tasks.digits import BASE_FILE, DigitsPolicy, pack
 from digenrl.types import Prompt
 from reward_models.digit_judge import (

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from digenrl.config.help import Arguments, own_command
-from digenrl.config.settings import AtLeast0, AtLeast1, File, Positive, Share
+from digenrl.config.value_types import AtLeast0, AtLeast1, File, Positive, Share
 from digenrl.extensions.tasks.scenes import (
     BASE_FILE,
     EDIT_BASE_FILE,

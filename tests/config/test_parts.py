@@ -25,10 +25,10 @@ from digenrl.config import (
     errors,
     output_dir,
     relations,
-    settings,
     shipped,
     stored,
     validation,
+    value_types,
 )
 from digenrl.config import help as help_
 from digenrl.config.compose import quoted
@@ -636,24 +636,28 @@ FILES = {"file": "a.txt", "weight": 1}
 @pytest.mark.parametrize(
     ("kind", "value", "refused"),
     [
-        (settings.Kept, {"products": 0.5, "attention": 0.5}, None),
-        (settings.Kept, {"products": 0.5, "attention": 0.6}, "sums to more than 1"),
-        (settings.Ports, [29600, 29600], None),
-        (settings.Ports, [29601, 29600], "begins after its end"),
-        (settings.Span, {"min": 2, "max": 2}, None),
-        (settings.Span, {"min": 3, "max": 2}, "has min 3 above max 2"),
-        (settings.Component, {"_target_": "a.B", "_partial_": True}, None),
-        (settings.Component, {"_target_": "a.B"}, "lacks _partial_=true"),
-        (settings.PromptFiles, [FILES, {"file": "b.txt", "weight": 0.5}], None),
-        (settings.PromptFiles, [FILES, {"file": "b.txt", "weight": True}], "the weight True"),
-        (settings.PromptFiles, [{"file": "b.txt", "weight": float("inf")}], "the weight inf"),
-        (settings.PromptFiles, [{"file": "b.txt", "weight": "1"}], "the weight 1"),
+        (value_types.Kept, {"products": 0.5, "attention": 0.5}, None),
+        (value_types.Kept, {"products": 0.5, "attention": 0.6}, "sums to more than 1"),
+        (value_types.Ports, [29600, 29600], None),
+        (value_types.Ports, [29601, 29600], "begins after its end"),
+        (value_types.Span, {"min": 2, "max": 2}, None),
+        (value_types.Span, {"min": 3, "max": 2}, "has min 3 above max 2"),
+        (value_types.Component, {"_target_": "a.B", "_partial_": True}, None),
+        (value_types.Component, {"_target_": "a.B"}, "lacks _partial_=true"),
+        (value_types.PromptFiles, [FILES, {"file": "b.txt", "weight": 0.5}], None),
+        (value_types.PromptFiles, [FILES, {"file": "b.txt", "weight": True}], "the weight True"),
+        (value_types.PromptFiles, [{"file": "b.txt", "weight": float("inf")}], "the weight inf"),
+        (value_types.PromptFiles, [{"file": "b.txt", "weight": "1"}], "the weight 1"),
         (
-            settings.PromptFiles,
+            value_types.PromptFiles,
             [{"file": " ", "weight": 1}],
             "expected {file: path, weight: number}",
         ),
-        (settings.PromptFiles, [{"file": 3, "weight": 1}], "expected {file: path, weight: number}"),
+        (
+            value_types.PromptFiles,
+            [{"file": 3, "weight": 1}],
+            "expected {file: path, weight: number}",
+        ),
     ],
 )
 def test_a_value_is_kept_as_it_is_or_refused_with_the_reason(

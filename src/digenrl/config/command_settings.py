@@ -7,18 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from digenrl.config.settings import (
-    Amount,
-    AtLeast1,
-    Closed,
-    Directory,
-    File,
-    Positive,
-    PromptFile,
-    ScorerSettings,
-    Settings,
-    Text,
-)
+from digenrl.config.checked_tree import Closed
+from digenrl.config.settings import ScorerSettings, Settings
+from digenrl.config.value_types import Amount, AtLeast1, Directory, File, Positive, PromptFile, Text
 
 
 class PlanOptionsSettings(Closed):

@@ -8,235 +8,39 @@ in every configuration.
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    StringConstraints,
-    WithJsonSchema,
-)
+from pydantic import Field
 
+from digenrl.config.checked_tree import Closed, Open, Whole
 from digenrl.config.relations.view import most_rollouts
-from digenrl.config.targets import instantiate
-
-
-class Closed(BaseModel):
-    """A group of keys that accepts no other keys."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-
-class Open(Closed):
-    """A group of keys that accepts other keys: those of the constructor that `_target_` names."""
-
-    model_config = ConfigDict(extra="allow")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default` where the YAML lacks it. For keys that only the
-        constructor knows; attributes have the others."""
-        extra = self.model_extra or {}
-        return extra[key] if key in extra else getattr(self, key) if self.holds(key) else default
-
-    def holds(self, key: str) -> bool:
-        """Return whether the YAML has the key, which may be null."""
-        return key in self.model_fields_set or key in (self.model_extra or {})
-
-    @property
-    def target(self) -> str:
-        """The class that the group instantiates (`_target_`)."""
-        return str(self.get("_target_"))
-
-
-_NOTHING = object()
-
-
-class Whole(Closed):
-    """A whole configuration, checked. Attributes are the keys. A group that describes an object
-    keeps its keys as YAML has them, and `build` makes the object.
-
-    Example:
-        settings = load(["experiment=digits_flowgrpo"]).settings
-        settings.data.group_size                        # 16, an int
-        settings.build("model")                         # the policy
-        settings.changed({"data.group_size": 8})        # other settings
-    """
-
-    _tree: DictConfig = PrivateAttr()
-
-    @classmethod
-    def of(cls, tree: Mapping[str, Any] | DictConfig) -> Self:
-        """Return the settings of a resolved tree that passed every check."""
-        config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
-        OmegaConf.set_readonly(config, True)
-        settings = cls.model_validate(OmegaConf.to_container(config))
-        settings._tree = config
-        return settings
-
-    @property
-    def tree(self) -> DictConfig:
-        """The same keys as a read-only tree, as config.yaml stores them."""
-        return self._tree
-
-    def plain(self) -> dict[str, Any]:
-        """Return a copy of the tree as dicts and lists."""
-        tree: Any = OmegaConf.to_container(self._tree)
-        return dict(tree)
-
-    def node(self, group: str) -> Any:
-        """Return the tree below a dotted key, as a component's constructor takes it.
-
-        Raises:
-            KeyError: there is no such key.
-        """
-        found = OmegaConf.select(self._tree, group, default=_NOTHING)
-        if found is _NOTHING:
-            raise KeyError(f"{group}: no such key in the settings")
-        return found
-
-    def build(self, group: str, *arguments: Any, **named: Any) -> Any:
-        """Return the object that the group at a dotted key describes: `algorithm`,
-        `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
-        `config.instantiate`."""
-        return instantiate(self.node(group), *arguments, **named)
-
-    def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return these settings with other values, dotted key -> value."""
-        tree = self.plain()
-        for key, value in values.items():
-            *groups, leaf = key.split(".")
-            functools.reduce(lambda node, name: node[name], groups, tree)[leaf] = value
-        return type(self).of(tree)
-
-
-def _component(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "_target_" not in node:
-        raise ValueError("has no _target_")
-    if node.get("_partial_") is not True:
-        raise ValueError("lacks _partial_=true")
-    return node
-
-
-def _at_most_all(shares: dict[str, float]) -> dict[str, float]:
-    if sum(shares.values()) > 1.0 + 1e-9:
-        raise ValueError("sums to more than 1")
-    return shares
-
-
-def _ordered(ports: list[int]) -> list[int]:
-    if ports[0] > ports[-1]:
-        raise ValueError(f"{ports} begins after its end, expected [first, last]")
-    return ports
-
-
-def _weighted(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for entry in files:
-        file, weight = entry.get("file"), entry.get("weight")
-        if entry.keys() != {"file", "weight"} or not isinstance(file, str) or not file.strip():
-            raise ValueError(f"holds {entry}, expected {{file: path, weight: number}}")
-        if (
-            not isinstance(weight, (int, float))
-            or isinstance(weight, bool)
-            or not 0 < weight < math.inf
-        ):
-            raise ValueError(f"gives {file} the weight {weight}, expected a number above 0")
-    if len({entry["file"] for entry in files}) < len(files):
-        raise ValueError("names a file twice")
-    return files
-
-
-def _span(rollouts: dict[str, int]) -> dict[str, int]:
-    if rollouts.keys() != {"min", "max"}:
-        raise ValueError("names not both, expected {min: m, max: n}")
-    if rollouts["min"] > rollouts["max"]:
-        raise ValueError(
-            f"has min {rollouts['min']} above max {rollouts['max']}: lower min, or raise max"
-        )
-    return rollouts
-
-
-AtLeast0 = Annotated[int, Field(ge=0)]
-AtLeast1 = Annotated[int, Field(ge=1)]
-Amount = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Steps = Annotated[int, Field(ge=1, le=1000)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-Ports = Annotated[
-    list[Port],
-    Field(min_length=2, max_length=2),
-    AfterValidator(_ordered),
-    WithJsonSchema({"phrase": "[first, last], each from 1 to 65535"}),
-]
-Auto = Literal["auto"]
-ABSENT: Any = None
-"""Default of a key that a configuration need not have. The default is never read."""
-_Text = StringConstraints(pattern=r"\S")
-Text = Annotated[str, _Text, WithJsonSchema({"phrase": "text"})]
-Name = Annotated[
-    str,
-    StringConstraints(pattern=r"^\w[\w.+= -]*$"),
-    WithJsonSchema(
-        {
-            "phrase": (
-                "name of a directory: letters, digits, spaces, _ . + = -; a letter or digit first"
-            )
-        }
-    ),
-]
-Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
-File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
-PromptFile = Annotated[
-    str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})
-]
-PromptFiles = Annotated[
-    list[dict[str, Any]],
-    Field(min_length=1),
-    AfterValidator(_weighted),
-    WithJsonSchema({"phrase": "[{file: path, weight: number > 0}, ...]"}),
-]
-Package = Annotated[str, _Text, WithJsonSchema({"phrase": "package name"})]
-Component = Annotated[
-    dict[str, Any],
-    AfterValidator(_component),
-    WithJsonSchema({"phrase": "a group of keys with _target_ and _partial_=true"}),
-]
-Kept = Annotated[
-    dict[Literal["products", "attention", "inputs", "offload"], Share],
-    AfterValidator(_at_most_all),
-    WithJsonSchema({"phrase": "{products|attention|inputs|offload: share of the blocks}"}),
-]
-Recomputation = bool | Share | Literal["auto", "products", "attention", "offload"] | Kept
-Span = Annotated[
-    dict[Literal["min", "max"], AtLeast1],
-    AfterValidator(_span),
-    WithJsonSchema({"phrase": "{min: m, max: n}, whole numbers >= 1"}),
-]
-ByTrainer = Annotated[
-    list[Recomputation],
-    Field(min_length=1),
-    WithJsonSchema({"phrase": "a list of these, one for each trainer"}),
-]
-Urls = Annotated[dict[str, list[Text]], WithJsonSchema({"phrase": "{reward: [URL, ...]}"})]
-Seconds = Annotated[
-    dict[str, dict[str, Positive]],
-    WithJsonSchema({"phrase": "{stage: {pool: seconds}}, as `make profile` writes it"}),
-]
+from digenrl.config.value_types import (
+    ABSENT,
+    Amount,
+    AtLeast0,
+    AtLeast1,
+    Auto,
+    ByTrainer,
+    Component,
+    Directory,
+    GpuName,
+    Name,
+    Package,
+    PoolPair,
+    Ports,
+    Positive,
+    PromptFile,
+    PromptFiles,
+    Recomputation,
+    Seconds,
+    Share,
+    Span,
+    Steps,
+    Text,
+    Urls,
+)
 
 
 class AllocationSettings(Closed):
@@ -621,7 +425,7 @@ class EfficiencySettings(Closed):
 class PoolSettings(Closed):
     """hardware.pools.NAME.*"""
 
-    gpu: Annotated[str, _Text, WithJsonSchema({"phrase": "name of the GPU, or cpu"})]
+    gpu: GpuName
     """Name of the GPU, for example H200."""
     count: AtLeast1 = ABSENT
     """Number of GPUs in the pool."""
@@ -651,9 +455,7 @@ class PoolSettings(Closed):
 class LineSettings(Closed):
     """hardware.links.NAME.*"""
 
-    between: Annotated[
-        list[Text], Field(min_length=2, max_length=2), WithJsonSchema({"phrase": "[pool, pool]"})
-    ]
+    between: PoolPair
     """Names of the two pools that the link connects."""
     gb_s: Positive
     """GB/s in one direction. All GPUs of the two pools share it."""

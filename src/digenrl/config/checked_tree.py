@@ -1,0 +1,106 @@
+"""What every class of settings is: a group of typed keys, or a whole tree of such groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Self
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel, ConfigDict, PrivateAttr
+
+from digenrl.config.targets import instantiate
+
+
+class Closed(BaseModel):
+    """A group of keys that accepts no other keys."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class Open(Closed):
+    """A group of keys that accepts other keys: those of the constructor that `_target_` names."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or `default` where the YAML lacks it. For keys that only the
+        constructor knows; attributes have the others."""
+        extra = self.model_extra or {}
+        return extra[key] if key in extra else getattr(self, key) if self.holds(key) else default
+
+    def holds(self, key: str) -> bool:
+        """Return whether the YAML has the key, which may be null."""
+        return key in self.model_fields_set or key in (self.model_extra or {})
+
+    @property
+    def target(self) -> str:
+        """The class that the group instantiates (`_target_`)."""
+        return str(self.get("_target_"))
+
+
+_NOTHING = object()
+
+
+class Whole(Closed):
+    """A whole configuration, checked. Attributes are the keys. A group that describes an object
+    keeps its keys as YAML has them, and `build` makes the object.
+
+    Example:
+        settings = load(["experiment=digits_flowgrpo"]).settings
+        settings.data.group_size                        # 16, an int
+        settings.build("model")                         # the policy
+        settings.changed({"data.group_size": 8})        # other settings
+    """
+
+    _tree: DictConfig = PrivateAttr()
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any] | DictConfig) -> Self:
+        """Return the settings of a resolved tree that passed every check."""
+        config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
+        OmegaConf.set_readonly(config, True)
+        settings = cls.model_validate(OmegaConf.to_container(config))
+        settings._tree = config
+        return settings
+
+    @property
+    def tree(self) -> DictConfig:
+        """The same keys as a read-only tree, as config.yaml stores them."""
+        return self._tree
+
+    def plain(self) -> dict[str, Any]:
+        """Return a copy of the tree as dicts and lists."""
+        tree: Any = OmegaConf.to_container(self._tree)
+        return dict(tree)
+
+    def node(self, group: str) -> Any:
+        """Return the tree below a dotted key, as a component's constructor takes it.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        found = OmegaConf.select(self._tree, group, default=_NOTHING)
+        if found is _NOTHING:
+            raise KeyError(f"{group}: no such key in the settings")
+        return found
+
+    def build(self, group: str, *arguments: Any, **named: Any) -> Any:
+        """Return the object that the group at a dotted key describes: `algorithm`,
+        `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
+        `config.instantiate`."""
+        return instantiate(self.node(group), *arguments, **named)
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return these settings with other values, dotted key -> value."""
+        tree = self.plain()
+        for key, value in values.items():
+            *groups, leaf = key.split(".")
+            functools.reduce(lambda node, name: node[name], groups, tree)[leaf] = value
+        return type(self).of(tree)
