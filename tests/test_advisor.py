@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from digenrl import config as configuration
-from digenrl.advisor import Advice, Holding, PlainAdvisor
+from digenrl.advisor import Advice, ModelPlacement, PlainAdvisor
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("experiment=wan21_flowgrpo", "hardware=l40x32_h20x16", "sampling.task_size=auto")
@@ -72,7 +72,7 @@ def test_the_largest_small_task_is_taken() -> None:
     composed = configuration.load(["experiment=digits_flowgrpo"])
     assert PlainAdvisor().task_size(composed, [1, 2, 4, 8, 16]) == 8
     assert PlainAdvisor().task_size(composed, [1, 3]) == 3
-    usual = Holding("ddp", 2, False)
+    usual = ModelPlacement("ddp", 2, False)
     assert PlainAdvisor().hold(composed, 1, 1, usual) == usual
 
 

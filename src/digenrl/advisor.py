@@ -27,7 +27,7 @@ tasks either."""
 
 
 @dataclass(frozen=True)
-class Holding:
+class ModelPlacement:
     """How the ranks of a settled run hold the model; the values for keys that are `auto`."""
 
     sharding: str
@@ -87,7 +87,9 @@ class Advisor(Protocol):
             processes: ranks that somebody else started; None: the hardware profile's.
         """
 
-    def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
+    def hold(
+        self, composed: Composed, trainers: int, rollouts: int, usual: ModelPlacement
+    ) -> ModelPlacement:
         """Return how the ranks hold the model; `usual` is for a model whose sizes nobody has
         counted.
 
@@ -132,7 +134,9 @@ class PlainAdvisor:
         )
         return replace(changed(composed, words), notes=(*composed.notes, said))
 
-    def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
+    def hold(
+        self, composed: Composed, trainers: int, rollouts: int, usual: ModelPlacement
+    ) -> ModelPlacement:
         """Return `usual`."""
         return usual
 

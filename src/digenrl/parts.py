@@ -43,8 +43,9 @@ from digenrl.types import Prompt
 
 
 @dataclass(frozen=True)
-class Given:
-    """What every step of `build` reads."""
+class BuildContext:
+    """What every step of `run.build` reads. `build` fills it from its arguments, before anything is
+    instantiated."""
 
     settings: Settings
     world: World

@@ -23,23 +23,23 @@ from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.policy import Policy
 from digenrl.models.pretrained import cache_root
 from digenrl.models.prompt_store import PromptStore, files_digest
-from digenrl.parts import Given
+from digenrl.parts import BuildContext
 from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space
 from digenrl.types import Prompt
 
 
 def encode(
-    given: Given, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
+    context: BuildContext, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
 ) -> None:
     """Fill the prompt store while the network is not on the device yet; the run goes on over one
     that fails."""
-    if given.settings.data.prompt_store is None:
+    if context.settings.data.prompt_store is None:
         return
-    session, rank = given.session, given.world.rank
+    session, rank = context.session, context.world.rank
     with session.progress.stage("encode"):
         try:
             filled = fill_prompt_store(
-                given.settings, policy, data, callbacks, session.progress.tick
+                context.settings, policy, data, callbacks, session.progress.tick
             )
         except OSError as error:
             logging.getLogger(__name__).warning(

@@ -29,7 +29,7 @@ from digenrl.config.settings import Settings
 from digenrl.config.stored import tie_of
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
-from digenrl.parts import Given
+from digenrl.parts import BuildContext
 from digenrl.record.run_dir import append_event, limit_events
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
@@ -91,70 +91,70 @@ def build(
         callbacks: further Lightning callbacks (tests record gradients with them).
         advice: what the ranks are told (`Advisor.advise`); None: nothing.
     """
-    given = Given(settings, world, session, advice or Advice())
+    context = BuildContext(settings, world, session, advice or Advice())
     # First: reward models, streams and contexts are made on the current device.
-    device = _prepare_process(given)
-    policy, rewards = _policy(given), _rewards(given)
+    device = _prepare_process(context)
+    policy, rewards = _policy(context), _rewards(context)
     if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     module = settings.build("algorithm", policy=policy)
     engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
     named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]
-    setup = _setup(given, module, engine, data, named)
-    _check_rewards(given, setup, rewards, data, named)
+    setup = _setup(context, module, engine, data, named)
+    _check_rewards(context, setup, rewards, data, named)
     checkpoint_io = DirectoryCheckpointIO(tie=tie_of(settings.tree))
     strategy = settings.build("strategy")(setup, checkpoint_io)
-    trainer = _trainer(given, setup, strategy, [*named, *callbacks], device)
-    prompt_encoding.encode(given, policy, data, named)
+    trainer = _trainer(context, setup, strategy, [*named, *callbacks], device)
+    prompt_encoding.encode(context, policy, data, named)
     return Rank(trainer, module, data, strategy)
 
 
-def _prepare_process(given: Given) -> int | None:
+def _prepare_process(context: BuildContext) -> int | None:
     """Seed this process, bound its threads, and take its GPU; return the number, None without one
     or when emulated."""
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else 1)
-    torch.manual_seed(given.settings.seed)
+    torch.manual_seed(context.settings.seed)
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO,
     # weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    device = devices.take(given.world.local_rank) if given.stand_in is None else None
+    device = devices.take(context.world.local_rank) if context.stand_in is None else None
     if device is not None:
-        given.session.progress.gauge = partial(devices.peak_bytes, device)
+        context.session.progress.gauge = partial(devices.peak_bytes, device)
     return device
 
 
-def _policy(given: Given) -> Policy:
+def _policy(context: BuildContext) -> Policy:
     """Return the network of this rank; a rank that only generates keeps nothing for training."""
-    stand_in = given.stand_in
+    stand_in = context.stand_in
     policy: Policy = (
-        configuration.instantiate(parts.model_of(given.settings, given.world))
+        configuration.instantiate(parts.model_of(context.settings, context.world))
         if stand_in is None
         else stand_in.policy()
     )
-    if not given.world.is_trainer:
+    if not context.world.is_trainer:
         policy.adapter.only_generate()
         policy.fill(torch.device("cpu"))
     return policy
 
 
-def _rewards(given: Given) -> RewardSuite:
+def _rewards(context: BuildContext) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
-    stand_in = given.stand_in
+    stand_in = context.stand_in
     rewards: RewardSuite = (
-        given.settings.build("reward") if stand_in is None else stand_in.rewards()
+        context.settings.build("reward") if stand_in is None else stand_in.rewards()
     )
 
     def tell(reward: str, samples: int, cause: str) -> None:
-        told = {"rank": given.world.rank, "reward": reward, "samples": samples, "cause": cause}
-        append_event(given.session.run_dir, "missing", told)
+        told = {"rank": context.world.rank, "reward": reward, "samples": samples, "cause": cause}
+        append_event(context.session.run_dir, "missing", told)
 
-    rewards.on_missing, rewards.stage = tell, given.session.progress.stage
+    rewards.on_missing, rewards.stage = tell, context.session.progress.stage
     return rewards
 
 
 def _setup(
-    given: Given,
+    context: BuildContext,
     module: Any,
     engine: RolloutEngine,
     data: PromptData,
@@ -162,7 +162,7 @@ def _setup(
 ) -> RankSetup:
     """Return what the Strategy is built from: the schedule, the roles, and what this rank sends,
     records and evaluates."""
-    settings, world, session = given.settings, given.world, given.session
+    settings, world, session = context.settings, context.world, context.session
     trained = module.train_steps.count(settings.sampling.steps)
     drawn = [callback.drawn for callback in callbacks if isinstance(callback, Evaluation)]
     keep = settings.record.keep_mib * 2**20
@@ -178,17 +178,17 @@ def _setup(
         shard_group=shard_group(settings, world.trainers),
         unequal_gpus=len(parts.kinds_of_trainers(settings, world)) > 1,
         split_claims=settings.schedule.claims == "split",
-        expected=given.advice.expected,
+        expected=context.advice.expected,
         record_bytes=keep / world.size,
         evaluated=drawn[0]
         if drawn and trainers_must_evaluate(settings, world.rollouts) is None
         else None,
-        link=parts.link_maker(settings, world.rollouts, given.stand_in),
+        link=parts.link_maker(settings, world.rollouts, context.stand_in),
     )
 
 
 def _check_rewards(
-    given: Given,
+    context: BuildContext,
     setup: RankSetup,
     rewards: RewardSuite,
     data: PromptData,
@@ -196,7 +196,7 @@ def _check_rewards(
 ) -> None:
     """Refuse prompts that a scorer could never score, on the ranks that score; record the scorers
     once."""
-    world, evaluate = given.world, any(isinstance(callback, Evaluation) for callback in callbacks)
+    world, evaluate = context.world, any(isinstance(callback, Evaluation) for callback in callbacks)
     # Where no rollout is left trainers may have to generate all the same.
     generate = setup.spec.tag or not world.rollouts
     trainers_score = generate or (evaluate and setup.evaluated is None)
@@ -204,11 +204,11 @@ def _check_rewards(
         rewards.check_prompts(data.prompts)
     if world.rank == (0 if trainers_score else world.trainers):
         identities = {name: asdict(identity) for name, identity in rewards.identities().items()}
-        append_event(given.session.run_dir, "rewards", {"identities": identities})
+        append_event(context.session.run_dir, "rewards", {"identities": identities})
 
 
 def _trainer(
-    given: Given,
+    context: BuildContext,
     setup: RankSetup,
     strategy: DisaggregatedStrategy,
     callbacks: Sequence[pl.Callback],
@@ -216,7 +216,7 @@ def _trainer(
 ) -> pl.Trainer:
     """Return Lightning's trainer: one epoch is one RL step, and one optimizer step takes all
     micro-batches of an update."""
-    settings, run_dir = given.settings, given.session.run_dir
+    settings, run_dir = context.settings, context.session.run_dir
     trainer: pl.Trainer = settings.build(
         "trainer",
         accelerator=devices.lightning(settings.trainer["accelerator"]),
@@ -226,7 +226,7 @@ def _trainer(
         accumulate_grad_batches=setup.micro_batches_per_update,
         callbacks=list(callbacks),
         logger=parts.loggers(settings, run_dir)
-        if given.world.rank == 0
+        if context.world.rank == 0
         else parts.silent_loggers(settings),
         default_root_dir=str(run_dir),
     )

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from digenrl import hardware
-from digenrl.advisor import Advisor, Holding
+from digenrl.advisor import Advisor, ModelPlacement
 from digenrl.config import Composed
 from digenrl.config.no_effect import without_effect
 from digenrl.config.relations import most_rollouts, relation_problems
@@ -123,7 +123,7 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
     if wrong := relation_problems(settings.changed(numbers).plain()):
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
-    usual = Holding(sharding(settings), steps, settings.hardware.build == "real")
+    usual = ModelPlacement(sharding(settings), steps, settings.hardware.build == "real")
     held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
     numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
     if settings.model.gradient_checkpointing == AUTO:

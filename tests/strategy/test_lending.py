@@ -21,7 +21,7 @@ from digenrl.schedule.ranks import Roles, Work
 from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.publishing import PublishedCopy
-from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import Agreement, StopVote
@@ -69,7 +69,7 @@ class Trainer(Rollout):
         self.link, unused = cast(Loop, self.post), cast(Any, None)
         runner, scheduler, world = self.runner, self.runner.scheduler, self.runner._world
         setup = RankSetup(world, unused, spec, runner._engine, runner._sampler, 1)
-        ties = Ties(
+        runtime = RankRuntime(
             setup, cast(Any, self), unused, TrainerState(), self.control, self.post, self.spans
         )
         ledger = StepLedger(spec, world, self.spans, scheduler, directory)
@@ -90,7 +90,7 @@ class Trainer(Rollout):
         self.published = PublishedCopy(network, cast(Any, self), spec, sharding)
         agreement = Agreement(self.control, world, self.spans.progress)
         vote = StopVote(self.control, world, self.spans.progress, roles.lockstep, lambda: True)
-        self.lending = Lending(ties, runner, self.inbox, self.published, agreement, vote)
+        self.lending = Lending(runtime, runner, self.inbox, self.published, agreement, vote)
 
     # The hooks, and the algorithm
 

@@ -25,7 +25,7 @@ from digenrl.schedule.claims import Claims, evaluation_pieces, evaluation_queue
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy.evaluating import Evaluations
 from digenrl.strategy.publishing import Publisher, relayed
-from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
@@ -100,9 +100,9 @@ class Publishing(Trainer):
         world, engine, sampler = self.runner._world, self.runner._engine, self.runner._sampler
         setup = RankSetup(world, self.session, spec, engine, sampler, 1, evaluated=drawn)
         me = cast(Any, self)
-        self.ties = Ties(setup, me, me, self.state, self.control, self.post, self.spans)
+        self.runtime = RankRuntime(setup, me, me, self.state, self.control, self.post, self.spans)
         self.shares = Told(spec, world, self.done)
-        self.publisher = Publisher(self.ties, self.runner, self.shares, self.published)
+        self.publisher = Publisher(self.runtime, self.runner, self.shares, self.published)
         set_key, multicast = self.control.set, self.link.multicast
 
         def noted(key: str, value: str) -> None:
@@ -264,7 +264,7 @@ def test_what_another_trainer_does_for_a_version_follows_from_how_weights_are_he
     only take part in gathering."""
     done: list[Any] = []
     trainer = Publishing(store, tmp_path, roles=Roles(2, 1), rank=1)
-    setup = replace(trainer.ties.setup, sharding=sharding, shard_group=1, unequal_gpus=unequal)
+    setup = replace(trainer.runtime.setup, sharding=sharding, shard_group=1, unequal_gpus=unequal)
     for module, name in (
         ("gradients", "assert_equal_digests"), ("gradients", "follow_first"), ("publishing", "take_part"),
     ):  # fmt: skip
@@ -272,8 +272,8 @@ def test_what_another_trainer_does_for_a_version_follows_from_how_weights_are_he
             f"digenrl.strategy.{module}.{name}",
             lambda *args, name=name: done.append((name, args)),
         )
-    ties = replace(trainer.ties, setup=setup)
-    publisher = Publisher(ties, trainer.runner, trainer.shares, trainer.published)
+    runtime = replace(trainer.runtime, setup=setup)
+    publisher = Publisher(runtime, trainer.runner, trainer.shares, trainer.published)
     publisher.begin()
     own = trainer.rollout_parameters()
     names = [name for name, _ in done]
@@ -322,7 +322,7 @@ class Evaluated(Publishing):
         vote = StopVote(self.control, world, spans.progress, False, lambda: True)
         agreement = Agreement(self.control, world, spans.progress)
         self.evaluations = Evaluations(
-            self.ties,
+            self.runtime,
             self.runner.claims,
             vote,
             ledger,

@@ -22,7 +22,7 @@ from digenrl.rollout.evaluation import FixedSamples
 from digenrl.schedule.claims import NOBODY, Claims, evaluation_pieces, evaluation_queue
 from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.rollout_loop import RolloutWorker
-from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import TrainerState
 from digenrl.transport.cells import Part
 from digenrl.transport.suspended import Suspended
@@ -74,10 +74,10 @@ class Life(Rollout):
             world, self.session, SPEC, engine, self.runner._sampler, 1, evaluated=drawn
         )
         hooks, state = cast(Any, self), TrainerState()
-        ties = Ties(setup, hooks, self.unused, state, self.control, self.post, self.spans)
-        evaluating = EvaluationWorker(drawn, ties, self.runner)
-        self.worker = RolloutWorker(ties, self.runner, evaluating)
-        self.mail, self.ties = self.worker._mail, ties
+        runtime = RankRuntime(setup, hooks, self.unused, state, self.control, self.post, self.spans)
+        evaluating = EvaluationWorker(drawn, runtime, self.runner)
+        self.worker = RolloutWorker(runtime, self.runner, evaluating)
+        self.mail, self.runtime = self.worker._mail, runtime
         self.parameters = engine.policy.adapter.trained_parameters()
         self.versions = [
             {name: torch.full_like(p, 0.01 * n) for name, p in self.parameters.items()}
@@ -431,7 +431,7 @@ def test_no_piece_is_claimed_of_another_version_or_before_its_weights_are_there(
     store: Store, tmp_path: Path
 ) -> None:
     life = Life(store, tmp_path, drawn=DRAWN)
-    nobody = EvaluationWorker(None, life.ties, life.runner)
+    nobody = EvaluationWorker(None, life.runtime, life.runner)
     evaluating = life.worker._evaluation_worker
     assert evaluating.claim(0) is None, "none is open"
     life.arrive(evaluation_queue(0), tensors=life.versions[2])

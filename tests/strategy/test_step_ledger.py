@@ -365,9 +365,9 @@ def streamed(
     unused = cast(Any, None)
     engine = SimpleNamespace(policy=None)
     setup = SimpleNamespace(spec=spec, world=None, engine=engine, micro_batches_per_update=6)
-    ties = SimpleNamespace(setup=setup, state=TrainerState(version=3), spans=None)
+    runtime = SimpleNamespace(setup=setup, state=TrainerState(version=3), spans=None)
     lending = cast(Any, source)
-    return TrainerStep(cast(Any, ties), inbox, lending, ledger, unused, vote, unused)
+    return TrainerStep(cast(Any, runtime), inbox, lending, ledger, unused, vote, unused)
 
 
 def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_empty(

@@ -29,7 +29,7 @@ from digenrl.schedule.ranks import Roles, Work
 from digenrl.schedule.scheduler import Scheduler
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.rollout_loop import finish_task
-from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.tasks import Interrupt, TaskRunner
 from digenrl.transport.cells import Part
@@ -423,10 +423,10 @@ def test_weights_of_the_version_before_go_once_to_who_can_make_its_lost_task(
     setup = RankSetup(world, unused, spec, engine, runner._sampler, 1)
     before, now = {"a": torch.zeros(3)}, {"a": torch.ones(3)}
     state = TrainerState(version=1, previous=before, current=now)
-    ties = Ties(
+    runtime = RankRuntime(
         setup, cast(Any, trainer), unused, state, trainer.control, trainer.post, trainer.spans
     )
-    lending = Lending(ties, runner, unused, unused, unused, unused)
+    lending = Lending(runtime, runner, unused, unused, unused, unused)
     asked: list[int] = []
     seen: list[None] = []
     see = runner.see

@@ -66,7 +66,13 @@ class Training(Publishing):
         world, progress = self.runner._world, self.spans.progress
         self.vote = StopVote(self.control, world, progress, sharded, lambda: self.droppable)
         self.step = TrainerStep(
-            self.ties, self.inbox, self.lending, self.ledger, self.shares, self.vote, self.publisher
+            self.runtime,
+            self.inbox,
+            self.lending,
+            self.ledger,
+            self.shares,
+            self.vote,
+            self.publisher,
         )
         self.weights = list(self.rollout_parameters().values())
 
@@ -94,8 +100,8 @@ def test_a_micro_batch_is_told_and_computed_in_the_group_of_its_tokens(
     with trainer.step.train(batch):
         trainer.done.append("forward")
     assert trainer.done == [("begin", batch), "together", "forward", "apart"]
-    micro_batches = trainer.ties.setup.micro_batches_per_update
-    assert trainer.ties.setup.loss_scale == micro_batches > 1
+    micro_batches = trainer.runtime.setup.micro_batches_per_update
+    assert trainer.runtime.setup.loss_scale == micro_batches > 1
 
 
 def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_update(
@@ -131,7 +137,7 @@ def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_updat
         (row["stage"], row["step"], row.get("what", row.get("cause"))) for row in trainer.rows()
     ]
     assert rows == [("wait", 3, "straggler"), ("optimizer", 3, "reduce")] * 2
-    assert trainer.ties.setup.loss_scale == 2 * trainer.ties.setup.micro_batches_per_update
+    assert trainer.runtime.setup.loss_scale == 2 * trainer.runtime.setup.micro_batches_per_update
 
 
 def test_one_trainer_waits_for_nobody_and_scales_by_what_is_left(
@@ -306,7 +312,7 @@ class Ending(DisaggregatedStrategy):
     """A Strategy that notes what the end of training does, in its order."""
 
     def __init__(self, trainer: Publishing) -> None:
-        super().__init__(trainer.ties.setup, DirectoryCheckpointIO())
+        super().__init__(trainer.runtime.setup, DirectoryCheckpointIO())
         self.control, self.link, self.spans = trainer.control, trainer.link, trainer.spans
         self.seen: list[Any] = []
 
@@ -585,7 +591,7 @@ def test_a_trainers_weights_are_shared_out_before_they_are_read_or_moved(
     """Of a rollout nothing is shared."""
     made, done = Publishing(store, tmp_path), list[Any]()
     world, spec = World(rank, 2, 1), replace(ASYNC, context=context)
-    setup = replace(made.ties.setup, world=world, sharding=sharding, shard_group=2, spec=spec)
+    setup = replace(made.runtime.setup, world=world, sharding=sharding, shard_group=2, spec=spec)
     strategy = DisaggregatedStrategy(setup, DirectoryCheckpointIO())
     strategy.parallel_devices = [torch.device("cpu")] * 3
     strategy.parts = cast(Any, SimpleNamespace(step=SimpleNamespace(together=None)))
@@ -650,7 +656,7 @@ def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
             asked.append(args)
             return Notes(asked)
 
-        setup = replace(made.ties.setup, world=world, session=session, link=link)
+        setup = replace(made.runtime.setup, world=world, session=session, link=link)
         strategy = DisaggregatedStrategy(setup, DirectoryCheckpointIO())
         strategy.parallel_devices = [torch.device("cpu")] * 3
         learner: Any = SimpleNamespace(rollout_parameters=dict)
@@ -670,9 +676,9 @@ def test_a_rank_joins_the_store_and_its_group_and_leaves_nothing_open(
         assert distributed.get_backend(strategy.parts.checkpoints._group) == "gloo"
         assert strategy.parts.checkpoints._group is not distributed.group.WORLD
         assert strategy.parts.runner._world is world
-        ties = strategy.ties
-        assert (ties.setup, ties.hooks, ties.learner) == (setup, strategy, learner)
-        assert (ties.state, ties.control) == (strategy.state, strategy.control)
+        runtime = strategy.runtime
+        assert (runtime.setup, runtime.hooks, runtime.learner) == (setup, strategy, learner)
+        assert (runtime.state, runtime.control) == (strategy.state, strategy.control)
         strategy.spans.add("wait", 0.0, 1.0, cause="tail")
         told: list[Path] = []
         monkeypatch.setattr(disaggregated, "tell_unwritten", told.append)
@@ -696,7 +702,7 @@ def test_a_rollout_waits_for_the_trainers_says_that_it_joined_and_sends_all_befo
     strategy, done = Ending(Publishing(store, tmp_path)), list[Any]()
     rank = 3 if joined else 2
     strategy.world = World(rank, 1, 2)
-    strategy.ties = cast(Any, "ties")
+    strategy.runtime = cast(Any, "runtime")
     strategy.control.set("first_step", "7")
     strategy.parts = cast(Any, SimpleNamespace(runner=SimpleNamespace(claims="claims")))
     monkeypatch.setattr(strategy.control, "join", lambda rank: done.append(("join", rank)))
@@ -716,8 +722,8 @@ def test_a_rollout_waits_for_the_trainers_says_that_it_joined_and_sends_all_befo
     strategy.run_rollouts()
     assert strategy.state.first_step == 7
     assert "wait startup" in strategy.session.progress._finished
-    evaluates = (strategy.rank_setup.evaluated, "ties", strategy.parts.runner)
-    works = ("ties", strategy.parts.runner, evaluates)
+    evaluates = (strategy.rank_setup.evaluated, "runtime", strategy.parts.runner)
+    works = ("runtime", strategy.parts.runner, evaluates)
     assert done == [("join", 3)] * joined + [works, "run"] + ["drain"] * leaves
 
 
@@ -743,7 +749,7 @@ def test_how_trainers_hold_the_weights_says_what_they_do_together(
     levelled: bool,
 ) -> None:
     setup = replace(
-        Publishing(store, tmp_path).ties.setup,
+        Publishing(store, tmp_path).runtime.setup,
         world=World(0, trainers, 1), sharding=sharding, shard_group=2,
         spec=replace(ASYNC, context=context), unequal_gpus=True,
     )  # fmt: skip
@@ -763,7 +769,7 @@ def test_boards_ask_the_algorithm_for_what_is_left_out(store: Store, tmp_path: P
         return asked
 
     learner: Any = SimpleNamespace(useful=answer(1.0), teaches=answer(2.0))
-    setup, rewards = trainer.ties.setup, {"bright": torch.zeros(2, 2)}
+    setup, rewards = trainer.runtime.setup, {"bright": torch.zeros(2, 2)}
     placed: list[Any] = []
     hooks: Any = SimpleNamespace(place_timesteps=lambda *args: placed.append(args) or ((),))
     board = _boards(setup, hooks, learner)(3)

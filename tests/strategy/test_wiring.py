@@ -34,10 +34,10 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     hooks: Any = made
     hooks.place_timesteps = lambda fragment, step: place(spec, 2, fragment)
     expected = {("generate", 2): 7.0, ("train", 1): 3.0}
-    setup = replace(made.ties.setup, sharding=sharding, expected=expected, split_claims=True)
-    ties = replace(made.ties, setup=setup)
+    setup = replace(made.runtime.setup, sharding=sharding, expected=expected, split_claims=True)
+    runtime = replace(made.runtime, setup=setup)
     io, savers = DirectoryCheckpointIO(), cast(Any, object())
-    parts = wire(ties, io, savers)
+    parts = wire(runtime, io, savers)
     runner, lockstep = parts.runner, sharding == "fsdp"
     assert runner.scheduler.roles == Roles(2, 1, lockstep, True, parts.lending._published.kept)
     assert runner.scheduler._costs["generate", 2] == 7.0
@@ -52,9 +52,9 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     if not measured:
         assert shares.spec_at(0) is spec
     assert parts.stop_vote._sharded == lockstep
-    ties.state.updates_done = 0
+    runtime.state.updates_done = 0
     assert parts.stop_vote._droppable()
-    ties.state.updates_done = 1
+    runtime.state.updates_done = 1
     assert not parts.stop_vote._droppable(), "all weights are trained"
     assert set(parts.inbox._handlers) == {MessageKind.ASK, MessageKind.EVALUATION}
     served: list[int] = []
@@ -63,8 +63,8 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     assert served == [5]
     assert (parts.checkpoints._io, parts.checkpoints._group) == (io, savers)
     assert parts.checkpoints._policy is setup.engine.policy
-    assert parts.agreement._control is parts.stop_vote._control is ties.control
-    assert parts.inbox._link is ties.link
+    assert parts.agreement._control is parts.stop_vote._control is runtime.control
+    assert parts.inbox._link is runtime.link
     assert len(parts.step) == 2 * setup.micro_batches_per_update
     assert parts.inbox.open(2).step == 2
     path = setup.session.run_dir / "decisions" / "rank-000.jsonl"
@@ -82,6 +82,6 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
             setup, world=World(3, 2, 1), expected={(stage, 2): 7.0}, spec=ASYNC, sharding="ddp"
         )
         assert joins.world.joined
-        found = wire(replace(ties, setup=joins), io, savers)
+        found = wire(replace(runtime, setup=joins), io, savers)
         assert found.runner._task_seconds == known
         found.close()

@@ -63,7 +63,7 @@ from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.loops import Begin, RolloutLoop, run_free, stop_between_steps
 from digenrl.strategy.rollout_loop import RolloutWorker
-from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import Fragment, Learner, TrainerState
 from digenrl.strategy.wiring import Wiring, wire
 from digenrl.transport.cells import Placement, StepBoard
@@ -178,8 +178,10 @@ class DisaggregatedStrategy(DDPStrategy):
         # collectives go on.
         savers = cast(dist.ProcessGroup, dist.new_group(timeout=self._timeout, backend="gloo"))
         io = cast(DirectoryCheckpointIO, self.checkpoint_io)
-        self.ties = Ties(setup, self, self.learner, self.state, self.control, self.link, self.spans)
-        self.parts = wire(self.ties, io, savers)
+        self.runtime = RankRuntime(
+            setup, self, self.learner, self.state, self.control, self.link, self.spans
+        )
+        self.parts = wire(self.runtime, io, savers)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -231,8 +233,8 @@ class DisaggregatedStrategy(DDPStrategy):
         if self.world.joined:
             control.join(self.world.rank)
         leave = self.session.leave
-        evaluation_worker = EvaluationWorker(self.rank_setup.evaluated, self.ties, runner)
-        RolloutWorker(self.ties, runner, evaluation_worker).run()
+        evaluation_worker = EvaluationWorker(self.rank_setup.evaluated, self.runtime, runner)
+        RolloutWorker(self.runtime, runner, evaluation_worker).run()
         if leave.is_set():
             # what this rank has given away is on its way when it says that it has left
             link.drain()

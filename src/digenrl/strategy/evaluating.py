@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from digenrl.rollout.engine import Pictures, RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, pictures_of, tensors_of
 from digenrl.schedule.claims import Claim, Claims, evaluation_pieces, evaluation_queue
-from digenrl.strategy.setup import Ties
+from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.tasks import TaskRunner
@@ -46,11 +46,13 @@ class EvaluationWorker:
         drawn: samples of every evaluation. None: rollouts evaluate nothing.
     """
 
-    def __init__(self, drawn: FixedSamples | None, ties: Ties, runner: TaskRunner) -> None:
+    def __init__(
+        self, drawn: FixedSamples | None, runtime: RankRuntime, runner: TaskRunner
+    ) -> None:
         self._drawn, self._runner, self._claims = drawn, runner, runner.claims
-        self._engine: RolloutEngine = ties.setup.engine
-        self._leave, self._control = ties.setup.session.leave, ties.control
-        self._link, self._spans = ties.link, ties.spans
+        self._engine: RolloutEngine = runtime.setup.engine
+        self._leave, self._control = runtime.setup.session.leave, runtime.control
+        self._link, self._spans = runtime.link, runtime.spans
         self._weights: Version | None = None
         """Weights received for the open evaluation, or None."""
         self._wanted = ""
@@ -136,7 +138,7 @@ class Evaluations:
 
     def __init__(
         self,
-        ties: Ties,
+        runtime: RankRuntime,
         claims: Claims,
         stop_vote: StopVote,
         ledger: StepLedger,
@@ -144,8 +146,8 @@ class Evaluations:
         agree: Callable[[int], int],
         publish: Callable[[int], str],
     ) -> None:
-        self._drawn, self._world = ties.setup.evaluated, ties.setup.world
-        self._control, self._spans = ties.control, ties.spans
+        self._drawn, self._world = runtime.setup.evaluated, runtime.setup.world
+        self._control, self._spans = runtime.control, runtime.spans
         self._claims, self._stop_vote, self._ledger = claims, stop_vote, ledger
         self._receive, self._agree, self._publish = receive, agree, publish
         self._version = -1

@@ -18,7 +18,7 @@ from digenrl.schedule.scheduler import ASK, LEND, TRAIN
 from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.publishing import PublishedCopy
 from digenrl.strategy.rollout_loop import finish_task
-from digenrl.strategy.setup import Ties
+from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.shared import Fragment
 from digenrl.strategy.stop_vote import Agreement, StopVote
 from digenrl.strategy.tasks import TaskRunner
@@ -41,14 +41,14 @@ class Lending:
 
     def __init__(
         self,
-        ties: Ties,
+        runtime: RankRuntime,
         runner: TaskRunner,
         inbox: Inbox,
         published: PublishedCopy,
         agreement: Agreement,
         stop_vote: StopVote,
     ) -> None:
-        spec, world = ties.setup.spec, ties.setup.world
+        spec, world = runtime.setup.spec, runtime.setup.world
         self._spec, self._world, self._runner, self._scheduler = (
             spec,
             world,
@@ -56,8 +56,8 @@ class Lending:
             runner.scheduler,
         )
         self._inbox, self._published, self._agreement = inbox, published, agreement
-        self._state, self._hooks, self._stop_vote = ties.state, ties.hooks, stop_vote
-        self._control, self._link, self._spans = ties.control, ties.link, ties.spans
+        self._state, self._hooks, self._stop_vote = runtime.state, runtime.hooks, stop_vote
+        self._control, self._link, self._spans = runtime.control, runtime.link, runtime.spans
         self._stage = "lend" if world.rollouts else "generate"
         chooses = spec.tag or not world.rollouts
         self._together = runner.scheduler.roles.lockstep and chooses

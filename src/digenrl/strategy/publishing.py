@@ -24,7 +24,7 @@ from digenrl.record.run_dir import append_event
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.claims import evaluation_queue
 from digenrl.strategy import gradients
-from digenrl.strategy.setup import Ties
+from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.shared import Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.tasks import TaskRunner
@@ -68,19 +68,19 @@ class Publisher:
     `publish_evaluated` alike.
 
     Args:
-        ties: of this rank; `version`, `previous` and `current` of its state change here.
+        runtime: of this rank; `version`, `previous` and `current` of its state change here.
         runner: opens the queue of each version, and forgets old ones.
         published: the trainers' own copy of the published weights.
     """
 
     def __init__(
-        self, ties: Ties, runner: TaskRunner, shares: Shares, published: PublishedCopy
+        self, runtime: RankRuntime, runner: TaskRunner, shares: Shares, published: PublishedCopy
     ) -> None:
-        setup = ties.setup
+        setup = runtime.setup
         self._setup, self._world, self._spec = setup, setup.world, setup.spec
         self._session, self._policy = setup.session, setup.engine.policy
-        self._learner, self._state = ties.learner, ties.state
-        self._control, self._link, self._spans = ties.control, ties.link, ties.spans
+        self._learner, self._state = runtime.learner, runtime.state
+        self._control, self._link, self._spans = runtime.control, runtime.link, runtime.spans
         self._runner, self._shares, self._published = runner, shares, published
         self._replicas = 1 if setup.sharding == "fsdp" else setup.world.trainers
         """Trainers that hold a copy of the weights each, whose digests must be equal."""

@@ -16,7 +16,7 @@ from digenrl.schedule import Task
 from digenrl.schedule.claims import NOBODY
 from digenrl.strategy.evaluating import EvaluationWorker
 from digenrl.strategy.rollout_mail import RolloutMail
-from digenrl.strategy.setup import Ties
+from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.tasks import Interrupt, TaskRunner
 from digenrl.transport.weights import adopt
 
@@ -34,11 +34,17 @@ def finish_task(
 class RolloutWorker:
     """The life of a rollout rank. `run` is in place of Lightning's fit loop."""
 
-    def __init__(self, ties: Ties, runner: TaskRunner, evaluation_worker: EvaluationWorker) -> None:
+    def __init__(
+        self, runtime: RankRuntime, runner: TaskRunner, evaluation_worker: EvaluationWorker
+    ) -> None:
         self._runner, self._evaluation_worker = runner, evaluation_worker
-        self._leave, self._control, self._spans = ties.setup.session.leave, ties.control, ties.spans
-        self._parameters = ties.setup.engine.policy.adapter.trained_parameters()
-        self._mail = RolloutMail(ties, evaluation_worker.hold)
+        self._leave, self._control, self._spans = (
+            runtime.setup.session.leave,
+            runtime.control,
+            runtime.spans,
+        )
+        self._parameters = runtime.setup.engine.policy.adapter.trained_parameters()
+        self._mail = RolloutMail(runtime, evaluation_worker.hold)
         self._version = -1
         """The version in use; -1 before the first."""
 

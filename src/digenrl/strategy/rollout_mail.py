@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from digenrl.strategy.setup import Ties
+from digenrl.strategy.setup import RankRuntime
 from digenrl.transport.suspended import Suspended
 from digenrl.transport.weights import Arrivals, Version
 from digenrl.transport.wire import Message, MessageKind
@@ -24,11 +24,11 @@ class RolloutMail:
         hold_evaluated: keeps weights that an evaluation is of, where rollouts do not use them.
     """
 
-    def __init__(self, ties: Ties, hold_evaluated: Callable[[Version], None]) -> None:
+    def __init__(self, runtime: RankRuntime, hold_evaluated: Callable[[Version], None]) -> None:
         self._hold_evaluated = hold_evaluated
-        self._world, self._control = ties.setup.world, ties.control
-        self._link, self._spans = ties.link, ties.spans
-        self._arrivals = Arrivals(ties.setup.engine.policy.adapter.trained_parameters())
+        self._world, self._control = runtime.setup.world, runtime.control
+        self._link, self._spans = runtime.link, runtime.spans
+        self._arrivals = Arrivals(runtime.setup.engine.policy.adapter.trained_parameters())
         self.weights: deque[Version] = deque()
         """Versions to take into use, in the order in which they were published."""
         self.suspended: deque[Suspended] = deque()

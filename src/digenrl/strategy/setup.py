@@ -20,7 +20,8 @@ from digenrl.transport.link import Link, LinkMaker, socket_link
 
 @dataclass(frozen=True)
 class RankSetup:
-    """Everything that the Strategy of one rank is built from."""
+    """Everything that the Strategy of one rank is built from. `run.build` fills it, before the rank
+    reaches the others."""
 
     world: World
     """This process's rank, and the number of trainers and rollouts."""
@@ -80,8 +81,9 @@ class RankSetup:
 
 
 @dataclass(frozen=True)
-class Ties:
-    """What binds the parts of a rank to each other and to the run."""
+class RankRuntime:
+    """What the parts of a running rank share. The Strategy fills it when it joins the
+    process group, as soon as the rank has reached the others."""
 
     setup: RankSetup
     hooks: Hooks

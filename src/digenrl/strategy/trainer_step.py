@@ -21,7 +21,7 @@ from digenrl.strategy import gradients, shard
 from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.publishing import Publisher
-from digenrl.strategy.setup import Ties
+from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
 from digenrl.strategy.stop_vote import StopVote
@@ -36,12 +36,12 @@ class TrainerStep:
     """
 
     def __init__(
-        self, ties: Ties, inbox: Inbox, lending: Lending, ledger: StepLedger, shares: Shares,
-        stop_vote: StopVote, publisher: Publisher,
+        self, runtime: RankRuntime, inbox: Inbox, lending: Lending, ledger: StepLedger,
+        shares: Shares, stop_vote: StopVote, publisher: Publisher,
     ) -> None:  # fmt: skip
-        setup = ties.setup
+        setup = runtime.setup
         self._setup, self._spec, self._world = setup, setup.spec, setup.world
-        self._policy, self._state, self._spans = setup.engine.policy, ties.state, ties.spans
+        self._policy, self._state, self._spans = setup.engine.policy, runtime.state, runtime.spans
         self._inbox, self._lending, self._ledger, self._shares = inbox, lending, ledger, shares
         self._stop_vote, self._publisher = stop_vote, publisher
         self._accumulating = False

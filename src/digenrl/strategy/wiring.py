@@ -19,7 +19,7 @@ from digenrl.strategy.evaluating import Evaluations
 from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.lending import Lending
 from digenrl.strategy.publishing import PublishedCopy, Publisher
-from digenrl.strategy.setup import RankSetup, Ties
+from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import Hooks, Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.step_ledger import StepLedger
@@ -64,7 +64,9 @@ class Wiring:
         self.decisions.close()
 
 
-def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessGroup) -> Wiring:
+def wire(
+    runtime: RankRuntime, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessGroup
+) -> Wiring:
     """Build the parts of a rank. Each part is given those above it, so that no part waits for one
     that comes later.
 
@@ -74,8 +76,8 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     Args:
         savers: process group of the trainers, for checkpoints.
     """
-    setup, hooks, learner, state = ties.setup, ties.hooks, ties.learner, ties.state
-    control, link, spans = ties.control, ties.link, ties.spans
+    setup, hooks, learner, state = runtime.setup, runtime.hooks, runtime.learner, runtime.state
+    control, link, spans = runtime.control, runtime.link, runtime.spans
     spec, world, session, engine = setup.spec, setup.world, setup.session, setup.engine
     # What is known of the run, and what is decided.
     published = PublishedCopy(engine.policy, learner, spec, setup.sharding)
@@ -99,11 +101,11 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     together = control, world, session.progress
     agreement, adapter = Agreement(*together), engine.policy.adapter.lora is not None
     stop_vote = StopVote(*together, setup.lockstep, lambda: state.updates_done == 0 or adapter)
-    publisher = Publisher(ties, runner, shares, published)
+    publisher = Publisher(runtime, runner, shares, published)
     # What arrives, and what is trained of it.
     inbox = Inbox(link, runner.claims, scheduler, ledger, _boards(setup, hooks, learner))
     evaluations = Evaluations(
-        ties,
+        runtime,
         runner.claims,
         stop_vote,
         ledger,
@@ -113,8 +115,8 @@ def wire(ties: Ties, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessG
     )
     inbox.handle(MessageKind.ASK, lambda message: publisher.serve(int(message.meta["rank"])))
     inbox.handle(MessageKind.EVALUATION, evaluations.add)
-    lending = Lending(ties, runner, inbox, published, agreement, stop_vote)
-    step = TrainerStep(ties, inbox, lending, ledger, shares, stop_vote, publisher)
+    lending = Lending(runtime, runner, inbox, published, agreement, stop_vote)
+    step = TrainerStep(runtime, inbox, lending, ledger, shares, stop_vote, publisher)
     checkpoints = Checkpoints(engine.policy, spans, checkpoint_io, savers, state)
     return Wiring(
         decisions=decisions,

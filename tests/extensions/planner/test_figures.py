@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from digenrl import config as configuration
-from digenrl.advisor import Holding
+from digenrl.advisor import ModelPlacement
 from digenrl.extensions import planner
 from digenrl.extensions.planner import costs, gpus
 from digenrl.extensions.planner.advice import PlannerAdvisor, planned_split
@@ -744,7 +744,7 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
         yield from dict.fromkeys(shown(vars(each)) for each in advice.stand_ins)
         yield from asking.memory_lines(composed, trainers, gpus - trainers)
         try:
-            yield shown(asking.hold(composed, trainers, gpus - trainers, Holding("", 0, 0)))
+            yield shown(asking.hold(composed, trainers, gpus - trainers, ModelPlacement("", 0, 0)))
         except ValueError as refused:
             yield str(refused)
     for processes in {1, 2, min(4, gpus)}:

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from digenrl.advisor import Advice, Holding, PlainAdvisor, changed, named
+from digenrl.advisor import Advice, ModelPlacement, PlainAdvisor, changed, named
 from digenrl.config import Composed
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate
@@ -84,7 +84,9 @@ class PlannerAdvisor:
         split = planned_split(composed, processes)
         return composed if split is None else _divided(composed, split)
 
-    def hold(self, composed: Composed, trainers: int, rollouts: int, usual: Holding) -> Holding:
+    def hold(
+        self, composed: Composed, trainers: int, rollouts: int, usual: ModelPlacement
+    ) -> ModelPlacement:
         """Return the first way to shard that fits: replicas, a copy of the weights per node, one
         over all trainers.
 
@@ -107,7 +109,7 @@ class PlannerAdvisor:
         candidate = fitting[0]
         pools = costing.trainers(candidate)
         kept = [costing.recompute(candidate, pool).config for pool, n in pools for _ in range(n)]
-        return Holding(
+        return ModelPlacement(
             candidate.sharding,
             candidate.spec.tsp_batch,
             kept if kept != kept[:1] * trainers else kept[0],
