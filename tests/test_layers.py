@@ -111,6 +111,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "types",
     },
     "launchers": {
+        "accelerator",
         "advisor",
         "cluster",
         "config",

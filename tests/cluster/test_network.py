@@ -80,11 +80,11 @@ def test_the_interface_decides_the_address_and_what_gloo_and_nccl_are_told(
 ) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "other0")
-    assert Network().address("10.0.0.9") == "10.0.0.9"
+    assert Network().address(lambda: "10.0.0.9") == "10.0.0.9"
     Network().announce("127.0.0.1")
     named = Network(interface=LOOPBACK)
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "other0"
-    assert named.address("10.0.0.9") == "127.0.0.1"
+    assert named.address(lambda: "10.0.0.9") == "127.0.0.1"
     named.announce("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (
         LOOPBACK,

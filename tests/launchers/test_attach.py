@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +26,20 @@ from digenrl.launchers.places import Place, check_allocation, numbering, place_o
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.changed import hardware_settings
 from tests.conftest import ROOT
+from tests.launchers.scheduled import (
+    SCRIPTS,
+    STEP,
+    Processes,
+    agent,
+    free_port,
+    srun,
+    summary,
+    wait_for_a_step,
+    words,
+)
 from tests.namespaces import bytes_sent, two_machines
 from tests.strategy.processes import TINY
 from tests.training import fault
-
-SCRIPTS = ROOT / "scripts"
-STEP = {
-    "SLURM_NTASKS": "12",
-    "SLURM_JOB_ID": "77",
-    "SLURM_JOB_NODELIST": "login1,gpu[03-04]-ib",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NUM_TASKS": "12",
-    "SLURM_STEP_NODELIST": "gpu[03-04]-ib",
-    "SLURM_STEP_TASKS_PER_NODE": "8,4",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "MASTER_PORT": "23456",
-}
 
 
 def test_a_task_of_srun_finds_its_place() -> None:
@@ -147,94 +142,6 @@ def test_the_profile_says_which_process_trains(
     assert sorted(ranks) == list(range(trainers + rollouts))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
-class Processes:
-    """Processes of a test, each in a session of its own; all of them are gone afterwards."""
-
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
-        self._started: list[subprocess.Popen[bytes]] = []
-
-    def start(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
-        number = len(self._started)
-        own = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("SLURM_", "TORCHELASTIC"))
-        }
-        with (
-            (self._logs / f"{number}.out").open("wb") as out,
-            (self._logs / f"{number}.err").open("wb") as err,
-        ):
-            self._started.append(
-                subprocess.Popen(
-                    command, stdout=out, stderr=err, env=own | environment, start_new_session=True
-                )
-            )
-        return self._started[-1]
-
-    def codes(self, seconds: float = 600.0) -> list[int]:
-        return [process.wait(timeout=seconds) for process in self._started]
-
-    def said(self, number: int = 0, stream: str = "out") -> str:
-        return (self._logs / f"{number}.{stream}").read_text()
-
-    def tails(self) -> str:
-        files = sorted(self._logs.glob("*.err"))
-        return "\n".join(f"== {file.name}\n{file.read_text()[-2500:]}" for file in files)
-
-    def kill(self) -> None:
-        for process in self._started:
-            if process.poll() is None:
-                workers = psutil.Process(process.pid).children(
-                    recursive=True
-                )  # torchrun's are in other sessions
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                for worker in workers:
-                    with suppress(psutil.NoSuchProcess):
-                        worker.kill()
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.kill()
-
-
-def words(tmp_path: Path, trainers: int, rollouts: int, *more: str) -> list[str]:
-    allocation = (f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}")
-    return [*TINY, *allocation, f"output_root={tmp_path / 'outputs'}", *more]
-
-
-def summary(processes: Processes) -> dict[str, Any]:
-    """Of the run whose directory is the last line of process 0's standard output (under either
-    agent)."""
-    lines = [*processes.said(0).splitlines(), *processes.said(1).splitlines()]
-    assert lines, processes.tails()
-    return json.loads((Path(lines[-1]) / "summary.json").read_text())
-
-
-def agent(
-    tmp_path: Path,
-    processes: Processes,
-    *prefix: str,
-    more: Sequence[str] = ("parallel.sharding=fsdp",),
-    **settings: str,
-) -> subprocess.Popen[bytes]:
-    """Start scripts/torchrun.sh: one of two agents, each with two processes."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = [*prefix, "bash", str(SCRIPTS / "torchrun.sh"), *words(tmp_path, 2, 2, *more)]
-    own = {"NODES": "2", "RANKS": "2", "RUN_ID": tmp_path.name, "PATH": path}
-    return processes.start(command, **(own | settings))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_agents_of_torchrun_on_one_machine(tmp_path: Path, processes: Processes) -> None:
@@ -255,12 +162,6 @@ def endless_run(tmp_path: Path, processes: Processes) -> list[subprocess.Popen[b
     wait_for_a_step(tmp_path)
     assert list(tmp_path.glob("outputs/*/*/metrics.jsonl")), processes.tails()
     return agents
-
-
-def wait_for_a_step(tmp_path: Path) -> None:
-    deadline = time.monotonic() + 400
-    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/*/metrics.jsonl")):
-        time.sleep(0.2)
 
 
 def workers(agents: Sequence[subprocess.Popen[bytes]]) -> dict[int, psutil.Process]:
@@ -379,21 +280,6 @@ def test_a_rank_killed_under_torchrun_ends_the_job(
     # Its monitor and the links of the others see it at the same time.
     told = f"rank {victim} ended before the run did", f"rank {victim} (rollout) (process"
     assert any(cause in found["cause"] for cause in told) or victim == 1, found["cause"]
-
-
-def srun(processes: Processes, command: Sequence[str], tasks: int) -> None:
-    """What `srun --ntasks` gives to its tasks on one node."""
-    port = str(free_port())
-    for rank in range(tasks):
-        step = {
-            "SLURM_STEP_NUM_TASKS": str(tasks),
-            "SLURM_STEP_TASKS_PER_NODE": str(tasks),
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_NODEID": "0",
-        }
-        processes.start(command, **(STEP | step | {"MASTER_PORT": port}))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from digenrl import config as configuration
 from digenrl.config.errors import ConfigError
-from digenrl.launchers.on_ray import driver_host
+from digenrl.launchers.on_ray import Places, all_reserved, driver_host, inherited
 from tests.training import SMALL, Train, commands
 
 pytestmark = pytest.mark.processes
@@ -153,6 +153,34 @@ def test_a_cluster_of_this_machine_alone_ends_with_the_run(running: Any) -> None
     while left := [*train.left(), *refused.left()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_ranks_take_over_what_the_driver_was_given() -> None:
+    """And nothing that is secret, or that says which GPUs a rank sees."""
+    taken = {
+        "HF_HOME": "/shared/hf",
+        "HF_HUB_OFFLINE": "1",
+        "DIGENRL_CACHE": "/shared/cache",
+        "NCCL_SOCKET_IFNAME": "=ib0",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "OMP_NUM_THREADS": "1",
+    }
+    left = {
+        "HF_TOKEN": "hf_" + "a" * 20,
+        "DIGENRL_RUN_TOKEN": "0" * 32,
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HOME": "/root",
+        "MY_HF_HOME": "/x",
+    }
+    assert inherited(taken | left) == taken
+
+
+def test_no_lack_is_told_while_processes_start() -> None:
+    places = Places(None, ({"GPU": 1}, {"CPU": 1, "spot": 0.5}, {"far": 9}), 2, 60.0, 1.0)
+    free = {"GPU": 2.0, "CPU": 4.0, "spot": 1.0}
+    assert all_reserved(places, free, {"GPU": 1.0, "CPU": 3.0, "spot": 0.5})
+    assert not all_reserved(places, free, {"GPU": 2.0, "CPU": 3.0, "spot": 0.5})
+    assert not all_reserved(places, {"CPU": 4.0, "spot": 1.0}, {"CPU": 3.0, "spot": 0.5})
 
 
 def test_an_address_that_ranks_could_not_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

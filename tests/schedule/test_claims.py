@@ -57,6 +57,19 @@ def test_a_task_that_kills_its_owners_is_named() -> None:
         two.lose(1, "died", 1)
 
 
+def test_machines_that_vanish_are_no_sign_against_a_task() -> None:
+    """Spot GPUs go at any time; deaths of processes still count, in whatever order."""
+    _, owners = ranks(5)
+    for number, owner in enumerate(owners[:3]):
+        assert owner.take(0, TASKS, WHOLE) == Claim(0, number, number)
+        owner.lose(number, "gave no sign of life", 1, machine_lost=True)
+    assert owners[3].take(0, TASKS, WHOLE) == Claim(0, 3, 3)
+    owners[3].lose(3, "died", 1)
+    assert owners[4].take(0, TASKS, WHOLE) == Claim(0, 4, 4)
+    with pytest.raises(ClaimError, match="lost 2 owners, the last being rank 4"):
+        owners[4].lose(4, "died", 1)
+
+
 def test_trainers_begin_with_the_head_of_a_queue_and_rollouts_behind_it() -> None:
     """Each goes on in the other's part when its own is empty. A loss frees what was claimed, and
     leaves the rest of the head where it is."""
@@ -161,7 +174,7 @@ def test_no_task_is_lost_or_doubled(actions: list[str], count: int, head: int) -
     mine: dict[int, list[Claim]] = {rank: [] for rank in range(count)}
     finished: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_ATTEMPTS", 10**6)
+        patch.setattr(module, "MAX_DEATHS", 10**6)
         for number, action in enumerate(actions):
             rank, other = number % count, (number + 1) % count
             if action == "claim":

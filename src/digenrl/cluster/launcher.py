@@ -198,7 +198,7 @@ def launch(spec: Launch) -> RunOutcome:
     # earlier run's store there would end threads that do not exist in the rank, and kill it. So
     # collect now, and let a child collect nothing that it was born with.
     gc.collect()
-    host = spec.network.address(spec.host)
+    host = spec.network.address(lambda: spec.host)
     listener = spec.network.listen(host)
     monitor, port = (
         LauncherMonitor(spec.on_orphaned, spec.limits.suspended_s),

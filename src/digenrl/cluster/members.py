@@ -139,16 +139,18 @@ class Members:
                 refusal = self.gone(
                     rank,
                     f"stopped responding (its machine gave no sign of life for {silent:.0f} s)",
+                    machine_lost=True,
                 )
             if refusal is not None:
                 return refusal
         return None
 
-    def gone(self, rank: int, cause: str) -> str | None:
+    def gone(self, rank: int, cause: str, machine_lost: bool = False) -> str | None:
         """Give back the tasks of a rollout that is gone. Return why the run cannot go on without
         it, or None.
 
-        The rollout either left as it was allowed to, or died of `cause`.
+        The rollout either left as it was allowed to, or died of `cause`. With `machine_lost`
+        nothing is left of its machine, and its tasks are not suspected.
         """
         left = rank in self._granted and self._control.get(f"left/{rank}") is not None
         # First of all: a rank that only seems dead must not finish a task that somebody else is
@@ -167,7 +169,11 @@ class Members:
         # Marked before its tasks are gathered: `Claims.give` relies on this order.
         self._control.lose(rank)
         try:
-            tasks = claims.collect(rank) if left else claims.lose(rank, cause, self._terms.trainers)
+            tasks = (
+                claims.collect(rank)
+                if left
+                else claims.lose(rank, cause, self._terms.trainers, machine_lost)
+            )
         except ClaimError as error:
             return str(error)
         facts = {"rank": rank, "cause": self._last_cause, "reissued": tasks}

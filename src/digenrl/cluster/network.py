@@ -11,7 +11,7 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -35,7 +35,7 @@ class Network:
             ValueError: there is no such interface, it has no address, or there are fewer ports than
                 listeners.
         """
-        self.address("")
+        self.address(str)
         if self.ports is not None and (count := len(self._range())) < listeners:
             first = self.ports[0]
             raise ValueError(
@@ -46,16 +46,17 @@ class Network:
                 "network.ports=null for any free ones."
             )
 
-    def address(self, otherwise: str) -> str:
-        """Return the interface's address, IPv4 if it has one; `otherwise` when no interface is
-        configured.
+    def address(self, otherwise: Callable[[], str]) -> str:
+        """Return the interface's address, IPv4 if it has one; the result of `otherwise` when no
+        interface is configured. It is asked only then: a machine without a route outwards may
+        still have the interface.
 
         Raises:
             ValueError: this machine has no such interface, or it has no address that others can
                 reach.
         """
         if self.interface is None:
-            return otherwise
+            return otherwise()
         found = _addresses()
         if not found.get(self.interface):
             known = ", ".join(f"{name} ({', '.join(found[name])})" for name in found if found[name])
@@ -99,10 +100,13 @@ class Network:
                 "GLOO_SOCKET_IFNAME": self.interface,
                 "NCCL_SOCKET_IFNAME": f"={self.interface}",
             }
-        elif name := next(
-            (name for name, addresses in _addresses().items() if host in addresses), None
-        ):
+        elif (name := self.interface_of(host)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+    def interface_of(self, host: str) -> str | None:
+        """Return the name of this machine's interface with the address `host`; None: no interface
+        has it."""
+        return next((name for name, addresses in _addresses().items() if host in addresses), None)
 
     def _range(self) -> Sequence[int]:
         return [0] if self.ports is None else range(self.ports[0], self.ports[1] + 1)

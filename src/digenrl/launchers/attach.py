@@ -45,6 +45,7 @@ from digenrl.cluster.store import StoreClient, StoreLost, StoreServer
 from digenrl.cluster.vitals import HeartbeatMonitor, LauncherMonitor, start_heartbeat
 from digenrl.cluster.world import Session, World
 from digenrl.hardware import parse_hardware
+from digenrl.launchers.agreement import agree
 from digenrl.launchers.announce import announce
 from digenrl.launchers.attempts import held_run_dir
 from digenrl.launchers.ending import end_alone, stop_grace
@@ -59,6 +60,9 @@ LEAVE_MORE_S = 2.0
 close within `Limits.leave_s`. After a failure they have `Limits.abort_s` more, and those that
 cannot leave are then ended by their own heartbeats (`cluster.leaving`). A torchrun agent that saw a
 rank fail kills the others 30 s later, and the report must be written by then."""
+SHARED_S = 60.0
+"""Seconds until a directory that process 0 made is visible on every machine. NFS clients keep a
+listing for 30 to 60 s (acdirmax)."""
 _TICK_S = 0.2
 
 
@@ -109,9 +113,9 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
     check_allocation(place, trainers, rollouts)
     ranks = numbering(parse_hardware(settings.hardware), trainers, rollouts)
     handshake, limits, network = Handshake(), Limits(**settings.limits.model_dump()), job.network
-    host = network.address(place.host)
+    host = network.address(lambda: place.host)
     network.announce(host)
-    notices = _notices(place, handshake.connect_s)
+    notices = _notices(place, limits.start_s)
     names = {rank: f"rank {rank} ({'trainer' if rank < trainers else 'rollout'})" for rank in ranks}
     monitored = partial(
         LauncherMonitor, suspended_s=limits.suspended_s, name=names[ranks[place.rank]]
@@ -127,8 +131,12 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
                 run_dir,
                 Access(server.host, server.port, handshake.token, unix_time(), place.prefix),
             )
+            notices.set("checkpoint", "" if job.checkpoint is None else job.checkpoint.name)
             notices.set("run_dir", str(run_dir))
         run_dir = _learn_run_dir(notices, place, limits.start_s)
+        # One process has verified it: sixteen would read every file of it sixteen times.
+        name = notices.get("checkpoint").decode()
+        job = replace(job, checkpoint=run_dir / "checkpoints" / name if name else None)
         session = replace(
             _session(run_dir, place, handshake), host=host, network=network, limits=limits
         )
@@ -158,7 +166,7 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
             Control(StoreClient(*session.store), world.rank, limits.start_s) for _ in range(2)
         )
         stops = _stop_on_signals(signals, watcher, partial(stop_grace, settings, run_dir))
-        outcome = _run(partial(_be_rank, job, world, session), world, control, stops)
+        outcome = _run(partial(_be_rank, job, place, world, session), world, control, stops)
         session.over.set()
         with suppress(StoreLost):  # process 0 is gone
             control.set(f"left/{world.rank}", "1")
@@ -182,11 +190,13 @@ def _prepare(job: Job, signals: StopSignals) -> Path:
     return run_dir.absolute()
 
 
-def _be_rank(job: Job, world: World, session: Session) -> None:
-    """Take this rank's GPU, and be the rank to the end of the run."""
+def _be_rank(job: Job, place: Place, world: World, session: Session) -> None:
+    """Take this rank's GPU, agree with the other processes, and be the rank to the end of the
+    run."""
     if not job.composed.settings.hardware.emulate:
         devices.take(world.local_rank)
         devices.claim(session, world.rank)
+    agree(job.composed.settings, place, world, session)
     run.fit(job.composed.settings, job.checkpoint, job.advice, world, session)
 
 
@@ -315,6 +325,10 @@ def _learn_run_dir(notices: dist.Store, place: Place, patience: float) -> Path:
             "directory; see the "
             f"output of process 0 ({error})."
         ) from error
+    # A file server may serve the parent's old listing for up to a minute.
+    deadline = time.monotonic() + SHARED_S
+    while not run_dir.is_dir() and time.monotonic() < deadline:
+        time.sleep(_TICK_S)
     if not run_dir.is_dir():
         raise ValueError(
             f"process {place.rank} on {socket.gethostname()} does not see the run directory "

@@ -18,13 +18,14 @@ from digenrl.cluster.network import Network
 from digenrl.config import EXIT_CODE, Composed, ConfigError
 from digenrl.config.commands import to_continue
 from digenrl.config.stored import identity, untied
+from digenrl.launchers.agreement import check_machine
 from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place, place_of
 from digenrl.record import run_lock
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
 from digenrl.settle import begins_with, settle
-from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, ties_of
+from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, ties_of, verify
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
             run_lock.hold(composed.run_dir)
     except (ValueError, OSError) as error:
         raise NotStarted(error, EXIT_CODE) from error
-    checkpoint = _continued(composed)
+    checkpoint = _continued(composed, verifies=place is None or place.rank == 0)
     try:
         composed = settle(composed, advisor, None if place is None else place.size)
         parts.check(composed.settings)
@@ -142,8 +143,12 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return place_of(environment)
 
 
-def _continued(composed: Composed) -> Path | None:
+def _continued(composed: Composed, verifies: bool) -> Path | None:
     """Return the checkpoint that a resumed run continues from; None for a new run.
+
+    Args:
+        verifies: whether this process reads every file of it. One process of a job does; the
+            others take the newest by its name, and learn from that process which one is whole.
 
     Raises:
         NotStarted: the run is complete, or has no whole checkpoint.
@@ -151,10 +156,14 @@ def _continued(composed: Composed) -> Path | None:
     if not composed.resumed:
         return None
     try:
-        checkpoint = newest(composed.run_dir)
+        checkpoint = newest(composed.run_dir, verifies)
     except CheckpointError as error:
         raise NotStarted(error, 1) from error
-    problems, notes = untied(composed.run_dir, ties_of(checkpoint), composed.overrides)
+    problems, notes = (
+        ([], [])
+        if not verifies
+        else untied(composed.run_dir, ties_of(checkpoint), composed.overrides)
+    )
     if problems:
         raise NotStarted(ConfigError(problems), EXIT_CODE)
     for note in notes:
@@ -169,13 +178,15 @@ def _continued(composed: Composed) -> Path | None:
     raise NotStarted(said, 0, composed.run_dir)
 
 
-def newest(run_dir: Path) -> Path:
-    """Return the newest whole checkpoint; damaged ones are named on standard error.
+def newest(run_dir: Path, verifies: bool = True) -> Path:
+    """Return the newest whole checkpoint; damaged ones are named on standard error. Without
+    `verifies`, return the newest one by its name.
 
     Raises:
         CheckpointError: there is none.
     """
-    return newest_valid(run_dir / "checkpoints", partial(print, file=sys.stderr))
+    say = partial(print, file=sys.stderr)
+    return newest_valid(run_dir / "checkpoints", say, verify if verifies else str)
 
 
 def most_ranks(composed: Composed) -> int:
@@ -227,7 +238,7 @@ def check_place(composed: Composed, place: Place | None) -> None:
         place: the scheduler's numbers for this process; None without a scheduler.
 
     Raises:
-        ValueError: as `Launcher.check`, `Place.check`, `Network.check`.
+        ValueError: as `Launcher.check`, `Place.check`, `Network.check`, `check_machine`.
     """
     if place is None:
         launcher = launcher_of(composed)
@@ -238,3 +249,5 @@ def check_place(composed: Composed, place: Place | None) -> None:
         here = place.local_size
     asked = composed.settings.network
     Network(asked.interface, asked.ports).check(1 + here)
+    gpus = not composed.settings.hardware.emulate and bool(devices.found())
+    check_machine(here, gpus)

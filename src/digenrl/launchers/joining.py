@@ -121,7 +121,7 @@ def join(
         request.handshake(rank),
         request.run_dir,
         access.epoch,
-        network.address(source_address(access.host)),
+        network.address(lambda: source_address(access.host)),
         network,
         limits,
     )

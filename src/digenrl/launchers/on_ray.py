@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -37,12 +38,16 @@ from digenrl.config.stored import words_to_join
 from digenrl.hardware import assign, parse_hardware
 from digenrl.launchers.places import UNUSED_ADDRESS
 from digenrl.launchers.reaching import source_address
+from digenrl.record.redact import is_secret_name
 from digenrl.record.run_dir import LOGS, open_log
 from digenrl.settle import begins_with
 
-_INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-"""Variables that torch reads when it loads, before an actor could set them. Ray sets values of its
-own."""
+_INHERITED = re.compile(
+    "(HF|TRANSFORMERS|DIFFUSERS|DIGENRL|NCCL|TORCH|PYTORCH|OMP)_|XDG_CACHE_HOME$"
+)
+"""Names of variables that ranks take over from the driver: where weights and caches are, how
+libraries connect, and what torch reads when it loads, before an actor could set it. Without them a
+rank would not find what the driver has checked. Which GPUs a rank sees is Ray's to say."""
 _INTERNAL = re.compile("^node:|memory|_group_")
 """Names of resources that Ray counts for internal use."""
 _TELL_S, _LOOK_S = 5.0, 0.5
@@ -139,7 +144,7 @@ class Seat:
 
     def live(self, rank_main: RankMain, world: World, facts: Mapping[str, Any]) -> int:
         """Run this rank and return its exit code. `facts` are the fields of its `Session`."""
-        host = facts["network"].address(source_address(facts["store_host"]))
+        host = facts["network"].address(lambda: source_address(facts["store_host"]))
         session = Session(**facts, host=host)
         if not session.run_dir.is_dir():
             error = ValueError(
@@ -246,9 +251,8 @@ def seated(
         ) from error
     try:
         remote: Any = ray.remote(Seat)
-        environment = {
-            "env_vars": {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        }
+        environment = {"env_vars": inherited(os.environ)}
+        free = ray.available_resources()
         group = placement_group([dict(want) for want in places.wants[:trainers]], strategy="PACK")
 
         def seat(rank: int) -> Any:
@@ -265,7 +269,7 @@ def seated(
             return remote.options(runtime_env=environment, max_restarts=0, **options).remote()
 
         seats = [seat(rank) for rank in range(places.first)]
-        _wait_for_places(places, [actor.ready.remote() for actor in seats])
+        _wait_for_places(places, [actor.ready.remote() for actor in seats], free)
 
         def fill(rank: int, run_dir: Path, life: RayRank | None) -> None:
             how = life, partial(seat, rank), run_dir, places.respawn_s, over, places.words
@@ -325,8 +329,39 @@ def _fill(
         life, pause_s = None, 2 * pause_s
 
 
-def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
-    """Wait until every rank has a place.
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that ranks take over from the driver, without secrets: Ray keeps and
+    shows them."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _INHERITED.match(name) and not is_secret_name(name)
+    }
+
+
+def all_reserved(places: Places, free: Mapping[str, float], now: Mapping[str, float]) -> bool:
+    """Return whether Ray has set resources aside for every rank, so that their processes are
+    starting.
+
+    Args:
+        free: what was free before the ranks asked.
+        now: what is free now.
+
+    Example:
+        >>> places = Places(None, ({"CPU": 1}, {"CPU": 1}), 2, 60.0, 1.0)
+        >>> all_reserved(places, {"CPU": 4}, {"CPU": 2}), all_reserved(places, {"CPU": 1}, {})
+        (True, False)
+    """
+    wanted: Counter[str] = Counter()
+    for want in places.wants[: places.first]:
+        wanted.update(want)
+    return all(
+        free.get(name, 0) - now.get(name, 0) >= amount - 1e-6 for name, amount in wanted.items()
+    )
+
+
+def _wait_for_places(places: Places, answers: Sequence[Any], before: Mapping[str, float]) -> None:
+    """Wait until every rank has a place. `before` is what was free before they asked.
 
     Raises:
         PlacementError: a rank had no place after `wait_s`.
@@ -361,7 +396,7 @@ def _wait_for_places(places: Places, answers: Sequence[Any]) -> None:
                 f"{lack}, after {places.wait_s:g} s: add nodes, change ray.resources, or set a "
                 "smaller allocation; raise ray.wait_s where nodes still start."
             )
-        if not told:
+        if not told and not all_reserved(places, before, ray.available_resources()):
             print(
                 f"{lack}; waiting up to {places.wait_s:g} s (ray.wait_s)",
                 file=sys.stderr,

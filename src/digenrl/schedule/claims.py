@@ -30,9 +30,9 @@ from typing import NamedTuple, Protocol
 
 from digenrl.schedule.spec import Task
 
-MAX_ATTEMPTS = 2
-"""Owners that a task may lose. Then the task counts as the cause of their deaths (a poisoned
-prompt, a broken reward)."""
+MAX_DEATHS = 2
+"""Owners of a task whose processes may die. Then the task counts as the cause (a poisoned prompt, a
+broken reward). Machines that vanish are no sign of that: spot GPUs go at any time."""
 NOBODY = -1
 _FORGET_AFTER = 2
 """Age, in published versions, at which a queue has no task left that a rank waits for."""
@@ -68,11 +68,13 @@ class Owner(NamedTuple):
     step: int
     number: int
     group: int
+    deaths: int = 0
+    """Owners whose processes died while they had the task."""
 
     @classmethod
-    def of(cls, rank: int, attempt: int, task: Task) -> Owner:
+    def of(cls, rank: int, attempt: int, task: Task, deaths: int = 0) -> Owner:
         """Return the entry with which `rank` takes `task`."""
-        return cls(rank, attempt, NOBODY, task.step, task.index, task.group)
+        return cls(rank, attempt, NOBODY, task.step, task.index, task.group, deaths)
 
 
 class ClaimStore(Protocol):
@@ -178,9 +180,8 @@ class Claims:
             ahead: claim from the queue's head first, else from behind the head first.
         """
         for position, owner in self._waiting(version, len(tasks)):
-            if self._store.change(
-                version, position, owner, Owner.of(self._rank, owner.attempt, tasks[position])
-            ):
+            own = Owner.of(self._rank, owner.attempt, tasks[position], owner.deaths)
+            if self._store.change(version, position, owner, own):
                 return Claim(position, self._rank, owner.attempt)
         parts = [(queue_name(version, part, len(tasks)), part)]
         if head := self.head(version):
@@ -299,16 +300,18 @@ class Claims:
         """
         return self._offer_again(partial(self._free_released, rank))
 
-    def lose(self, rank: int, cause: str, trainers: int) -> list[str]:
+    def lose(self, rank: int, cause: str, trainers: int, machine_lost: bool = False) -> list[str]:
         """Give back every task that `rank` owned and that not all trainers hold. Return their names
         for the log.
 
-        The rank must be dead and marked as lost.
+        The rank must be dead and marked as lost. With `machine_lost` its whole machine vanished,
+        which no task can have caused.
 
         Raises:
-            ClaimError: a task has lost its last owner.
+            ClaimError: the processes of MAX_DEATHS owners of a task died.
         """
-        return self._offer_again(partial(self._free_lost, rank, cause, trainers))
+        free = partial(self._free_lost, rank, cause, trainers, not machine_lost)
+        return self._offer_again(free)
 
     def _offer_again(self, free: Callable[[int, int], str | None]) -> list[str]:
         """Give back the open tasks for which `free` (version, position) returns a name, "" if no
@@ -337,7 +340,7 @@ class Claims:
         return _name(version, owner)
 
     def _free_lost(
-        self, rank: int, cause: str, trainers: int, version: int, position: int
+        self, rank: int, cause: str, trainers: int, died: bool, version: int, position: int
     ) -> str | None:
         """Take the task at `position` from `rank`, which died, and return the task's name."""
         while True:
@@ -352,13 +355,15 @@ class Claims:
                 continue
             if rank not in (owner.rank, owner.giver) or self.held_by(version, position, trainers):
                 return None
-            name, lost = _name(version, owner), owner.attempt + 1
-            if lost >= MAX_ATTEMPTS:
+            name, deaths = _name(version, owner), owner.deaths + died
+            if died and deaths >= MAX_DEATHS:
                 raise ClaimError(
-                    f"{name} lost {lost} owners, the last being rank {rank}, which {cause}: "
+                    f"{name} lost {deaths} owners, the last being rank {rank}, which {cause}: "
                     "the task itself is the likely cause. Look at its prompt and its reward."
                 )
-            freed = owner._replace(rank=NOBODY, attempt=lost, giver=NOBODY)
+            freed = owner._replace(
+                rank=NOBODY, attempt=owner.attempt + 1, giver=NOBODY, deaths=deaths
+            )
             if self._store.change(version, position, owner, freed):
                 return name
 

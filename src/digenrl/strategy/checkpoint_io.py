@@ -347,9 +347,13 @@ def _check_inside(directory: Path, name: str) -> None:
         )
 
 
-def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) -> Path:
-    """The newest checkpoint of a run that verifies; `say` is told which damaged ones were passed
-    over, and why.
+def newest_valid(
+    checkpoints: Path,
+    say: Callable[[str], object] = log.warning,
+    check: Callable[[Path], object] = verify,
+) -> Path:
+    """Return the newest checkpoint of a run that passes `check`; `say` is told which damaged ones
+    were passed over, and why.
 
     Raises:
         CheckpointError: there is none; the message tells what is wrong with each.
@@ -362,7 +366,7 @@ def newest_valid(checkpoints: Path, say: Callable[[str], object] = log.warning) 
     problems: list[str] = []
     for directory in found:
         try:
-            verify(directory)
+            check(directory)
         except CheckpointError as error:
             problems.append(str(error))
             continue

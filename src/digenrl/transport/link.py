@@ -46,7 +46,6 @@ from digenrl.transport.wire import Buffers, Message, WireError, decode, encode, 
 RELAY = "relay"
 """Key in a message's meta: ranks to which the receiver's link passes the message on, whatever the
 receiver is doing."""
-_BUFFER = 4 << 20
 _VECTOR = 1024
 """Most buffers that one system call takes (IOV_MAX of Linux)."""
 MAX_MESSAGE_BYTES = 64 << 30
@@ -235,7 +234,8 @@ class SocketLink:
             host, port = address.rsplit(":", 1)
             with self._handshake.connect(host, int(port), _purpose(peer), self._rank) as sock:
                 end_when_unreachable(sock, UNREAD_S)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+                # No SO_SNDBUF or SO_RCVBUF at either end: a fixed size switches the kernel's tuning
+                # off, and net.core.wmem_max cuts it to 208 KiB on most machines (socket(7)).
                 line = self._lines(peer)
                 while (queued := outbox.get()) is not None:
                     with self._stage("send"):
@@ -262,7 +262,6 @@ class SocketLink:
             return False
 
     def _reader(self, sock: socket.socket, peer: int) -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         line = self._lines(peer)
 
         def read(buffer: memoryview) -> None:

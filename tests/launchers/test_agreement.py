@@ -1,0 +1,205 @@
+"""Processes of one job compare themselves, and test the network between their nodes, before
+weights are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from digenrl.cluster.control import Aborted, Control
+from digenrl.cluster.handshake import Handshake
+from digenrl.cluster.limits import Limits
+from digenrl.cluster.network import Network
+from digenrl.cluster.store import StoreClient, StoreServer
+from digenrl.cluster.world import Session, World
+from digenrl.config import load
+from digenrl.launchers import agreement
+from digenrl.launchers.agreement import ProcessFacts, agree, check_machine, compare
+from digenrl.launchers.job import newest
+from digenrl.launchers.places import Place
+from tests.launchers.scheduled import Processes, processes, srun, summary, words
+from tests.strategy.processes import TINY
+
+assert processes  # a fixture
+
+
+def facts(**changed: Any) -> ProcessFacts:
+    return replace(ProcessFacts("a", True, {"torch": "2.11"}, "x86_64", {"seed": 0}), **changed)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({}, []),
+        ({"host": "b", "first_on_node": False, "architecture": "aarch64"}, []),
+        ({"configuration": {"seed": 7}}, ["seed = 7 (the run's: 0)"]),
+        ({"configuration": {}}, ["seed = absent (the run's: 0)"]),
+        ({"versions": {"torch": "2.10"}}, ["torch is 2.10 (there: 2.11)"]),
+        ({"versions": {}}, ["torch is None (there: 2.11)"]),
+    ],
+)
+def test_a_difference_names_both_values(own: Mapping[str, Any], said: list[str]) -> None:
+    assert compare(facts(), facts(**own)) == said
+
+
+@pytest.mark.parametrize("nodes", range(7))
+def test_every_two_nodes_meet_once_and_no_node_twice_in_a_round(nodes: int) -> None:
+    rounds = list(agreement.rounds_of_pairs(range(nodes)))
+    met = [pair for pairs in rounds for pair in pairs]
+    assert len(met) == len(set(met)) == nodes * (nodes - 1) // 2
+    for pairs in rounds:
+        busy = [node for pair in pairs for node in pair]
+        assert len(busy) == len(set(busy))
+
+
+def test_a_machine_has_its_cache_and_enough_shared_memory(tmp_path: Path) -> None:
+    check_machine(8, gpus=False, environment={"HF_HOME": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"HF_HOME = .*/none: no such directory on .*make fetch"):
+        check_machine(1, gpus=False, environment={"HF_HOME": str(tmp_path / "none")})
+    has = shutil.disk_usage(agreement.SHARED_MEMORY).total // 2**20
+    many = has // agreement.SHARED_MIB_A_RANK + 1
+    with pytest.raises(ValueError, match=rf"has {has} MiB for {many} ranks.*--shm-size=1g"):
+        check_machine(many, gpus=True, environment={})
+    check_machine(many, gpus=False, environment={})
+    check_machine(many, gpus=True, environment={"NCCL_SHM_DISABLE": "1"})
+
+
+def test_an_interface_is_enough_where_the_machine_has_no_route() -> None:
+    """Debian resolves a host's own name to loopback, and a compute node may lack a default
+    route."""
+
+    def unreachable() -> str:
+        raise OSError("Network is unreachable")
+
+    assert Network("lo").address(unreachable) == "127.0.0.1"
+    with pytest.raises(OSError, match="unreachable"):
+        Network().address(unreachable)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    handshake = Handshake()
+    server = StoreServer(Network().listen("127.0.0.1"), handshake)
+    yield Session(server.host, server.port, handshake, tmp_path, 0.0, limits=Limits(start_s=20.0))
+    server.close()
+
+
+def all_agree(
+    session: Session, places: list[tuple[int, int]], seeds: Mapping[int, int]
+) -> dict[int, str]:
+    """Let threads stand for the processes of a job; return process -> what it raised.
+
+    Args:
+        places: (local rank, processes on this machine) of each process.
+        seeds: process -> the seed that it was started with, where it is not 0.
+    """
+    raised: dict[int, str] = {}
+    split = ("allocation.trainers=1", "allocation.rollouts=3")
+    composed = [
+        load([*TINY, *split, f"seed={seeds.get(process, 0)}"]) for process in range(len(places))
+    ]
+
+    def be(process: int) -> None:
+        local, size = places[process]
+        given = composed[process]
+        place = Place(process, len(places), local, "127.0.0.1", 0, "job", False, size)
+        world = World(process, 1, len(places) - 1, local)
+        try:
+            agree(given.settings, place, world, session)
+        except (ValueError, Aborted) as error:
+            raised[process] = str(error)
+            Control(StoreClient(*session.store), process).abort(str(error))
+
+    threads = [threading.Thread(target=be, args=(n,)) for n in range(len(places))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_three_nodes_agree_and_measure_their_network(session: Session) -> None:
+    """Two processes are on the first machine, one on each of two others."""
+    assert all_agree(session, [(0, 2), (1, 2), (0, 1), (0, 1)], {}) == {}
+    rows = [json.loads(row) for row in (session.run_dir / "events.jsonl").read_text().splitlines()]
+    (network,) = (row for row in rows if row["kind"] == "network")
+    assert network["interface"] == "lo"
+    assert len(network["pairs"]) == 3
+    assert all(0.01 < pair["gb_s"] < 1000 for pair in network["pairs"])
+
+
+def test_a_pair_that_is_far_slower_than_the_profile_is_a_warning(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = load(
+        [
+            *TINY,
+            "hardware.pools.local.inter_gb_s=1000",
+            "allocation.trainers=1",
+            "allocation.rollouts=1",
+        ]
+    )
+    agreement._report_pairs(given.settings, session, ["a", "b"], {(0, 1): 2.5})
+    assert "a and b: 2.5 GB/s" in caplog.text
+    assert "the profile says 1e+03: choose another network.interface" in caplog.text
+    assert "a and b" in (session.run_dir / "events.jsonl").read_text()
+
+
+def test_other_words_on_one_machine_end_all_before_weights_are_read(session: Session) -> None:
+    raised = all_agree(session, [(0, 1), (0, 1), (0, 1)], {2: 7})
+    assert "process 2 on " in raised[2]
+    assert "differs from process 0 on " in raised[2]
+    assert "seed = 7 (the run's: 0)" in raised[2]
+    assert all("seed = 7" in raised[process] for process in (0, 1))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_tasks_with_different_words_do_not_train(tmp_path: Path, processes: Processes) -> None:
+    """Each composes its own configuration; before, both trained and the run was "completed"."""
+    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 2, 0)]
+    srun(processes, command, 2, more=(["seed=0"], ["seed=7"]))
+    assert processes.codes() == [1, 1], processes.tails()
+    found = summary(processes)
+    assert (found["status"], found["rl_steps"]) == ("failed", 0)
+    assert "seed = 7 (the run's: 0)" in found["cause"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_task_that_is_ready_early_waits_for_process_0(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """For `limits.start_s`; it was a minute, which a cold file system takes to import torch."""
+    command = [sys.executable, "-m", "digenrl.cli.train", *words(tmp_path, 1, 1)]
+    srun(processes, command, 2, order=(1, 0), pause_s=75.0)
+    assert processes.codes() == [0, 0], processes.tails()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(400)
+def test_one_process_verifies_the_checkpoint_of_all(tmp_path: Path, processes: Processes) -> None:
+    """The newest one is damaged: process 0 passes it over, and the other follows it."""
+    command = [sys.executable, "-m", "digenrl.cli.train"]
+    srun(processes, [*command, *words(tmp_path, 2, 0, "callbacks.checkpoint.every=1")], 2)
+    assert processes.codes() == [0, 0], processes.tails()
+    (run_dir,) = tmp_path.glob("outputs/*/*")
+    damaged = run_dir / "checkpoints/step-000002/policy.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    assert newest(run_dir).name == "step-000001"
+    assert newest(run_dir, verifies=False).name == "step-000002"
+    srun(processes, [*command, f"resume={run_dir}", "max_rl_steps=3"], 2)
+    assert processes.codes() == [0, 0, 0, 0], processes.tails()
+    assert "passed over for step-000001" in processes.said(2, "err")
+    assert "passed over" not in processes.said(3, "err")
+    rows = [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rl_step"] for row in rows if row["kind"] == "step"][-2:] == [2, 3]
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "completed"
