@@ -30,11 +30,11 @@ from benchmarks import _device, _families
 from benchmarks._policy_bench import EXPERIMENTS
 from benchmarks._random_builds import FAMILY, REAL, TINY, encoder, fill, published
 from benchmarks._shared import Report, options, require_known
-from digenrl.algorithms.first_ratios import HALF_RATIO_BOUND
 from digenrl.extensions.planner.measured import same_gpu
 from digenrl.facts import families
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.pretrained import model_index
+from digenrl.rounding import HALF_BOUND
 
 ROOT = Path(__file__).parents[1]
 DEFAULTS = {
@@ -144,9 +144,7 @@ def main(arguments: list[str]) -> int:
                 )
                 report.verdict(peak <= planned, f"{model}: a {role} stays within its plan.")
         deviation = summary["first_ratio_max_dev"]
-        report.verdict(
-            deviation <= HALF_RATIO_BOUND, f"{model}: first |ratio - 1| is {deviation:.3g}."
-        )
+        report.verdict(deviation <= HALF_BOUND, f"{model}: first |ratio - 1| is {deviation:.3g}.")
     return report.close(given)
 
 

@@ -1,4 +1,4 @@
-"""Settle a configuration before anything is settle: `auto` values become numbers, and
+"""Settle a configuration before anything is built: `auto` values become numbers, and
 contradictions are refused.
 
 What needs costs, memory or a simulation is the `Advisor`'s to answer (advisor.py).
@@ -18,6 +18,13 @@ from digenrl.config.no_effect import without_effect
 from digenrl.config.relations import most_rollouts, relation_problems
 from digenrl.config.settings import Settings
 from digenrl.recompute import AUTO
+from digenrl.rounding import (
+    MEASURED_DIMENSIONS,
+    WHOLE_PRECISION,
+    first_ratio_bound,
+    most_steps_per_forward,
+    replay_rounding,
+)
 from digenrl.schedule import ScheduleSpec, slices_of_group, steps_per_forward
 from digenrl.schedule.spec import KEYS
 
@@ -108,7 +115,8 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
     """Return the configuration with this allocation, and with values for `parallel.sharding`,
     `schedule.tsp.batch`, `model.gradient_checkpointing` and `allocation.evaluation`.
 
-    For a model without known sizes, `auto` means replicas and all trained steps in one forward.
+    For a model without known sizes, `auto` means replicas and all trained steps in one forward, as
+    far as `steps_within_bound` allows.
     Real builds then recompute every block.
 
     Raises:
@@ -123,6 +131,8 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
     if wrong := relation_problems(settings.changed(numbers).plain()):
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
+    if settings.schedule.tsp.batch == AUTO:
+        steps = steps_within_bound(settings, MEASURED_DIMENSIONS)
     usual = ModelPlacement(sharding(settings), steps, settings.hardware.build == "real")
     held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
     numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
@@ -136,6 +146,53 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
         )
     made = composed.changed(numbers)
     return replace(made, notes=(*notes, *without_effect(made.settings)))
+
+
+def steps_within_bound(settings: Settings, dimensions: int) -> int:
+    """Return the most denoising steps in one forward with which the rounding of replay stays below
+    what a run accepts (`rounding`); all trained steps where there is no ratio.
+
+    Args:
+        dimensions: numbers of a sample's latents.
+    """
+    trained, bound = trained_steps(settings), ratio_bound(settings)
+    if bound is None:
+        return trained
+    return most_steps_per_forward(bound, compute_dtype(settings), dimensions, trained)
+
+
+def compile_problem(settings: Settings, dimensions: int) -> str | None:
+    """Return why compiled blocks would end the run at its first step; None: they would not. A
+    compiled forward rounds otherwise than the eager one in which rollouts keep no graph."""
+    bound, rounding = ratio_bound(settings), replay_rounding(1, True, dimensions)
+    if bound is None or compute_dtype(settings) in WHOLE_PRECISION or rounding <= bound:
+        return None
+    return (
+        f"model.compile = true: compiled replay rounds by about {rounding:.1e}, and "
+        f"algorithm.clip_range allows {bound:.1e} (a quarter of it): set model.compile=false, or "
+        f"accept it with algorithm.ratio_bound={2 * rounding:.1e}"
+    )
+
+
+def ratio_bound(settings: Settings) -> float | None:
+    """Return what the first |ratio - 1| may reach; None for algorithms without a ratio. A surrogate
+    that does not clip counts as one that does: its class is not imported, torch would come with
+    it."""
+    algorithm = settings.algorithm
+    if not algorithm.holds("surrogate"):
+        return None
+    if (given := algorithm.get("ratio_bound")) is not None:
+        return float(given)
+    clip: Any = algorithm.clip_range
+    pair = (clip, clip) if isinstance(clip, (int, float)) else tuple(clip)
+    return first_ratio_bound(compute_dtype(settings), pair)
+
+
+def compute_dtype(settings: Settings) -> str:
+    """Return the dtype of forwards, as torch names it: `auto` is 16 bits for published weights."""
+    dtype = str(settings.model.get("dtype"))
+    tiny = settings.hardware.build == "tiny"
+    return ("float32" if tiny else "bfloat16") if dtype == AUTO else dtype
 
 
 def evaluators(settings: Settings, rollouts: int) -> str | None:

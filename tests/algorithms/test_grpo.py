@@ -304,6 +304,7 @@ def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(mo
         "clip_fraction": float(hit.mean()),
         "ratio_max_dev": float((whole - 1).abs().max()),
         "effective_samples": float(joint.mean() ** 2 / joint.square().mean()),
+        "clip_fraction/first": float(cut[0].double().mean()),
     }
     for age, (ratio, over) in enumerate(zip(ratios, cut, strict=True)):
         wanted |= {

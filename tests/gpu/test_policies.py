@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from benchmarks import _device
 from benchmarks._policy_bench import COMPILED, NOBODY, PROMPT, Bench, Build, Unit, build, ratio
 from benchmarks._random_builds import FAMILY, TINY
-from digenrl.algorithms.first_ratios import HALF_RATIO_BOUND
 from digenrl.diffusion import denoise
+from digenrl.rounding import HALF_BOUND
 from digenrl.strategy.shard import mesh_of, shard
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import TrainBatch
@@ -45,14 +45,14 @@ def test_first_ratios_in_bf16_stay_within_their_bound(model: str, full: bool) ->
         for k in (1, 2, 4)
     }
     assert found[1] == 0.0, "one step in a forward has the rollout's geometry and kernels"
-    assert max(found.values()) <= HALF_RATIO_BOUND, found
+    assert max(found.values()) <= HALF_BOUND, found
 
 
 def test_compiled_sampling_is_replayed_within_the_bound() -> None:
     how = Build(compiled=True)
     unit = Unit("flux1_dev", how, "ratio", COMPILED, samples=2)
     try:
-        assert ratio(bench("flux1_dev", how), unit)["deviation"] <= HALF_RATIO_BOUND
+        assert ratio(bench("flux1_dev", how), unit)["deviation"] <= HALF_BOUND
     finally:
         shutdown_compile_workers()  # else they wait for more until this process ends
 

@@ -157,3 +157,14 @@ def test_alarms_are_silent_for_a_good_run_and_name_reward_hacking(
     assert "1 versions old were trained on; schedule.async_steps allows 0" in told
     assert "gamed" in told
     assert "mode collapse" in told
+
+
+def test_clipped_cells_of_a_first_update_are_an_alarm(finished: Path) -> None:
+    """The weights were those of the rollout, so that only rounding can have moved a ratio."""
+    run = read_run(finished)
+    run.steps[3]["clip_fraction/first"] = 0.0
+    assert alarms(build_summary(run)) == []
+    run.steps[5]["clip_fraction/first"] = 0.031
+    (told,) = alarms(build_summary(run))
+    assert told.startswith("Up to 3.1% of a first update's cells were clipped")
+    assert "schedule.tsp.batch=1" in told

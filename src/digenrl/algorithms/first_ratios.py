@@ -9,15 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from digenrl.algorithms.meters import NOTHING
+from digenrl.rounding import WHOLE_PRECISION, first_ratio_bound
 
 logger = logging.getLogger(__name__)
 
-RATIO_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5}
-"""Largest first |ratio - 1| by the dtype in which forwards compute, whatever dtype stores the
-weights."""
-HALF_RATIO_BOUND = 1e-3
-"""16-bit kernels round differently at another batch geometry or on another GPU; verl-omni measures
-1e-5 at 65,536 dimensions (docs rollout_correction.md:99), small latents average less."""
 MOST = 0.999
 """The quantile of the first deviations that is shown beside the largest: it tells rounding from a
 few wrong cells."""
@@ -26,10 +21,16 @@ few wrong cells."""
 class FirstRatios:
     """|ratio - 1| of this rank's live cells, until the first optimizer step."""
 
-    def __init__(self, dtype: torch.dtype, bound: float | None = None) -> None:
-        """bound: None = that of the dtype in which forwards compute."""
-        self.bound = RATIO_BOUND.get(dtype, HALF_RATIO_BOUND) if bound is None else bound
-        self._dtype = dtype
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        bound: float | None = None,
+        clip: tuple[float, float] | None = None,
+    ) -> None:
+        """bound: None = `rounding.first_ratio_bound` of the dtype in which forwards compute,
+        whatever dtype stores the weights, and of `clip`."""
+        self._dtype = str(dtype).removeprefix("torch.")
+        self.bound = first_ratio_bound(self._dtype, clip) if bound is None else bound
         self._deviations: list[Tensor] = []
 
     def keep(self, deviations: Tensor) -> None:
@@ -51,18 +52,19 @@ class FirstRatios:
             return None
         found, most = float(deviations.max()), float(torch.quantile(deviations, MOST))
         if found > self.bound:
-            rounding = most <= self.bound or self._dtype not in RATIO_BOUND
+            rounding = most <= self.bound or self._dtype not in WHOLE_PRECISION
             remedy = (
-                f"If it is rounding, set algorithm.ratio_bound={2 * found:.1g}"
+                "If it is rounding, schedule.tsp.batch=1 and model.compile=false avoid it, and "
+                f"algorithm.ratio_bound={2 * found:.1g} accepts it"
                 if rounding
                 else "Check that trainers and rollouts use equal weights, model.dtype, guidance "
                 "and model.attention_backend"
             )
             raise RuntimeError(
                 f"max |ratio-1| before the first optimizer step is {found:.3g}, above "
-                f"{self.bound:g} ({MOST:.1%} quantile {most:.3g}, computed in "
-                f"{str(self._dtype).removeprefix('torch.')}): replay does not reproduce the "
-                f"rollout. {remedy}; schedule.tsp.batch=1 gives replay the rollout's geometry."
+                f"{self.bound:g} ({MOST:.1%} quantile {most:.3g}, computed in {self._dtype}): "
+                f"replay does not reproduce the rollout. {remedy}; schedule.tsp.batch=1 gives "
+                "replay the rollout's geometry."
             )
         logger.info("max |ratio-1| is %.3g, its %g%% quantile %.3g", found, 100 * MOST, most)
         return found

@@ -71,7 +71,8 @@ class GRPO(PolicyModule):
         ratio_bound: float | None = None,
     ) -> None:
         """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what
-        `first_ratio_max_dev` may reach; null = 1e-5 where forwards compute in fp32, 1e-3 in 16 bit.
+        `first_ratio_max_dev` may reach; null = a quarter of the clip range, and at most 1e-5 where
+        forwards compute in fp32, 1e-3 in 16 bit (`rounding.first_ratio_bound`).
 
         step_weight: w of a cell. none: 1. std: std/sqrt(h) (yifan123/flow_grpo
         scripts/train_wan2_1.py at 32b48fd).
@@ -95,7 +96,8 @@ class GRPO(PolicyModule):
         self._check(policy)
         self._batch_start = ParameterCopy()
         self._batch_start_version: int | None = None
-        self._first_ratios = FirstRatios(policy.dtype, ratio_bound)
+        clip = self.clip if surrogate.clips else None
+        self._first_ratios = FirstRatios(policy.dtype, ratio_bound, clip)
 
     def _check(self, policy: Policy) -> None:
         check_kernel(self.sde, self.surrogate)
@@ -179,7 +181,7 @@ class GRPO(PolicyModule):
             losses = losses + self.kl_weight * kl_weight * kl
             self._meters.update("kl", kl.sum() * live, kl.numel() * live)
         with torch.no_grad():
-            self._count_ratios(cells, staleness, live)
+            self._count_ratios(cells, batch.update, staleness, live)
         return losses
 
     def _step_weights(
@@ -211,7 +213,7 @@ class GRPO(PolicyModule):
             return h_free_kl(new.mean, reference, new.std)
         return mean_square_kl(new.mean, reference)
 
-    def _count_ratios(self, cells: Cells, staleness: int, live: bool) -> None:
+    def _count_ratios(self, cells: Cells, update: int, staleness: int, live: bool) -> None:
         ratio = cells.ratio
         deviations = (ratio - 1.0).abs()
         deviation = deviations.amax()
@@ -225,6 +227,9 @@ class GRPO(PolicyModule):
             self._meters.update(JOINT, joint.sum() * live, ratio.numel() * live)
             self._meters.update(JOINT_SQUARE, joint.square().sum() * live, ratio.numel() * live)
         self._meters.peak("ratio_max_dev", deviation, float(live))
+        # Before the step's first update the weights are those that made the samples of age 0.
+        first = self.surrogate.clips and live and staleness == 0 and update == 0
+        self._meters.update("clip_fraction/first", clipped * first, ratio.numel() * first)
         for age in (0, 1):
             here = live and staleness == age
             self._meters.update(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)

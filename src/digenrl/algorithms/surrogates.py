@@ -52,6 +52,8 @@ class Cells:
 class Surrogate(ABC):
     """Per-cell policy loss, and what it needs beyond log-probs."""
 
+    clips: ClassVar[bool] = True
+    """Whether `clip_range` bounds the ratio of its cells."""
     needs_means: ClassVar[bool] = False
     """Whether rollouts must store their means."""
     needs_proximal: ClassVar[bool] = False

@@ -22,6 +22,13 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
         found.append(
             f"Weights {oldest} versions old were trained on; schedule.async_steps allows {allowed}."
         )
+    clipped = summary["clipped_first"]
+    if is_number(clipped) and clipped > 0:
+        found.append(
+            f"Up to {clipped:.1%} of a first update's cells were clipped, although the weights "
+            "were those that made the samples: rounding reaches algorithm.clip_range. Set "
+            "schedule.tsp.batch=1 and model.compile=false, or a larger clip range."
+        )
     found += _learning(summary)
     found += summary.get("alarms", [])
     dropped = summary["dropped"]

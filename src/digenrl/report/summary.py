@@ -67,6 +67,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "nn_distance_last": edge("nn_distance", -1, "eval"),
         "first_ratio_max_dev": edge("first_ratio_max_dev", 0),
         "recompiled": sum(int(max(0, b - a)) for a, b in pairwise(graphs)) if graphs else None,
+        "clipped_first": max(run.column("clip_fraction/first")[1], default=None),
         "staleness_max": max(
             (int(value) for value in run.column("staleness_max")[1]), default=None
         ),

@@ -61,6 +61,8 @@ class Capped(Surrogate):
 class Uncorrected(Weighted):
     """Policy gradient that takes stale samples for fresh ones: weight 1."""
 
+    clips: ClassVar[bool] = False
+
     def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
         """1."""
         return torch.ones_like(ratio)
@@ -124,6 +126,8 @@ class CISPO(Weighted):
 class TOPR(Weighted):
     """TOPR (arXiv 2503.14286): weight 1 for A > 0, min(r, 1) for A <= 0: bad samples that have
     become unlikely fade out."""
+
+    clips: ClassVar[bool] = False
 
     def weight(self, cells: Cells, ratio: Tensor) -> Tensor:
         """1 or min(r, 1), by the sign of A."""

@@ -75,6 +75,7 @@ class FlowDPPO(Surrogate):
     """Flow-DPPO: unclipped -A*r, without the cells that have left the KL trust region and would be
     pushed further out."""
 
+    clips: ClassVar[bool] = False
     threshold: float = 1e-5
     """tau of the mean-reduced KL to the rollout's mean (Tencent-Hunyuan/UniRL
     algorithms/flowdppo.py:54). Means are kept in fp32: bf16 means put a floor of about tau under

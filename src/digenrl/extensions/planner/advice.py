@@ -271,7 +271,8 @@ def _held(settings: Settings, costing: Costing, candidate: Candidate) -> list[Ca
 def _steps_that_fit(costing: Costing, candidate: Candidate) -> Candidate | None:
     """Return `candidate` with the steps per forward that fit and with which trainers finish first;
     None if none fit."""
-    trials = [candidate.but(tsp_batch=batch) for batch in range(1, costing.work.trained_steps + 1)]
+    most = costing.work.most_tsp_batch or costing.work.trained_steps
+    trials = [candidate.but(tsp_batch=batch) for batch in range(1, most + 1)]
     fitting = [
         trial
         for trial in trials

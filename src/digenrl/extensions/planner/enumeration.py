@@ -272,7 +272,8 @@ def step_batches(costing: Costing, candidate: Candidate) -> list[int]:
     blocks of a fragment."""
     trained = costing.work.trained_steps
     tasks = candidate.spec.fragment_groups * candidate.spec.tasks_per_portion
-    choices = (trained, -(-trained // 2), -(-trained // 4))
+    most = costing.work.most_tsp_batch or trained
+    choices = {min(most, k) for k in (trained, -(-trained // 2), -(-trained // 4))}
     sizes = {1} | {k for k in choices if tasks * -(-trained // k) >= 4 * candidate.trainers}
     return sorted(sizes, reverse=True)
 

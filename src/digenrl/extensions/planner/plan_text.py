@@ -241,7 +241,7 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     better = f", and {found['best']} would be best ({found['best_step_s']:.2f} s)"
     other = "" if found["best"] == seat(winner) else better
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
-    if costing.work.engine == "eager":
+    if costing.work.engine == "eager" and costing.work.compiles:
         lines.append(
             f"With model.compile=true (not yet seen in a run on a GPU): {winner.compiled_s:.2f} s."
         )

@@ -20,7 +20,15 @@ from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.rewards.needs import placed
 from digenrl.schedule import ScheduleSpec
-from digenrl.settle import evaluations, schedule_of, sharding, trained_steps, trainers_must_evaluate
+from digenrl.settle import (
+    compile_problem,
+    evaluations,
+    schedule_of,
+    sharding,
+    steps_within_bound,
+    trained_steps,
+    trainers_must_evaluate,
+)
 
 _STORAGE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -102,6 +110,14 @@ def workload(composed: Composed) -> Workload:
         fused_attention=model.get("attention_backend", AUTO) not in (None, AUTO),
         base_bytes=BASE_BYTES[model.quantize],
         storage_bytes=_STORAGE[sampling.storage_dtype],
+    )
+    too_coarse = compile_problem(settings, work.latent_elements)
+    if model.compile and too_coarse is not None:
+        raise ValueError(too_coarse)
+    work = replace(
+        work,
+        most_tsp_batch=steps_within_bound(settings, work.latent_elements),
+        compiles=too_coarse is None,
     )
     most = most_rollouts(settings.allocation.rollouts)
     able = bool(drawn) and trainers_must_evaluate(settings, 1 if most == AUTO else most) is None

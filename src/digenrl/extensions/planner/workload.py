@@ -128,6 +128,11 @@ class Workload:
     stored_prompts: bool = False
     """Whether prompts were encoded before the first step (`data.prompt_store`), so that no rank
     holds text encoders."""
+    most_tsp_batch: int | None = None
+    """Most denoising steps in one forward, by the rounding that the clip range allows; None = all
+    trained ones."""
+    compiles: bool = True
+    """Whether the clip range allows the rounding of compiled blocks."""
     whole_batch: bool = False
     """Whether advantages need every reward of the batch, so that training begins after all
     generation (gap=0)."""
