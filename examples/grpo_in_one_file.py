@@ -101,27 +101,29 @@ def prompts_of_step(settings: Settings, rl_step: int) -> list[Prompt]:
 
 
 # ---- 3. Noise: the key of a number says what it is for. Whoever draws it draws the same.
+def generator(seed: int, *parts: int | str) -> np.random.Generator:
+    """Return the numbers for one purpose (Philox: Salmon et al., SC'11)."""
+    key = digest("\x1f".join([str(seed), *(f"{type(part).__name__}:{part}" for part in parts)]))
+    return np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64)))
+
+
 def noise(seed: int, use: str, rl_step: int, prompt: Prompt, samples: int, step: int) -> Tensor:
-    """Return normal noise [B, N, C] of a step, -1: the beginning (Philox: Salmon et al., SC'11)."""
-    rows = []
-    for sample in range(samples):
-        parts = [f"int:{part}" for part in (rl_step, prompt.uid, sample, step)]
-        key = digest("\x1f".join([str(seed), f"str:{use}", *parts]))
-        generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64)))
-        rows.append(generator.standard_normal((16, 4), dtype=np.float32))
-    return torch.from_numpy(np.stack(rows))
+    """Return normal noise [B, N, C] of a step, -1: the beginning."""
+    draws = [generator(seed, use, rl_step, prompt.uid, n, step) for n in range(samples)]
+    return torch.from_numpy(np.stack([draw.standard_normal((16, 4), np.float32) for draw in draws]))
 
 
 # ---- 4. Policy: the base network, which is frozen, and small adapters in it, which are trained.
-class Adapted(Module):
+class LoRA(Module):
     """LoRA (Hu et al., arXiv 2106.09685): y = W x + (alpha / rank) B A x, with B = 0 at first."""
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, name: str, base: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
         self.base, self.scale = base, alpha / rank
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.normal_(self.lora_A.weight, std=1 / rank)
+        drawn = generator(0, "lora_A", name).standard_normal((rank, base.in_features), np.float32)
+        self.lora_A.weight.data = torch.from_numpy(drawn) / rank
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,10 +136,9 @@ def build_policy(settings: Settings) -> Module:
     network = build_transformer().eval().requires_grad_(False)  # FLUX.1's kind, 312 k weights
     network.load_state_dict(load_file(BASE_FILE))
     targets = re.compile(rf"(.*\.)?({'|'.join(settings.lora_targets)})")
-    torch.manual_seed(0)
     for name, layer in list(network.named_modules()):
         if isinstance(layer, nn.Linear) and targets.fullmatch(name):
-            network.set_submodule(name, Adapted(layer, settings.lora_rank, settings.lora_alpha))
+            network.set_submodule(name, LoRA(name, layer, settings.lora_rank, settings.lora_alpha))
     return network
 
 

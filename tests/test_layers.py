@@ -33,7 +33,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settle": {"advisor", "config", "hardware", "recompute", "rounding", "schedule"},
     "diffusion": {"types"},
     "model_folder": set(),
-    "models": {"accelerator", "types", "recompute", "images", "facts", "model_folder"},
+    "models": {
+        "accelerator",
+        "types",
+        "recompute",
+        "images",
+        "facts",
+        "model_folder",
+        "diffusion.keys",
+    },
     "algorithms": {"types", "diffusion", "models.policy", "rounding"},
     "rewards": {
         "accelerator",

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from digenrl.models import pretrained
-from digenrl.models.lora import LoraSpec, initial_factors
+from digenrl.models.lora import LoraSpec, first_factor
 
 _FILE = "diffusion_pytorch_model.safetensors"
 
@@ -86,13 +86,11 @@ def _factors(network: nn.Module, lora: LoraSpec) -> Iterator[tuple[str, Tensor]]
     layers: list[tuple[str, Any]] = [
         pair for pair in network.named_modules() if isinstance(pair[1], BaseTunerLayer)
     ]
-    sizes = [(layer.in_features, layer.out_features) for _, layer in layers]
-    for (name, layer), (a, b) in zip(layers, initial_factors(lora, sizes), strict=True):
-        yield (
-            f"{name}.lora_A.default.weight",
-            a.to(layer.get_base_layer().weight.dtype),
-        )  # as peft does after drawing
-        yield f"{name}.lora_B.default.weight", b
+    for name, layer in layers:
+        a = first_factor(lora, name, layer.in_features)
+        a = a.to(layer.get_base_layer().weight.dtype)  # which an adapter first gets from peft
+        yield f"{name}.lora_A.default.weight", a
+        yield f"{name}.lora_B.default.weight", torch.zeros(layer.out_features, lora.rank)
 
 
 def _kept_buffers(network: nn.Module) -> list[tuple[str, Tensor]]:

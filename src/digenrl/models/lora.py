@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+
+from digenrl.diffusion.keys import generator
 
 ADAPTER = "default"
 """diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
@@ -73,7 +76,8 @@ class LoraSpec:
     expected: int | None = None
     """Number of layers that must match; None = only zero is an error."""
     seed: int = 0
-    """Seed of the A matrices (B is 0), so that every rank starts from the same adapter."""
+    """Seed of the A matrices (B is 0), so that every rank starts from the same adapter
+    (`first_factor`)."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LoraSpec:
@@ -156,10 +160,8 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft types int, but keeps and divides whatever it is given
         target_modules=names,
-        init_lora_weights="gaussian",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
+    with torch.random.fork_rng(devices=[]):  # peft draws an A of its own
         transformer.add_adapter(config, adapter_name=ADAPTER)  # type: ignore[operator]
     adapted = {name: m for name, m in transformer.named_modules() if isinstance(m, BaseTunerLayer)}
     if sorted(adapted) != sorted(names):
@@ -168,6 +170,9 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
             f"peft adapted {len(adapted)} layers, {len(names)} were named: {differing}"
         )
     for name, module in adapted.items():
+        factor = module.lora_A[ADAPTER].weight  # type: ignore[attr-defined]
+        if not factor.is_meta:  # `deferred.fill` draws those
+            factor.data.copy_(first_factor(spec, name, factor.shape[1]))
         scale = module.scaling[ADAPTER]  # type: ignore[attr-defined]
         if scale != spec.alpha / spec.rank:
             raise ValueError(
@@ -184,19 +189,13 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
     return names
 
 
-def initial_factors(
-    spec: LoraSpec, sizes: Sequence[tuple[int, int]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield A [r, in] and B [out, r] of layers with these (in, out) features, in the order in which
-    `inject_lora` draws them.
+def first_factor(spec: LoraSpec, layer: str, inputs: int) -> Tensor:
+    """Return A of a layer, [rank, inputs] fp32 on the CPU: Gaussian with deviation 1 / rank, as
+    peft's "gaussian".
 
-    peft first makes two linear layers, which draw initial values of their own, and then replaces
-    the values.
+    It is drawn by the layer's name through `diffusion.keys`, and not by torch, whose numbers differ
+    in the last bit between kinds of processors. Ranks of unequal machines begin with equal
+    adapters, in whatever order they draw them.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        for inputs, outputs in sizes:
-            a = nn.Linear(inputs, spec.rank, bias=False).weight
-            b = nn.Linear(spec.rank, outputs, bias=False).weight
-            nn.init.normal_(a, std=1 / spec.rank)
-            yield a.detach(), torch.zeros_like(b)
+    drawn = generator(spec.seed, "lora_A", layer).standard_normal((spec.rank, inputs), np.float32)
+    return torch.from_numpy(drawn) / spec.rank
