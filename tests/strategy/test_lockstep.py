@@ -60,12 +60,31 @@ def test_a_wait_in_lockstep_survives_the_limit_of_a_collective(tmp_path: Path) -
     assert max(waits) > 1.5 * LIMIT_S, "nobody waited longer than a collective may"
 
 
-@pytest.mark.parametrize("unequal", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("words", "trainers", "unequal"),
+    [
+        ((), 2, True),
+        pytest.param((), 2, False, marks=pytest.mark.slow),
+        pytest.param(("experiment=digits_nft",), 2, True, marks=pytest.mark.slow),
+        pytest.param(
+            ("experiment=digits_nft", "parallel.sharding=hsdp", "parallel.shard_group=1"),
+            2,
+            True,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("parallel.sharding=hsdp", "parallel.shard_group=1"), 2, True),
+        pytest.param(
+            ("parallel.sharding=hsdp", "parallel.shard_group=2"), 4, True, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["ddp", "equal-gpus", "nft", "nft-hsdp", "hsdp", "hsdp-2x2"],
+)
 def test_replicas_on_unequal_gpus_take_the_first_ones_weights(
-    tmp_path: Path, unequal: bool
+    tmp_path: Path, words: tuple[str, ...], trainers: int, unequal: bool
 ) -> None:
     """A last bit that differs after an update ends a run of equal GPUs, and is levelled out where
-    they are unequal."""
+    they are unequal: in the trained weights and in what is published in their place (NFT), of
+    replicas and of nodes that hold a copy each."""
 
     def drift(rank: run.Rank, world: World) -> None:
         strategy = rank.strategy
@@ -74,14 +93,15 @@ def test_replicas_on_unequal_gpus_take_the_first_ones_weights(
 
         def rounds_otherwise(*args: Any, **kwargs: Any) -> Any:
             parameter = next(iter(strategy.engine.policy.adapter.trained_parameters().values()))
-            if world.rank == 1:
-                parameter.data.view(-1)[0].add_(1e-6)
+            if world.rank == trainers - 1:
+                own: Any = getattr(parameter, "to_local", lambda: parameter.data)()
+                own.detach().view(-1)[0].add_(1e-6)
             return step(*args, **kwargs)
 
         strategy.optimizer_step = rounds_otherwise  # type: ignore[method-assign]
 
-    config = configured(*LIGHT, "max_rl_steps=1")
-    cluster = run_cluster(tmp_path, 2, 1, config, after_build=drift)
+    config = configured(*LIGHT, "max_rl_steps=1", *words)
+    cluster = run_cluster(tmp_path, trainers, 1, config, after_build=drift)
     if unequal:
         completed(cluster)
     else:

@@ -735,7 +735,7 @@ def test_a_rollout_waits_for_the_trainers_says_that_it_joined_and_sends_all_befo
         ("ddp", 2, 2, 1, True, True),
         ("fsdp", 1, 1, 1, False, False),
         ("fsdp", 2, 1, 2, True, False),
-        ("hsdp", 4, 1, 2, True, False),
+        ("hsdp", 4, 1, 2, True, True),
     ],
 )
 def test_how_trainers_hold_the_weights_says_what_they_do_together(

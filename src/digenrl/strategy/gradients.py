@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from digenrl import accelerator
+from digenrl.strategy.shard import REPLICATE
 from digenrl.transport.weights import WeightsError
 
 
@@ -57,11 +58,16 @@ def scale(parameters: Iterable[Tensor], factor: float) -> None:
 
 
 @torch.no_grad()
-def follow_first(parameters: Iterable[Tensor], trainers: int) -> None:
-    """Every replica takes trainer 0's weights: the same update differs in a last bit on another
-    kind of GPU."""
-    for parameter in parameters if trainers > 1 else ():
-        dist.broadcast(parameter.data, 0)
+def follow_first(tensors: Iterable[Tensor], trainers: int) -> None:
+    """Give every replica the values of the first one: the same update differs in a last bit on
+    another kind of GPU. Of a sharded tensor, each rank takes the part of the first copy's rank that
+    holds the same part."""
+    for tensor in tensors if trainers > 1 else ():
+        if not isinstance(tensor, DTensor):
+            dist.broadcast(tensor.data, 0)
+        elif REPLICATE in (tensor.device_mesh.mesh_dim_names or ()):
+            copies = tensor.device_mesh.get_group(REPLICATE)
+            dist.broadcast(tensor.to_local(), group=copies, group_src=0)
 
 
 def assert_equal_digests(own: str, trainers: int, version: int) -> None:

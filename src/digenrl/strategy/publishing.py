@@ -107,11 +107,9 @@ class Publisher:
         state = self._state
         with self._spans.span("publish", version=version) as facts:
             self._shares.tell()
-            if self._setup.levelled:
-                gradients.follow_first(
-                    self._policy.adapter.trained_parameters().values(), self._world.trainers
-                )
             source = tensors if tensors is not None else self._learner.rollout_parameters()
+            if self._setup.levelled:
+                self._level(source)
             like = self._policy.adapter.generating_parameters()
             agree = partial(self._agree_on_digest, version)
             if self._world.rank == 0:
@@ -179,6 +177,13 @@ class Publisher:
             {rank: ()},
             agree=lambda digest: None,
         )
+
+    def _level(self, source: Mapping[str, Tensor]) -> None:
+        """Make the trained weights equal on every trainer, and what is published where that is
+        something else (NFT's old policy, which followed each trainer's own weights)."""
+        trained = self._policy.adapter.trained_parameters()
+        other = [tensor for name, tensor in source.items() if tensor is not trained.get(name)]
+        gradients.follow_first([*trained.values(), *other], self._world.trainers)
 
     def _agree_on_digest(self, version: int, digest: str) -> None:
         with self._session.progress.stage("wait straggler"):

@@ -65,8 +65,9 @@ class RankSetup:
 
     @property
     def levelled(self) -> bool:
-        """Whether replicas take trainer 0's weights at every publication."""
-        return self.unequal_gpus and self.sharding == "ddp"
+        """Whether copies of the weights take those of trainer 0, or of its node, at every
+        publication."""
+        return self.unequal_gpus and self.sharding != "fsdp"
 
     @property
     def shards(self) -> int:

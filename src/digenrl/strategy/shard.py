@@ -18,6 +18,8 @@ from digenrl.models.adapter import cast_parameters
 from digenrl.models.lora import wide
 from digenrl.models.policy import Policy
 
+REPLICATE = "replicate"
+"""Dimension of hsdp's mesh along which ranks hold the same part of the weights."""
 _PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
 
 
@@ -36,7 +38,7 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
             f"set it to {math.gcd(group, trainers)}, or parallel.sharding=fsdp."
         )
     return init_device_mesh(
-        device_type, (trainers // group, group), mesh_dim_names=("replicate", "shard")
+        device_type, (trainers // group, group), mesh_dim_names=(REPLICATE, "shard")
     )
 
 
