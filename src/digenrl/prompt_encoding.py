@@ -81,7 +81,7 @@ def fill_prompt_store(
     setting = settings.data.prompt_store
     if setting is None or not isinstance(policy, DiffusersPolicy):
         return None
-    root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
+    root = cache_root("prompts") if setting == "auto" else Path(setting)
     steps = range(settings.max_rl_steps)
     all_of_them = len(steps) * settings.data.prompts_per_batch >= len(data.prompts)
     wanted = (

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import facts
 from digenrl.config.command_settings import schema_of
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.paths import absolute_paths, under
 from digenrl.config.removed import reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
 from digenrl.config.shipped import config_directory
@@ -127,13 +128,14 @@ def parse_words(words: Sequence[str]) -> Words:
 
 
 def _override(word: str) -> Override:
-    """Parse one word. Hydra's grammar has no letters beyond ASCII outside of quotes; paths have."""
+    """Parse one word. Hydra's grammar has neither letters beyond ASCII nor a leading `~` outside of
+    quotes; paths have both."""
     parser = OverridesParser.create()
     try:
         return parser.parse_override(word)
     except HydraException:
         key, _, value = word.partition("=")
-        if word.isascii() or value[:1] in "[{":
+        if (word.isascii() and not value.startswith("~/")) or value[:1] in "[{":
             raise
         return parser.parse_override(f"{key}={quoted(value)}")
 
@@ -316,6 +318,7 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     except ConfigError as error:
         raise ConfigError([*parsed.problems, *error.problems]) from error
     problems = [*parsed.problems, *apply_values(config, parsed.values, config_name)]
+    _place_paths(config, config_name)
     HydraConfig.instance().set_config(config)
     return config, problems
 
@@ -329,4 +332,14 @@ def merge_words(base: DictConfig, words: Sequence[str], config_name: str) -> lis
         "start a new run."
         for word in parsed.groups
     ]
-    return [*parsed.problems, *kept, *apply_values(base, parsed.values, config_name)]
+    problems = [*parsed.problems, *kept, *apply_values(base, parsed.values, config_name)]
+    _place_paths(base, config_name, [word.key_or_group for word in parsed.values])
+    return problems
+
+
+def _place_paths(tree: DictConfig, config_name: str, keys: Sequence[str] | None = None) -> None:
+    """Make the paths of `tree` absolute in place; of `keys` alone, if there are any."""
+    plain = OmegaConf.to_container(tree, resolve=False)
+    for path, found in absolute_paths(plain, config_name):
+        if keys is None or under(path, keys):
+            OmegaConf.update(tree, path, found)

@@ -164,7 +164,7 @@ def absent(value: str | None, key: str, source: str) -> str | None:
     here."""
     if value is None:
         return f"download them (`{source}`) and set {key}=FILE"
-    if Path(value).expanduser().exists():
+    if Path(value).exists():
         return None
     if not _HUB_ID.fullmatch(value):
         return f"there is no such file or directory (published: `{source}`)"
