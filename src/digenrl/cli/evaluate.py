@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from digenrl import config as configuration
-from digenrl.config.compose import quoted
 from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.config.words import quoted
 from digenrl.earlier_run import (
     NoCheckpoint,
     changed_run,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from digenrl.config.words import quoted
 from digenrl.record.run_dir import CONFIG
 
 
@@ -59,5 +60,5 @@ def to_continue(run_dir: Path, *words: str) -> str:
 
     config = read_plain(run_dir / CONFIG)
     given = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
-    repeated = [f"{key}=[{','.join(map(str, names))}]" for key, names in given.items() if names]
+    repeated = [f"{key}=[{','.join(map(quoted, names))}]" for key, names in given.items() if names]
     return shell_command("resume", [*repeated, *reaching_words(config), *words], run_dir)

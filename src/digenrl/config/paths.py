@@ -45,7 +45,7 @@ def absolute_paths(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
         tree: plain dicts and lists. Texts with an interpolation are left out.
         config_name: name of the schema that says which keys are paths.
     """
-    typed = _typed(config_name)
+    typed = typed_paths(config_name)
     components = {
         path for path, node in nodes(tree) if isinstance(node, Mapping) and "_target_" in node
     }
@@ -96,7 +96,7 @@ def own_prompt_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def _typed(config_name: str) -> dict[str, str]:
+def typed_paths(config_name: str) -> dict[str, str]:
     """Return the keys whose type is a path -> the kind of path."""
     keys = keys_of(schema_of(config_name)).items()
     return {key: its.path for key, its in keys if its.path is not None and key != "resume"}

@@ -16,9 +16,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from digenrl.config.compose import quoted
 from digenrl.config.targets import components, nodes
 from digenrl.config.validation import shown
+from digenrl.config.words import quoted
 from digenrl.rewards.needs import flag_problems
 
 _SERVE_KEYS = ("build", "gpus", "args")

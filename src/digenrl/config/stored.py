@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.command_settings import schema_of
-from digenrl.config.compose import composed, group_options, parse_words, quoted
+from digenrl.config.compose import composed, group_options, parse_words
 from digenrl.config.copies import copies_of
 from digenrl.config.errors import ConfigError, listing, nearest
 from digenrl.config.paths import absolute
@@ -32,6 +32,7 @@ from digenrl.config.settings import RESUMABLE, may_change
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
+from digenrl.config.words import quoted
 from digenrl.record.redact import redact, redact_text
 from digenrl.record.run_dir import CONFIG, ForeignEntry, require_own
 from digenrl.record.stored_yaml import checked_text
