@@ -100,7 +100,8 @@ def fill_prompt_store(
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
             f"{free_space(root)}): make "
-            "room, name another directory, or set data.prompt_store=null."
+            "room, name another directory (data.prompt_store; auto: DIGENRL_CACHE), or set "
+            "data.prompt_store=null."
         ) from error
     return Filled(str(root), *found)
 

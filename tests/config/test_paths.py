@@ -280,3 +280,22 @@ def test_no_stored_text_holds_a_relative_path(here: Path) -> None:
     tree = OmegaConf.load(stored(words, here) / "config.yaml")
     typed = ("mine.txt", "held.txt", "base.safetensors", "outputs")
     assert not [path for path, value in nodes(OmegaConf.to_container(tree)) if value in typed]
+
+
+def test_a_run_on_a_folder_with_a_secrets_shape_is_continued(here: Path) -> None:
+    for number, name in enumerate(("sk-lab-flux-lora-prompts", "sk-lab_flux_lora_prompts_of_all")):
+        Path(name).mkdir()
+        Path(name, "mine.txt").write_text("one\ntwo\n")
+        run = stored([f"data.prompts={name}/mine.txt"], here / str(number))
+        again = config.load([f"resume={run}", "max_rl_steps=50"]).settings
+        assert again.data.prompts == str(here / "a" / name / "mine.txt")
+
+
+def test_what_was_masked_is_set_again_to_continue(here: Path) -> None:
+    absent = "hf_fluxlorapromptsofthelab"
+    run = stored([f"model.path='~/{absent}'"], here)
+    said = r"model\.path = .*<redacted>: was masked .* set it again"
+    with pytest.raises(config.ConfigError, match=said):
+        config.load([f"resume={run}"])
+    again = config.load([f"resume={run}", f"model.path='~/{absent}'"])
+    assert again.settings.tree.model.path == str(here / "home" / absent)

@@ -33,7 +33,7 @@ from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
 from digenrl.config.words import quoted
-from digenrl.record.redact import redact, redact_text
+from digenrl.record.redact import MASK, redact, redact_text
 from digenrl.record.run_dir import CONFIG, ForeignEntry, require_own
 from digenrl.record.stored_yaml import checked_text
 
@@ -244,6 +244,7 @@ def changes(
         if not may_change(key)
         and _head(key) != "copies"
         and not _same_path(before.get(key), after.get(key))
+        and MASK not in str(before.get(key))
     )
     if not keys:
         return []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,23 @@ def cache_root(kind: str) -> Path:
     if (checkout / "pyproject.toml").exists():
         return checkout / ".cache" / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "digenrl" / kind
+
+
+def require_writable(root: Path) -> None:
+    """Make a folder of `cache_root`.
+
+    Raises:
+        PretrainedError: the folder cannot be written. The message names DIGENRL_CACHE.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise PretrainedError(
+            f"{root}: cannot be written ({error.strerror or error}); set the environment variable "
+            "DIGENRL_CACHE to a directory of your own, for what can be made again."
+        ) from error
 
 
 def hide_progress_bars() -> None:
