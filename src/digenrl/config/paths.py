@@ -50,7 +50,7 @@ def absolute_paths(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
         path for path, node in nodes(tree) if isinstance(node, Mapping) and "_target_" in node
     }
     for path, value in nodes(tree):
-        if not isinstance(value, str) or not value.strip() or "${" in value:
+        if not isinstance(value, str) or value.strip() in ("", "???") or "${" in value:
             continue
         key = path.partition("[")[0]
         if key in typed:
