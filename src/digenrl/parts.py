@@ -21,13 +21,14 @@ from digenrl import config as configuration
 from digenrl import prompts
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
-from digenrl.callbacks.loggers import Guarded, Silent
+from digenrl.callbacks.loggers import Guarded, Silent, continue_record
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import DataSettings, Settings
 from digenrl.config.stored import tie_of
 from digenrl.hardware import assign, parse_hardware, trainer_speeds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
+from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
 from digenrl.rewards.needs import unscorable
 from digenrl.rollout.engine import SamplingSpec
@@ -151,10 +152,17 @@ def model_of(settings: Settings, world: World) -> DictConfig:
 
 def loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
-    run."""
+    run. They get the settled configuration first."""
     makers = {key: settings.build(f"logger.{key}") for key in settings.logger or {}}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
-    return [Guarded(logger, key, run_dir) for key, logger in made.items()]
+    updates, plain = settings.algorithm.updates_per_batch, redact(settings.plain())
+    found = list[Logger]()
+    for key, logger in made.items():
+        continue_record(logger)
+        guarded = Guarded(logger, key, run_dir, updates=updates)
+        guarded.log_hyperparams(plain)
+        found.append(guarded)
+    return found
 
 
 def silent_loggers(settings: Settings) -> list[Logger]:
