@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from digenrl import config
@@ -24,6 +24,10 @@ TEXTS = st.text(st.characters(exclude_characters="\0\n\r$", exclude_categories=[
 
 
 @given(TEXTS)
+@example("true")
+@example("10")
+@example("1e3")
+@example("inf")
 def test_a_word_is_read_as_the_text_that_it_was_made_from(text: str) -> None:
     assert str(read_word(word("data.heldout", text)).value()) == text
     (read,) = shlex.split(pasted("data.heldout", text))

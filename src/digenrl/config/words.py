@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 
-_PLAIN = re.compile(r"[\w./:@%+-]+", re.ASCII)
+_PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)\Z)[A-Za-z_/][\w./:@%+-]*", re.ASCII)
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _LITERAL = ("hydra.run.dir", "hydra.sweep.dir")
 """Keys whose value is a path, whatever letters it has."""
@@ -26,24 +26,32 @@ def quoted(text: str) -> str:
     return f"'{escaped}'"
 
 
-def word(key: str, value: object) -> str:
-    """Return `key=value` for another process; the value is quoted where Hydra would not read it
-    literally.
+def value(text: object) -> str:
+    """Return a text as Hydra reads it, quoted only where it must be.
+
+    >>> value("/data/runs"), value("a, b")
+    ('/data/runs', "'a, b'")
+    """
+    plain = str(text)
+    return plain if _PLAIN.fullmatch(plain) else quoted(plain)
+
+
+def word(key: str, held: object) -> str:
+    """Return `key=value` for another process, with the value as `value` writes it.
 
     >>> word("output_root", "/data/runs"), word("output_root", "/data/a,b")
     ('output_root=/data/runs', "output_root='/data/a,b'")
     """
-    text = str(value)
-    return f"{key}={text if _PLAIN.fullmatch(text) else quoted(text)}"
+    return f"{key}={value(held)}"
 
 
-def pasted(key: str, value: object) -> str:
+def pasted(key: str, held: object) -> str:
     """Return `word` as a shell reads it.
 
     >>> pasted("output_root", "/data/runs"), pasted("data.prompts", "a b")
     ('output_root=/data/runs', '"data.prompts=\'a b\'"')
     """
-    text = word(key, value)
+    text = word(key, held)
     plain = shlex.quote(text)
     simple = not set(text) & set('"$`\\!')
     return f'"{text}"' if plain != text and simple else plain
@@ -52,7 +60,7 @@ def pasted(key: str, value: object) -> str:
 def literal(given: str) -> str:
     """Return a word whose value is always a path (`hydra.run.dir=DIR`) quoted, and others as they
     are."""
-    key, is_pair, value = given.partition("=")
-    if not is_pair or key not in _LITERAL or _QUOTED.fullmatch(value):
+    key, is_pair, held = given.partition("=")
+    if not is_pair or key not in _LITERAL or _QUOTED.fullmatch(held):
         return given
-    return word(key, value)
+    return word(key, held)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 
 from digenrl.model_folder import CodeInFolder, require_data
@@ -72,15 +73,17 @@ def missing(path: str, file: str, reason: object) -> PretrainedError:
 
     Of `reason`, often an exception, the first line is said.
     """
-    reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
+    said, reason = reason, (str(reason).strip().splitlines() or [type(reason).__name__])[0]
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         return PretrainedError(
             f"model.path={path} has no {file} ({reason}). Expected a directory in diffusers layout "
             "(model_index.json, transformer/, vae/, ...) or a hub id such as "
             "Wan-AI/Wan2.1-T2V-14B-Diffusers"
         )
+    # The hub's own words speak of its cache and its switches, which nobody here has set.
+    reason = "" if isinstance(said, LocalEntryNotFoundError) else f" ({reason})"
     return PretrainedError(
-        f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} "
+        f"{file} of {path} is not on this machine{reason}. Accept the licence at {HUB}/{path} "
         f"(gated models need it), run `hf auth login` once, then `make fetch` with the EXP, HW and "
         f"ARGS of this run (or `hf download {path}`); or try the tiny build: hardware=cpu_tiny"
     )
