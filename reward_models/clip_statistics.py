@@ -10,18 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.functional import pairwise_cosine_similarity
 from torchmetrics.image.kid import KernelInceptionDistance
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from digenrl.images.reader import listed, read_picture
 from digenrl.types import Prompt
 from reward_models.clip_backbone import ClipBackbone
 from reward_models.weights import BUILDS
 
-_SUFFIXES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+FORMATS = ("BMP", "JPEG", "PNG", "TIFF", "WEBP")
+_MOST_PIXELS = 1 << 28
 _SUBSETS = 10
 """Draws from the larger of two sets of unequal size."""
 
@@ -43,9 +45,9 @@ class ClipStatistics:
     Args:
         path: a CLIP checkpoint, directory or hub id; the tiny build needs none.
         build: "real" or "tiny".
-        reference: a folder of PNG, JPEG or WebP pictures, or the samples/eval-0.npz of a run, which
+        reference: a folder of pictures, or the samples/eval-0.npz of a run, which
             is its base model; None = no `clip_kid`.
-        max_reference: number of reference files that are read, in order of name.
+        max_reference: number of reference files that are read, in natural order of name.
         frames: frames taken from a video.
         device: "auto", or as torch reads it.
         dtype: of the model.
@@ -75,8 +77,8 @@ class ClipStatistics:
                 "ClipStatistics compares with at least two pictures, got "
                 f"max_reference={max_reference}"
             )
-        self._reference = None if reference is None else Path(reference).expanduser()
-        if self._reference is not None and len(list(_pictures(self._reference, 2))) < 2:
+        self._reference = None if reference is None else Path(reference)
+        if self._reference is not None and len(list(pictures_of(self._reference, 2))) < 2:
             raise ValueError(
                 f"reference={reference} holds fewer than two pictures ({', '.join(_SUFFIXES)}): "
                 "give a folder of them, "
@@ -94,7 +96,7 @@ class ClipStatistics:
         found = {"clip_diversity": _spread(frames.mean(1), prompts)}
         if self._reference is not None:
             if self._wanted is None:  # one after another, because sizes differ
-                pictures = _pictures(self._reference, self._max_reference)
+                pictures = pictures_of(self._reference, self._max_reference)
                 self._wanted = torch.cat(
                     [clip.frames(one[None] / 255.0, self._frames)[0].cpu() for one in pictures]
                 )
@@ -102,17 +104,18 @@ class ClipStatistics:
         return {f"{self._prefix}{name}": value for name, value in found.items()}
 
 
-def _pictures(reference: Path, most: int) -> Iterator[Tensor]:
+def pictures_of(reference: Path, most: int) -> Iterator[Tensor]:
     """Yield up to `most` pictures [C, H, W] or videos [F, C, H, W], uint8; none where there is no
     such reference."""
     if reference.suffix == ".npz" and reference.is_file():
         with np.load(reference, allow_pickle=False) as arrays:
             yield from torch.from_numpy(arrays["media"][:most])
         return
-    files = sorted(file for file in reference.glob("*") if file.suffix.lower() in _SUFFIXES)
-    for file in files[:most]:
-        with Image.open(file, formats=tuple(set(_SUFFIXES.values()))) as opened:
-            yield pil_to_tensor(opened.convert("RGB"))
+    for file in listed(reference, _SUFFIXES)[:most] if reference.is_dir() else ():
+        try:
+            yield pil_to_tensor(read_picture(file, FORMATS, _MOST_PIXELS))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ValueError(f"reference: {file}: cannot be shown: {error}") from error
 
 
 def _spread(samples: Tensor, prompts: Sequence[Prompt]) -> float:

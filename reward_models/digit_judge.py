@@ -171,6 +171,8 @@ class DigitStatistics:
     real images.
     """
 
+    check_prompts = staticmethod(DigitJudge.check_prompts)
+
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Statistics of samples [N, 1, 8, 8] in [0, 1] and their N prompts."""
         samples = media.detach().to("cpu", torch.float32)

@@ -126,8 +126,19 @@ def share_of_assertions(found: Sequence[Found], scene: Scene) -> float:
     return (best + 2 * (len(found) == len(scene.kinds))) / asserted
 
 
+def require_scenes(prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError for a prompt that asks for no drawn scene."""
+    for prompt in prompts:
+        asked_scene(prompt.target or prompt.text)
+
+
 class _Reads24x24:
     """What both judges ask of their input."""
+
+    @staticmethod
+    def check_prompts(prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError for a prompt that asks for no drawn scene."""
+        require_scenes(prompts)
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Score pictures [b, 3, 24, 24] in [0, 1] against their prompts -> [b] fp32 on the CPU.
@@ -229,6 +240,11 @@ class SceneStatistics:
     scenes of it. * `place_ratio`: the same of where the objects lie: the deviation of a scene's
     centre. Towards 0 = all alike.
     """
+
+    @staticmethod
+    def check_prompts(prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError for a prompt that asks for no drawn scene."""
+        require_scenes(prompts)
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Statistics of pictures [N, 3, 24, 24] in [0, 1] and their N prompts."""

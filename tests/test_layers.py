@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster.signals",
         "model_folder",
     },
-    "reward_models": {"types", "rewards", "model_folder"},
+    "reward_models": {"types", "rewards", "model_folder", "images"},
     "reward_command": {"config", "rewards"},
     "rollout": {"types", "schedule", "diffusion", "models", "rewards", "images", "prompts"},
     "data": {"prompts", "schedule"},

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from digenrl.config import Composed
 from digenrl.config.compose import merge_words
+from digenrl.config.copies import plain, refer
 from digenrl.config.relations import needs_whole_batch
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ def changed(composed: Composed, words: Sequence[str]) -> Composed:
         ValueError: a word names no key, or is no override.
     """
     tree = OmegaConf.create(composed.settings.plain())
+    refer(tree)
     if wrong := merge_words(tree, list(words), "train"):
         raise ValueError("\n".join(wrong))
-    return replace(composed, settings=type(composed.settings).of(tree))
+    return replace(composed, settings=type(composed.settings).of(plain(tree)))

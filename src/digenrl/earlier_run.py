@@ -8,21 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from digenrl import config as configuration
-from digenrl.config.stored import read_stored, untied
-
-MIRRORS = {
-    "data.heldout": "callbacks.evaluation.heldout_prompts",
-    "sampling.eval.steps": "callbacks.evaluation.steps",
-    "sampling.guidance_scale": "model.guidance_scale",
-    "sampling.height": "model.height",
-    "sampling.width": "model.width",
-    "sampling.frames": "model.frames",
-}
-"""Keys whose value a run's config.yaml holds a second time, because interpolations are resolved
-there."""
+from digenrl.config.stored import untied
 
 
 class NoCheckpoint(RuntimeError):
@@ -30,19 +17,13 @@ class NoCheckpoint(RuntimeError):
 
 
 def changed_run(run: Path, words: Sequence[str]) -> configuration.Composed:
-    """Return the configuration of the run in directory `run`, changed by `words`. A change of a key
-    in `MIRRORS` is made in both places.
+    """Return the configuration of the run in directory `run`, changed by `words`. Copies of a
+    changed key follow.
 
     Raises:
         ConfigError: there is no such run, or its configuration does not allow a change.
     """
-    stored, found = read_stored(run, "run")[0], list(words)
-    for word in words:
-        key, _, value = word.partition("=")
-        node, _, leaf = MIRRORS.get(key, "").rpartition(".")
-        if leaf and leaf in (OmegaConf.select(stored, node) or {}):
-            found.append(f"{node}.{leaf}={value}")
-    return configuration.load(found, stored=run)
+    return configuration.load(words, stored=run)
 
 
 def require_tied(run_dir: Path, checkpoint: Path, words: Sequence[str]) -> None:

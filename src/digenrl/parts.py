@@ -4,7 +4,7 @@ is started."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +18,17 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from digenrl import config as configuration
-from digenrl import prompts
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
-from digenrl.callbacks.loggers import Guarded, Silent
+from digenrl.callbacks.loggers import Guarded, Silent, continue_record
 from digenrl.cluster.world import Session, World
-from digenrl.config.settings import DataSettings, Settings
+from digenrl.config.asked_prompts import evaluation_prompts, training_prompts
+from digenrl.config.settings import Settings
 from digenrl.config.stored import tie_of
 from digenrl.hardware import assign, parse_hardware, trainer_speeds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
+from digenrl.record.redact import redact
 from digenrl.record.run_dir import append_event
 from digenrl.rewards.needs import unscorable
 from digenrl.rollout.engine import SamplingSpec
@@ -39,7 +40,6 @@ from digenrl.strategy.context import check_model
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.broadcast import broadcast_link
 from digenrl.transport.link import LinkMaker, socket_link
-from digenrl.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,17 @@ def model_of(settings: Settings, world: World) -> DictConfig:
 
 def loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
-    run."""
+    run. They get the settled configuration first."""
     makers = {key: settings.build(f"logger.{key}") for key in settings.logger or {}}
     made = {key: make(save_dir=str(run_dir)) for key, make in makers.items()}
-    return [Guarded(logger, key, run_dir) for key, logger in made.items()]
+    updates, plain = settings.algorithm.updates_per_batch, redact(settings.plain())
+    found = list[Logger]()
+    for key, logger in made.items():
+        continue_record(logger)
+        guarded = Guarded(logger, key, run_dir, updates=updates)
+        guarded.log_hyperparams(plain)
+        found.append(guarded)
+    return found
 
 
 def silent_loggers(settings: Settings) -> list[Logger]:
@@ -208,24 +215,19 @@ def check(settings: Settings) -> None:
         )
     settings.build("algorithm.advantage")
     if not settings.hardware.emulate:
-        for where, prompt in _prompts_of(settings.data) if issubclass(model, Policy) else ():
+        evaluated = list(evaluation_prompts(settings))
+        asked = dict([*training_prompts(settings), *evaluated])
+        for where, prompt in asked.items() if issubclass(model, Policy) else ():
             try:
                 model.codec_class.check_prompt(prompt, model.family)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-        if problems := unscorable(settings.node("reward"), _prompts_of(settings.data)):
+        if problems := unscorable(
+            settings.node("reward"), asked.items(), settings.callbacks, evaluated
+        ):
             raise ValueError("\n".join(problems))
     if settings.algorithm.get("surrogate") is not None:
         check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
-
-
-def _prompts_of(data: DataSettings) -> Iterator[tuple[str, Prompt]]:
-    """(key, file and line, prompt) of the prompts of a run and of its evaluation."""
-    asked = {"prompts": data.prompts, "heldout": data.heldout}
-    for key, files in asked.items():
-        for file in (prompts.read(name) for name, _ in prompts.sources(files)) if files else ():
-            for line, prompt in zip(file.lines, file.prompts, strict=True):
-                yield f"data.{key}: {file.path}:{line}", prompt
 
 
 def _target(settings: Settings, group: str) -> Any:

@@ -81,7 +81,7 @@ def fill_prompt_store(
     setting = settings.data.prompt_store
     if setting is None or not isinstance(policy, DiffusersPolicy):
         return None
-    root = cache_root("prompts") if setting == "auto" else Path(setting).expanduser()
+    root = cache_root("prompts") if setting == "auto" else Path(setting)
     steps = range(settings.max_rl_steps)
     all_of_them = len(steps) * settings.data.prompts_per_batch >= len(data.prompts)
     wanted = (
@@ -100,7 +100,8 @@ def fill_prompt_store(
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
             f"{free_space(root)}): make "
-            "room, name another directory, or set data.prompt_store=null."
+            "room, name another directory (data.prompt_store; auto: DIGENRL_CACHE), or set "
+            "data.prompt_store=null."
         ) from error
     return Filled(str(root), *found)
 

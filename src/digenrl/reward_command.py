@@ -17,7 +17,6 @@ from digenrl.config.compose import (
     KnownKeys,
     compose_words,
     own_directories,
-    quoted,
     with_search_path,
 )
 from digenrl.config.help import show, wants_help
@@ -25,6 +24,7 @@ from digenrl.config.help_pages import configuration_help
 from digenrl.config.loading import command_line_list, keys_set_by
 from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import ScorerSettings
+from digenrl.config.words import quoted
 from digenrl.rewards.needs import require_weights
 
 if TYPE_CHECKING:

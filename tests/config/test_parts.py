@@ -31,10 +31,10 @@ from digenrl.config import (
     value_types,
 )
 from digenrl.config import help as help_
-from digenrl.config.compose import quoted
 from digenrl.config.relations import batches, ranks
 from digenrl.config.removed import REMOVED, reason
 from digenrl.config.shipped import config_directory
+from digenrl.config.words import quoted
 from digenrl.record.redact import MASK
 
 PARSER = OverridesParser.create()

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from digenrl import parts
+from digenrl.config import load
 from digenrl.extensions.zoo.since import require
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
@@ -434,3 +436,18 @@ def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
         (folder / name).touch()
     require_shards(str(tmp_path), "text_encoder")
     require_shards(str(tmp_path), "no_such_encoder")
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout that others own, here with a file in the place of its folder."""
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / ".cache").write_text("")
+    monkeypatch.delenv("DIGENRL_CACHE", raising=False)
+    monkeypatch.setattr(pretrained, "__file__", str(tmp_path / "a/b/c/d.py"))
+    settings = load(["experiment=sd35_flowgrpo", "hardware=cpu_tiny"]).settings
+    with pytest.raises(ValueError, match=r"\.cache/tiny: cannot be written .*DIGENRL_CACHE"):
+        parts.check(settings)
+    monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "own"))
+    parts.check(settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,10 +84,40 @@ def test_secrets_in_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["http://host:80/score, mail a@b", "a bearer token is needed", "data.key: value"]
+    "text",
+    [
+        "http://host:80/score, mail a@b",
+        "a bearer token is needed",
+        "data.key: value",
+        "/data/sk-lab-flux-lora-prompts/mine.txt",
+        "sk-learn-digits-of-v2-prompts is a folder",
+    ],
 )
 def test_ordinary_text_stays(text: str) -> None:
     assert redact_text(text) == text
+
+
+def test_a_path_that_is_there_is_no_secret_whatever_its_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("sk-proj-fluxlorapromptsofthelab", "hf_fluxlorapromptsofthelab", "api_key=prompts")
+    for name in names:
+        (tmp_path / name).mkdir()
+        path = str(tmp_path / name)
+        assert redact({"prompts": [path]}) == {"prompts": [path]}
+        assert redact({"token": path}) == {"token": MASK}, "what its key calls a secret is one"
+        assert MASK in redact(f"{path}-absent")
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "fluxloraprompts")
+    assert redact(str(tmp_path / names[0])) == MASK.join([f"{tmp_path}/", ""]), (
+        "a secret of the environment is one anywhere"
+    )
+
+
+@pytest.mark.parametrize(
+    "token", ["sk-proj-Ab3-d_canaryABCDEF0123456-x9", "sk-ant-api03-canaryABCDEFGH0123-45AA"]
+)
+def test_keys_with_hyphens_are_secrets(token: str) -> None:
+    assert "canary" not in redact_text(f"/data/{token}/x and {token}")
 
 
 def test_environment_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

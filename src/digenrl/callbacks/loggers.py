@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import math
+import os
 import queue
 import threading
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 
 from digenrl.record.run_dir import LOGGER, append_event
@@ -29,6 +33,8 @@ class Guarded(Logger):
         run_dir: run directory for the events.
         pending: most calls that may wait.
         finish_s: seconds that the logger gets at the end for the waiting calls.
+        updates: optimizer updates of an RL step. Lightning counts updates; the other logger gets RL
+            steps, as metrics.jsonl and reports have them.
     """
 
     def __init__(
@@ -38,10 +44,14 @@ class Guarded(Logger):
         run_dir: str | Path,
         pending: int = 1000,
         finish_s: float = 30.0,
+        updates: int = 1,
     ) -> None:
         super().__init__()
         self._logger, self._key, self._run_dir, self._finish_s = logger, key, run_dir, finish_s
         self._calls: queue.Queue[Callable[[], Any]] = queue.Queue(pending)
+        self._updates = updates
+        # Lightning opens the experiment from its own thread, maybe while a call waits here.
+        self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._untold, self._failed = 0, False
         threading.Thread(target=self._work, name=f"logger-{key}", daemon=True).start()
@@ -61,14 +71,24 @@ class Guarded(Logger):
     @property
     def experiment(self) -> Any:
         """The other logger's experiment. Its use is not guarded."""
-        return self._logger.experiment  # type: ignore[attr-defined]
+        with self._opening:
+            return self._logger.experiment  # type: ignore[attr-defined]
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._order(lambda: self._logger.log_metrics(dict(metrics), step))
+        rl_step = self._rl_step(step, metrics.get("epoch"))
+        self._order(lambda: self._logger.log_metrics(dict(metrics), rl_step))
 
     def log_pictures(self, show: Callable[[Logger, int], None], step: int) -> None:
-        """Call `show` with the other logger and `step`."""
-        self._order(lambda: show(self._logger, step))
+        """Call `show` with the other logger and the RL step."""
+        rl_step = math.ceil(step / self._updates)
+        self._order(lambda: show(self._logger, rl_step))
+
+    def _rl_step(self, step: int | None, epoch: float | None) -> int | None:
+        """Return the RL step of `step` updates. Lightning adds its epoch, which is an RL step, to
+        what it logs by itself."""
+        if epoch is not None:
+            return int(epoch) + 1
+        return None if step is None else math.ceil(step / self._updates)
 
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
@@ -104,6 +124,8 @@ class Guarded(Logger):
         while True:
             call = self._calls.get()
             try:
+                with self._opening:
+                    getattr(self._logger, "experiment", None)
                 call()
             except Exception as error:  # whatever a logger raises, it is no reason to end a run
                 self._fail(1, f"{type(error).__name__}: {error}")
@@ -139,3 +161,26 @@ class Silent(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Discard the settings."""
+
+
+def continue_record(logger: Logger) -> None:
+    """Let a logger go on with what an earlier attempt of the run wrote.
+
+    Lightning's CSV logger deletes the rows that it finds, and its files of hyperparameters stay as
+    they were first written.
+    """
+    if isinstance(logger, (CSVLogger, TensorBoardLogger)):
+        Path(logger.log_dir, "hparams.yaml").unlink(missing_ok=True)
+    if not isinstance(logger, CSVLogger):
+        return
+    rows = Path(logger.log_dir, "metrics.csv")
+    kept = rows.with_suffix(".kept")  # also of an attempt that died in these lines
+    if rows.exists():
+        os.replace(rows, kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a folder that is not empty
+        writer = logger.experiment
+    if kept.exists():
+        with kept.open(newline="", encoding="utf-8") as file:
+            writer.metrics_keys = next(csv.reader(file), [])
+        os.replace(kept, rows)

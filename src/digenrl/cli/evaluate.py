@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from digenrl import config as configuration
-from digenrl.config.compose import quoted
+from digenrl.config.asked_prompts import evaluation_prompts
 from digenrl.config.help import Arguments, RunDirectory, own_command
+from digenrl.config.words import quoted
 from digenrl.earlier_run import (
     NoCheckpoint,
     changed_run,
     last_checkpoint,
     restore,
 )
-from digenrl.rewards.needs import require_weights
+from digenrl.rewards.needs import require_weights, unscorable
 
 RESULT = "eval.json"
 PICTURE = "eval.png"
@@ -75,6 +76,9 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         )
 
     require_weights(scoring.node("reward"), settings.callbacks)
+    asked = list(evaluation_prompts(settings))
+    if problems := unscorable(scoring.node("reward"), asked, settings.callbacks, asked):
+        raise ValueError("\n".join(problems))
 
     # torch is imported only now, so that a mistyped word is refused at once.
     from digenrl import accelerator

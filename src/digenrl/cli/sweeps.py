@@ -31,6 +31,7 @@ from digenrl.config.errors import ConfigError
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.loading import EXIT_CODE, SWEEP_FLAGS, load, without_flags
 from digenrl.config.shipped import config_directory
+from digenrl.config.words import literal, word
 from digenrl.record.redact import redact_text
 
 
@@ -41,7 +42,7 @@ def expand(argv: Sequence[str], config_name: str = "train") -> tuple[Path, list[
     Raises:
         ConfigError: the words cannot be parsed, or their common part cannot be composed.
     """
-    words = [word for word in argv if word not in SWEEP_FLAGS]
+    words = [literal(word) for word in argv if word not in SWEEP_FLAGS]
     single = [word for word in words if not _is_sweep(word)]
     config, problems = compose_words(
         [word for word in single if not word.startswith("resume=")], config_name
@@ -168,7 +169,7 @@ def _refuse_bad(jobs: Sequence[SweepJob], config_name: str) -> None:
 
 def _run(job: SweepJob, program: Sequence[str], stop: _Signals) -> None:
     """Run one job to its end and fill in its result."""
-    command = [sys.executable, "-m", *program, *job.words, f"hydra.run.dir={job.run_dir}"]
+    command = [sys.executable, "-m", *program, *job.words, word("hydra.run.dir", job.run_dir)]
     began = time.monotonic()
     with job.log.open("wb") as log:
         # In a group of its own: Ctrl-C reaches it through `stop` alone, once.

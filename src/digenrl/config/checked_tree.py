@@ -9,6 +9,7 @@ from typing import Any, Self
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
+from digenrl.config.copies import plain, refer
 from digenrl.config.targets import instantiate
 
 
@@ -98,9 +99,11 @@ class Whole(Closed):
         return instantiate(self.node(group), *arguments, **named)
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return these settings with other values, dotted key -> value."""
-        tree = self.plain()
+        """Return these settings with other values, dotted key -> value. Copies of a key follow."""
+        config = OmegaConf.create(self.plain())
+        refer(config)
+        tree: Any = OmegaConf.to_container(config, resolve=False)
         for key, value in values.items():
             *groups, leaf = key.split(".")
             functools.reduce(lambda node, name: node[name], groups, tree)[leaf] = value
-        return type(self).of(tree)
+        return type(self).of(plain(OmegaConf.create(tree)))

@@ -114,7 +114,7 @@ def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterat
         elif isinstance(value, str) and MASK in value:
             yield (
                 f"{path} = {redact_text(value)}: was masked when the run's config.yaml was "
-                "written; set it again."
+                "written, because it looks like a secret; set it again."
             )
 
 

@@ -37,7 +37,7 @@ class ScoreSettings(ScorerSettings):
     """Scoring a folder: configs/score.yaml."""
 
     images: Directory
-    """its pictures and videos are taken in order of name"""
+    """its pictures and videos are taken in order of name, 2.png before 10.png"""
     prompts: PromptFile
     """one prompt a line, in the order of the files"""
     output: File | None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from digenrl.config.words import value
 from digenrl.record.run_dir import CONFIG
 
 
@@ -31,7 +32,9 @@ _VARIABLES = {"experiment": "EXP", "hardware": "HW"}
 """Keys that have a variable of their own in the Makefile."""
 
 
-def shell_command(name: str, words: Sequence[str], run: Path | None = None) -> str:
+def shell_command(
+    name: str, words: Sequence[str], run: Path | None = None, dialect: str | None = None
+) -> str:
     """Return a command that a shell reads as it stands: `make NAME ...` where make called this
     process (the Makefile sets DIGENRL_CALLER), else `digenrl NAME ...`.
 
@@ -39,16 +42,17 @@ def shell_command(name: str, words: Sequence[str], run: Path | None = None) -> s
         name: of the command, such as "resume".
         words: key=value words.
         run: run directory that the command works on.
+        dialect: "make" or "digenrl"; None: the caller's.
     """
-    if os.environ.get("DIGENRL_CALLER") != "make":
+    if (dialect or os.environ.get("DIGENRL_CALLER")) != "make":
         where = [] if run is None else [str(run)]
         return shlex.join(["digenrl", name, *where, *words])
     given = {} if run is None else {"RUN": str(run)}
     pairs = [(word, *word.split("=", 1)) for word in words]
-    given |= {_VARIABLES[key]: value[0] for _, key, *value in pairs if key in _VARIABLES}
+    given |= {_VARIABLES[key]: its[0] for _, key, *its in pairs if key in _VARIABLES}
     rest = shlex.join([word for word, key, *_ in pairs if key not in _VARIABLES])
     given |= {"ARGS": rest} if rest else {}
-    doubled = [f"{key}={value.replace('$', '$$')}" for key, value in given.items()]
+    doubled = [f"{key}={text.replace('$', '$$')}" for key, text in given.items()]
     return shlex.join(["make", name, *doubled])
 
 
@@ -59,5 +63,5 @@ def to_continue(run_dir: Path, *words: str) -> str:
 
     config = read_plain(run_dir / CONFIG)
     given = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
-    repeated = [f"{key}=[{','.join(map(str, names))}]" for key, names in given.items() if names]
+    repeated = [f"{key}=[{','.join(map(value, names))}]" for key, names in given.items() if names]
     return shell_command("resume", [*repeated, *reaching_words(config), *words], run_dir)

@@ -25,15 +25,20 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl import facts
 from digenrl.config.command_settings import schema_of
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.paths import absolute_paths, typed_paths, under
 from digenrl.config.removed import reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
+from digenrl.config.words import literal, pasted, quoted
 from digenrl.record.redact import MASK, is_secret_name, redact_text
 
 VERSION_BASE = "1.3"
 _SEARCH = "hydra.searchpath"
+_PATH_KEYS = frozenset(
+    key for name in ("train", "score", "serve_reward") for key in typed_paths(name)
+)
 _SEARCH_FLAGS = ("--config-dir", "-cd")
 OmegaConf.register_new_resolver("cpu_tiny", facts.cpu_tiny, replace=True)
 
@@ -51,13 +56,6 @@ def group_options(*directories: Path) -> dict[str, list[str]]:
             if group and not name.startswith("_"):
                 groups.setdefault(group, []).append(name)
     return groups
-
-
-def quoted(text: str) -> str:
-    """Return `text` as a value that Hydra reads literally. Its grammar gives spaces, brackets and
-    commas a meaning."""
-    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", text)
-    return f"'{escaped}'"
 
 
 def with_search_path(argv: Sequence[str]) -> list[str]:
@@ -93,7 +91,7 @@ def parse_words(words: Sequence[str]) -> Words:
     options = group_options(config_directory(), *parsed.own)
     for word in words:
         try:
-            override = _override(word)
+            override = read_word(word)
         except HydraException as error:
             reason = redact_text(re.sub(r"\s+", " ", str(error).split("\nSee ")[0]))
             shown, name = redact_text(word), word.partition("=")[0]
@@ -104,7 +102,9 @@ def parse_words(words: Sequence[str]) -> Words:
         key = override.key_or_group
         if override.is_sweep_override():
             parsed.problems.append(
-                f"{redact_text(word)}: several values need a sweep; add -m (make sweep)."
+                f"{redact_text(word)}: several values need a sweep; add -m (make sweep). If the "
+                "comma is part of one value, quote the value: "
+                f"{redact_text(pasted(key, word.partition('=')[2]))}."
             )
         elif key in options:
             value = override.value()
@@ -126,14 +126,17 @@ def parse_words(words: Sequence[str]) -> Words:
     return parsed
 
 
-def _override(word: str) -> Override:
-    """Parse one word. Hydra's grammar has no letters beyond ASCII outside of quotes; paths have."""
+def read_word(word: str) -> Override:
+    """Parse one word, also one that Hydra's grammar refuses although it can only mean one thing: a
+    path with letters beyond ASCII, a leading `~`, brackets or quotes."""
     parser = OverridesParser.create()
+    word = literal(word)
     try:
         return parser.parse_override(word)
     except HydraException:
-        key, _, value = word.partition("=")
-        if word.isascii() or value[:1] in "[{":
+        key, is_pair, value = word.partition("=")
+        means_text = not value.isascii() or value.startswith("~/") or key.lstrip("+") in _PATH_KEYS
+        if not is_pair or not means_text or value[:1] in "[{'\"":
             raise
         return parser.parse_override(f"{key}={quoted(value)}")
 
@@ -316,6 +319,7 @@ def compose_words(words: Sequence[str], config_name: str) -> tuple[DictConfig, l
     except ConfigError as error:
         raise ConfigError([*parsed.problems, *error.problems]) from error
     problems = [*parsed.problems, *apply_values(config, parsed.values, config_name)]
+    _place_paths(config, config_name)
     HydraConfig.instance().set_config(config)
     return config, problems
 
@@ -329,4 +333,14 @@ def merge_words(base: DictConfig, words: Sequence[str], config_name: str) -> lis
         "start a new run."
         for word in parsed.groups
     ]
-    return [*parsed.problems, *kept, *apply_values(base, parsed.values, config_name)]
+    problems = [*parsed.problems, *kept, *apply_values(base, parsed.values, config_name)]
+    _place_paths(base, config_name, [word.key_or_group for word in parsed.values])
+    return problems
+
+
+def _place_paths(tree: DictConfig, config_name: str, keys: Sequence[str] | None = None) -> None:
+    """Make the paths of `tree` absolute in place; of `keys` alone, if there are any."""
+    plain = OmegaConf.to_container(tree, resolve=False)
+    for path, found in absolute_paths(plain, config_name):
+        if keys is None or under(path, keys):
+            OmegaConf.update(tree, path, found)

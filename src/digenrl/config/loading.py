@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +24,18 @@ from digenrl.config.compose import (
     parse_words,
     with_search_path,
 )
+from digenrl.config.copies import copies_of, refer
 from digenrl.config.errors import ConfigError
 from digenrl.config.help import show
 from digenrl.config.help_pages import configuration_help
+from digenrl.config.paths import (
+    absolute,
+    absolute_paths,
+    own_prompt_files,
+    parts_of,
+    taken_for_files,
+    under,
+)
 from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import Settings
 from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
@@ -90,7 +100,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         if word.startswith("-")
     ]
     resumed, words = _resumed(words)
-    run = resumed if stored is None else stored.expanduser().absolute()
+    run = resumed if stored is None else Path(absolute(str(stored)))
     choices: dict[str, str] = {}
     completed: list[str] = []
     base: dict[str, Any] | None = None
@@ -107,12 +117,18 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     else:
         tree, completed = read_stored(run, "resume" if stored is None else "run")
         base, _ = resolved(tree)
+        _keep_own_prompts(tree)
+        refer(tree)
         found = merge_words(tree, words, config_name)
+        found += _taken_for_files(base, keys_set_by(words))
         run_dir = run
     allow, confirmed = (
         command_line_list(key, words, tree) for key in ("allow_targets", "confirm_hosts")
     )
+    copies = copies_of(tree)
     plain, unresolved = resolved(tree)
+    if run is None:  # paths that interpolations make
+        _place(plain, dict(absolute_paths(plain, config_name)))
     known = KnownKeys(tree, config_name)
     problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
@@ -125,11 +141,8 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
             problems += changes(base, plain)
     if problems:
         raise ConfigError(problems)
-    for holder, key in _prompt_files(plain["data"]):
-        if prompts.locate(holder[key]).parent != prompts.DIRECTORY:
-            # A rank may have another working directory.
-            holder[key] = str(prompts.locate(holder[key]))
     plain["allow_targets"], plain["confirm_hosts"] = allow, confirmed
+    plain["copies"] = copies
     plain["resume"] = None if run is None else str(run)
     return Composed(
         settings_of(config_name).of(plain),
@@ -139,6 +152,31 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         run is not None,
         (*completed, *_notes(plain)),
     )
+
+
+def _keep_own_prompts(tree: DictConfig) -> None:
+    """Let names of our own prompt files in a stored `tree` mean these, in place, also where the
+    working directory has files of these names."""
+    for path, file in own_prompt_files(OmegaConf.to_container(tree), "train"):
+        OmegaConf.update(tree, path, file)
+
+
+def _taken_for_files(stored: Any, given: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each value of a stored run that would mean a file of this working
+    directory, where the run meant something else."""
+    for path, value in taken_for_files(stored, "train"):
+        if not under(path, given):
+            yield (
+                f"{path} = {value}: was stored as a name that was no path, and {Path.cwd()} holds "
+                f"{value}; work in another directory, or set {path}=... to what you mean."
+            )
+
+
+def _place(plain: Any, paths: Mapping[str, str]) -> None:
+    """Give keys of plain dicts and lists other values: dotted key -> value."""
+    for path, value in paths.items():
+        *around, last = parts_of(path)
+        functools.reduce(lambda node, part: node[part], around, plain)[last] = value
 
 
 def _only_on_the_command_line(tree: DictConfig, allow: Sequence[str]) -> Iterator[str]:
@@ -157,7 +195,7 @@ def keys_set_by(words: Sequence[str]) -> list[str]:
 
 def _run_dir() -> Path:
     try:
-        return Path(str(HydraConfig.get().run.dir))
+        return Path(absolute(str(HydraConfig.get().run.dir)))
     except OmegaConfBaseException as error:
         cause = str(error).splitlines()[0]
         raise ConfigError([f"hydra.run.dir: {cause}; do not remove what it names."]) from error
@@ -251,7 +289,7 @@ def _resumed(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     others = [word for word in words if not word.startswith("resume=")]
     if not given or given[-1] in ("", "null"):
         return None, others
-    return Path(given[-1]).expanduser().absolute(), others
+    return Path(absolute(given[-1])), others
 
 
 def command_line_list(key: str, words: Sequence[str], tree: DictConfig) -> list[str]:

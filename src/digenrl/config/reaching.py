@@ -16,9 +16,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from digenrl.config.compose import quoted
 from digenrl.config.targets import components, nodes
 from digenrl.config.validation import shown
+from digenrl.config.words import quoted
 from digenrl.rewards.needs import flag_problems
 
 _SERVE_KEYS = ("build", "gpus", "args")
@@ -41,10 +41,21 @@ _LOGGER_ARGUMENTS: Mapping[str, Collection[str]] = {
         "max_queue",
         "flush_secs",
     ),
-    "digenrl.callbacks.wandb_logger.WandbLogger": ("project", "name", "offline", "timeout_s"),
+    "digenrl.callbacks.wandb_logger.WandbLogger": (
+        "project",
+        "entity",
+        "name",
+        "experiment",
+        "group",
+        "tags",
+        "notes",
+        "id",
+        "offline",
+        "timeout_s",
+    ),
 }
 """Logger -> arguments that a configuration may give. The directory is the run's own."""
-_FOLDERS = ("name", "version", "sub_dir", "prefix", "project")
+_FOLDERS = ("name", "version", "sub_dir", "prefix", "project", "id")
 """Arguments of loggers that become names of files."""
 _FOLDER = re.compile(r"(?!\.)[\w.+= @-]{0,128}")
 _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_")

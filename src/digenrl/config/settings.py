@@ -502,6 +502,9 @@ class Settings(Whole):
     """Further packages that `_target_` may name. Only accepted on the command line."""
     confirm_hosts: list[Text]
     """Hosts that the config.yaml of an earlier run may name. Only accepted on the command line."""
+    copies: dict[str, str] = ABSENT
+    """Keys that repeat another key, and that key: an override of a stored run reaches both. Written
+    by the run, from the interpolations of YAML files."""
     allocation: AllocationSettings
     launch: Literal["local", "ray"]
     """Launcher of the ranks if neither torchrun nor SLURM has started them."""

@@ -22,15 +22,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.command_settings import schema_of
-from digenrl.config.compose import composed, group_options, parse_words, quoted
+from digenrl.config.compose import composed, group_options, parse_words
+from digenrl.config.copies import copies_of
 from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.paths import absolute
 from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, reason
 from digenrl.config.settings import RESUMABLE, may_change
 from digenrl.config.shipped import config_directory
 from digenrl.config.targets import nodes, targets
 from digenrl.config.validation import keys_of, shown
-from digenrl.record.redact import redact, redact_text
+from digenrl.config.words import quoted
+from digenrl.record.redact import MASK, redact, redact_text
 from digenrl.record.run_dir import CONFIG, ForeignEntry, require_own
 from digenrl.record.stored_yaml import checked_text
 
@@ -81,7 +84,8 @@ def read_stored(run: Path, word: str) -> tuple[DictConfig, list[str]]:
     for _, target, node in targets(tree):
         if isinstance(target, str):
             node["_target_"] = present_name(target)  # type: ignore[index]  # of OmegaConf
-    notes = {"lacks keys that came after it; from the defaults": _complete(tree)}
+    added = _complete(tree)
+    notes = {"lacks keys that came after it; from the defaults": added}
     notes["names a directory that counts only on the command line; left out"] = _unplaced(tree)
     notes["holds keys that were removed; left out"] = _forget(tree)
     return tree, [f"{file} {said}: {', '.join(words)}." for said, words in notes.items() if words]
@@ -144,6 +148,8 @@ def _complete(tree: DictConfig) -> list[str]:
     defaults = composed(
         "train", ["schedule=sync", *([f"experiment={experiment}"] if known else [])]
     )
+    if "copies" not in tree:  # of a run from before they were stored
+        tree["copies"] = copies_of(defaults)
     added: dict[str, Any] = {}
     for key in (key for key, its in keys_of(schema_of("train")).items() if its.required):
         head, _, leaf = key.rpartition(".")
@@ -232,7 +238,14 @@ def changes(
     differing = (
         key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT)
     )
-    keys = sorted(key for key in differing if not may_change(key))
+    keys = sorted(
+        key
+        for key in differing
+        if not may_change(key)
+        and _head(key) != "copies"
+        and not _same_path(before.get(key), after.get(key))
+        and MASK not in str(before.get(key))
+    )
     if not keys:
         return []
     said = ", ".join(f"{key} = {_said(after, key)} (stored: {_said(before, key)})" for key in keys)
@@ -242,14 +255,21 @@ def changes(
     ]
 
 
+def _same_path(stored: Any, now: Any) -> bool:
+    """Return whether `now` is the absolute form of a path that older versions stored as typed."""
+    return isinstance(stored, str) and stored != "" and absolute(stored) == now
+
+
+def _head(key: str) -> str:
+    return key.partition(".")[0]
+
+
 def identity(tree: DictConfig) -> dict[str, Any]:
     """Return the values about which two ranks of one run must agree: dotted key -> value, without a
     machine's own keys."""
     plain = redact(OmegaConf.to_container(tree))
     return {
-        key: value
-        for key, value in _leaves(plain)
-        if key.split(".")[0] not in _OWN and key not in _OWN
+        key: value for key, value in _leaves(plain) if _head(key) not in _OWN and key not in _OWN
     }
 
 
@@ -262,7 +282,7 @@ def _digests(tree: Any) -> dict[str, str]:
     return {
         key: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
         for key, value in _leaves(tree)
-        if key not in _UNTIED
+        if key not in _UNTIED and _head(key) != "copies"
     }
 
 

@@ -34,6 +34,8 @@ class Key:
     required: bool
     """Whether every configuration must hold the key."""
     default: Any = None
+    path: str | None = None
+    """Kind of the path that the key holds: own | prompts; None: the key holds no path."""
 
 
 Tree = Mapping[str, "Key | Tree"]
@@ -67,6 +69,10 @@ def _group(node: Mapping[str, Any], groups: Mapping[str, Any], required: bool) -
                 " ".join(entry.get("description", "").split()),
                 needed,
                 entry.get("default"),
+                next(
+                    (each["path"] for each in (entry, *entry.get("anyOf", ())) if "path" in each),
+                    None,
+                ),
             )
     return found
 

@@ -85,16 +85,18 @@ Name = Annotated[
         }
     ),
 ]
-Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory"})]
-File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file"})]
+Directory = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a directory", "path": "own"})]
+File = Annotated[str, _Text, WithJsonSchema({"phrase": "path of a file", "path": "own"})]
 PromptFile = Annotated[
-    str, _Text, WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file"})
+    str,
+    _Text,
+    WithJsonSchema({"phrase": "path of a .txt or .jsonl prompt file", "path": "prompts"}),
 ]
 PromptFiles = Annotated[
     list[dict[str, Any]],
     Field(min_length=1),
     AfterValidator(_weighted),
-    WithJsonSchema({"phrase": "[{file: path, weight: number > 0}, ...]"}),
+    WithJsonSchema({"phrase": "[{file: path, weight: number > 0}, ...]", "path": "prompts"}),
 ]
 Package = Annotated[str, _Text, WithJsonSchema({"phrase": "package name"})]
 Component = Annotated[

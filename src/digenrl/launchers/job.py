@@ -19,6 +19,7 @@ from digenrl.config import EXIT_CODE, Composed, ConfigError
 from digenrl.config.commands import to_continue
 from digenrl.config.stored import identity, untied
 from digenrl.launchers.agreement import check_machine
+from digenrl.launchers.missing import refusal
 from digenrl.launchers.on_ray import RayLauncher
 from digenrl.launchers.places import Place, place_of
 from digenrl.record import run_lock
@@ -103,13 +104,7 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
         NotStarted: the run is complete, has no whole checkpoint, lacks weights, or cannot run as
             configured.
     """
-    settings = composed.settings
-    try:
-        require_weights(
-            {} if settings.hardware.emulate else settings.node("reward"), settings.callbacks
-        )
-    except ValueError as error:
-        raise NotStarted(error, EXIT_CODE) from error
+    asked, settings = composed, composed.settings
     try:
         place = find_place()
         if composed.resumed and (place is None or place.rank == 0):
@@ -118,6 +113,9 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
         raise NotStarted(error, EXIT_CODE) from error
     checkpoint = _continued(composed, verifies=place is None or place.rank == 0)
     try:
+        require_weights(
+            {} if settings.hardware.emulate else settings.node("reward"), settings.callbacks
+        )
         composed = settle(composed, advisor, None if place is None else place.size)
         parts.check(composed.settings)
         check_place(composed, place)
@@ -126,7 +124,8 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
         advice = advisor.advise(composed, *ranks)
         memory = advisor.memory_lines(composed, *ranks)
     except (ValueError, OSError) as error:
-        raise NotStarted(error, EXIT_CODE) from error
+        said = refusal(asked, advisor, error, local=place is None)
+        raise NotStarted(said, EXIT_CODE) from error
     return Job(composed, advice, place, checkpoint, tuple(memory))
 
 

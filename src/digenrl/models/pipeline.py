@@ -223,6 +223,8 @@ class DiffusersPolicy(Policy):
         codec.check_size(cls.family, *size)
         if settings.get("build", "real") == "real":
             cls.check_checkpoint(str(settings["path"]))
+        else:
+            tiny.require_place(cls.facts())
         if (kind := settings.get("quantize")) is not None:
             quantized.require_library(kind)
         network = cls.network_config(settings)

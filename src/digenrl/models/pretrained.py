@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 
 from digenrl.model_folder import CodeInFolder, require_data
@@ -40,6 +42,23 @@ def cache_root(kind: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "digenrl" / kind
 
 
+def require_writable(root: Path) -> None:
+    """Make a folder of `cache_root`.
+
+    Raises:
+        PretrainedError: the folder cannot be written. The message names DIGENRL_CACHE.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise PretrainedError(
+            f"{root}: cannot be written ({error.strerror or error}); set the environment variable "
+            "DIGENRL_CACHE to a directory of your own, for what can be made again."
+        ) from error
+
+
 def hide_progress_bars() -> None:
     """Switch progress bars off, because many ranks load at once and share one terminal."""
     import diffusers
@@ -54,15 +73,17 @@ def missing(path: str, file: str, reason: object) -> PretrainedError:
 
     Of `reason`, often an exception, the first line is said.
     """
-    reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
+    said, reason = reason, (str(reason).strip().splitlines() or [type(reason).__name__])[0]
     if Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") != 1:
         return PretrainedError(
             f"model.path={path} has no {file} ({reason}). Expected a directory in diffusers layout "
             "(model_index.json, transformer/, vae/, ...) or a hub id such as "
             "Wan-AI/Wan2.1-T2V-14B-Diffusers"
         )
+    # The hub's own words speak of its cache and its switches, which nobody here has set.
+    reason = "" if isinstance(said, LocalEntryNotFoundError) else f" ({reason})"
     return PretrainedError(
-        f"{file} of {path} is not on this machine ({reason}). Accept the licence at {HUB}/{path} "
+        f"{file} of {path} is not on this machine{reason}. Accept the licence at {HUB}/{path} "
         f"(gated models need it), run `hf auth login` once, then `make fetch` with the EXP, HW and "
         f"ARGS of this run (or `hf download {path}`); or try the tiny build: hardware=cpu_tiny"
     )

@@ -29,7 +29,7 @@ from torch import nn
 
 from digenrl.facts import ENDING, Facts, families
 from digenrl.models import tiny_tokenizers as tokenizers
-from digenrl.models.pretrained import cache_root, hide_progress_bars
+from digenrl.models.pretrained import cache_root, hide_progress_bars, require_writable
 
 TEXT_LENGTH = 64
 """Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
@@ -44,11 +44,11 @@ def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
     Safe to call from several ranks at once: a build appears by one rename, and the first one wins.
     """
     facts = require(facts)
-    root = cache_root("tiny") if root is None else root
-    target = root / f"{facts.family}-{seed}-{_digest(facts)}"
+    target = _place(facts, seed, root)
+    root = target.parent
     if target.exists():
         return target
-    root.mkdir(parents=True, exist_ok=True)
+    require_writable(root)
     with tempfile.TemporaryDirectory(prefix=f".{facts.family}-", dir=root) as scratch:
         made = build(facts, Path(scratch) / "build", seed)
         try:
@@ -57,6 +57,21 @@ def ensure(facts: Facts | str, seed: int = 0, root: Path | None = None) -> Path:
             if not target.exists():
                 raise
     return target
+
+
+def require_place(facts: Facts | str) -> None:
+    """Check that the tiny build of a family is here, or can be written.
+
+    Raises:
+        PretrainedError: neither.
+    """
+    if not (target := _place(require(facts))).exists():
+        require_writable(target.parent)
+
+
+def _place(facts: Facts, seed: int = 0, root: Path | None = None) -> Path:
+    root = cache_root("tiny") if root is None else root
+    return root / f"{facts.family}-{seed}-{_digest(facts)}"
 
 
 def require(facts: Facts | str) -> Facts:

@@ -96,7 +96,7 @@ def locate(name: str | Path) -> Path:
     candidates = [given, DIRECTORY / given] if given.name == str(given) else [given]
     for candidate in candidates:
         if candidate.is_file():
-            return candidate.resolve()
+            return candidate.absolute()  # a link keeps its own suffix and folder
         if candidate.exists():
             raise PromptFileError(
                 f"{candidate}: not a regular file; name a {' or '.join(SUFFIXES)} file."

@@ -13,6 +13,8 @@ from typing import Any
 
 MASK = "<redacted>"
 
+# `sk-` begins words of ordinary names as well, so it needs a run of letters and digits without a
+# hyphen: no sk-lab-flux-prompts.
 # Texts come from anywhere, so each pattern must take a time that grows with their length alone: a
 # run of letters begins in one place or has a largest length.
 
@@ -23,7 +25,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SECRET_SHAPE = re.compile(
-    r"(?<![A-Za-z0-9])((?:hf|api_org)_[A-Za-z0-9]{16,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AIza[\w-]{30,}|wandb_v\d_[A-Za-z0-9_]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[\w.-]{20,}"
+    r"(?<![A-Za-z0-9])((?:hf|api_org)_[A-Za-z0-9]{16,}|github_pat_\w{20,}|glpat-[\w-]{16,}|AIza[\w-]{30,}|wandb_v\d_[A-Za-z0-9_]{16,}|sk-(?=[A-Za-z0-9_-]{0,200}?[A-Za-z0-9_]{16})[A-Za-z0-9_-]{16,}|gh[pousr]_[\w.-]{20,}"
     r"|A[KS]IA[0-9A-Z]{16}|xox[abeprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,2000}\.[\w-]{10,4000}\.[\w-]{10,})"
 )
 _URL_USER = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]{0,30}://)[^/\s@]+@")
@@ -77,4 +79,17 @@ def redact(value: Any, key: str = "") -> Any:
         return [redact(item, key) for item in value]
     if value not in (None, "") and is_secret_name(key):
         return MASK
-    return redact_text(value) if isinstance(value, str) else value
+    if not isinstance(value, str) or _is_there(value):
+        return value
+    return redact_text(value)
+
+
+def _is_there(value: str) -> bool:
+    """Return whether `value` is an absolute path on this machine. A name of a file is no secret,
+    whatever its shape, unless it holds one of the environment."""
+    if not (os.path.isabs(value) and os.path.lexists(value)):
+        return False
+    return not any(
+        is_secret_name(name) and len(held) >= _SHORTEST_SECRET and held in value
+        for name, held in os.environ.items()
+    )

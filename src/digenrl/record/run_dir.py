@@ -15,6 +15,7 @@ import errno
 import json
 import math
 import os
+import re
 import secrets
 import stat
 import time
@@ -46,6 +47,8 @@ _FILES = (CONFIG, METRICS, EVENTS, SUMMARY, TRACE, REPORT, "access.json", "eval.
 _LAST = "checkpoints/last"
 _WANDB = "wandb"
 """Folder of W&B, which links its newest files inside it."""
+_CORE_LOG = re.compile(rf"{_WANDB}/(?:offline-)?run-[\w-]+/logs/debug-core\.log")
+"""W&B's link to a log of the machine, which nobody here reads or writes."""
 
 LAUNCH = "launch"
 """Kind of the event with which a launcher opens an attempt: the first, and each `make resume`;
@@ -130,8 +133,8 @@ def require_own(run_dir: str | os.PathLike[str]) -> None:
     """Check that whatever is read or written in a run directory stays in it.
 
     Links are refused, with two exceptions: `checkpoints/last` to a checkpoint beside it, and what
-    W&B links inside its own folder. So are pipes, devices and sockets, a folder in place of a file,
-    and a file that is written on and has a second name elsewhere (a hard link).
+    W&B links inside its own folder or to its own log. So are pipes, devices and sockets, a folder
+    in place of a file, and a file that is written on and has a second name elsewhere (a hard link).
 
     Raises:
         ForeignEntry: names what is wrong, and what to do.
@@ -165,7 +168,8 @@ def _strangers(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
             continue
         if stat.S_ISLNK(facts.st_mode):
             target = os.readlink(path)
-            if not (_is_newest(name, target) or _stays(root / _WANDB, path, target)):
+            named = _is_newest(name, target) or _CORE_LOG.fullmatch(name) is not None
+            if not (named or _stays(root / _WANDB, path, target)):
                 yield path, f"is a link to {target}"
         elif stat.S_ISDIR(facts.st_mode):
             if name in _FILES:

@@ -164,7 +164,7 @@ def absent(value: str | None, key: str, source: str) -> str | None:
     here."""
     if value is None:
         return f"download them (`{source}`) and set {key}=FILE"
-    if Path(value).expanduser().exists():
+    if Path(value).exists():
         return None
     if not _HUB_ID.fullmatch(value):
         return f"there is no such file or directory (published: `{source}`)"
@@ -182,32 +182,40 @@ def absent(value: str | None, key: str, source: str) -> str | None:
     return None
 
 
-def unscorable(reward: Mapping[str, Any], prompts: Iterable[tuple[str, Prompt]]) -> list[str]:
-    """Return a message for each prompt that a scorer could never score (the first twenty). Imports
-    scorers' modules.
+def unscorable(
+    reward: Mapping[str, Any],
+    prompts: Iterable[tuple[str, Prompt]],
+    callbacks: Mapping[str, Any] | None = None,
+    evaluated: Iterable[tuple[str, Prompt]] = (),
+) -> list[str]:
+    """Return a message for each prompt that a scorer or a statistic could never score (the first
+    twenty). Imports their modules.
 
     Args:
         reward: group `reward` of a checked configuration.
         prompts: (place of the prompt, prompt).
+        callbacks: group `callbacks` of the same configuration, for the evaluation's statistics.
+        evaluated: prompts of the evaluation, as `prompts`.
 
     Raises:
         ValueError: a scorer cannot be imported.
     """
     from hydra.utils import get_object
 
-    asked, problems = list(prompts), list[str]()
-    for _, name, node in placed(reward):
+    every, few, problems = list(prompts), list(evaluated), list[str]()
+    for key, what, node in measuring(reward, callbacks or {}):
+        asked = few if key.startswith("callbacks.") else every
         try:
             check = inspect.getattr_static(get_object(node["_target_"]), "check_prompts", None)
         except Exception as error:  # whatever its module raises while it is imported
             raise ValueError(
-                f"reward {name}: {' '.join(str(error).split())} If the module is yours: "
+                f"{what}: {' '.join(str(error).split())} If the module is yours: "
                 "PYTHONPATH=ITS_DIRECTORY."
             ) from error
         for where, prompt in asked if isinstance(check, staticmethod) else ():
             try:
                 check.__func__([prompt])
             except ValueError as error:
-                problems.append(f"{where}: reward {name} cannot score it: {error}")
+                problems.append(f"{where}: {what} cannot score it: {error}")
     more = [f"... and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
     return [*problems[:_MOST], *more]

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import base64
 import hmac
-import io
 import json
 import os
 import socket
@@ -24,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL.Image import Image
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -32,6 +31,7 @@ from starlette.routing import Route
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from digenrl.images import FORMATS
+from digenrl.images.reader import read_picture
 from digenrl.model_folder import require_data
 from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.service import Gate, ServiceLimits, server_of
@@ -56,7 +56,7 @@ class Chat:
     def answer(self, body: Mapping[str, Any]) -> str:
         """Return the answer's text. Raises LookupError, TypeError or ValueError for another
         form."""
-        turns, pictures = [], list[Image.Image]()
+        turns, pictures = [], list[Image]()
         for message in body["messages"]:
             content = message["content"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -106,15 +106,12 @@ class Chat:
         return [[*each, self._end] for each in ids]
 
 
-def _picture(part: Mapping[str, Any]) -> Image.Image:
+def _picture(part: Mapping[str, Any]) -> Image:
     kind, _, data = part["image_url"]["url"].partition(";base64,")
     if not kind.startswith("data:image/"):
         raise ValueError("pictures are sent as data URIs; nothing is fetched")
-    content = io.BytesIO(base64.b64decode(data, validate=True))
-    with Image.open(content, formats=FORMATS) as picture:
-        if picture.width * picture.height > _MOST_PIXELS:
-            raise ValueError(f"a picture has more than {_MOST_PIXELS} pixels")
-        return picture.convert("RGB")
+    content = base64.b64decode(data, validate=True)
+    return read_picture(content, FORMATS, _MOST_PIXELS).convert("RGB")
 
 
 def app(chat: Chat, token: str | None, hosts: Sequence[str] | None = None) -> Gate:

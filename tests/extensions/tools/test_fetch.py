@@ -269,4 +269,5 @@ def test_a_gated_model_and_a_machine_without_a_network_are_told_what_to_do(
     assert listed.finish() == 0
     assert [line.split()[2] for line in listed.stdout.splitlines()] == list(hub.repositories)
     run = command(running, hub, tmp_path / "home", "train", "hardware=single_gpu")
-    assert "`make fetch` with the EXP, HW and ARGS of this run" in run.stderr
+    assert "`digenrl fetch " in run.stderr
+    assert "accept its licence at https://huggingface.co/black-forest-labs" in run.stderr

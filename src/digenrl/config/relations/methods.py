@@ -104,7 +104,7 @@ def _files(get: View) -> Iterator[str]:
 def teacher_weights(run: str, target: str) -> Path:
     """Return the file of a teacher's weights: the last checkpoint of a run, a file itself, or, by
     its name, a file beside the module of the algorithm `target`."""
-    path = Path(run).expanduser()
+    path = Path(run)
     if path.name == run and not path.exists():
         path = file_beside(target, run)
     return path / _LAST_WEIGHTS if path.is_dir() else path

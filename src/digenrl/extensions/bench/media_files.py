@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, ImageSequence
+from PIL import Image, ImageSequence
 from torch import Tensor
+
+from digenrl.images.reader import flattened, listed, read_picture
 
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 VIDEOS = (".avi", ".gif", ".mkv", ".mov", ".mp4", ".webm")
@@ -26,31 +28,30 @@ class MediaError(ValueError):
 
 
 def media_files(folder: Path) -> list[Path]:
-    """Return the pictures and videos in `folder`, in order of name. Other files and subfolders are
-    left out.
+    """Return the pictures and videos in `folder`, in natural order of name. Other files, hidden
+    ones and subfolders are left out.
 
     Raises MediaError if there is no such folder, or no picture or video in it.
     """
     if not folder.is_dir():
         raise MediaError(f"{folder}: no such folder of pictures or videos.")
-    files = [
-        path
-        for path in folder.iterdir()
-        if path.suffix.lower() in PICTURES + VIDEOS and path.is_file()
-    ]
+    files = listed(folder, PICTURES + VIDEOS)
     if not files:
         raise MediaError(
             f"{folder}: holds no picture or video ({', '.join(sorted(PICTURES + VIDEOS))})."
         )
-    return sorted(files, key=lambda path: path.name)
+    return files
 
 
 def read_media(path: Path, max_frames: int, max_pixels: int) -> Tensor:
     """Read a picture as [3, H, W] ([1, H, W] if stored grey), or a video as [F, 3, H, W], in fp32
     from 0 to 1.
 
-    F is at most `max_frames`. Transparency becomes white, and a photograph's orientation is
-    applied. At most `max_pixels` (F x H x W) are decoded. Raises MediaError.
+    F is at most `max_frames`, and F x H x W at most `max_pixels`. `digenrl.images.reader` has the
+    rules for pictures.
+
+    Raises:
+        MediaError: the file cannot be read, is too large, or cannot be shown faithfully.
     """
     try:
         with warnings.catch_warnings():
@@ -81,13 +82,8 @@ def _check_size(pixels: int, max_pixels: int) -> None:
 def _picture(path: Path, max_pixels: int) -> np.ndarray:
     with Image.open(path, formats=FORMATS) as file:
         _check_size(file.width * file.height, max_pixels)
-        image: Image.Image = ImageOps.exif_transpose(file)
-        if image.has_transparency_data:
-            layer = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-        if image.mode in ("1", "L"):
-            return np.array(image.convert("L"))[:, :, None]
-        return np.array(image.convert("RGB"))
+    picture = np.array(read_picture(path, FORMATS, max_pixels))
+    return picture[:, :, None] if picture.ndim == 2 else picture
 
 
 def _animation(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
@@ -95,7 +91,7 @@ def _animation(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
         frames: list[np.ndarray] = []
         for frame in islice(ImageSequence.Iterator(file), max_frames):
             _check_size((len(frames) + 1) * file.width * file.height, max_pixels)
-            frames.append(np.array(frame.convert("RGB")))
+            frames.append(np.array(flattened(frame).convert("RGB")))
     return np.stack(frames)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from digenrl.config.words import pasted
 from digenrl.prompts import PromptFileError, read
 
 
@@ -125,7 +126,7 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
         )
     used = folder / chosen.train.name
     if chosen.heldout is None:
-        yield f"data.prompts={used}"
+        yield pasted("data.prompts", used)
         return
     both = {prompt.text for prompt in files[chosen.heldout].prompts}
     train = files[chosen.train]
@@ -138,4 +139,5 @@ def check(chosen: PublishedSet, folder: Path) -> Iterator[str]:
             b"\n".join(line for number, line in enumerate(lines, 1) if number not in shared)
         )
         yield f"{used}: without what is held out, {len(shared)} fewer"
-    yield f"data.prompts={used} data.heldout={folder / chosen.heldout.name}"
+    heldout = folder / chosen.heldout.name
+    yield f"{pasted('data.prompts', used)} {pasted('data.heldout', heldout)}"

@@ -2,8 +2,9 @@
 
     digenrl score reward=ocr images=DIR prompts=FILE
 
-File i of the folder (in order of name; other files are ignored) is scored against prompt i of the
-file (one a line). Prints a table and writes outputs/scores/<time>.json (output=FILE: elsewhere):
+File i of the folder (in order of name, 2.png before 10.png; other and hidden files are ignored) is
+scored against prompt i of the file (one a line). Prints a table and writes
+outputs/scores/<time>.json (output=FILE: elsewhere):
 `scores` is a list of {file, prompt, score, rewards}, `score` the mixture's weighted sum (null =
 missing). Every key of configs/score.yaml may follow as key=value. The last line of standard output
 is that file's path.
@@ -46,8 +47,9 @@ def score(settings: ScoreSettings) -> Path:
     files, asked = media_files(Path(settings.images)), aligned_prompts(settings.prompts)
     if len(files) != len(asked):
         raise ValueError(
-            f"{settings.images} holds {len(files)} pictures or videos, {settings.prompts} "
-            f"{len(asked)} prompts: give one prompt a file, in the files' order of name."
+            f"{settings.images} holds {len(files)} pictures or videos, "
+            f"{Path(settings.prompts).name} {len(asked)} prompts: give one prompt a file, in the "
+            "files' order of name (2.png before 10.png)."
         )
     if problems := unscorable(
         settings.node("reward"), [(f"{settings.prompts}:{line}", prompt) for line, prompt in asked]

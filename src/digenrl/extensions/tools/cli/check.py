@@ -161,44 +161,15 @@ def disk() -> Iterator[Finding]:
 
 def needs(words: Sequence[str]) -> Iterator[Finding]:
     """What the run of a command line lacks here, GPUs first."""
-    from digenrl import devices
-    from digenrl.rewards.needs import absent, require_weights, unscorable
-    from digenrl.settle import allocation, settle
+    from digenrl.launchers import missing
 
     try:
         composed = configuration.load(words)
     except configuration.ConfigError as error:
         yield from (Finding("configuration", "fix", problem) for problem in error.problems)
         return
-    settings = composed.settings
-    ranks = sum(allocation(settings))
-    if settings.launch == "local" and not settings.hardware.emulate:
-        places = {rank: rank for rank in range(ranks)}
-        seen = partial(devices.check, settings, places, ranks, devices.found())
-        yield from _of("GPUs", seen, f"{ranks} ranks have what they ask for")
-    yield from _of("memory", lambda: settle(composed, choose_advisor()), "every rank fits")
-    model = settings.model
-    path, real = model.path, model.get("build", "real") == "real"
-    named = path if real and path != "random" and not settings.hardware.emulate else None
-    remedy = named and absent(named, "model.path", named)
-    level: Level = "fix" if remedy else "ok"
-    said = f"{named}: {remedy}" if remedy else str(named or "nothing to download")
-    yield Finding("model", level, said)
-    if not settings.hardware.emulate:
-        weigh = partial(require_weights, settings.node("reward"), settings.callbacks)
-        yield from _of("rewards", weigh, "their weights are here")
-        scorers = partial(unscorable, settings.node("reward"), ())
-        yield from _of("scorers", scorers, "their packages are here")
-
-
-def _of(subject: str, check: Callable[[], object], fine: str) -> Iterator[Finding]:
-    """Yield each line of the check's ValueError, or `fine`."""
-    try:
-        check()
-    except (ValueError, OSError) as error:
-        yield from (Finding(subject, "fix", line) for line in str(error).splitlines())
-    else:
-        yield Finding(subject, "ok", fine)
+    for need in missing.needs(composed, choose_advisor()):
+        yield Finding(need.subject, "fix" if need.missing else "ok", need.text)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

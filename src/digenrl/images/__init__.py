@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from digenrl.images.reader import PictureError, flattened, require_one
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -80,11 +82,8 @@ class PromptImage:
         from PIL import Image, ImageOps
 
         with Image.open(io.BytesIO(self.content()), formats=FORMATS) as opened:
-            picture = ImageOps.exif_transpose(opened)
-            if picture.has_transparency_data:
-                white = Image.new("RGBA", picture.size, "white")
-                picture = Image.alpha_composite(white, picture.convert("RGBA"))
-            return ImageOps.fit(picture.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+            picture = flattened(opened).convert("RGB")
+        return ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
 
 
 def sources(images: tuple[PromptImage, ...]) -> tuple[PromptImage, ...]:
@@ -152,13 +151,14 @@ def examine(content: bytes, limits: ImageLimits) -> None:
                     f"has {picture.width}x{picture.height} pixels, at most {limits.max_pixels} "
                     "(data.image_max_pixels): scale it down, or raise the key."
                 )
-            if getattr(picture, "n_frames", 1) > 1:
-                raise ImageError("is an animation; save one picture of it.")
+            require_one(picture)
             # A JPEG is read to its end, at an eighth of its size.
             picture.draft("RGB", (picture.width // 8, picture.height // 8))
             picture.load()
     except ImageError:
         raise
+    except PictureError as error:
+        raise ImageError(str(error)) from error
     except Image.UnidentifiedImageError as error:
         raise ImageError(f"is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file.") from error
     except Image.DecompressionBombError as error:  # above Pillow's own bound

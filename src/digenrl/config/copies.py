@@ -1,0 +1,75 @@
+"""Keys that repeat another key's value, such as `callbacks.evaluation.heldout_prompts`.
+
+YAML files write a copy as an interpolation, `${data.heldout}`. A settled configuration and the
+config.yaml of a run hold values. They also hold `copies`, copy -> source, by which a copy is a
+reference again wherever its source may change: when a run is resumed, evaluated or planned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from digenrl.config.targets import nodes
+
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(?P<key>\.*[\w.\[\]-]+)(?:,[^{}]*)?\}")
+_NOTHING = object()
+
+
+def copies_of(tree: DictConfig) -> dict[str, str]:
+    """Return copy -> source for each key of an unresolved tree that holds nothing but another key's
+    value.
+
+    >>> copies_of(OmegaConf.create({"a": 3, "b": {"c": "${a}", "d": "x ${a}"}}))
+    {'b.c': 'a'}
+    """
+    found = {}
+    for path, value in nodes(OmegaConf.to_container(tree, resolve=False)):
+        reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if reference is None:
+            continue
+        source = _from_root(path, reference["key"])
+        if _value(tree, source) is not _NOTHING:
+            found[path] = source
+    return found
+
+
+def _value(tree: DictConfig, key: str) -> Any:
+    try:
+        return OmegaConf.select(tree, key, default=_NOTHING)
+    except OmegaConfBaseException:  # said when the tree is resolved
+        return _NOTHING
+
+
+def refer(tree: DictConfig, copies: Mapping[str, Any] | None = None) -> None:
+    """Make every copy in `tree` a reference to its source, in place, where both hold one value.
+
+    Args:
+        copies: copy -> source; None: those that the tree holds.
+    """
+    named = copies if copies is not None else (tree.get("copies") or {})
+    for copy, source in named.items():
+        if not isinstance(source, str):
+            continue  # the schema refuses it
+        values = [_value(tree, key) for key in (copy, source)]
+        if _NOTHING not in values and values[0] == values[1]:
+            OmegaConf.update(tree, copy, f"${{{source}}}", merge=False)
+
+
+def plain(tree: DictConfig) -> dict[str, Any]:
+    """Return a tree as dicts and lists, every reference resolved."""
+    found: Any = OmegaConf.to_container(tree, resolve=True)
+    return dict(found)
+
+
+def _from_root(path: str, key: str) -> str:
+    """Return a reference's key from the root. A leading dot means the node around `path`."""
+    dots = len(key) - len(key.lstrip("."))
+    if not dots:
+        return key
+    around = re.split(r"\.|(?=\[)", path)[:-dots]
+    return ".".join([*around, key.lstrip(".")]).replace(".[", "[")

@@ -1,0 +1,138 @@
+"""Paths among the values of keys. Each becomes absolute, with `~` expanded, once: where the words
+of a command line and the YAML files are read. A rank, a resumed run and an evaluation may have
+other working directories.
+
+- A key whose type is a path (`value_types`) is always one. The name of a file of digenrl/prompts
+  stays a name.
+- A key of a component (a node with `_target_`) is a path if its value begins with `~/`, `./` or
+  `../`, if it is the name of a file that exists here, or if the key is one of `NAMES` and its value
+  exists here. Hub ids and other words stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from digenrl import prompts
+from digenrl.config.command_settings import schema_of
+from digenrl.config.targets import nodes
+from digenrl.config.validation import keys_of
+
+NAMES = (
+    "path",
+    "reference",
+    "processor",
+    "prompts",
+    "heldout_prompts",
+    "file",
+    "folder",
+    "directory",
+    "run",
+)
+"""Keys of components that hold a path, where their value is no hub id or name."""
+_PROMPTS = ("prompts", "heldout_prompts")
+_MARKS = ("~", "./", "../")
+
+
+def absolute_paths(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, absolute path) for each path in `tree` that is not written so.
+
+    Args:
+        tree: plain dicts and lists. Texts with an interpolation are left out.
+        config_name: name of the schema that says which keys are paths.
+    """
+    typed = typed_paths(config_name)
+    components = {
+        path for path, node in nodes(tree) if isinstance(node, Mapping) and "_target_" in node
+    }
+    for path, value in nodes(tree):
+        if not isinstance(value, str) or value.strip() in ("", "???") or "${" in value:
+            continue
+        key = path.partition("[")[0]
+        if key in typed:
+            kind = typed[key]
+            if kind != "own":  # the prompts of a file, or a list of such files
+                found = _prompt_file(value) if key == path or path.endswith(".file") else value
+            else:
+                found = value if value == "auto" else absolute(value)
+        elif any(_lies_in(path, component) for component in components):
+            found = _of_component(path.rpartition(".")[2].partition("[")[0], path, value)
+        else:
+            continue
+        if found != value:
+            yield path, found
+
+
+def absolute(value: str) -> str:
+    """Return `value` as an absolute path. Links and `..` in it stay.
+
+    >>> absolute("/runs/../mine")
+    '/runs/../mine'
+    """
+    return str(Path(value).expanduser().absolute())
+
+
+def taken_for_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value) for each value of a stored `tree` that was no file where the run
+    began, and names one in this working directory. Names of our own prompt files are left out
+    (`own_prompt_files`)."""
+    for path, _ in absolute_paths(tree, config_name):
+        value = functools.reduce(lambda node, part: node[part], parts_of(path), tree)
+        if not value.startswith(_MARKS) and value not in prompts.builtin():
+            yield path, value
+
+
+def own_prompt_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, path) for each name of one of our own prompt files in a stored `tree`
+    that this working directory holds as well. The run meant ours."""
+    for path, _ in absolute_paths(tree, config_name):
+        value = functools.reduce(lambda node, part: node[part], parts_of(path), tree)
+        if value in prompts.builtin():
+            yield path, str(prompts.DIRECTORY / value)
+
+
+@functools.cache
+def typed_paths(config_name: str) -> dict[str, str]:
+    """Return the keys whose type is a path -> the kind of path."""
+    keys = keys_of(schema_of(config_name)).items()
+    return {key: its.path for key, its in keys if its.path is not None and key != "resume"}
+
+
+def _lies_in(path: str, component: str) -> bool:
+    return not component or path.startswith((f"{component}.", f"{component}["))
+
+
+def _of_component(name: str, path: str, value: str) -> str:
+    if value.startswith(_MARKS):
+        return absolute(value) if os.path.expanduser(value) != value or value[0] == "." else value
+    if os.path.isabs(value):
+        return value
+    if name in _PROMPTS or (name == "file" and any(f".{key}[" in path for key in _PROMPTS)):
+        return _prompt_file(value)
+    named = name in NAMES and os.path.exists(value)
+    written = os.path.isfile(value) and ("/" in value or Path(value).suffix != "")
+    return absolute(value) if named or written else value
+
+
+def _prompt_file(value: str) -> str:
+    """Return the absolute path of a prompt file; a name of one of our own sets where the working
+    directory has no such file, and a text that names nothing, stay."""
+    given = os.path.expanduser(value)
+    return absolute(given) if os.path.exists(given) else given
+
+
+def parts_of(path: str) -> Iterator[Any]:
+    """Yield the keys and indices of a dotted path, as `nodes` writes it."""
+    for part in path.split("."):
+        key, *indices = part.split("[")
+        yield key
+        yield from (int(index.rstrip("]")) for index in indices)
+
+
+def under(path: str, keys: Collection[str]) -> bool:
+    """Return whether a dotted path is one of `keys`, or lies below one."""
+    return any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in keys)

@@ -1,0 +1,66 @@
+"""`key=value` words as Hydra reads them, for another process or a user's shell.
+
+Hydra's grammar gives spaces, brackets, commas and quotes a meaning. A value that holds one is
+quoted, always by these functions.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+_PLAIN = re.compile(r"(?!(?i:true|false|null|nan|inf)\Z)[A-Za-z_/][\w./:@%+-]*", re.ASCII)
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_LITERAL = ("hydra.run.dir", "hydra.sweep.dir")
+"""Keys whose value is a path, whatever letters it has."""
+
+
+def quoted(text: str) -> str:
+    r"""Return `text` as a value that Hydra reads literally.
+
+    >>> print(quoted("Dropbox (Lab)"), quoted("it's"), quoted("ends with \\"))
+    'Dropbox (Lab)' 'it\'s' 'ends with \\'
+    """
+    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", text)
+    escaped = re.sub(r"(\\+)\Z", lambda found: found[1] * 2, escaped)
+    return f"'{escaped}'"
+
+
+def value(text: object) -> str:
+    """Return a text as Hydra reads it, quoted only where it must be.
+
+    >>> value("/data/runs"), value("a, b")
+    ('/data/runs', "'a, b'")
+    """
+    plain = str(text)
+    return plain if _PLAIN.fullmatch(plain) else quoted(plain)
+
+
+def word(key: str, held: object) -> str:
+    """Return `key=value` for another process, with the value as `value` writes it.
+
+    >>> word("output_root", "/data/runs"), word("output_root", "/data/a,b")
+    ('output_root=/data/runs', "output_root='/data/a,b'")
+    """
+    return f"{key}={value(held)}"
+
+
+def pasted(key: str, held: object) -> str:
+    """Return `word` as a shell reads it.
+
+    >>> pasted("output_root", "/data/runs"), pasted("data.prompts", "a b")
+    ('output_root=/data/runs', '"data.prompts=\'a b\'"')
+    """
+    text = word(key, held)
+    plain = shlex.quote(text)
+    simple = not set(text) & set('"$`\\!')
+    return f'"{text}"' if plain != text and simple else plain
+
+
+def literal(given: str) -> str:
+    """Return a word whose value is always a path (`hydra.run.dir=DIR`) quoted, and others as they
+    are."""
+    key, is_pair, held = given.partition("=")
+    if not is_pair or key not in _LITERAL or _QUOTED.fullmatch(held):
+        return given
+    return word(key, held)
