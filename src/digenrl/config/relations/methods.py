@@ -19,6 +19,8 @@ _PREFERENCES = ".OfflineDPO"
 """Ends the `_target_` of the algorithm that trains pairs of files."""
 _OF_FILES = (".Supervised", _PREFERENCES)
 """End the `_target_` of algorithms that train nothing but files."""
+_WHOLE_GROUPS = (".DGPO",)
+"""End the `_target_` of algorithms that compare all samples of a group in one forward."""
 _LAST_WEIGHTS = "checkpoints/last/policy.safetensors"
 
 
@@ -101,6 +103,24 @@ def _files(get: View) -> Iterator[str]:
                 return
 
 
+def _whole_groups(get: View) -> Iterator[str]:
+    target = str(get("algorithm._target_"))
+    size, group = get("sampling.task_size"), get("data.group_size")
+    if not target.endswith(_WHOLE_GROUPS) or size == "auto":
+        return
+    if size != group:
+        yield (
+            f"sampling.task_size = {size} with {target}: it compares the data.group_size = {group} "
+            "samples of a group at equal noise, so they must meet in one task; set "
+            f"sampling.task_size={group}."
+        )
+    if get("data.updates_split") == "samples" and get("algorithm.updates_per_batch") > 1:
+        yield (
+            f"data.updates_split = samples with {target}: each update would train a part of every "
+            "group, and it compares whole groups; set data.updates_split=groups."
+        )
+
+
 def teacher_weights(run: str, target: str) -> Path:
     """Return the file of a teacher's weights: the last checkpoint of a run, a file itself, or, by
     its name, a file beside the module of the algorithm `target`."""
@@ -163,4 +183,5 @@ RULES: tuple[Rule, ...] = (
     _evaluation_solver,
     _files,
     _teachers,
+    _whole_groups,
 )
