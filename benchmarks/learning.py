@@ -173,7 +173,7 @@ def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"| {row['nn_distance_first']:.2f} -> {row['nn_distance_last']:.2f} | {ratio} | "
             f"{row['wall_s']:.0f} |"
         )
-    if study == "algorithms":
+    if study in ("algorithms", "forward"):
         yield from rises(order, rows)
     if study != "async":
         return

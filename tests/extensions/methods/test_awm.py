@@ -1,4 +1,4 @@
-"""Advantage-weighted matching: docs/algorithms.md section 3.10, against closed forms and an
+"""Advantage-weighted matching: docs/algorithms.md section 3.13, against closed forms and an
 implementation that goes cell by cell."""
 
 from __future__ import annotations

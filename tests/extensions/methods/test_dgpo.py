@@ -1,4 +1,4 @@
-"""DGPO: docs/algorithms.md section 3.11, against a closed form and an implementation that goes
+"""DGPO: docs/algorithms.md section 3.14, against a closed form and an implementation that goes
 sample by sample; what a group that does not meet is told."""
 
 from __future__ import annotations
