@@ -332,6 +332,8 @@ class AlgorithmSettings(Open):
     """Distance from 1 at which ratios are clipped. A list gives the distances below and above 1."""
     kl_weight: Amount = ABSENT
     """Weight of the KL divergence from the reference model. 0: no KL."""
+    reference: Literal["base", "start"] = ABSENT
+    """What KL is against: the base model alone, or with the adapter of model.lora.path."""
     step_weight: Literal["none", "std", "longcat", "rectified"] = ABSENT
     """Weight of each denoising step in the policy loss. std: the step's std/sqrt(h). longcat:
     LongCat's weights, for the KL as well. rectified: Flash-GRPO's weights, which make the gradients
@@ -378,6 +380,9 @@ class LoraSettings(Open):
     """Rank of the adapters."""
     alpha: Positive = ABSENT
     """Scale of the adapters: outputs are multiplied by alpha / rank."""
+    path: Text | None = ABSENT
+    """Adapter to go on from: a .safetensors file of diffusers, PEFT, kohya's tools or ComfyUI, or a
+    directory with one, or of a run. null: a new adapter."""
 
 
 class ModelSettings(Open):

@@ -50,6 +50,16 @@ def _quantized_base(get: View) -> Iterator[str]:
         )
 
 
+def _reference(get: View) -> Iterator[str]:
+    if get("algorithm.reference") != "start":
+        return
+    if get("model.lora") is None or get("model.lora.path") is None:
+        yield (
+            "algorithm.reference = start with model.lora.path = null: nothing is loaded, and a new "
+            "adapter is the base itself; set algorithm.reference=base, or name an adapter."
+        )
+
+
 def _evaluation_solver(get: View) -> Iterator[str]:
     solver, facts = get("sampling.eval.solver"), of_target(str(get("model._target_")))
     if solver != "euler" and facts is not None and facts.own_levels:
@@ -180,6 +190,7 @@ def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _half_precision,
     _quantized_base,
+    _reference,
     _evaluation_solver,
     _files,
     _teachers,
