@@ -490,6 +490,25 @@ class HardwareSettings(Closed):
     """Sizes of tiny batches, by data.updates_split and number of updates."""
 
 
+class PublishedCurve(Closed):
+    """published.*: a curve that others measured with this recipe."""
+
+    reward: Name
+    """Name in reward.rewards of what was measured."""
+    first: float
+    """Value before training."""
+    last: float
+    """Value at the end."""
+    steps: AtLeast1 | None
+    """RL steps between them. null: not told."""
+    gpu_hours: Positive | None
+    """GPU-hours between them. null: not told."""
+    measured: Text
+    """How the values were measured there, and what differs from this recipe."""
+    source: Text
+    """Paper, or repository and issue."""
+
+
 class Settings(Whole):
     """A run: configs/train.yaml and its groups."""
 
@@ -530,6 +549,8 @@ class Settings(Whole):
     """Lightning loggers by name. null: none."""
     callbacks: dict[str, dict[str, Any]] | None
     """Lightning callbacks by name."""
+    published: list[PublishedCurve] = ABSENT
+    """What others measured with this recipe. The report draws it beside the run."""
 
 
 class BuildSettings(Closed):
