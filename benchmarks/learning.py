@@ -6,6 +6,7 @@ plot per study.
 
 Studies:
     algorithms  every algorithm at the same sample budget (experiment=digits_*);
+    forward     the methods of the forward process beside Flow-GRPO, at the same sample budget;
     kl          the KL weight of digits_flowgrpo: held-out judge against diversity;
     async       one-step asynchrony (every group one version old) with each off-policy correction and with none,
                 against on-policy at equal RL steps, paired by seed, 2000 evaluation samples.
@@ -32,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 ALGORITHMS = ("flowgrpo", "dancegrpo", "cps", "mixgrpo", "guard", "dppo", "nft", "dpo")
+FORWARD = ("flowgrpo", "nft", "awm", "dgpo", "rvm")
 WANTED_GAIN = 0.2
 """What an algorithm should add to held-out judge B on every seed, at the sample budget that all
 share."""
@@ -68,6 +70,8 @@ def variants(study: str) -> list[Variant]:
     """The rows of `study`; raises ValueError for an unknown one."""
     if study == "algorithms":
         return [Variant(name, (f"experiment=digits_{name}",)) for name in ALGORITHMS]
+    if study == "forward":
+        return [Variant(name, (f"experiment=digits_{name}",)) for name in FORWARD]
     if study == "kl":
         return [
             Variant(f"KL {kl}", ("experiment=digits_flowgrpo", f"algorithm.kl_weight={kl}"))
@@ -84,7 +88,7 @@ def variants(study: str) -> list[Variant]:
         return rows + [
             Variant(name, (*common, *stale, f"algorithm/surrogate={name}")) for name in CORRECTIONS
         ]
-    raise ValueError(f"study={study}: use algorithms, kl or async")
+    raise ValueError(f"study={study}: use algorithms, forward, kl or async")
 
 
 def run(
@@ -169,7 +173,7 @@ def table(study: str, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"| {row['nn_distance_first']:.2f} -> {row['nn_distance_last']:.2f} | {ratio} | "
             f"{row['wall_s']:.0f} |"
         )
-    if study == "algorithms":
+    if study in ("algorithms", "forward"):
         yield from rises(order, rows)
     if study != "async":
         return

@@ -53,6 +53,8 @@ from digenrl.diffusion import keys
 from digenrl.diffusion.sde import FlowSDE, ode_step
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepPlan
+from digenrl.extensions.methods.dgpo import DGPO
+from digenrl.extensions.methods.dpo import DPO
 from digenrl.extensions.methods.noised import noised
 from digenrl.extensions.tasks.mixture import MixturePolicy
 from digenrl.types import CellBlock, TrainBatch
@@ -147,6 +149,9 @@ ALGORITHMS: Mapping[str, tuple[tuple[str, ...], str, tuple[float, ...]]] = {
     "flashgrpo": (algorithm("flashgrpo", WIDE), "algorithm.kl_weight", (2.5, 3.5, 5.0, 7.0)),
     "nft": (algorithm("nft", LEVELS), "algorithm.kl_weight", (0.2, 0.3, 0.5, 1.0)),
     "dpo": (algorithm("dpo", LEVELS), "algorithm.beta", (100.0, 200.0, 500.0, 1000.0)),
+    "awm": (algorithm("awm", LEVELS), "algorithm.kl_weight", (0.03, 0.05, 0.08, 0.15)),
+    "dgpo": (algorithm("dgpo", LEVELS), "algorithm.beta", (5.0, 10.0, 15.0, 40.0)),
+    "rvm": (algorithm("rvm", LEVELS), "algorithm.kl_weight", (0.035, 0.05, 0.07, 0.12)),
     "solrl": (algorithm("solrl", LEVELS), "algorithm.kl_weight", (0.2, 0.3, 0.5, 1.0)),
 }
 """Name -> (words, its knob, the four values tried)."""
@@ -293,7 +298,7 @@ class Loop:
             )
         self.sampler = self.policy.adapter.reference if of_group else self.module.rollout_weights
         """Inside, the policy is the one that generates."""
-        self.pairs = config.algorithm.holds("pairs")
+        self.pairs = isinstance(self.module, (DPO, DGPO))
         """Its loss compares the samples of a block, which then are those of one prompt."""
         self.module.advantage = Together(self.module.advantage)
         self.module.first_ratio_max_dev = 0.0  # a run's own check, which asks all ranks

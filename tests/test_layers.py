@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "facts",
         "model_folder",
         "diffusion.keys",
+        "record.stored_yaml",
     },
     "algorithms": {"types", "diffusion", "models.policy", "rounding"},
     "rewards": {

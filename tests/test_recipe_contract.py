@@ -65,6 +65,9 @@ or key, where the line is not known); a key in parentheses is no key of ours. `p
 literals of these lines from checkouts, and `tests/test_recipe_facts.py` compares recipes with them: values, advantages of
 drawn rewards, windows, updates, moving averages, coefficients of the SDE.
 """
+CURVES = """A published curve is one that others measured on real weights (`published` of the experiment). A run's end table says it
+beside the run's own, and its report draws it. *None known* is no judgement of the recipe.
+"""
 
 
 @cache
@@ -96,13 +99,28 @@ def at(experiment: str, key: str) -> Any:
     )
 
 
+def curve(experiment: str) -> str:
+    """The published curves of an experiment, or that none is known."""
+    told = []
+    for entry in OmegaConf.to_container(published(experiment).published) or ():
+        after = f" in {entry['steps']} RL steps" if entry["steps"] else ""
+        after += f" in {entry['gpu_hours']} GPU-hours" if entry["gpu_hours"] else ""
+        told.append(
+            f"{entry['reward']} {entry['first']} -> {entry['last']}{after}: {entry['source']} "
+            f"({entry['measured']})"
+        )
+    return "; ".join(told) or "none known"
+
+
 def page() -> str:
     """docs/recipes.md."""
     text = [HEAD, "## How far each has been tried\n", f"Levels: {'; '.join(LEVELS)}.\n"]
-    text += ["| experiment | reached | see |", "|---|---|---|"]
+    text.append(CURVES)
+    text += ["| experiment | reached | see | published curve |", "|---|---|---|---|"]
     for row in rows():
         if row["key"] == EVIDENCE:
-            text.append(f"| `{row['experiment']}` | {row['ours']} | {row['reason']} |")
+            told = curve(row["experiment"])
+            text.append(f"| `{row['experiment']}` | {row['ours']} | {row['reason']} | {told} |")
     text += ["\n## What differs from the source\n"]
     for experiment, group in groupby(
         (row for row in rows() if row["repository"]), lambda row: row["experiment"]
@@ -162,6 +180,19 @@ def test_every_experiment_says_how_far_it_has_been_tried() -> None:
     evident = {row["experiment"] for row in rows() if row["key"] == EVIDENCE}
     assert stems - evident == set(NO_RECIPE)
     assert not evident - stems
+
+
+def test_published_curves_belong_to_their_experiment_alone() -> None:
+    """An experiment that is a change of another does not inherit its curve; a curve is of a reward
+    that the experiment has."""
+    owners: dict[str, str] = {}
+    for experiment in sorted(PUBLISHED):
+        for entry in OmegaConf.to_container(published(experiment).published):
+            assert entry["reward"] in at(experiment, "reward.rewards"), experiment
+            assert entry["first"] != entry["last"]
+            key = f"{entry['source']} {entry['reward']} {entry['first']} {entry['last']}"
+            assert owners.setdefault(key, experiment) == experiment
+    assert len(owners) >= 5
 
 
 def test_the_page_shows_the_table() -> None:

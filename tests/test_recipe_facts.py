@@ -14,7 +14,7 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ READ = {
     *("algorithm.train_steps.last", "algorithm.kl_kind"),
     *("algorithm.kl_weight", "algorithm.step_weight", "algorithm.detach_uncond", "algorithm.ema"),
     *("data.zero_variance_groups", "reward.rewards.ocr.scorer.best_line"),
-    *("model.grid", "sampling.storage_dtype"),
+    *("model.grid", "sampling.storage_dtype", "algorithm.train_guidance"),
+    "algorithm.train_steps.stratified",
 }
 """Keys whose published value is no literal of the cited lines: a person has read it there, and the
 digest says when to read again."""
@@ -234,6 +235,8 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "sd35_pickscore": batch_rule,
     "sd35_geneval": batch_rule,
     **{f"sd35_nft{task}": batch_rule for task in ("", "_ocr", "_geneval", "_hpsv2")},
+    "sd35_awm": batch_rule,
+    "sd35_dgpo": population_rule,
     "sd35_cps": batch_rule,
     "sd35_guard": population_rule,
     "sd35_dppo": unbiased_batch_rule,
@@ -243,10 +246,12 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "flux1_dppo": unbiased_batch_rule,
     "qwen_image_flowgrpo": batch_rule,
 }
+FORWARD = {name for name in ADVANTAGES if any(m in name for m in ("_nft", "_awm", "_dgpo"))}
+"""Recipes of the forward process: no transition has noise."""
 KERNELS = {
     name: dance_std if name.endswith(("dancegrpo", "videoalign")) else flow_std
     for name in ADVANTAGES
-    if "_nft" not in name
+    if name not in FORWARD
 }
 SURROGATES = {
     **{f"{model}_guard": (guard_loss, "algorithm.clip_range") for model in ("sd35", "flux1")},
@@ -342,6 +347,16 @@ def windows(experiment: str, config: Any) -> Iterator[str]:
             yield f"steps {sorted(set(plans))} are drawn, in the source {drawn}"
         if rule.plan(config.seed, 0, steps).sde != plans[0]:
             yield "steps that are not trained have noise"
+    elif experiment == "sd35_awm":  # `torch.linspace(1, int(14 x 0.9), 7).long()`
+        (size,) = numbers(experiment, "algorithm.train_steps.size")
+        ends = np.linspace(1, int(steps * 0.9), int(size) + 1).astype(int)
+        for part, (low, high) in enumerate(pairwise(ends)):
+            if {plan[part] for plan in plans} != set(range(low, high)):
+                yield f"part {part} of the levels is not {low}..{high - 1}"
+    elif experiment == "sd35_dgpo":  # `random.sample(range(trunc_steps + 1), 4)`
+        (size,) = numbers(experiment, "algorithm.train_steps.size")
+        if set(plans) != set(combinations(range(4 + 1), int(size))):
+            yield f"levels {sorted(set(plans))} are drawn"
     elif "_nft" in experiment:  # declared: all, in place of int(steps x 0.99)
         if {len(plan) for plan in plans} != {steps}:
             yield f"{len(plans[0])} noise levels are trained"
@@ -376,7 +391,7 @@ def updates(experiment: str, config: Any) -> Iterator[str]:
 def moving_average(experiment: str, config: Any) -> Iterator[str]:
     if OmegaConf.select(config, "algorithm.ema") is None or experiment not in ADVANTAGES:
         return
-    times = numbers(experiment, "algorithm.ema.times") if "_nft" not in experiment else [2.0]
+    times = numbers(experiment, "algorithm.ema.times") if experiment not in FORWARD else [2.0]
     if len(times) > 2:  # batches of a rank, half of them for each update; 32 GPUs
         *gpus, rank, group, prompts = times
         micro = int(prompts / ((gpus or [32])[0] * rank / group)) // 2
@@ -464,14 +479,21 @@ def surrogates(experiment: str, config: Any) -> Iterator[str]:
 
 
 def decays(experiment: str, config: Any) -> Iterator[str]:
-    """The old policy of NFT over 300 RL steps; the source counts gradient steps, from 1."""
-    if not experiment.startswith("sd35_nft"):
+    """The old policy over 300 RL steps; NFT's source counts gradient steps, from 1."""
+    if experiment not in FORWARD:
         return
-    delay, ramp, ceiling = (
-        numbers(experiment, f"algorithm.old_policy.{key}")[0]
-        for key in ("delay", "ramp", "ceiling")
-    )
-    updates = numbers(experiment, "algorithm.updates_per_batch")[-1]
+    if "_nft" in experiment:
+        delay, ramp, ceiling = (
+            numbers(experiment, f"algorithm.old_policy.{key}")[0]
+            for key in ("delay", "ramp", "ceiling")
+        )
+        updates = numbers(experiment, "algorithm.updates_per_batch")[-1]
+    else:  # `min(0.3, 0.001 * global_step)`, one gradient step an RL step
+        ceiling, ramp = (
+            find(numbers(experiment, f"algorithm.old_policy.{key}"))
+            for key, find in (("ceiling", max), ("ramp", min))
+        )
+        delay, updates = 0.0, 1.0
     ours = instantiate(config.algorithm.old_policy)
     for step in range(300):
         theirs = min(max(updates * (step + 1) - delay, 0) * ramp, ceiling)
@@ -492,7 +514,8 @@ def batch(experiment: str, config: Any) -> Iterator[str]:
         "wan21_videoalign": lambda: found[0] * found[1],
         "wan21_dancegrpo": lambda: found[0] * 2,  # --train_batch_size
         "wan21_flowgrpo": lambda: found[0] * found[1] * 8 / 4,  # 8 GPUs, 4 samples a prompt
-    }.get(experiment, lambda: found[0] if "_nft" in experiment else max(found))
+        "sd35_awm": lambda: found[0] * found[1] * (found[2] ** 2 // 8 // 2) / found[2],
+    }.get(experiment, lambda: found[0] if experiment in FORWARD else max(found))
     if prompts() != config.data.prompts_per_batch:
         yield f"{config.data.prompts_per_batch} prompts, in the source {prompts()}"
 
@@ -544,6 +567,20 @@ ALTERED = {
         "algorithm.train_steps.size=8",
         "algorithm.beta=0.1",
         "algorithm.ema.every=8",
+    ),
+    "sd35_awm": (
+        "algorithm.train_steps.stratified=false",
+        "algorithm.train_steps.stop=13",
+        "algorithm.old_policy.ceiling=0.5",
+        "algorithm.matching=huber",
+        "algorithm.ema.every=8",
+    ),
+    "sd35_dgpo": (
+        "algorithm.train_steps.stop=6",
+        "algorithm.old_policy.ramp=1e-2",
+        "algorithm.beta=10",
+        "algorithm.advantage.std=batch",
+        "algorithm.ratio_clip=5e-2",
     ),
     "qwen_image_nft": ("algorithm.optimizer.lr=1e-4", "data.group_size=8"),
     "flux1_flowgrpo": ("algorithm.sde.noise_level=0.7", "algorithm.ema.times=2"),

@@ -205,6 +205,9 @@ def check(settings: Settings) -> None:
     model, strategy = _target(settings, "model"), _target(settings, "strategy")
     if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(settings.node("model"))
+        if settings.model.lora is not None and settings.model.lora.get("path") is not None:
+            deferrable = issubclass(model, DiffusersPolicy)
+            settings.build("model", **({"empty": True} if deferrable else {}))
         if settings.parallel.context > 1:
             check_model(model, settings.parallel.context, settings.node("model"))
     if not (isinstance(strategy, type) and issubclass(strategy, DisaggregatedStrategy)):

@@ -37,3 +37,49 @@ def test_the_launcher_side_imports_no_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src", "PATH": "/usr/bin:/bin"}
     )
+
+
+CURVE = """published:
+  - {reward: ocr, first: 0.34, last: 0.8, steps: 600, gpu_hours: null, measured: rollouts, source: MD 239}
+reward: {rewards: {ocr: {weight: 1.0}}}
+"""
+
+
+def ended(path: Path, more: str = "") -> str:
+    """The end table of a written run whose config.yaml has `more`."""
+    run = write_run(path / "run", steps=8, samples=False)
+    with (run / "config.yaml").open("a") as config:
+        config.write(more)
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    console.print(final_table(build_summary(read_run(run))))
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_published_curve_stands_beside_the_runs_own(tmp_path: Path) -> None:
+    summary = build_summary(read_run(write_run(tmp_path / "other", steps=8, samples=False)))
+    own = f"{summary['reward_first']:.3g} → {summary['reward_last']:.3g} after 8"
+    told = ended(tmp_path, CURVE)
+    assert f"ocr 0.34 → 0.8 in 600 RL steps (MD 239; rollouts); this run: {own}" in told
+    tiny = ended(tmp_path / "tiny", CURVE + "model: {build: tiny}\n")
+    assert "a tiny random build: no comparison" in tiny
+
+
+def test_no_published_curve_is_said(tmp_path: Path) -> None:
+    assert "no curve is known for this recipe" in ended(tmp_path)
+    other = CURVE.replace("rewards: {ocr", "rewards: {clip")
+    assert "no curve is known for this recipe" in ended(tmp_path / "other", other)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        "7",
+        "[7]",
+        "[{reward: ocr}]",
+        "[{reward: ocr, first: a, last: .nan}]",
+        "[{first: 1, last: 2}]",
+    ],
+)
+def test_a_foreign_entry_is_left_out(tmp_path: Path, entries: str) -> None:
+    more = f"published: {entries}\nreward: {{rewards: {{ocr: {{weight: 1.0}}}}}}\n"
+    assert "no curve is known for this recipe" in ended(tmp_path, more)

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -31,6 +31,7 @@ from digenrl.types import CellBlock, TrainBatch
 
 logger = logging.getLogger(__name__)
 
+Reference = Literal["base", "start"]
 SKIPS_IN_A_ROW = 3
 """Consecutive non-finite updates that stop the run."""
 
@@ -54,9 +55,11 @@ class PolicyModule(pl.LightningModule):
         updates_per_batch: int,
         max_grad_norm: float | None,
         ema: Ema | None,
+        reference: Reference = "base",
     ) -> None:
         """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks
-        only the parameters."""
+        only the parameters. reference: what KL is against, the base model or the loaded adapter on
+        it."""
         super().__init__()
         if updates_per_batch < 1:
             raise ValueError(f"algorithm.updates_per_batch must be >= 1, got {updates_per_batch}")
@@ -65,6 +68,8 @@ class PolicyModule(pl.LightningModule):
                 f"algorithm.max_grad_norm must be positive or null, got {max_grad_norm}: 1.0 is "
                 "usual"
             )
+        if reference == "start":
+            policy.adapter.refer_to_start()
         self.policy = policy
         self.sde = sde
         self.train_steps = train_steps

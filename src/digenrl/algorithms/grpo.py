@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage, one_of
-from digenrl.algorithms.base import PolicyModule
+from digenrl.algorithms.base import PolicyModule, Reference
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.first_ratios import FirstRatios
 from digenrl.algorithms.objectives import (
@@ -69,6 +69,7 @@ class GRPO(PolicyModule):
         max_grad_norm: float | None = 1.0,
         ema: Ema | None = None,
         ratio_bound: float | None = None,
+        reference: Reference = "base",
     ) -> None:
         """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what
         `first_ratio_max_dev` may reach; null = a quarter of the clip range, and at most 1e-5 where
@@ -85,7 +86,15 @@ class GRPO(PolicyModule):
             ValueError: a combination that has no meaning.
         """
         super().__init__(
-            policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema
+            policy,
+            sde,
+            train_steps,
+            optimizer,
+            advantage,
+            updates_per_batch,
+            max_grad_norm,
+            ema,
+            reference,
         )
         self.surrogate = surrogate
         self.clip = _clip_pair(clip_range)

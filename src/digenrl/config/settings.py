@@ -332,6 +332,8 @@ class AlgorithmSettings(Open):
     """Distance from 1 at which ratios are clipped. A list gives the distances below and above 1."""
     kl_weight: Amount = ABSENT
     """Weight of the KL divergence from the reference model. 0: no KL."""
+    reference: Literal["base", "start"] = ABSENT
+    """What KL is against: the base model alone, or with the adapter of model.lora.path."""
     step_weight: Literal["none", "std", "longcat", "rectified"] = ABSENT
     """Weight of each denoising step in the policy loss. std: the step's std/sqrt(h). longcat:
     LongCat's weights, for the KL as well. rectified: Flash-GRPO's weights, which make the gradients
@@ -378,6 +380,9 @@ class LoraSettings(Open):
     """Rank of the adapters."""
     alpha: Positive = ABSENT
     """Scale of the adapters: outputs are multiplied by alpha / rank."""
+    path: Text | None = ABSENT
+    """Adapter to go on from: a .safetensors file of diffusers, PEFT, kohya's tools or ComfyUI, or a
+    directory with one, or of a run. null: a new adapter."""
 
 
 class ModelSettings(Open):
@@ -485,6 +490,25 @@ class HardwareSettings(Closed):
     """Sizes of tiny batches, by data.updates_split and number of updates."""
 
 
+class PublishedCurve(Closed):
+    """published.*: a curve that others measured with this recipe."""
+
+    reward: Name
+    """Name in reward.rewards of what was measured."""
+    first: float
+    """Value before training."""
+    last: float
+    """Value at the end."""
+    steps: AtLeast1 | None
+    """RL steps between them. null: not told."""
+    gpu_hours: Positive | None
+    """GPU-hours between them. null: not told."""
+    measured: Text
+    """How the values were measured there, and what differs from this recipe."""
+    source: Text
+    """Paper, or repository and issue."""
+
+
 class Settings(Whole):
     """A run: configs/train.yaml and its groups."""
 
@@ -528,6 +552,8 @@ class Settings(Whole):
     """Lightning loggers by name. null: none."""
     callbacks: dict[str, dict[str, Any]] | None
     """Lightning callbacks by name."""
+    published: list[PublishedCurve] = ABSENT
+    """What others measured with this recipe. The report draws it beside the run."""
 
 
 class BuildSettings(Closed):

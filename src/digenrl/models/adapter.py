@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from digenrl.models.lora import AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
+from digenrl.models.lora import ADAPTER, AdaptedLinear, CastLinear, LoraSpec, inject_lora, wide
 
 
 def cast_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -64,6 +64,43 @@ class Adapter:
         )
         self.in_reference = False
         """Whether velocities are the base model's at present."""
+        self.loaded = self.lora is not None and self.lora.path is not None
+        """Whether training starts from an adapter of a file."""
+
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """Return the (input, output) features of every linear layer of the network."""
+        return {
+            name.removesuffix(".base_layer"): (module.in_features, module.out_features)
+            for name, module in self._transformer.named_modules()
+            if isinstance(module, nn.Linear) and not isinstance(module, CastLinear)
+        }
+
+    @torch.no_grad()
+    def start_from(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Give each adapted layer its factors A [r, in] and B [out, r]; rows where they are
+        sharded."""
+        for name, (down, up) in factors.items():
+            layer: Any = self._transformer.get_submodule(name)
+            layer.lora_A[ADAPTER].weight.copy_(down)
+            layer.lora_B[ADAPTER].weight.copy_(up)
+
+    def refer_to_start(self) -> None:
+        """Let `reference` be the adapter of the file on the base, in place of the base alone.
+
+        Raises:
+            ValueError: no file was loaded.
+        """
+        if not self.loaded:
+            raise ValueError(
+                "algorithm.reference = start with model.lora.path = null: nothing was loaded, and "
+                "a new adapter is the base itself; set algorithm.reference=base"
+            )
+        for adapted in self._adapted:
+            layer: Any = adapted
+            for key, factor in (("start_a", layer.lora_A), ("start_b", layer.lora_B)):
+                delattr(layer, key)
+                weight = factor[ADAPTER].weight.detach().clone()
+                layer.register_buffer(key, weight, persistent=False)
 
     # ---- the base model
 
@@ -75,7 +112,7 @@ class Adapter:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Make `Policy.velocity` that of the base model while the context is open: adapters off, or
-        the copy of full fine-tuning.
+        as they were loaded (`refer_to_start`), or the copy of full fine-tuning.
 
         Raises:
             RuntimeError: full fine-tuning without `keep_reference=True`.

@@ -58,12 +58,14 @@ def fill(
     subfolders: Mapping[str, str],
     lora: LoraSpec | None,
     device: torch.device,
+    loaded: Mapping[str, tuple[Tensor, Tensor]] | None = None,
 ) -> None:
     """Allocate every parameter of `network` that has no memory on `device`, and read this rank's
     part of its values.
 
     Args:
         subfolders: subfolder of the checkpoint -> prefix of its tensors' names in `network`.
+        loaded: factors of the adapter's layers, by layer; None: they are drawn from the seed.
 
     Raises:
         PretrainedError: the checkpoint is absent, lacks a tensor, or has a tensor of another shape.
@@ -72,7 +74,7 @@ def fill(
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     stored = {prefix: _Stored(path, subfolder) for subfolder, prefix in subfolders.items()}
-    factors = {} if lora is None else dict(_factors(network, lora))
+    factors = {} if lora is None else dict(_factors(network, lora, loaded))
     for name, parameter in [*network.named_parameters(), *_kept_buffers(network)]:
         if name in factors:
             _copy_rows(parameter, factors.pop(name))
@@ -80,9 +82,23 @@ def fill(
             prefix = next(prefix for prefix in stored if name.startswith(prefix))
             original = name.removeprefix(prefix).replace(".base_layer.", ".")
             _copy_rows(parameter, stored[prefix].slice(original, tuple(parameter.shape)))
+    for name, (down, up) in (loaded or {}).items():
+        layer: Any = network.get_submodule(name)
+        if layer.start_a is not None:  # the reference is what was loaded
+            layer.start_a.copy_(down)
+            layer.start_b.copy_(up)
 
 
-def _factors(network: nn.Module, lora: LoraSpec) -> Iterator[tuple[str, Tensor]]:
+def _factors(
+    network: nn.Module,
+    lora: LoraSpec,
+    loaded: Mapping[str, tuple[Tensor, Tensor]] | None,
+) -> Iterator[tuple[str, Tensor]]:
+    for name, (down, up) in (loaded or {}).items():
+        yield f"{name}.lora_A.default.weight", down
+        yield f"{name}.lora_B.default.weight", up
+    if loaded is not None:
+        return
     layers: list[tuple[str, Any]] = [
         pair for pair in network.named_modules() if isinstance(pair[1], BaseTunerLayer)
     ]

@@ -53,13 +53,21 @@ class AdaptedLinear(LoraLinear):
     Here the scale is part of the second factor, and the sum part of its product.
     """
 
+    start_a: Tensor | None
+    """Factors that training started from, if the reference is the loaded adapter; buffers."""
+    start_b: Tensor | None
+
     def forward(self, x: Tensor) -> Tensor:
         rows: Tensor = self.base_layer(x)
-        if self._disable_adapters:
+        if not self._disable_adapters:
+            low: Tensor = self.lora_A[ADAPTER](x)
+            up = self.lora_B[ADAPTER].weight
+        elif self.start_a is not None and self.start_b is not None:
+            low, up = nn.functional.linear(x, self.start_a.to(x.dtype)), self.start_b
+        else:
             return rows
         # Cast first: a rank that only generates holds what the cast gives.
-        second = self.lora_B[ADAPTER].weight.to(rows.dtype) * self.scaling[ADAPTER]
-        low: Tensor = self.lora_A[ADAPTER](x)
+        second = up.to(rows.dtype) * self.scaling[ADAPTER]
         return torch.addmm(rows.flatten(0, -2), low.flatten(0, -2), second.t()).view(rows.shape)
 
 
@@ -78,15 +86,18 @@ class LoraSpec:
     seed: int = 0
     """Seed of the A matrices (B is 0), so that every rank starts from the same adapter
     (`first_factor`)."""
+    path: str | None = None
+    """Adapter to go on from: a file, or a directory of diffusers, PEFT or a run; None: a new
+    one."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LoraSpec:
-        """Return the spec of a YAML mapping {rank, alpha, targets, expected?, seed?}.
+        """Return the spec of a YAML mapping {rank, alpha, targets, expected?, seed?, path?}.
 
         Raises:
             ValueError: the mapping has another key.
         """
-        allowed = {"rank", "alpha", "targets", "expected", "seed"}
+        allowed = {"rank", "alpha", "targets", "expected", "seed", "path"}
         for key in config:
             if key not in allowed:
                 nearest = difflib.get_close_matches(str(key), allowed, n=1)
@@ -106,6 +117,7 @@ class LoraSpec:
             targets=(targets,) if isinstance(targets, str) else tuple(targets),
             expected=None if config.get("expected") is None else int(config["expected"]),
             seed=int(config.get("seed") or 0),
+            path=None if config.get("path") is None else str(config["path"]),
         )
 
     def __post_init__(self) -> None:
@@ -184,6 +196,7 @@ def inject_lora(transformer: nn.Module, spec: LoraSpec) -> list[str]:
     for adapted_layer in adapted.values():
         layer: Any = adapted_layer
         layer.__class__ = AdaptedLinear
+        layer.start_a = layer.start_b = None
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.__class__ = CastLinear
     return names

@@ -310,10 +310,11 @@ class DiffusersPolicy(Policy):
         return grid
 
     def fill(self, device: torch.device) -> None:
-        """Read the values from the checkpoint, and draw an adapter from its seed; see
+        """Read the values from the checkpoint, and an adapter's from its file or by its seed; see
         `digenrl.models.deferred`."""
         for network in self.networks() if self._empty else ():
-            deferred.fill(network, self.path, self.components, self.adapter.lora, device)
+            spec = self.adapter.lora
+            deferred.fill(network, self.path, self.components, spec, device, self.loaded_factors())
 
     def _freeze_unread(self) -> None:
         """Freeze the parameters on which no velocity depends."""

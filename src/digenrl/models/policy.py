@@ -25,6 +25,7 @@ from digenrl.models.adapter import Adapter
 from digenrl.models.codec import Codec
 from digenrl.models.guidance import NEGATIVE
 from digenrl.models.lora import LoraSpec, Names, wide
+from digenrl.models.lora_files import read_adapter
 from digenrl.recompute import parse_recompute
 
 RecomputeConfig = bool | float | str | Mapping[str, float] | None
@@ -94,6 +95,8 @@ class Policy(nn.Module, ABC):
         self.adapter = self.adapter_class(
             self.family, transformer, lora, self.dtype, keep_reference
         )
+        if (factors := self.loaded_factors()) is not None:
+            self.adapter.start_from(factors)
         # Submodules of the policy alone: what moves, shards or saves it finds each network once.
         self.reference_transformer = self.adapter.frozen_copy
         self.transformer = transformer
@@ -102,6 +105,24 @@ class Policy(nn.Module, ABC):
             transformer,
             [b for b in self.wrap_units() if b in trained],
             parse_recompute(gradient_checkpointing),
+        )
+
+    def loaded_factors(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Return the factors A and B of each adapted layer from the file of `model.lora.path`; None
+        where the adapter is a new one.
+
+        Raises:
+            LoraFileError: the file is no adapter of these layers.
+        """
+        spec = self.adapter.lora
+        if spec is None or spec.path is None:
+            return None
+        return read_adapter(
+            spec,
+            self.adapter.lora_layers,
+            self.adapter.linear_sizes(),
+            self.components,
+            self.checkpoint_names,
         )
 
     @classmethod

@@ -21,6 +21,7 @@ from digenrl.record.run_dir import (
     RESTART,
     UNWRITTEN,
 )
+from digenrl.report.published import published
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.stages import memory, stages
 
@@ -31,9 +32,9 @@ GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
 def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Return the content of summary.json.
 
-    It has every key of design section 5, and `experiment`, `attempts`, `missing`, `alarms`, `lost`,
-    `restarted`, `unwritten` (file -> lines), `loggers` (name -> failures) and `warnings`. A figure
-    that the files do not hold is null.
+    It has every key of design section 5, and `experiment`, `attempts`, `missing`, `published`,
+    `alarms`, `lost`, `restarted`, `unwritten` (file -> lines), `loggers` (name -> failures) and
+    `warnings`. A figure that the files do not hold is null.
 
     `restarts` counts the attempts after the first, and the ranks that were lost while the run
     continued. `lost` has the causes of lost ranks. `restarted` has the causes of attempts that the
@@ -83,6 +84,7 @@ def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
         "groups": {name: int(sum(run.column(f"groups_{name}")[1])) for name in GROUPS},
         "prompt_store": prompt_store(run),
         "dropped": counted(run, "dropped", "reason", "samples", otherwise=1),
+        "published": published(run),
         "missing": counted(run, "missing", "reward", "samples", otherwise=1),
         "alarms": suspicions(run),
         "restarts": max(0, len(run.attempts()) - 1) + len(run.events_of(LOST)),

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from digenrl.record.run_dir import printable
 from digenrl.report.alarms import alarms
+from digenrl.report.published import NONE_KNOWN, sentence
 from digenrl.report.read_run import is_number
 
 DASH = "-"
@@ -72,10 +73,13 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (role, *(number(held[key], 1) for key in ("planned_gib", "peak_gib")))
         for role, held in summary["memory"].items()
     ]
+    curves = summary.get("published") or []
     apart = max(ratios(summary["stages"]), default=None)
     rows = [
         ("RL steps", str(summary["rl_steps"])),
         ("reward", change(summary, "reward")),
+        *(("published", sentence(entry)) for entry in curves),
+        *(() if curves else (("published", NONE_KNOWN),)),
         ("held-out score", change(summary, "heldout")),
         ("diversity / real data", number(summary["diversity_ratio"])),
         ("nearest real sample", change(summary, "nn_distance")),

@@ -3,11 +3,15 @@ is flipped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from digenrl.algorithms.base import PolicyModule
+from digenrl.extensions.methods.dgpo import DGPO
 from tests.algorithms.test_learning import gain
 from tests.algorithms.toy_policy import ToyPolicy
+from tests.extensions.methods.forward import METHODS, build
 from tests.extensions.methods.test_dpo import dpo
 from tests.extensions.methods.test_nft import nft
 
@@ -22,11 +26,21 @@ def make_dpo(policy: ToyPolicy) -> PolicyModule:
     return dpo(policy, beta=1.0)
 
 
-def test_reward_rises() -> None:
-    assert gain(make_nft, 1.0, 25) > 0.3
-    assert gain(make_dpo, 1.0, 50) > 0.3
+def maker(kind: type[PolicyModule]) -> Callable[[ToyPolicy], PolicyModule]:
+    # One dimension: a group's errors differ by much more than in 65,536, and a beta of 100 would
+    # choose groups by their noise.
+    changes = {"beta": 1.0} if kind is DGPO else {}
+    return lambda policy: build(kind, policy, **changes)
 
 
-@pytest.mark.parametrize("make", [make_nft, make_dpo])
+FORWARD = [make_nft, make_dpo, *(maker(kind) for kind in METHODS)]
+
+
+@pytest.mark.parametrize("make", FORWARD)
+def test_reward_rises(make: Callable[[ToyPolicy], PolicyModule]) -> None:
+    assert gain(make, 1.0, 50 if make is make_dpo else 25) > 0.3
+
+
+@pytest.mark.parametrize("make", FORWARD)
 def test_reward_falls_with_the_sign_flipped(make) -> None:
     assert gain(make, -1.0, 15) < -0.3

@@ -11,6 +11,7 @@ import pytest
 from digenrl.report.page import curves
 from digenrl.report.page.style import paper_style
 from digenrl.report.read_run import Run, read_run
+from tests.report.synthetic import write_run
 
 
 @pytest.fixture
@@ -62,3 +63,18 @@ def test_one_slow_step_does_not_flatten_the_others(run: Run) -> None:
 @pytest.mark.parametrize("plot", [curves.reward, curves.policy, curves.diversity, curves.step_time])
 def test_nothing_is_drawn_of_nothing(run: Run, plot: object) -> None:
     assert plot(replace(run, steps=(), evals=())) is None  # type: ignore[operator]
+
+
+def test_a_published_curve_is_a_band_behind_the_rewards(tmp_path: Path) -> None:
+    from tests.report.test_tables import CURVE
+
+    path = write_run(tmp_path / "run", steps=8, samples=False)
+    plain = curves.reward(read_run(path))
+    with (path / "config.yaml").open("a") as config:
+        config.write(CURVE)
+    figure = curves.reward(read_run(path))
+    assert plain is not None
+    assert figure is not None
+    assert len(figure.axes[0].patches) == len(plain.axes[0].patches) + 1
+    told = [text.get_text() for text in figure.axes[0].texts]
+    assert told == ["published, ocr at first", "published, ocr at last"]

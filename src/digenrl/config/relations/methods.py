@@ -19,6 +19,8 @@ _PREFERENCES = ".OfflineDPO"
 """Ends the `_target_` of the algorithm that trains pairs of files."""
 _OF_FILES = (".Supervised", _PREFERENCES)
 """End the `_target_` of algorithms that train nothing but files."""
+_WHOLE_GROUPS = (".DGPO",)
+"""End the `_target_` of algorithms that compare all samples of a group in one forward."""
 _LAST_WEIGHTS = "checkpoints/last/policy.safetensors"
 
 
@@ -45,6 +47,16 @@ def _quantized_base(get: View) -> Iterator[str]:
         yield (
             f"model.quantize = {kind} with parallel.sharding = {sharding}: quantized weights are "
             "not divided among trainers; set parallel.sharding=ddp."
+        )
+
+
+def _reference(get: View) -> Iterator[str]:
+    if get("algorithm.reference") != "start":
+        return
+    if get("model.lora") is None or get("model.lora.path") is None:
+        yield (
+            "algorithm.reference = start with model.lora.path = null: nothing is loaded, and a new "
+            "adapter is the base itself; set algorithm.reference=base, or name an adapter."
         )
 
 
@@ -99,6 +111,24 @@ def _files(get: View) -> Iterator[str]:
                     "change the line, or the algorithm."
                 )
                 return
+
+
+def _whole_groups(get: View) -> Iterator[str]:
+    target = str(get("algorithm._target_"))
+    size, group = get("sampling.task_size"), get("data.group_size")
+    if not target.endswith(_WHOLE_GROUPS) or size == "auto":
+        return
+    if size != group:
+        yield (
+            f"sampling.task_size = {size} with {target}: it compares the data.group_size = {group} "
+            "samples of a group at equal noise, so they must meet in one task; set "
+            f"sampling.task_size={group}."
+        )
+    if get("data.updates_split") == "samples" and get("algorithm.updates_per_batch") > 1:
+        yield (
+            f"data.updates_split = samples with {target}: each update would train a part of every "
+            "group, and it compares whole groups; set data.updates_split=groups."
+        )
 
 
 def teacher_weights(run: str, target: str) -> Path:
@@ -160,7 +190,9 @@ def _untaught(asked: Any, teachers: dict[str, Any]) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _half_precision,
     _quantized_base,
+    _reference,
     _evaluation_solver,
     _files,
     _teachers,
+    _whole_groups,
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage
-from digenrl.algorithms.base import PolicyModule
+from digenrl.algorithms.base import PolicyModule, Reference
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.objectives import mean_dims
 from digenrl.diffusion.sde import Kernel
@@ -53,13 +53,22 @@ class DPO(PolicyModule):
         updates_per_batch: int = 1,
         max_grad_norm: float | None = 1.0,
         ema: Ema | None = None,
+        reference: Reference = "base",
     ) -> None:
         """beta 100 in Flow-GRPO's and Flow-Factory's recipes, 2000 in the paper, for
         mean-per-dimension errors. pairs per task: 1 = argmax against argmin. reference_every: RL
         steps after which the reference becomes the present weights (Flow-GRPO sets 40); null = the
         base model for ever. seed keys the noise."""
         super().__init__(
-            policy, sde, train_steps, optimizer, advantage, updates_per_batch, max_grad_norm, ema
+            policy,
+            sde,
+            train_steps,
+            optimizer,
+            advantage,
+            updates_per_batch,
+            max_grad_norm,
+            ema,
+            reference,
         )
         if beta <= 0 or pairs < 1 or (reference_every is not None and reference_every < 1):
             raise ValueError(

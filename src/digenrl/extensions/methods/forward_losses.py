@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from digenrl.algorithms.objectives import mean_dims
+
+MatchingKind = Literal["ghuber", "huber", "uniform", "t", "t2"]
+"""How `matching_value` weighs the error of a noise level."""
+_SMALL = 1e-10
+"""Keeps the roots of an error of 0 differentiable."""
 
 
 def nft_reward_weight(advantages: Tensor, max_advantage: float) -> Tensor:
@@ -76,3 +84,53 @@ def flow_matching_loss(velocity: Tensor, noise: Tensor, clean: Tensor) -> Tensor
     velocity, noise [b, K, *L]; clean (x0) broadcastable to them.
     """
     return mean_dims((velocity - (noise - clean)) ** 2)
+
+
+def matching_value(
+    velocity: Tensor, target: Tensor, sigma: Tensor, kind: MatchingKind, power: float = 0.25
+) -> Tensor:
+    """Return what AWM has in the place of a log-prob, [b, K] fp64, from e = mean_dims((v - (eps -
+    x0))^2): -t*((e + d)^p - d^p)/p for `ghuber`, d = 1e-10; -t*(sqrt(e + d) - sqrt(d)) for
+    `huber`; -e, -t*e, -t^2*e for `uniform`, `t`, `t2`.
+
+    AWM, arXiv 2509.25050; scxue/advantage_weighted_matching scripts/train_sd3_awm.py:232-252
+    (ghuber, 0.25). velocity, target (eps - x0) [b, K, *L]; sigma broadcastable to [b, K].
+    """
+    error, t = mean_dims((velocity.double() - target.double()) ** 2), sigma.double()
+    if kind == "ghuber":
+        return -t * ((error + _SMALL) ** power - _SMALL**power) / power
+    if kind == "huber":
+        return -t * (torch.sqrt(error + _SMALL) - _SMALL**0.5)
+    return -error * t ** {"uniform": 0, "t": 1, "t2": 2}[kind]
+
+
+def dgpo_weight(distance: Tensor, base: Tensor, advantages: Tensor, beta: float) -> Tensor:
+    """Return DGPO's weight of a group, sigmoid(beta * mean_G(A * (d - d_base))), [1, K]: 1/2 where
+    the policy equals its base, less where the group's good samples are already nearer than there.
+
+    arXiv 2510.08425; Luo-Yihong/DGPO scripts/train_sd3_dgpo.py:162-193 (beta 100). distance, base
+    [G, K] errors without gradient; advantages [G, 1].
+    """
+    return torch.sigmoid(beta * (advantages * (distance - base)).mean(dim=0, keepdim=True))
+
+
+def rvm_loss(
+    velocity: Tensor,
+    target: Tensor,
+    coefficient: Tensor,
+    reference: Tensor | None,
+    anchor: float,
+) -> Tensor:
+    """Return mean_dims((v - (v - g))^2) / 2 with v - g without gradient, [b, K], so that the
+    gradient is g = c*(v - (eps - x0)) + anchor*(v - v_base): that of a signed matching loss, whose
+    own value has no lower bound where c < 0.
+
+    hao-ai-lab/FastVideo rvm_utils.py `detached_rvm_surrogate`. velocity, target, reference [b, K,
+    *L]; coefficient c broadcastable to [b, K].
+    """
+    held = velocity.detach()
+    c = coefficient.reshape(*coefficient.shape, *([1] * (velocity.ndim - coefficient.ndim)))
+    gradient = c * (held - target)
+    if reference is not None:
+        gradient = gradient + anchor * (held - reference)
+    return 0.5 * mean_dims((velocity - (held - gradient)) ** 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from digenrl.diffusion import keys
 from digenrl.diffusion.steps import StepPlan, range_of
@@ -22,6 +23,9 @@ class NoiseLevels:
     first: int = 0
     stop: int | None = None
     """End of the range (exclusive); null = T."""
+    stratified: bool = False
+    """Whether each of `size` parts of the range gives one level, in place of `size` levels from
+    anywhere (scxue/advantage_weighted_matching train_sd3_awm.py:1197-1204)."""
 
     def count(self, steps: int) -> int:
         """size or the whole range."""
@@ -37,7 +41,10 @@ class NoiseLevels:
     def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Keyed by (seed, RL step): equal on all ranks."""
         first, stop = range_of("NoiseLevels", self.first, self.stop, steps, steps)
-        chosen = keys.generator(seed, "noise_levels", step).choice(
-            stop - first, size=self.count(steps), replace=False
-        )
-        return StepPlan((), tuple(sorted(first + int(index) for index in chosen)))
+        draw, size = keys.generator(seed, "noise_levels", step), self.count(steps)
+        if self.stratified:
+            ends = [first + (stop - first) * part // size for part in range(size + 1)]
+            chosen = [int(draw.integers(low, high)) for low, high in pairwise(ends)]
+            return StepPlan((), tuple(chosen))
+        indices = draw.choice(stop - first, size=size, replace=False)
+        return StepPlan((), tuple(sorted(first + int(index) for index in indices)))

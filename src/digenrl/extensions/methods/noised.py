@@ -24,14 +24,14 @@ class NoisedCells:
     noise: Tensor
     """[rows, K, *L] fp32: eps."""
     sigma: Tensor
-    """[K] fp32: t."""
+    """[K], or [rows, K] where rows have levels of their own; fp32: t."""
     condition: dict[str, Tensor]
     """Leading dimension 1."""
 
     @property
     def noisy(self) -> Tensor:
         """[rows, K, *L]: x_t = (1-t)*x0 + t*eps."""
-        t = self.sigma.reshape(1, -1, *([1] * (self.noise.ndim - 2)))
+        t = self.sigma.reshape(-1, self.noise.shape[1], *([1] * (self.noise.ndim - 2)))
         return (1.0 - t) * self.clean + t * self.noise
 
     @property
@@ -51,17 +51,22 @@ class NoisedCells:
         rows, count = self.noise.shape[:2]
         out = policy.velocity(
             self.noisy.flatten(0, 1),
-            self.sigma.repeat(rows),
+            self.sigma.expand(rows, count).flatten(),
             expand_condition(self.condition, rows * count),
         )
         return out.unflatten(0, (rows, count))
 
 
 def noised(
-    block: CellBlock, rows: Sequence[int], noise_of: Sequence[int], seed: int, stream: str
+    block: CellBlock,
+    rows: Sequence[int],
+    noise_of: Sequence[int],
+    seed: int,
+    stream: str,
+    sigma: Tensor | None = None,
 ) -> NoisedCells:
-    """Return rows `rows` of the block at its noise levels; row i gets the noise of identity
-    `noise_of[i]` (I11: keyed, not drawn).
+    """Return rows `rows` of the block at its noise levels, or at `sigma`; row i gets the noise of
+    identity `noise_of[i]` (I11: keyed, not drawn).
 
     Raises ValueError when the block carries no clean latents.
     """
@@ -80,6 +85,19 @@ def noised(
     return NoisedCells(
         clean,
         torch.stack(levels, dim=1).to(device),
-        block.sigmas[block.steps].float(),
+        block.sigmas[block.steps].float() if sigma is None else sigma,
         block.condition,
     )
+
+
+def uniform_levels(block: CellBlock, seed: int) -> Tensor:
+    """Return [b, K] noise levels between 0 and 1 for the block's rows, keyed by sample and trained
+    step (I11), fp32."""
+    levels = [
+        [
+            keys.generator(seed, "level", block.step, block.uid, number, step).random()
+            for step in block.steps.tolist()
+        ]
+        for number in block.numbers
+    ]
+    return torch.tensor(levels, dtype=torch.float32, device=block.sigmas.device)

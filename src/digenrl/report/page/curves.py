@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from digenrl.report.page.style import BLUE, CYCLE, FAINT, GREEN, VERMILION
+from digenrl.report.published import published
 from digenrl.report.read_run import Run
 
 WIDTH = 7.2
@@ -45,6 +47,13 @@ def draw_level(axes: Axes, level: float, note: str) -> None:
                   textcoords="offset points", ha="right", fontsize=8, color=FAINT)  # fmt: skip
 
 
+def draw_published(axes: Axes, entry: Mapping[str, Any]) -> None:
+    """Draw a published curve as a band between its first and its last value."""
+    axes.axhspan(entry["first"], entry["last"], color=FAINT, alpha=0.12, linewidth=0)
+    for key, place in (("first", "at first"), ("last", "at last")):
+        draw_level(axes, entry[key], f"published, {entry['reward']} {place}")
+
+
 def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step") -> None:
     """Set title, labels, integer steps and a little room at the sides."""
     axes.set_title(title)
@@ -72,6 +81,8 @@ def reward(run: Run) -> Figure | None:
     if fixed:
         rows[0].plot(fixed_steps, fixed, color=BLUE, marker="D", markersize=5, markerfacecolor="white", linewidth=1.0,  # noqa: E501
                      linestyle=(0, (4, 2)), label="reward, evaluation")  # fmt: skip
+    for entry in published(run):
+        draw_published(rows[0], entry)
     same_scale = not values or (_in_unit(values) == _in_unit(heldout))
     axes = rows[0] if same_scale else rows[0].twinx()
     if heldout:

@@ -1,0 +1,151 @@
+"""What methods of the forward process share: samples noised again, a frozen base, an old copy.
+
+No log-probs, no SDE noise: rollouts use any ODE solver, and only the clean latent is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from digenrl.algorithms.base import PolicyModule
+from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.objectives import mean_dims
+from digenrl.extensions.methods.noised import NoisedCells
+from digenrl.models.policy import Policy
+from digenrl.types import TrainBatch
+
+STREAM = "forward"
+
+
+@dataclass(frozen=True)
+class OldPolicySchedule:
+    """old = d*old + (1-d)*new after every `every`-th RL step, d = min(max(step - delay, 0)*ramp,
+    ceiling).
+
+    DiffusionNFT's soft update of the sampling policy, and the three schedules of its code
+    (NVlabs/DiffusionNFT `return_decay`) and of verl-omni (diffusion_trainer_utils.py:20-39): type
+    0, `copy` = ceiling 0 (on-policy); type 1, `linear_to_0_5` = ramp 0.001, ceiling 0.5; type 2,
+    `delayed_linear_to_0_999` = delay 75, ramp 0.0075, ceiling 0.999. AWM and DGPO have ramp 0.001,
+    ceiling 0.3. They count gradient steps; RL steps count here, so that `updates_per_batch` leaves
+    the schedule alone.
+    """
+
+    delay: int = 0
+    ramp: float = 0.001
+    ceiling: float = 0.5
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.delay < 0 or self.ramp < 0 or not 0 <= self.ceiling < 1 or self.every < 1:
+            raise ValueError(
+                f"old_policy needs delay, ramp >= 0, 0 <= ceiling < 1, every >= 1, got {self}"
+            )
+
+    def decay(self, step: int) -> float:
+        """d after RL step `step` (0-based)."""
+        return min(max(step - self.delay, 0) * self.ramp, self.ceiling)
+
+
+class ForwardProcess(PolicyModule):
+    """Base of methods that train on clean latents, noised again."""
+
+    needs_final = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        seed: int,
+        kl_weight: float,
+        max_advantage: float,
+        updates_per_batch: int = 1,
+        max_grad_norm: float | None = 1.0,
+        ema: Ema | None = None,
+        **given: Any,
+    ) -> None:
+        """seed keys the forward noise. kl_weight: of `kl_term`; 0 runs no base model.
+        max_advantage: bound of |A|. `given` are further arguments of `PolicyModule`."""
+        super().__init__(
+            policy,
+            optimizer=optimizer,
+            updates_per_batch=updates_per_batch,
+            max_grad_norm=max_grad_norm,
+            ema=ema,
+            **given,
+        )
+        if max_advantage <= 0 or kl_weight < 0:
+            raise ValueError(
+                f"{type(self).__name__} needs max_advantage > 0 and kl_weight >= 0, got "
+                f"max_advantage={max_advantage}, kl_weight={kl_weight}"
+            )
+        self.seed, self.kl_weight, self.max_advantage = seed, kl_weight, max_advantage
+
+    def base_velocity(self, cells: NoisedCells) -> Tensor:
+        """Return the frozen base model's velocity [b, K, *L]."""
+        with torch.no_grad(), self.policy.adapter.reference():
+            return cells.velocity(self.policy)
+
+    def kl_term(self, new: Tensor, reference: Tensor | None, live: bool) -> Tensor | float:
+        """Return kl_weight * mean((v - v_base)^2), [b, K]; 0 without a reference. Counts it."""
+        if reference is None:
+            return 0.0
+        kl = mean_dims((new - reference) ** 2)
+        self._meters.update("kl", kl.sum() * live, kl.numel() * live)
+        return self.kl_weight * kl
+
+    def nonzero(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """Return [P, G] bool: samples with an advantage. What `useful` may say where the loss is A
+        times something."""
+        return self.advantage(rewards, weights).values != 0
+
+
+class WithOldPolicy(ForwardProcess):
+    """Adds an old policy: a copy of the trained parameters that follows them by a schedule."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        old_policy: OldPolicySchedule,
+        **given: Any,
+    ) -> None:
+        """`given` are further arguments of `ForwardProcess`."""
+        super().__init__(policy, optimizer, **given)
+        self.old_policy = old_policy
+        self._old = self.copies["old_policy"] = ParameterCopy()
+
+    def in_old(self) -> AbstractContextManager[None]:
+        """Give this rank the old policy's weights inside the context."""
+        return self._old.swapped(self.policy.adapter.trained_parameters())
+
+    def old_velocity(self, cells: NoisedCells) -> Tensor:
+        """Return the old policy's velocity [b, K, *L]."""
+        with torch.no_grad(), self.in_old():
+            return cells.velocity(self.policy)
+
+    def count_drift(self, new: Tensor, old: Tensor, live: bool) -> None:
+        """Log how far the policy is from its old copy: mean((v - v_old)^2)."""
+        drift = mean_dims((new.detach() - old) ** 2)
+        self._meters.update("velocity_drift", drift.sum() * live, drift.numel() * live)
+
+    def on_train_start(self) -> None:
+        """Start the old policy as a copy of the trained one."""
+        super().on_train_start()
+        if not self._old.tensors:
+            self._old.follow(self.policy.adapter.trained_parameters())
+
+    def after_update(self, batch: TrainBatch, changed: bool) -> None:
+        """Let the old policy follow after the last update of a logical batch."""
+        super().after_update(batch, changed)
+        last = batch.update == self.updates_per_batch - 1
+        if last and (batch.version + 1) % self.old_policy.every == 0:
+            self._old.follow(
+                self.policy.adapter.trained_parameters(), self.old_policy.decay(batch.version)
+            )

@@ -1,0 +1,68 @@
+"""RVM, reward-based velocity matching, for students of few steps: the student samples with its own
+steps, and its endpoint is noised to any level.
+
+After hao-ai-lab/FastVideo fastvideo/train/methods/rl/common/rvm_utils.py at 5f8b7df (pull request
+1806). See `forward_losses.rvm_loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from digenrl.extensions.methods.forward_losses import rvm_loss
+from digenrl.extensions.methods.forward_process import STREAM, ForwardProcess
+from digenrl.extensions.methods.noised import noised, uniform_levels
+from digenrl.models.policy import Policy
+from digenrl.types import CellBlock, TrainBatch
+
+Levels = Literal["uniform", "grid"]
+
+
+class RVM(ForwardProcess):
+    """Gradient per cell: c*(v - (eps - x0)) + kl_weight*(v - v_base), c = scale * A, A clipped to
+    +-max_advantage."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        seed: int,
+        scale: float = 0.1,
+        levels: Levels = "uniform",
+        max_advantage: float = 5.0,
+        kl_weight: float = 0.0,
+        **given: Any,
+    ) -> None:
+        """levels uniform: each cell has a noise level of its own between 0 and 1, and train_steps
+        only says how many; grid: those of train_steps, which a few-step student has few of.
+        kl_weight: the source's anchor. seed keys noise and levels."""
+        super().__init__(
+            policy, optimizer, seed, kl_weight=kl_weight, max_advantage=max_advantage, **given
+        )
+        if levels not in get_args(Levels):
+            raise ValueError(f"algorithm.levels = {levels}: use {' or '.join(get_args(Levels))}")
+        if scale <= 0:
+            raise ValueError(f"RVM needs scale > 0, got {scale}: the source has 0.1")
+        self.scale, self.levels = scale, levels
+
+    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+        """Return which samples can have a gradient: without an anchor, those with an advantage."""
+        if self.kl_weight > 0:
+            return super().useful(rewards, weights)
+        return self.nonzero(rewards, weights)
+
+    def cell_losses(
+        self, block: CellBlock, advantages: Tensor, batch: TrainBatch, live: bool
+    ) -> Tensor:
+        """[b, K]."""
+        own = uniform_levels(block, self.seed) if self.levels == "uniform" else None
+        cells = noised(block, range(block.samples), block.numbers, self.seed, STREAM, own)
+        reference = self.base_velocity(cells) if self.kl_weight > 0 else None
+        new = cells.velocity(self.policy)
+        self.kl_term(new.detach(), reference, live)  # counted; its gradient is the anchor's
+        coefficient = self.scale * advantages.clamp(-self.max_advantage, self.max_advantage)
+        return rvm_loss(new, cells.target, coefficient[:, None], reference, self.kl_weight)

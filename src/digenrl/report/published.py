@@ -1,0 +1,89 @@
+"""Published curves of a run's recipe (`published` of its config.yaml), beside what the run reached.
+
+A run's directory may be foreign: entries of another form are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from digenrl.record.run_dir import printable
+from digenrl.report.read_run import Run, is_number
+
+NONE_KNOWN = "no curve is known for this recipe"
+_LONGEST = 200
+"""Most letters of a text."""
+
+
+def published(run: Run) -> list[dict[str, Any]]:
+    """Return the published curves of rewards that the run has, each with the run's own first and
+    last value (`own_first`, `own_last`; None before the first step) and its RL steps."""
+    entries: Any = run.config.get("published")
+    found = []
+    for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        if not all(is_number(entry.get(key)) for key in ("first", "last")):
+            continue
+        name = entry.get("reward")
+        if not isinstance(name, str) or name not in _rewards(run):
+            continue
+        column = run.column(f"reward/{name}")
+        steps, values = column if column[1] else run.column("reward")
+        found.append(
+            {
+                "reward": name,
+                "first": float(entry["first"]),
+                "last": float(entry["last"]),
+                **{
+                    key: float(entry[key]) if is_number(entry.get(key)) else None
+                    for key in ("steps", "gpu_hours")
+                },
+                **{k: printable(str(entry.get(k)))[:_LONGEST] for k in ("measured", "source")},
+                "own_first": values[0] if values else None,
+                "own_last": values[-1] if values else None,
+                "own_steps": steps[-1] if steps else 0,
+                "tiny": _is_tiny(run),
+            }
+        )
+    return found
+
+
+def sentence(entry: dict[str, Any]) -> str:
+    """Return one published curve beside the run, as the end table says it.
+
+    Example:
+        >>> sentence({"reward": "ocr", "first": 0.34, "last": 0.8, "steps": 600, "gpu_hours": None,
+        ...           "measured": "mean of a rollout", "source": "MD #239", "own_first": 0.34,
+        ...           "own_last": 0.41, "own_steps": 60, "tiny": False})
+        'ocr 0.34 → 0.8 in 600 RL steps (MD #239; mean of a rollout); this run: 0.34 → 0.41 after 60'
+    """
+    after = _after(entry)
+    text = f"{entry['reward']} {entry['first']:.3g} → {entry['last']:.3g}"
+    text += f" in {', '.join(after)}" if after else ""
+    text += f" ({entry['source']}; {entry['measured']})"
+    if entry["own_first"] is None:
+        return text
+    text += f"; this run: {entry['own_first']:.3g} → {entry['own_last']:.3g}"
+    text += f" after {entry['own_steps']}"
+    return text + (", a tiny random build: no comparison" if entry["tiny"] else "")
+
+
+def _figure(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
+
+
+def _after(entry: dict[str, Any]) -> list[str]:
+    units = {"steps": "RL steps", "gpu_hours": "GPU-hours"}
+    return [f"{entry[key]:g} {unit}" for key, unit in units.items() if entry[key] is not None]
+
+
+def _rewards(run: Run) -> set[str]:
+    reward = run.config.get("reward")
+    rewards = reward.get("rewards") if isinstance(reward, dict) else None
+    return {str(name) for name in rewards} if isinstance(rewards, dict) else set()
+
+
+def _is_tiny(run: Run) -> bool:
+    model = run.config.get("model")
+    return isinstance(model, dict) and model.get("build") == "tiny"
