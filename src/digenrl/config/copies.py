@@ -33,7 +33,8 @@ def copies_of(tree: DictConfig) -> dict[str, str]:
         if reference is None:
             continue
         source = _from_root(path, reference["key"])
-        if _value(tree, source) is not _NOTHING:
+        # A key with dots in its own name (a target) cannot be referred to.
+        if _NOTHING not in (_value(tree, source), _value(tree, path)):
             found[path] = source
     return found
 
