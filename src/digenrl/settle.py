@@ -17,6 +17,7 @@ from digenrl.config import Composed
 from digenrl.config.no_effect import without_effect
 from digenrl.config.relations import most_rollouts, relation_problems
 from digenrl.config.settings import Settings
+from digenrl.config.traps import known_traps
 from digenrl.recompute import AUTO
 from digenrl.rounding import (
     MEASURED_DIMENSIONS,
@@ -145,7 +146,9 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
             "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
         )
     made = composed.changed(numbers)
-    return replace(made, notes=(*notes, *without_effect(made.settings)))
+    return replace(
+        made, notes=(*notes, *without_effect(made.settings), *known_traps(made.settings))
+    )
 
 
 def steps_within_bound(settings: Settings, dimensions: int) -> int:
