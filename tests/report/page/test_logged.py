@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -82,8 +83,11 @@ def test_wandb_gets_pictures_with_score_and_prompt_and_videos_as_mp4(tmp_path: P
     logger = WandbLogger(tmp_path)
     log(logger, tmp_path, of_images(10), videos)
     name = f"eval/01 {PROMPTS[3][:40]}/captions"
-    (captions,) = (row[name] for row in history(tmp_path / "wandb") if name in row)
-    assert captions == [f"0.300: {PROMPTS[3]}", f"0.400: {PROMPTS[3]}"]
+    deadline = time.monotonic() + 20.0  # W&B's own process writes the file
+    while not (found := [row[name] for row in history(tmp_path / "wandb") if name in row]):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert found[0] == [f"0.300: {PROMPTS[3]}", f"0.400: {PROMPTS[3]}"]
     (media,) = tmp_path.glob("wandb/offline-run-*/files/media")
     assert len(list(media.rglob("*.png"))) == 2 * 2 + 2 * 2
     (video, *_) = media.rglob("*.mp4")
