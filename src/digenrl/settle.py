@@ -29,6 +29,8 @@ from digenrl.rounding import (
 from digenrl.schedule import ScheduleSpec, slices_of_group, steps_per_forward
 from digenrl.schedule.spec import KEYS
 
+TINY_DIMENSIONS = 1_024
+"""Numbers of a tiny build's latents, about."""
 ROLLOUTS = "rollouts, while trainers go on"
 """Words of a run's announcement for the ranks that evaluate."""
 
@@ -133,7 +135,8 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     if settings.schedule.tsp.batch == AUTO:
-        steps = steps_within_bound(settings, MEASURED_DIMENSIONS)
+        tiny = settings.hardware.build == "tiny"
+        steps = steps_within_bound(settings, TINY_DIMENSIONS if tiny else MEASURED_DIMENSIONS)
     usual = ModelPlacement(sharding(settings), steps, settings.hardware.build == "real")
     held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
     numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
