@@ -28,7 +28,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report eval benchmark export score serve-reward \
+.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz gpus mutants coverage report eval benchmark export score serve-reward \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -142,6 +142,9 @@ $(SITE)/.stamp: $(wildcard $(WHEELS)/*.whl)
 	@rm -rf $(SITE)
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target $(SITE) $^ >&2
 	@touch $@
+
+gpus: $(STAMP)  ## What 2, 4 or 8 GPUs of this machine do, step by step, in ten minutes; a page to paste. ARGS="gpus=4 device=cpu" tries it
+	@$(PY) -m benchmarks.gpus $(ARGS)
 
 device: $(STAMP)  ## A strict second device on the CPU (tests/device, needs g++), and a run on it. ARGS=all: the slow tests too
 ifeq ($(ARGS),all)
