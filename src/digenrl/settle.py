@@ -28,6 +28,8 @@ from digenrl.rounding import (
 from digenrl.schedule import ScheduleSpec, slices_of_group, steps_per_forward
 from digenrl.schedule.spec import KEYS
 
+MOST_WAITING = 4
+"""Trainers for each rollout up to which rollouts evaluate, where nobody knows the seconds."""
 ROLLOUTS = "rollouts, while trainers go on"
 """Words of a run's announcement for the ranks that evaluate."""
 
@@ -133,7 +135,14 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     if settings.schedule.tsp.batch == AUTO:
         steps = steps_within_bound(settings, MEASURED_DIMENSIONS)
-    usual = ModelPlacement(sharding(settings), steps, settings.hardware.build == "real")
+    few = settings.allocation.evaluation == AUTO and trainers > MOST_WAITING * rollouts
+    usual = ModelPlacement(
+        sharding(settings),
+        steps,
+        settings.hardware.build == "real",
+        rollouts_evaluate=not few,
+        why=f"{trainers} trainers would wait for {rollouts} rollouts",
+    )
     held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
     numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
     if settings.model.gradient_checkpointing == AUTO:
@@ -142,7 +151,7 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
         numbers["allocation.evaluation"] = "trainers"
         notes = (
             *notes,
-            "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
+            f"allocation.evaluation=trainers: {held.why}.",
         )
     made = composed.changed(numbers)
     return replace(made, notes=(*notes, *without_effect(made.settings)))

@@ -44,6 +44,14 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
     return words
 
 
+def evaluation_words(outcome: CandidateOutcome, drawn: Drawn | None) -> list[str]:
+    """Return the word that lets trainers evaluate, in a list; an empty list where rollouts do, or
+    nobody could choose."""
+    if drawn is None or outcome.costing.trainers_evaluate(drawn, outcome.candidate) is None:
+        return []
+    return ["allocation.evaluation=trainers"]
+
+
 def quantized(outcome: CandidateOutcome) -> list[str]:
     """Return the word that quantizes the frozen base, in a list; an empty list if it has 16
     bits."""
@@ -177,7 +185,8 @@ class Booking:
             self.drawn is not None
         ):  # the last evaluation overlaps with no training, so all of its time counts
             seconds += (self.evaluations - 1) * outcome.evaluation_s(self.drawn)
-            seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate)
+            last = outcome.rollouts_evaluate(self.drawn)
+            seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate, last)
         return seconds / 3600
 
     def gpu_hours(self, outcome: CandidateOutcome) -> float:
@@ -219,11 +228,9 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     gpus = ", ".join(f"{pool.count + pool.judges} x {pool.gpu}" for pool in hardware.pools)
     price = booking.price(winner)
     money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
-    evaluators = (
-        "rollouts"
-        if plan.costing.work.rollouts_evaluate and winner.candidate.rollouts
-        else "trainers"
-    )
+    drawn = booking.drawn
+    by_rollouts = drawn is not None and winner.rollouts_evaluate(drawn)
+    evaluators = "rollouts" if by_rollouts else "trainers"
     lines = [
         f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
         f"{booking.evaluations} evaluations by {evaluators}): "

@@ -35,14 +35,14 @@ from digenrl.extensions.planner.plan_text import (
     as_json,
     booked,
     chosen,
+    evaluation_words,
     explanation,
     overrides,
     seat,
     table,
 )
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
-from digenrl.extensions.planner.reading import candidate_of, costing_of, given
-from digenrl.extensions.planner.workload import Drawn
+from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, given
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto
 from digenrl.settle import allocation, settle, with_task_size
@@ -86,7 +86,8 @@ def main(words: list[str]) -> int:
         print(
             f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
         )
-    print(f"\n{to_train(composed, overrides(made.winner))}")
+    words = [*overrides(made.winner), *evaluation_words(made.winner, booking.drawn)]
+    print(f"\n{to_train(composed, words)}")
     print(path)
     return 0
 
@@ -186,20 +187,12 @@ def as_configured(composed: Composed) -> CandidateOutcome:
 
 def booking_of(settings: PlanSettings) -> Booking:
     """Return the run's length and its evaluations; `callbacks.evaluation` may be missing."""
-    steps, model = settings.max_rl_steps, settings.model
+    steps = settings.max_rl_steps
     if (settings.callbacks or {}).get("evaluation") is None:
         return Booking(steps, settings.plan.price_per_gpu_hour)
-    evaluation = settings.node("callbacks.evaluation")
-    times = 2 if not evaluation.every else 1 + -(-steps // evaluation.every)
-    samples = evaluation.samples_per_prompt
-    drawn = Drawn(
-        prompts=evaluation.max_prompts or settings.data.prompts_per_batch,
-        samples=samples,
-        steps=evaluation.steps or settings.sampling.steps,
-        compared=min(evaluation.kl_samples, samples)
-        if model.lora or model.get("keep_reference")
-        else 0,
-    )
+    every = settings.node("callbacks.evaluation").every
+    times = 2 if not every else 1 + -(-steps // every)
+    drawn = drawn_of(settings)
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
 
 
