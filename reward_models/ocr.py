@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from digenrl import extras
 from digenrl.rewards.protocol import rgb_bytes
 from digenrl.types import Prompt
 from reward_models.weights import files_digest
@@ -34,7 +35,7 @@ try:
     from rapidfuzz.distance import Levenshtein
 except ImportError as error:
     raise ImportError(
-        "the ocr reward needs rapidocr and rapidfuzz: pip install 'digenrl[ocr]'"
+        f"the ocr reward needs rapidocr and rapidfuzz: {extras.command('ocr')}"
     ) from error
 
 LINE_HEIGHT = 64
