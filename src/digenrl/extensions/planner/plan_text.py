@@ -260,9 +260,7 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     other = "" if found["best"] == seat(winner) else better
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
     if costing.work.engine == "eager" and costing.work.compiles:
-        lines.append(
-            f"With model.compile=true (not yet run on a GPU): {winner.compiled_s:.2f} s."
-        )
+        lines.append(f"With model.compile=true (not yet run on a GPU): {winner.compiled_s:.2f} s.")
     words: dict[str, list[str]] = {}
     for stage, by_pool in plan.costing.sources().items():
         for source in sorted(set(by_pool.values())):
