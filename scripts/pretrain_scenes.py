@@ -3,6 +3,7 @@ repository commits.
 
     python -m scripts.pretrain_scenes [key=value ...]
     python -m scripts.pretrain_scenes task=edits steps=1600 wrong_captions=0.5
+    python -m scripts.pretrain_scenes student [pairs=6144] [student_steps=1500]
 
 Training is deterministic on a given machine with a single thread, and takes about fifteen minutes
 of one idle core.
@@ -14,13 +15,20 @@ as much, before any loosening: benchmarks/results/scenes-2026-11-25.md.
 
 task=edits trains the base model of the edits, which begins as that of the scenes. Both share the
 judge.
+
+student (task=student) distils the scenes' base into two steps, for experiment=scenes_fewstep: the
+base draws `pairs` pictures by the ODE of many steps, and the student, which begins as the base,
+learns to make each half of the way in one step (as in progressive distillation, arXiv:2202.00512).
+It takes some minutes of one idle core.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -34,11 +42,14 @@ from digenrl.config.value_types import AtLeast0, AtLeast1, File, Positive, Share
 from digenrl.extensions.tasks.scenes import (
     BASE_FILE,
     EDIT_BASE_FILE,
+    STUDENT_FILE,
     ScenesEditPolicy,
     ScenesPolicy,
+    ScenesStudentPolicy,
     pack,
     text_features,
 )
+from digenrl.rollout.engine import detail
 from reward_models.drawn_scenes import (
     KINDS,
     SCENES,
@@ -73,8 +84,9 @@ the settings' rate."""
 class Settings(Arguments):
     """Settings of the command line."""
 
-    task: Literal["scenes", "edits"] = "scenes"
-    """Task whose base model is trained. scenes: the judge is trained as well."""
+    task: Literal["scenes", "edits", "student"] = "scenes"
+    """Task whose base model is trained. scenes: the judge is trained as well. student: the scenes'
+    base in two steps."""
     base: File | None = None
     """File for the base model. null: the task's committed file."""
     judge: File = str(JUDGE_FILE)
@@ -93,6 +105,12 @@ class Settings(Arguments):
     """Peak learning rate of the parameters that Muon does not train."""
     noise_lr: Positive = 5e-4
     """Learning rate of all parameters in the further steps."""
+    pairs: AtLeast1 = 6144
+    """Noises from which the base draws what the student learns."""
+    teacher_steps: AtLeast1 = 6
+    """Steps of the base for each of the student's two."""
+    student_steps: AtLeast1 = 1500
+    """Optimizer steps of the student."""
     seed: int = 0
     """Seed of scenes, noise, captions and initial weights."""
 
@@ -142,6 +160,83 @@ def pretrain_base(settings: Settings) -> ScenesPolicy:
     )
     _round(network)
     return policy
+
+
+STUDENT_GRID = 2
+"""Steps of the student."""
+
+
+def distil_student(settings: Settings) -> ScenesPolicy:
+    """Return a policy that makes each of two steps of the ODE at once, as the base makes it in
+    `settings.teacher_steps`."""
+    teacher, student = ScenesPolicy(), ScenesStudentPolicy(str(BASE_FILE))
+    generator = torch.Generator().manual_seed(settings.seed)
+    choice = torch.randint(len(SCENES), (settings.pairs,), generator=generator)
+    condition = _features([SCENES[int(row)].text for row in choice])
+    points = [torch.randn(settings.pairs, *teacher.latent_shape, generator=generator)]
+    grid = teacher.sigma_grid(STUDENT_GRID)
+    for sigma, after in itertools.pairwise(grid):
+        points.append(_teach(teacher, points[-1], condition, sigma, after, settings.teacher_steps))
+        print(f"drew {settings.pairs} halves", file=sys.stderr, flush=True)
+    network = student.transformer.requires_grad_(True)
+    optimizers = _optimizers(network, settings.lr / 2)
+    rate = partial(_cosine, settings.student_steps)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
+    average = {name: value.clone() for name, value in network.state_dict().items()}
+    for step in range(settings.student_steps):
+        rows = torch.randint(settings.pairs, (settings.batch,), generator=generator)
+        given = {name: value[rows] for name, value in condition.items()}
+        # Half of the batch at each of the two noise levels.
+        half = torch.arange(settings.batch) % STUDENT_GRID
+        start, end = (
+            torch.stack([points[int(k) + offset][row] for k, row in zip(half, rows, strict=True)])
+            for offset in (0, 1)
+        )
+        sigma, after = grid[half], grid[half + 1]
+        velocity = (end - start) / (after - sigma)[:, None, None]
+        # Errors of the picture, which a step makes of its velocity.
+        loss = functional.mse_loss(
+            student.velocity(start, sigma, given) * sigma[:, None, None],
+            velocity * sigma[:, None, None],
+        )
+        network.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        for name, value in network.state_dict().items():
+            average[name].lerp_(value, 1 - min(EMA, (step + 1) / (step + 10)))
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1} loss {loss.item():.4f}", file=sys.stderr, flush=True)
+    network.load_state_dict(average)
+    _round(network)
+    return student
+
+
+@torch.no_grad()
+def _teach(
+    teacher: ScenesPolicy,
+    latents: Tensor,
+    condition: dict[str, Tensor],
+    sigma: Tensor,
+    after: Tensor,
+    steps: int,
+) -> Tensor:
+    """Return where the base's ODE leads from `sigma` to `after` in equal steps."""
+    made = []
+    for first in range(0, len(latents), 512):
+        rows = slice(first, first + 512)
+        given = {name: value[rows] for name, value in condition.items()}
+        x = latents[rows]
+        for low, high in itertools.pairwise(torch.linspace(float(sigma), float(after), steps + 1)):
+            x = x + (high - low) * teacher.velocity(x, low.expand(len(x)), given)
+        made.append(x)
+    return torch.cat(made)
+
+
+def _cosine(steps: int, step: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
 
 
 def _round(network: nn.Module) -> None:
@@ -312,6 +407,11 @@ def work(settings: Settings, _: list[str]) -> None:
     """Train, save and measure."""
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)  # for the dropout of the judge
+    if settings.task == "student":
+        student = distil_student(settings)
+        save(_halved(student.transformer), Path(settings.base or STUDENT_FILE))
+        compare_student(student, settings)
+        return
     editing = settings.task == "edits"
     policy = pretrain_base(settings)
     save(
@@ -335,9 +435,28 @@ def work(settings: Settings, _: list[str]) -> None:
     )
 
 
+def compare_student(student: ScenesPolicy, settings: Settings) -> None:
+    """Print how the student draws in two steps, beside the base in two and in twelve."""
+    scenes = [scene for scene in SCENES[::11] for _ in range(8)]
+    detector, base = SceneDetector(perfect=True), ScenesPolicy()
+    for name, policy, steps in (
+        ("student", student, STUDENT_GRID),
+        ("base", base, STUDENT_GRID),
+        ("base", base, STUDENT_GRID * settings.teacher_steps),
+    ):
+        pictures = sample_scenes(policy, scenes, steps)
+        print(
+            f"{name}, {steps} steps: all assertions hold in "
+            f"{detector.judge(pictures, scenes).mean():.3f}, by the judge "
+            f"{SceneJudge(settings.judge).judge(pictures, scenes).mean():.3f}; detail "
+            f"{detail(pictures).mean():.3f}; centres spread by {spread(pictures, scenes)[1]:.2f}"
+        )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Returns exit code 2 on a bad argument."""
-    return own_command(Settings, __doc__, arguments, work)
+    words = ["task=student" if word == "student" else word for word in arguments]
+    return own_command(Settings, __doc__, words, work)
 
 
 if __name__ == "__main__":

@@ -48,12 +48,26 @@ def test_a_run_leaves_its_files_and_ends_with_its_directory(running: Any, tmp_pa
     assert summary["first_ratio_max_dev"] == 0.0
     assert summary["world"] == {"trainer": 1, "rollout": 1}
     assert sum(summary["dropped"].values()) == 0
+    assert not summary["warnings"]  # a good run is quiet
     published = [row for row in train.rows("events.jsonl") if row["kind"] == "publish"]
     adopted = [row for row in train.rows("spans/rank-001.jsonl") if row["stage"] == "adopt"]
     assert [row["version"] for row in published][:2] == [0, 1]
     digests = {row["version"]: row["digest"] for row in published}
     assert {row["version"]: row["digest"] for row in adopted}.items() <= digests.items()
     assert len(adopted) >= 2
+
+
+@pytest.mark.slow
+def test_what_a_run_noticed_of_itself_stands_in_its_summary_and_report(running: Any) -> None:
+    """Adam's eps, and an old policy that is the new one: each once, with its remedy."""
+    words = ("algorithm.optimizer.eps=1.0", "algorithm.old_policy.delay=75", "max_rl_steps=4")
+    train = running("experiment=digits_nft", *SMALL, *words, "algorithm.updates_per_batch=1")
+    assert train.finish() == 0, train.stderr
+    told = train.summary["warnings"]
+    assert sum("set algorithm.optimizer.eps to" in line for line in told) == 1
+    assert sum("equalled its old copy" in line for line in told) == 1
+    page = (train.run_dir / "report.html").read_text()
+    assert "equalled its old copy" in page
 
 
 @pytest.mark.slow

@@ -73,6 +73,9 @@ class Facts:
     """Latent frames, rows and columns at which FLOPs of the decoder are counted."""
     cpu_tiny: Mapping[str, int] = field(default_factory=dict)
     """Keys of `sampling` that differ under `hardware=cpu_tiny`."""
+    traps: tuple[Mapping[str, Any], ...] = ()
+    """Settings with which others saw the model break: `key`, `at_least` (a number), what was
+    `seen` and where, and what to `do`."""
     measured: Mapping[str, Any] = field(default_factory=dict)
     """What `make gpu` measures of the first of `models`: `experiment`, whose sizes are taken;
     `images_per_s` and `source`, a published speed of its RL steps per GPU. {}: nothing."""

@@ -27,6 +27,7 @@ from digenrl.callbacks.evaluation import Evaluation
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.config.stored import tie_of
+from digenrl.config.traps import known_traps
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
 from digenrl.parts import BuildContext
@@ -97,6 +98,8 @@ def build(
     policy, rewards = _policy(context), _rewards(context)
     if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
+    for told in known_traps(settings) if world.rank == 0 else ():
+        append_event(session.run_dir, "warning", {"message": told})
     module = settings.build("algorithm", policy=policy)
     engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
     named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]

@@ -17,6 +17,7 @@ from digenrl.config import Composed
 from digenrl.config.no_effect import without_effect
 from digenrl.config.relations import most_rollouts, relation_problems
 from digenrl.config.settings import Settings
+from digenrl.config.traps import known_traps
 from digenrl.recompute import AUTO
 from digenrl.rounding import (
     MEASURED_DIMENSIONS,
@@ -30,6 +31,8 @@ from digenrl.schedule.spec import KEYS
 
 MOST_WAITING = 4
 """Trainers for each rollout up to which rollouts evaluate, where nobody knows the seconds."""
+TINY_DIMENSIONS = 1_024
+"""Numbers of a tiny build's latents, about."""
 ROLLOUTS = "rollouts, while trainers go on"
 """Words of a run's announcement for the ranks that evaluate."""
 
@@ -134,7 +137,8 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
     if settings.schedule.tsp.batch == AUTO:
-        steps = steps_within_bound(settings, MEASURED_DIMENSIONS)
+        tiny = settings.hardware.build == "tiny"
+        steps = steps_within_bound(settings, TINY_DIMENSIONS if tiny else MEASURED_DIMENSIONS)
     few = settings.allocation.evaluation == AUTO and trainers > MOST_WAITING * rollouts
     usual = ModelPlacement(
         sharding(settings),
@@ -154,7 +158,9 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
             f"allocation.evaluation=trainers: {held.why}.",
         )
     made = composed.changed(numbers)
-    return replace(made, notes=(*notes, *without_effect(made.settings)))
+    return replace(
+        made, notes=(*notes, *without_effect(made.settings), *known_traps(made.settings))
+    )
 
 
 def steps_within_bound(settings: Settings, dimensions: int) -> int:

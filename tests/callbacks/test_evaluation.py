@@ -232,12 +232,17 @@ def test_measure_leaves_missing_scores_out_and_counts_them() -> None:
         "z": torch.tensor([0.25, 0.75]),
     }
     pictures = Pictures(
-        torch.zeros(2, 1, 2, 2, dtype=torch.uint8), prompts, rewards, torch.tensor([1.0, torch.nan])
+        torch.zeros(2, 1, 2, 2, dtype=torch.uint8),
+        prompts,
+        rewards,
+        torch.tensor([1.0, torch.nan]),
+        torch.tensor([2.5, torch.nan]),
     )
     numbers = measure(pictures, {"x": 0.5})
     assert numbers["reward"] == 0.5
     assert numbers["missing"] == 1
     assert numbers["kl"] == 1.0
+    assert numbers["noisy_detail"] == 2.5
     assert "kl" not in measure(replace(pictures, kl=pictures.kl.fill_(torch.nan)), {"x": 0.5})
     assert (numbers["heldout"], numbers["heldout/y"]) == (0.5, 0.5)
     assert "heldout/x" not in numbers
@@ -251,7 +256,7 @@ def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Pat
     media = torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 1, 8, 8)
     save_pictures(
         tmp_path / "eval-1.npz",
-        Pictures(media, prompts, {"r": torch.arange(4.0)}, torch.zeros(4)),
+        Pictures(media, prompts, {"r": torch.arange(4.0)}, torch.zeros(4), torch.zeros(4)),
         per_prompt=1,
     )
     kept = read_samples(tmp_path / "eval-1.npz")
@@ -319,7 +324,13 @@ def test_videos_are_gathered_in_parts_and_kept_by_trainer_0(
 
 def test_videos_become_floats_for_a_statistic_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clips = torch.zeros(2, 5, 3, 8, 8, dtype=torch.uint8)
-    pictures = Pictures(clips, (Prompt("a"),) * 2, {"r": torch.ones(2)}, torch.full((2,), NAN))
+    pictures = Pictures(
+        clips,
+        (Prompt("a"),) * 2,
+        {"r": torch.ones(2)},
+        torch.full((2,), NAN),
+        torch.full((2,), NAN),
+    )
     largest: list[int] = []
     usual = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda own: largest.append(own.numel()) or usual(own))
@@ -335,7 +346,9 @@ def test_videos_are_stored_as_they_are(tmp_path: Path) -> None:
         media = torch.zeros(shape, dtype=torch.uint8)
         prompts, rewards = (Prompt("a"), Prompt("b")), {"r": torch.ones(2)}
         file = tmp_path / f"{len(shape)}.npz"
-        save_pictures(file, Pictures(media, prompts, rewards, torch.full((2,), NAN)), 1)
+        save_pictures(
+            file, Pictures(media, prompts, rewards, torch.full((2,), NAN), torch.full((2,), NAN)), 1
+        )
         with ZipFile(file) as archive:
             assert archive.getinfo("media.npy").compress_type == method
         assert read_samples(file).media.shape == shape

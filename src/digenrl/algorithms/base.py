@@ -24,6 +24,7 @@ from digenrl.algorithms.advantages import Advantage, reward_statistics
 from digenrl.algorithms.copies import Ema, ParameterCopy
 from digenrl.algorithms.finite import not_finite
 from digenrl.algorithms.meters import Meters
+from digenrl.algorithms.step_size import small_gradient
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepSelection
 from digenrl.models.policy import Policy
@@ -90,6 +91,7 @@ class PolicyModule(pl.LightningModule):
         self._reached = self._trains = False
         """Whether the loss is known to reach every trained parameter; whether this rank has trained
         a cell."""
+        self._small_gradient_told = False
         self._suspect: tuple[TrainBatch, Tensor] | None = None
         """The first micro-batch of the update with a non-finite loss, else the latest, and its
         loss."""
@@ -222,6 +224,11 @@ class PolicyModule(pl.LightningModule):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
             norm = norm.clamp(max=self.max_grad_norm)
         self._meters.update("grad_norm_clipped", norm, 1.0)
+        if not self._small_gradient_told and self.global_rank == 0:
+            told = small_gradient(optimizer, parameters, float(norm))
+            self._small_gradient_told = told is not None
+            if told is not None:
+                logger.warning(told)
 
     def _require_gradients(self) -> None:
         if unreached := self.policy.adapter.parameters_without_gradient():

@@ -4,6 +4,7 @@ never optimised."""
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from numpy.typing import NDArray
 from torch import Tensor
 
-from digenrl.callbacks.picture_alarms import of_pictures
+from digenrl.callbacks.picture_alarms import destroyed, of_pictures
 from digenrl.data import load_prompts
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import (
@@ -37,6 +38,7 @@ from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, Pictures, joined
 from digenrl.types import Prompt
 
+_LOG = logging.getLogger(__name__)
 Statistic = Callable[[Tensor, Sequence[Prompt]], Mapping[str, float]]
 """Function (media [N, ...] in [0, 1], N prompts) -> {name: value}. Names become keys of the eval
 line."""
@@ -54,7 +56,8 @@ def measure(
     `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these
     means. `heldout/<name>` is the mean of a reward without weight, and `heldout` repeats the first.
     `missing` counts NaN scores, which no mean includes. `kl`, if it was measured, is in nats per
-    sample between policy and base model.
+    sample between policy and base model. `noisy_detail`, if it was measured, is the detail of
+    samples with the run's noise over that of clean ones (median).
 
     Raises:
         ValueError: two statistics give the same key.
@@ -72,6 +75,8 @@ def measure(
         numbers |= {f"heldout/{name}": means[name] for name in unoptimised}
     if not bool(pictures.kl.isnan().all()):
         numbers["kl"] = float(torch.nanmean(pictures.kl.double()))
+    if not bool(pictures.noisy.isnan().all()):
+        numbers["noisy_detail"] = float(torch.nanmedian(pictures.noisy.double()))
     numbers["missing"] = sum(int(scores.isnan().sum()) for scores in pictures.rewards.values())
     numbers["samples"] = len(pictures.prompts)
     # Four bytes a value: of videos, tens of gigabytes that no one would read.
@@ -311,6 +316,8 @@ class Evaluation(pl.Callback):
                 **numbers,
             },
         )
+        if (told := destroyed(numbers.get("noisy_detail"))) is not None:
+            _LOG.warning(told)
         self._raise_alarms(run_dir, rl_step, pictures, weights)
         show = self._showing(pictures, weights)
         for logger in trainer.loggers:
@@ -374,6 +381,7 @@ class Evaluation(pl.Callback):
                 name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()
             },
             kl=_gathered(trainer, local.kl)[:rows],
+            noisy=_gathered(trainer, local.noisy)[:rows],
         )
 
 

@@ -16,12 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from digenrl.rewards.protocol import laplacian, luma
+from digenrl.rewards.protocol import luma
+from digenrl.rollout.engine import detail
 from digenrl.rollout.evaluation import Pictures
 
 COLLAPSED_SHARE = 0.9
 BLUR_SHARE = 0.5
 GRID_RATIO = 4.0
+NOISE_RATIO = 4.0
+"""Detail of samples with noise over that of clean ones, or its inverse, from which they are
+destroyed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm 
 def blur(before: Tensor, after: Tensor) -> Alarm | None:
     """Return an alarm if the samples `after` have less detail than `before` (both [N, (F,) C, H, W]
     in [0, 1])."""
-    old, new = sharpness(before).median().item(), sharpness(after).median().item()
+    old, new = detail(before).median().item(), detail(after).median().item()
     if old <= 0 or new / old >= BLUR_SHARE:
         return None
     return Alarm(
@@ -126,9 +130,17 @@ def grid(before: Tensor, after: Tensor) -> Alarm | None:
     )
 
 
-def sharpness(media: Tensor) -> Tensor:
-    """Return [N], the mean absolute Laplacian of the samples' brightness."""
-    return laplacian(luma(media)).abs().mean((1, 2, 3))
+def destroyed(noisy_detail: float | None) -> str | None:
+    """Return a warning where samples with the run's own noise have another amount of detail than
+    clean ones: noise in place of pictures, or nothing at all."""
+    if noisy_detail is None or 1 / NOISE_RATIO <= noisy_detail <= NOISE_RATIO:
+        return None
+    said = "noise" if noisy_detail > 1 else "nearly nothing"
+    return (
+        f"samples with the run's noise have {noisy_detail:.2g} times the detail of clean ones: "
+        f"rollouts draw {said}, which no reward can rank; lower algorithm.sde.noise_level (or "
+        "eta), or put noise into fewer or earlier steps (algorithm/train_steps)"
+    )
 
 
 def grid_strength(media: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from digenrl.record.stored_yaml import read_plain
 Size = tuple[int, int]
 """(input features, output features) of a linear layer."""
 _OF_DIFFUSERS, _OF_PEFT = "pytorch_lora_weights{}.safetensors", "adapter_model.safetensors"
+_OF_EXPORTS = (_OF_DIFFUSERS, "lora_comfyui{}.safetensors", "lora_kohya{}.safetensors")
 _PEFT_CONFIG, _LAST_WEIGHTS = "adapter_config.json", "checkpoints/last/policy.safetensors"
 _METADATA = "lora_adapter_metadata"
 """Where diffusers keeps rank and alpha, in the header of a file."""
@@ -71,6 +73,7 @@ def read_adapter(
     linears: Mapping[str, Size],
     components: Mapping[str, str],
     names: Names | None,
+    swapped: tuple[str, ...] = (),
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return layer -> (A [r, in], B [out, r]) of every adapted layer.
 
@@ -79,6 +82,7 @@ def read_adapter(
         linears: all linear layers of the network.
         components: subfolder of the checkpoint -> prefix of its layers' names.
         names: `checkpoint_names` of the family, for files of kohya's tools and of ComfyUI.
+        swapped: `swapped_halves` of the family, in such files.
 
     Raises:
         LoraFileError: no such file, no adapter, or one of other layers, ranks or scale.
@@ -90,7 +94,7 @@ def read_adapter(
             name.removeprefix(prefix): s for name, s in linears.items() if name.startswith(prefix)
         }
         wanted = {name.removeprefix(prefix) for name in adapted if name.startswith(prefix)}
-        _read(file, prefix, spec, wanted, own, names, found)
+        _read(file, prefix, spec, wanted, own, names, found, swapped)
     missing = sorted(
         set(adapted) - set(found.factors) - {each.split(":")[0] for each in found.wrong}
     )
@@ -114,20 +118,21 @@ def _files(path: Path, components: Mapping[str, str]) -> list[tuple[Path, str]]:
         raise LoraFileError(f"model.lora.path = {path}: there is no such file or directory")
     if (last := path / _LAST_WEIGHTS).is_file():
         return [(last, "")]
-    of_parts = [
-        (path / _OF_DIFFUSERS.format(subfolder.removeprefix("transformer")), prefix)
-        for subfolder, prefix in components.items()
-    ]
-    if of_parts[0][0].is_file():
-        return [(file, prefix) for file, prefix in of_parts if file.is_file()]
+    for name in _OF_EXPORTS:
+        of_parts = [
+            (path / name.format(subfolder.removeprefix("transformer")), prefix)
+            for subfolder, prefix in components.items()
+        ]
+        if of_parts[0][0].is_file():
+            return [(file, prefix) for file, prefix in of_parts if file.is_file()]
     if (file := path / _OF_PEFT).is_file():
         return [(file, first)]
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return [(files[0], first)]
     raise LoraFileError(
-        f"model.lora.path = {path}: no {_LAST_WEIGHTS}, {of_parts[0][0].name} or {_OF_PEFT}, and "
-        f"{len(files)} files end in .safetensors; name the file"
+        f"model.lora.path = {path}: no {_LAST_WEIGHTS}, {_OF_DIFFUSERS.format('')} or {_OF_PEFT}, "
+        f"and {len(files)} files end in .safetensors; name the file"
     )
 
 
@@ -139,6 +144,7 @@ def _read(
     linears: Mapping[str, Size],
     names: Names | None,
     found: _Found,
+    swapped: tuple[str, ...],
 ) -> None:
     """Add to `found` what one file holds. Names are those of one component, without its prefix."""
     try:
@@ -154,12 +160,15 @@ def _read(
                 )
             stated = _stated_scale(file, opened.metadata() or {}, keys)
             table = _aliases(linears, names)
+            own_names = {name.replace(".", "_") for name in linears}
             for name, layer in layers.items():
                 members = table.get(name)
                 if members is None or not (layer.down and layer.up):
                     found.unknown.append(name)
                     continue
-                _add(opened, layer, members, prefix, spec, stated, wanted, linears, found)
+                renamed = name not in linears and name not in own_names
+                turned = renamed and members[0].endswith(swapped)
+                _add(opened, layer, members, prefix, spec, stated, wanted, linears, found, turned)
     except (SafetensorError, OSError) as error:
         raise LoraFileError(f"{file} cannot be read as safetensors: {error}") from error
 
@@ -174,7 +183,8 @@ def _layers(keys: list[str], found: _Found) -> dict[str, _Layer]:
             ending = next((each for each in endings if key.endswith(each)), None)
             if ending is not None:
                 stem = key.removesuffix(ending)
-                for prefix in _PREFIXES:
+                # A run writes its network's own names; one of two networks has such a prefix.
+                for prefix in () if key.endswith(_OWN) else _PREFIXES:
                     stem = stem.removeprefix(prefix)
                 setattr(layers[stem], kind, key)
                 break
@@ -211,6 +221,7 @@ def _add(
     wanted: set[str],
     linears: Mapping[str, Size],
     found: _Found,
+    turned: bool,
 ) -> None:
     """Add one layer of a file, which may be several of the network's."""
     down_size, up_size = (opened.get_slice(key).get_shape() for key in (layer.down, layer.up))
@@ -230,6 +241,8 @@ def _add(
         found.wrong.append(f"{told}: values that are no finite floating-point numbers")
         return
     down, up = down.float(), up.float()
+    if turned:
+        up = torch.cat(up.chunk(2)[::-1])
     scale = stated if stated is not None else 1.0
     if layer.alpha:
         alpha = opened.get_tensor(layer.alpha)

@@ -56,6 +56,8 @@ class Policy(nn.Module, ABC):
     reads."""
     lora_pipeline: ClassVar[str | None] = None
     """Pipeline that reads and writes adapters, unless that is the first of `pipelines`."""
+    swapped_halves: ClassVar[tuple[str, ...]] = ()
+    """Layers of a block whose two halves of outputs a checkpoint has in the other order."""
     checkpoint_names: ClassVar[Names | None] = None
     """Names of the network's layers in the model's own checkpoint; None: not known."""
     components: ClassVar[Mapping[str, str]] = {"transformer": ""}
@@ -123,6 +125,7 @@ class Policy(nn.Module, ABC):
             self.adapter.linear_sizes(),
             self.components,
             self.checkpoint_names,
+            self.swapped_halves,
         )
 
     @classmethod

@@ -54,9 +54,9 @@ def sentence(entry: dict[str, Any]) -> str:
 
     Example:
         >>> sentence({"reward": "ocr", "first": 0.34, "last": 0.8, "steps": 600, "gpu_hours": None,
-        ...           "measured": "mean of a rollout", "source": "MD #239", "own_first": 0.34,
+        ...           "measured": "batches", "source": "MD #239", "own_first": 0.34,
         ...           "own_last": 0.41, "own_steps": 60, "tiny": False})
-        'ocr 0.34 → 0.8 in 600 RL steps (MD #239; mean of a rollout); this run: 0.34 → 0.41 after 60'
+        'ocr 0.34 → 0.8 in 600 RL steps (MD #239; batches); this run: 0.34 → 0.41 after 60'
     """
     after = _after(entry)
     text = f"{entry['reward']} {entry['first']:.3g} → {entry['last']:.3g}"

@@ -18,7 +18,7 @@ from digenrl.diffusion import denoise, keys
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy, wide
-from digenrl.rewards.protocol import RewardError
+from digenrl.rewards.protocol import RewardError, laplacian, luma
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout import divergence
@@ -61,6 +61,9 @@ class Pictures:
     kl: Tensor
     """[N] nats between policy and base model, on CPU (the extension `divergence`); NaN = not
     measured."""
+    noisy: Tensor
+    """[N] detail of a sample of the row's prompt with the run's own noise, over that of the row;
+    NaN = not measured."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,11 @@ def fixed_batches(
         yield policy.codec.encode([prompt for prompt, _ in batch]), draw
 
 
+def detail(media: Tensor) -> Tensor:
+    """Return [N], the mean absolute Laplacian of the samples' brightness."""
+    return laplacian(luma(media)).abs().mean((1, 2, 3))
+
+
 class RolloutEngine:
     """Everything needed to turn a task into a trajectory.
 
@@ -156,6 +164,8 @@ class RolloutEngine:
         self.grid = policy.sigma_grid(sampling.steps)
         self._read: tuple[Prompt, dict[str, Tensor], Tensor] | None = None
         self._scorer = AsyncScorer(rewards)
+        self.noise_compared = False
+        """Whether an evaluation of this process has drawn with the run's own noise too."""
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -246,6 +256,7 @@ class RolloutEngine:
         steps: int | None = None,
         before_step: Callable[[], None] = lambda: None,
         kl_samples: int = 0,
+        noisy_too: bool = False,
     ) -> Pictures:
         """ODE samples with noise that depends on (seed, prompt, sample) alone, scored by every
         reward.
@@ -257,6 +268,8 @@ class RolloutEngine:
             steps: ODE steps; None = `sampling.eval_steps`.
             before_step: called before each of them; an exception ends the evaluation.
             kl_samples: of each prompt, whose divergence from the base model is measured too.
+            noisy_too: whether a sample of the first prompt is drawn as rollouts do, for
+                `Pictures.noisy`.
         """
         media = ode_samples(
             self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step
@@ -269,7 +282,26 @@ class RolloutEngine:
             )
             moved = divergence.divergence(self.policy, drawn, self.grid, before_step)
             kl[:, :kl_samples] = moved.view(len(prompts), kl_samples).cpu()
-        return Pictures(media, rows, self._rewards.score(media, rows, heldout=True), kl.flatten())
+        noisy = torch.full((len(media),), torch.nan)
+        made = self._noisy_sample(prompts[0], before_step) if noisy_too else None
+        if made is not None:
+            noisy[0] = detail(made).cpu()[0] / detail(media[:1]).clamp(min=1e-6)[0]
+        scores = self._rewards.score(media, rows, heldout=True)
+        return Pictures(media, rows, scores, kl.flatten(), noisy)
+
+    def _noisy_sample(self, prompt: Prompt, before_step: Callable[[], None]) -> Tensor | None:
+        """Return media of one sample as rollouts draw it; None where they add no noise."""
+        plan = self._selection.plan(self.seed, 0, self.sampling.steps, prompt.uid)
+        if not plan.sde:
+            return None
+        key = denoise.SampleKey(self.seed, 0, prompt.uid, (0,))
+        shape, dtype = self.policy.latent_shape, self.sampling.storage_dtype
+        state = denoise.start(key, shape, dtype, self.policy.device)
+        condition = self.policy.codec.encode([prompt])
+        for _ in range(self.sampling.steps):
+            before_step()
+            state = denoise.advance(self.policy, condition, state, self.grid, self._kernel, plan)
+        return self.policy.codec.decode(state.latents)
 
     def _plan(self, task: Task, prompt: Prompt) -> StepPlan:
         return self._selection.plan(self.seed, task.step, self.sampling.steps, prompt.uid)

@@ -28,6 +28,7 @@ def joined(parts: Sequence[Pictures]) -> Pictures:
             name: torch.cat([part.rewards[name] for part in parts]) for name in parts[0].rewards
         },
         kl=torch.cat([part.kl for part in parts]),
+        noisy=torch.cat([part.noisy for part in parts]),
     )
 
 
@@ -66,17 +67,18 @@ class FixedSamples:
         parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for number in numbers:
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
-            made = engine.evaluate(*asked, before_step, compared)
+            made = engine.evaluate(*asked, before_step, compared, not engine.noise_compared)
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(replace(made, media=media, rewards=scores))
+        engine.noise_compared = True
         return joined(parts)
 
 
 def tensors_of(piece: Pictures) -> dict[str, Tensor]:
     """Return a piece as it is sent, without its prompts."""
     rewards = {f"rewards/{name}": scores for name, scores in piece.rewards.items()}
-    return {"media": piece.media, "kl": piece.kl, **rewards}
+    return {"media": piece.media, "kl": piece.kl, "noisy": piece.noisy, **rewards}
 
 
 def pictures_of(tensors: Mapping[str, Tensor], prompts: Sequence[Prompt]) -> Pictures:
@@ -88,4 +90,4 @@ def pictures_of(tensors: Mapping[str, Tensor], prompts: Sequence[Prompt]) -> Pic
     }
     media = tensors["media"]
     rows = tuple(prompt for prompt in prompts for _ in range(len(media) // len(prompts)))
-    return Pictures(media, rows, rewards, tensors["kl"])
+    return Pictures(media, rows, rewards, tensors["kl"], tensors["noisy"])

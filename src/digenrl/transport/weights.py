@@ -85,7 +85,9 @@ class Bucket:
         # A new buffer for each version: the link may still be sending the last one.
         data = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
         for name, view in self.views(data, like).items():
-            view.copy_(_whole(parameters[name]))
+            # Cast where the weights are: a copy that also casts goes through pageable memory and
+            # one thread of the host.
+            view.copy_(_whole(parameters[name]).to(view.dtype))
             end = self.starts[name] + view.numel() * view.element_size()
             # The padding is part of the digest, so it must not hold random bytes.
             data[end : _padded(end)] = 0
@@ -187,7 +189,7 @@ def attest(parameters: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> str:
         for name in bucket.starts:
             flat, dtype = _whole(parameters[name]).reshape(-1), like[name].dtype
             for piece in flat.split(max(1, _PIECE_BYTES // dtype.itemsize)):
-                state.update(tensor_bytes(piece.to("cpu", dtype)))
+                state.update(tensor_bytes(piece.to(dtype).cpu()))
             size = flat.numel() * dtype.itemsize
             state.update(zeros[: _padded(size) - size])
         digests.append(state.hexdigest())

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
+import diffusers.loaders.single_file_utils as files
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel, WanPipeline
@@ -172,6 +174,72 @@ def test_stable_diffusion_3_adds_it_to_the_weights_that_diffusers_converts() -> 
     expected = updates(layers, ALPHA / RANK)
     assert read.keys() == expected.keys()
     assert all(torch.allclose(read[name], value, atol=1e-4) for name, value in expected.items())
+
+
+def whole_weights(
+    layers: dict[str, Tensor], family: str, layout: str = "comfyui"
+) -> dict[str, Tensor]:
+    """The layers that an exported adapter changes, as weights of a checkpoint: each its update."""
+    policy = FAMILIES[family]
+    written = in_layout(layers, ALPHA, policy.checkpoint_names, layout, policy.swapped_halves)
+    found = {}
+    for name, down in written.items():
+        if name.endswith(".lora_down.weight"):
+            stem = name.removesuffix(".lora_down.weight")
+            scale = written[f"{stem}.alpha"] / down.shape[0]
+            key = stem.removeprefix("diffusion_model.") + ".weight"
+            found[key] = scale * written[f"{stem}.lora_up.weight"] @ down
+    return found
+
+
+def hunyuan(checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(files.convert_hunyuan_video_transformer_to_diffusers(checkpoint))
+
+
+CONVERTERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "hunyuan_video": hunyuan,
+    "z_image": files.convert_z_image_transformer_checkpoint_to_diffusers,
+    "qwen_image21": files.convert_qwen_image21_transformer_checkpoint_to_diffusers,
+    "minimax_h3": lambda checkpoint: files.convert_minimax_h3_transformer_checkpoint_to_diffusers(
+        checkpoint, config={}
+    ),
+    "flux2_klein": files.convert_flux2_transformer_checkpoint_to_diffusers,
+}
+
+
+@pytest.mark.parametrize("family", CONVERTERS)
+def test_diffusers_reads_each_layers_update_as_a_weight_of_the_published_checkpoint(
+    family: str,
+) -> None:
+    """By diffusers' own converter of whole checkpoints, layer by layer."""
+    policy = FAMILIES[family]
+    # The converter of HunyuanVideo knows its real width alone.
+    wide = 3072 if family == "hunyuan_video" else 8
+    layers = {}
+    for blocks, names in zip(
+        policy.block_lists,
+        (
+            policy.attention + policy.feed_forward,
+            policy.single_attention + policy.single_feed_forward,
+            policy.attention + policy.feed_forward,
+        ),
+        strict=False,
+    ):
+        for name in names:
+            out = wide if blocks.startswith("single") and name != "proj_mlp" else 8
+            out = 4 * wide if name == "proj_mlp" else out
+            layers |= layer(f"{blocks}.1.{name}", out, 8)
+    read = {
+        key.removesuffix(".weight"): value
+        for key, value in CONVERTERS[family](whole_weights(layers, family)).items()
+    }
+    expected = updates(layers, ALPHA / RANK)
+    assert read.keys() == expected.keys()
+    assert all(torch.allclose(read[name], value, atol=1e-4) for name, value in expected.items())
+
+
+def test_every_family_knows_its_names_in_other_tools() -> None:
+    assert not [family for family, policy in FAMILIES.items() if policy.checkpoint_names is None]
 
 
 def test_unknown_names_are_refused() -> None:

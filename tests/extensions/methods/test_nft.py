@@ -196,3 +196,26 @@ def test_a_block_without_clean_latents_is_explained() -> None:
     assert module.needs_final
     with pytest.raises(ValueError, match="beta > 0"):
         nft(policy, beta=0.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "updates", "told"),
+    [
+        (OldPolicySchedule(delay=75), 1, True),  # a copy of the policy for 75 RL steps
+        (OldPolicySchedule(ceiling=0.0), 1, True),
+        (OldPolicySchedule(), 1, False),  # DiffusionNFT's own: equal after the first step alone
+        (OldPolicySchedule(delay=75), 2, False),  # the second update has moved on
+    ],
+)
+def test_a_run_whose_loss_contrasts_nothing_is_warned_once(
+    schedule: OldPolicySchedule, updates: int, told: bool, caplog: Any
+) -> None:
+    def cut(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+        return [batch(blocks, rewards, update=u, version=step) for u in range(updates)]
+
+    policy = ToyPolicy()
+    module = nft(policy, old_policy=schedule, updates_per_batch=updates)
+    _, steps = fit(module, policy, cut, epochs=5)
+    assert caplog.text.count("equalled its old copy") == told
+    drifts = [step["velocity_drift"] for step in steps]
+    assert all(drift == 0.0 for drift in drifts) is (told and updates == 1)

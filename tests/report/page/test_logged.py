@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from digenrl.callbacks.loggers import Guarded
 from digenrl.callbacks.wandb_logger import WandbLogger
 from digenrl.report.page.logged import logged
 from tests.callbacks.test_evaluation import evaluated_edits
+from tests.callbacks.test_records import history
 
 PROMPTS = ("a fox",) * 3 + ("a very long prompt " * 9,) * 3 + ("unseen",) * 3
 SCORES = {"r": np.arange(9, dtype=np.float32) / 10}
@@ -80,12 +82,12 @@ def test_wandb_gets_pictures_with_score_and_prompt_and_videos_as_mp4(tmp_path: P
     videos = logged(media, ("moves",) * 2, scores, {"r": 1.0}, 1, 1, None)
     logger = WandbLogger(tmp_path)
     log(logger, tmp_path, of_images(10), videos)
-    summary = logger.experiment.summary
-    assert summary[f"eval/01 {PROMPTS[3][:40]}"]["captions"] == [
-        f"0.300: {PROMPTS[3]}",
-        f"0.400: {PROMPTS[3]}",
-    ]
-    logger.experiment.finish()
+    name = f"eval/01 {PROMPTS[3][:40]}/captions"
+    deadline = time.monotonic() + 20.0  # W&B's own process writes the file
+    while not (found := [row[name] for row in history(tmp_path / "wandb") if name in row]):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert found[0] == [f"0.300: {PROMPTS[3]}", f"0.400: {PROMPTS[3]}"]
     (media,) = tmp_path.glob("wandb/offline-run-*/files/media")
     assert len(list(media.rglob("*.png"))) == 2 * 2 + 2 * 2
     (video, *_) = media.rglob("*.mp4")

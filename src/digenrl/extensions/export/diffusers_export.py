@@ -99,7 +99,8 @@ def export_layout(policy: Policy, folder: Path, layout: str) -> list[Path]:
     files = []
     for subfolder, layers in _adapters(policy):
         try:
-            renamed = in_layout(layers, policy.adapter.lora.alpha, policy.checkpoint_names, layout)
+            names, swapped = policy.checkpoint_names, policy.swapped_halves
+            renamed = in_layout(layers, policy.adapter.lora.alpha, names, layout, swapped)
         except ValueError as error:
             raise ExportError(f"format={layout}: {error}") from error
         file = folder / f"lora_{layout}{subfolder.removeprefix('transformer')}.safetensors"

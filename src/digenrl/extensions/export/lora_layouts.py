@@ -26,7 +26,11 @@ _WIDER = {"proj_mlp": 4}
 
 
 def in_layout(
-    layers: Mapping[str, Tensor], alpha: float, names: Names | None, layout: str
+    layers: Mapping[str, Tensor],
+    alpha: float,
+    names: Names | None,
+    layout: str,
+    swapped: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """Return `LAYER.lora_A.weight` [r, in] and `LAYER.lora_B.weight` [out, r] as lora_down, lora_up
     and alpha.
@@ -34,6 +38,7 @@ def in_layout(
     Args:
         names: `checkpoint_names` of the adapter's family.
         layout: key of `LAYOUTS`.
+        swapped: `swapped_halves` of the family.
 
     Raises:
         ValueError: the names of the family or of one of its layers are not known.
@@ -54,6 +59,8 @@ def in_layout(
             [_factors(layers, name) for name in group],
             [_WIDER.get(n.split(".")[-1], 1) for n in group],
         )
+        if group[0].endswith(swapped):
+            up = torch.cat(up.chunk(2)[::-1])
         base = prefix + target.replace(".", separator)
         found[f"{base}.lora_down.weight"], found[f"{base}.lora_up.weight"] = down, up
         found[f"{base}.alpha"] = torch.tensor(float(alpha) * len(group))

@@ -5,6 +5,7 @@ No log-probs, no SDE noise: rollouts use any ODE solver, and only the clean late
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ from digenrl.extensions.methods.noised import NoisedCells
 from digenrl.models.policy import Policy
 from digenrl.types import TrainBatch
 
+logger = logging.getLogger(__name__)
 STREAM = "forward"
+STILL_STEPS = 2
+"""RL steps after the first in which the policy may equal its old copy: published schedules begin
+with a decay of 0, for one step."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class WithOldPolicy(ForwardProcess):
         """`given` are further arguments of `ForwardProcess`."""
         super().__init__(policy, optimizer, **given)
         self.old_policy = old_policy
+        self._still = 0
         self._old = self.copies["old_policy"] = ParameterCopy()
 
     def in_old(self) -> AbstractContextManager[None]:
@@ -134,6 +140,22 @@ class WithOldPolicy(ForwardProcess):
         """Log how far the policy is from its old copy: mean((v - v_old)^2)."""
         drift = mean_dims((new.detach() - old) ** 2)
         self._meters.update("velocity_drift", drift.sum() * live, drift.numel() * live)
+
+    def collected(self) -> dict[str, Tensor]:
+        """Return the RL step's metrics. Warn once where the policy keeps equalling its old copy:
+        the loss then contrasts nothing (Tencent-Hunyuan/UniRL#420: no gain in 75 such steps)."""
+        found = super().collected()
+        if "velocity_drift" in found and self.current_epoch > 0:
+            self._still = self._still + 1 if float(found["velocity_drift"]) == 0.0 else 0
+        if self._still == STILL_STEPS and self.global_rank == 0:
+            logger.warning(
+                f"the policy has equalled its old copy for {STILL_STEPS} RL steps "
+                "(mean((v - v_old)^2) is exactly 0), so the loss contrasts nothing: "
+                f"algorithm.old_policy keeps none of the old one at RL step {self.current_epoch} "
+                f"({self.old_policy}); lower its delay, raise its ceiling or ramp, or set "
+                "algorithm.updates_per_batch above 1"
+            )
+        return found
 
     def on_train_start(self) -> None:
         """Start the old policy as a copy of the trained one."""

@@ -34,6 +34,7 @@ from digenrl.models.wording import Wording
 
 BASE_FILE = Path(__file__).with_name("scenes_base.safetensors")
 EDIT_BASE_FILE = Path(__file__).with_name("scenes_edit_base.safetensors")
+STUDENT_FILE = Path(__file__).with_name("scenes_student.safetensors")
 SIDE = 24
 PAPER = torch.tensor((250, 245, 235)) / 255.0
 """Colour of the background (as in `reward_models.drawn_scenes`), which is zero in latents."""
@@ -162,3 +163,11 @@ class ScenesEditPolicy(ScenesPolicy):
     family = "scenes_edit"
     codec_class = ScenesEditCodec
     base_file = EDIT_BASE_FILE
+
+
+class ScenesStudentPolicy(ScenesPolicy):
+    """Policy of the scenes flow model that was distilled to two steps; arguments in
+    `EmbeddedPolicy`."""
+
+    family = "scenes_student"
+    base_file, command = STUDENT_FILE, "make pretrain-scenes ARGS=student"

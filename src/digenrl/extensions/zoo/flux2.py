@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from digenrl.models.flux import ATTENTION
 from digenrl.models.latents import token_positions, unpack
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import report_long_turn
@@ -42,6 +43,24 @@ class Flux2KleinCodec(DiffusersCodec):
         return vae.decode(unpack(tokens, *self.image_grid()), return_dict=False)[0]
 
 
+CHECKPOINT_NAMES: Names = {
+    r"transformer_blocks\.(\d+)\.": {
+        ATTENTION[:3]: "double_blocks.{}.img_attn.qkv",
+        ATTENTION[4:7]: "double_blocks.{}.txt_attn.qkv",
+        ("attn.to_out.0",): "double_blocks.{}.img_attn.proj",
+        ("attn.to_add_out",): "double_blocks.{}.txt_attn.proj",
+        ("ff.linear_in",): "double_blocks.{}.img_mlp.0",
+        ("ff.linear_out",): "double_blocks.{}.img_mlp.2",
+        ("ff_context.linear_in",): "double_blocks.{}.txt_mlp.0",
+        ("ff_context.linear_out",): "double_blocks.{}.txt_mlp.2",
+    },
+    r"single_transformer_blocks\.(\d+)\.": {
+        ("attn.to_qkv_mlp_proj",): "single_blocks.{}.linear1",
+        ("attn.to_out",): "single_blocks.{}.linear2",
+    },
+}
+
+
 class Flux2KleinPolicy(DiffusersPolicy):
     """Policy of FLUX.2 klein base, before its distillation to four steps; arguments in
     `DiffusersPolicy`.
@@ -53,6 +72,7 @@ class Flux2KleinPolicy(DiffusersPolicy):
     codec_class = Flux2KleinCodec
     pipelines = ("Flux2KleinPipeline",)
     transformer_class = Flux2Transformer2DModel
+    checkpoint_names = CHECKPOINT_NAMES
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     attention = ATTENTION
     feed_forward = (

@@ -15,6 +15,7 @@ from torch import Tensor
 from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
 from digenrl.models.flux import ATTENTION, FEED_FORWARD, SINGLE_ATTENTION
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import attend_with, require_template
@@ -130,6 +131,24 @@ class HunyuanVideoCodec(DiffusersCodec):
         )
 
 
+CHECKPOINT_NAMES: Names = {
+    r"transformer_blocks\.(\d+)\.": {
+        ATTENTION[:3]: "double_blocks.{}.img_attn_qkv",
+        ATTENTION[4:7]: "double_blocks.{}.txt_attn_qkv",
+        ("attn.to_out.0",): "double_blocks.{}.img_attn_proj",
+        ("attn.to_add_out",): "double_blocks.{}.txt_attn_proj",
+        ("ff.net.0.proj",): "double_blocks.{}.img_mlp.fc1",
+        ("ff.net.2",): "double_blocks.{}.img_mlp.fc2",
+        ("ff_context.net.0.proj",): "double_blocks.{}.txt_mlp.fc1",
+        ("ff_context.net.2",): "double_blocks.{}.txt_mlp.fc2",
+    },
+    r"single_transformer_blocks\.(\d+)\.": {
+        (*SINGLE_ATTENTION, "proj_mlp"): "single_blocks.{}.linear1",
+        ("proj_out",): "single_blocks.{}.linear2",
+    },
+}
+
+
 class HunyuanVideoPolicy(DiffusersPolicy):
     """Policy of HunyuanVideo text-to-video; arguments in `DiffusersPolicy`.
 
@@ -142,6 +161,7 @@ class HunyuanVideoPolicy(DiffusersPolicy):
     codec_class = HunyuanVideoCodec
     pipelines = ("HunyuanVideoPipeline",)
     transformer_class = HunyuanVideoTransformer3DModel
+    checkpoint_names = CHECKPOINT_NAMES
     block_lists = ("transformer_blocks", "single_transformer_blocks")
     embedded_guidance = True
     attention = ATTENTION

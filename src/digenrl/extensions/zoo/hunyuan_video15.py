@@ -18,6 +18,7 @@ from digenrl.extensions.zoo.blocks import through
 from digenrl.extensions.zoo.hunyuan_video import CONTEXT_PLAN, JointAttention
 from digenrl.models import pretrained
 from digenrl.models.flux import ATTENTION, FEED_FORWARD
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import require_template
@@ -151,6 +152,29 @@ class HunyuanVideo15Codec(DiffusersCodec):
         return torch.cat([vae.decode(row, return_dict=False)[0] for row in rows])
 
 
+CHECKPOINT_NAMES: Names = {
+    r"transformer_blocks\.(\d+)\.": {
+        **{
+            (ours,): f"double_blocks.{{}}.{theirs}"
+            for ours, theirs in zip(
+                ATTENTION,
+                (
+                    *(f"img_attn_{part}" for part in ("q", "k", "v", "proj")),
+                    *(f"txt_attn_{part}" for part in ("q", "k", "v", "proj")),
+                ),
+                strict=True,
+            )
+        },
+        ("ff.net.0.proj",): "double_blocks.{}.img_mlp.fc1",
+        ("ff.net.2",): "double_blocks.{}.img_mlp.fc2",
+        ("ff_context.net.0.proj",): "double_blocks.{}.txt_mlp.fc1",
+        ("ff_context.net.2",): "double_blocks.{}.txt_mlp.fc2",
+    },
+}
+"""huggingface/diffusers scripts/convert_hunyuan_video1_5_to_diffusers.py at 38c42b4: no layers are
+joined."""
+
+
 class HunyuanVideo15Policy(DiffusersPolicy):
     """Policy of HunyuanVideo 1.5 text-to-video; arguments in `DiffusersPolicy`.
 
@@ -162,6 +186,7 @@ class HunyuanVideo15Policy(DiffusersPolicy):
     pipelines = ("HunyuanVideo15Pipeline",)
     lora_pipeline = "HunyuanVideoPipeline"  # its own loads no adapters yet
     transformer_class = HunyuanVideo15Transformer3DModel
+    checkpoint_names = CHECKPOINT_NAMES
     attention = ATTENTION
     feed_forward = FEED_FORWARD
     unread = frozenset(

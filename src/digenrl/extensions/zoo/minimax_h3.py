@@ -21,6 +21,7 @@ from digenrl.extensions.zoo.blocks import through
 from digenrl.extensions.zoo.since import require
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 
@@ -212,6 +213,17 @@ class MiniMaxH3Codec(DiffusersCodec):
         return 3 * math.prod(grid) + 2 * round(SOUNDS_PER_FRAME * frames), ROW
 
 
+CHECKPOINT_NAMES: Names = {
+    r"transformer_blocks\.(\d+)\.": {
+        ("attn.to_q", "attn.to_k", "attn.to_v"): "blocks.{}.attn.qkv_proj",
+        ("attn.to_out.0",): "blocks.{}.attn.out_proj",
+        ("ff.net.0.proj",): "blocks.{}.mlp.fc1",
+        ("ff.net.2",): "blocks.{}.mlp.fc2",
+    }
+}
+"""Of the published single files, with queries, keys and values one after the other."""
+
+
 class MiniMaxH3Policy(DiffusersPolicy):
     """Policy of MiniMax-H3 text-to-video; arguments in `DiffusersPolicy`.
 
@@ -224,6 +236,8 @@ class MiniMaxH3Policy(DiffusersPolicy):
     codec: MiniMaxH3Codec
     pipelines = ("MiniMaxH3ModularPipeline",)
     transformer_class = MiniMaxH3Transformer3DModel
+    checkpoint_names = CHECKPOINT_NAMES
+    swapped_halves = ("ff.net.0.proj",)  # there the gate comes first
     own_levels = True
     attention = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     feed_forward = ("ff.net.0.proj", "ff.net.2")

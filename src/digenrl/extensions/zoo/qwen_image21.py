@@ -19,6 +19,7 @@ from digenrl.extensions.zoo.blocks import through
 from digenrl.extensions.zoo.since import require
 from digenrl.models import latents as sizes
 from digenrl.models import pretrained
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import denormalise
@@ -173,6 +174,18 @@ class QwenImage21Codec(DiffusersCodec):
         return (height // cls.vae_stride) * (width // cls.vae_stride), cls.channels
 
 
+CHECKPOINT_NAMES: Names = {
+    r"transformer_blocks\.(\d+)\.": {
+        ("img_mlp.gate_layer", "img_mlp.proj"): "transformer_blocks.{}.img_mlp.gate_up",
+        **{
+            (name,): f"transformer_blocks.{{}}.{name}"
+            for name in ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.out")
+        },
+    }
+}
+"""Of the files that ComfyUI reads, where the gate and what it multiplies are one layer."""
+
+
 class QwenImage21Policy(DiffusersPolicy):
     """Policy of Qwen-Image 2.1 text-to-image; arguments in `DiffusersPolicy`.
 
@@ -184,6 +197,7 @@ class QwenImage21Policy(DiffusersPolicy):
     codec_class = QwenImage21Codec
     pipelines = ("QwenImage21Pipeline",)
     transformer_class = QwenImage21Transformer2DModel
+    checkpoint_names = CHECKPOINT_NAMES
     attention = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
     feed_forward = ("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer")
 

@@ -10,6 +10,7 @@ from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
+from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import unscale
@@ -42,6 +43,20 @@ class ZImageCodec(DiffusersCodec):
         return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
 
 
+CHECKPOINT_NAMES: Names = {
+    rf"{blocks}\.(\d+)\.": {
+        ("attention.to_q", "attention.to_k", "attention.to_v"): f"{blocks}.{{}}.attention.qkv",
+        ("attention.to_out.0",): f"{blocks}.{{}}.attention.out",
+        **{
+            (f"feed_forward.{part}",): f"{blocks}.{{}}.feed_forward.{part}"
+            for part in ("w1", "w2", "w3")
+        },
+    }
+    for blocks in ("layers", "noise_refiner", "context_refiner")
+}
+"""Of the files that ComfyUI reads, where queries, keys and values are one layer."""
+
+
 class ZImagePolicy(DiffusersPolicy):
     """Policy of Z-Image, the model before its distillation to few steps; arguments in
     `DiffusersPolicy`.
@@ -54,6 +69,7 @@ class ZImagePolicy(DiffusersPolicy):
     codec_class = ZImageCodec
     pipelines = ("ZImagePipeline",)
     transformer_class = ZImageTransformer2DModel
+    checkpoint_names = CHECKPOINT_NAMES
     block_lists = ("layers", "noise_refiner", "context_refiner")
     depths = ("n_layers",)
     attention = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
