@@ -19,7 +19,7 @@ COPY src src
 COPY reward_models reward_models
 COPY configs configs
 RUN grep -vE '^(torch|torchvision|nvidia-|triton)' constraints.txt > own.txt \
-    && pip install -c own.txt '.[ocr,serve,video]' && rm own.txt && chown digenrl .
+    && pip install -c own.txt '.[ocr,ray,serve,video]' && rm own.txt && chown digenrl .
 
 USER digenrl
 ENTRYPOINT ["digenrl"]

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from digenrl import extras
 from digenrl.rewards.protocol import rgb_bytes
 from digenrl.types import Prompt
 from reward_models.weights import files_digest
@@ -34,7 +35,7 @@ try:
     from rapidfuzz.distance import Levenshtein
 except ImportError as error:
     raise ImportError(
-        "the ocr reward needs rapidocr and rapidfuzz: pip install 'digenrl[ocr]'"
+        f"the ocr reward needs rapidocr and rapidfuzz: {extras.command('ocr')}"
     ) from error
 
 LINE_HEIGHT = 64
@@ -58,6 +59,8 @@ class Ocr:
             one engine with two threads, and not slowed down by other ranks); keep ranks x threads
             within the cores of the machine.
         device: "cpu", or "cuda" with onnxruntime-gpu installed.
+        quoted: which quoted text of a prompt without `target` counts: "first" (Flow-GRPO) or
+            "last".
     """
 
     def __init__(
@@ -69,12 +72,15 @@ class Ocr:
         threads: int = 2,
         device: str = "cpu",
         best_line: bool = True,
+        quoted: str = "last",
     ) -> None:
         if recognition_only not in ("auto", "always", "never"):
             raise ValueError(
                 f"recognition_only is {recognition_only!r}: choose auto, always or never."
             )
-        self.frames, self.recognition_only = frames, recognition_only
+        if quoted not in ("first", "last"):
+            raise ValueError(f"quoted is {quoted!r}: choose first or last.")
+        self.frames, self.recognition_only, self.quoted = frames, recognition_only, quoted
         self.min_confidence, self.best_line = min_confidence, best_line
         if threads < 1:
             raise ValueError(f"threads is {threads}: at least one reads.")
@@ -98,7 +104,7 @@ class Ocr:
 
     def __call__(self, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """Return [B] scores in [0, 1]. Raises ValueError for a prompt without a target."""
-        targets = [normalise(ocr_target(prompt)) for prompt in prompts]
+        targets = [normalise(ocr_target(prompt, self.quoted)) for prompt in prompts]
         pictures = (
             rgb_bytes(media, self.frames).flip(2).movedim(2, -1).contiguous().numpy()
         )  # the engine reads BGR, [B, F, H, W, C]
@@ -134,16 +140,16 @@ class Ocr:
         return [text for text, confidence in found if confidence >= self.min_confidence]
 
 
-def ocr_target(prompt: Prompt) -> str:
-    """Return what a picture of `prompt` should say: its `target`, else the text in its last pair of
-    double quotes.
+def ocr_target(prompt: Prompt, which: str = "last") -> str:
+    """Return what a picture of `prompt` should say: its `target`, else the text in its first or
+    last pair of double quotes (`which`).
 
     Raises ValueError naming the prompt where there is neither.
     """
     target = prompt.target
     if target is None:
         quoted = [straight or curly for straight, curly in _QUOTED.findall(prompt.text)]
-        target = quoted[-1] if quoted else ""
+        target = (quoted[0] if which == "first" else quoted[-1]) if quoted else ""
     if not normalise(target):
         raise ValueError(
             f"The prompt {prompt.text!r} says no text to render: put it in double quotes (a sign "

@@ -35,6 +35,8 @@ MAY_SHRINK = (
     "sampling.width",
     "sampling.frames",
     "sampling.steps",
+    "sampling.eval.steps",
+    "callbacks.evaluation.",
     "sampling.task_size",
     "sampling.eval.steps",
     "callbacks.evaluation.steps",

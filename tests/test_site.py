@@ -32,6 +32,12 @@ def test_the_reference_of_python_is_what_the_docstrings_say() -> None:
     )
 
 
+def test_every_document_is_in_the_menu() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    documents = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert not [name for name in documents if f": {name}\n" not in text]
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_it_builds_and_a_broken_link_stops_it(tmp_path: Path) -> None:
@@ -58,6 +64,11 @@ def test_it_builds_and_a_broken_link_stops_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "index.html").exists()
     assert (tmp_path / "site" / "models_and_rewards.html").exists()
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert (tmp_path / "site" / "search" / "search_index.js").exists(), "searched from the disk"
+    assert 'src="iframe-worker.js"' in page
+    assert "unpkg" not in page, "nothing is loaded from elsewhere"
+    assert "site.css" in page
 
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text("[nowhere](absent.md)\n")

@@ -27,6 +27,9 @@ SMALL_TASK = 8
 tasks either."""
 
 
+NO_ROOM = "rollouts have no memory for the evaluation's samples"
+
+
 @dataclass(frozen=True)
 class ModelPlacement:
     """How the ranks of a settled run hold the model; the values for keys that are `auto`."""
@@ -38,7 +41,10 @@ class ModelPlacement:
     gradient_checkpointing: Any
     """`model.gradient_checkpointing`: one value, or a list in the order of the trainers."""
     rollouts_evaluate: bool = True
-    """Whether rollouts have memory for the samples of an evaluation."""
+    """Whether rollouts have memory for the samples of an evaluation, and take no more of the
+    trainers' time than trainers would."""
+    why: str = NO_ROOM
+    """Why trainers evaluate, where `rollouts_evaluate` is false."""
 
 
 class StandIn(Protocol):

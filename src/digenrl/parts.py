@@ -4,6 +4,7 @@ is started."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from digenrl.config.asked_prompts import evaluation_prompts, training_prompts
 from digenrl.config.settings import Settings
 from digenrl.config.stored import tie_of
 from digenrl.hardware import assign, parse_hardware, trainer_speeds
+from digenrl.models.lora import PRESETS, LoraSpec, lora_modules
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
 from digenrl.record.redact import redact
@@ -205,6 +207,7 @@ def check(settings: Settings) -> None:
     model, strategy = _target(settings, "model"), _target(settings, "strategy")
     if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(settings.node("model"))
+        _check_lora(model, settings.node("model"))
         if settings.model.lora is not None and settings.model.lora.get("path") is not None:
             deferrable = issubclass(model, DiffusersPolicy)
             settings.build("model", **({"empty": True} if deferrable else {}))
@@ -231,6 +234,26 @@ def check(settings: Settings) -> None:
             raise ValueError("\n".join(problems))
     if settings.algorithm.get("surrogate") is not None:
         check_kernel(settings.build("algorithm.sde"), settings.build("algorithm.surrogate"))
+
+
+def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
+    """Raise ValueError for LoRA targets that do not compile, or match no layer of the network."""
+    if (lora := node.get("lora")) is None:
+        return
+    targets = [name for name in LoraSpec.from_config(lora).targets if name not in PRESETS]
+    for target in targets:
+        try:
+            re.compile(target)
+        except re.error as error:
+            raise ValueError(
+                f"model.lora.targets: '{target}' is no regular expression ({error}); write the end "
+                f"of a layer's name, or {' or '.join(PRESETS)}."
+            ) from error
+    if targets and (network := model.outline(node)) is not None:
+        try:
+            lora_modules(network, targets)
+        except ValueError as error:
+            raise ValueError(f"model.lora.targets: {error}") from error
 
 
 def _target(settings: Settings, group: str) -> Any:

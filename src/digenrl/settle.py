@@ -29,6 +29,8 @@ from digenrl.rounding import (
 from digenrl.schedule import ScheduleSpec, slices_of_group, steps_per_forward
 from digenrl.schedule.spec import KEYS
 
+MOST_WAITING = 4
+"""Trainers for each rollout up to which rollouts evaluate, where nobody knows the seconds."""
 TINY_DIMENSIONS = 1_024
 """Numbers of a tiny build's latents, about."""
 ROLLOUTS = "rollouts, while trainers go on"
@@ -137,7 +139,14 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
     if settings.schedule.tsp.batch == AUTO:
         tiny = settings.hardware.build == "tiny"
         steps = steps_within_bound(settings, TINY_DIMENSIONS if tiny else MEASURED_DIMENSIONS)
-    usual = ModelPlacement(sharding(settings), steps, settings.hardware.build == "real")
+    few = settings.allocation.evaluation == AUTO and trainers > MOST_WAITING * rollouts
+    usual = ModelPlacement(
+        sharding(settings),
+        steps,
+        settings.hardware.build == "real",
+        rollouts_evaluate=not few,
+        why=f"{trainers} trainers would wait for {rollouts} rollouts",
+    )
     held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
     numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
     if settings.model.gradient_checkpointing == AUTO:
@@ -146,7 +155,7 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
         numbers["allocation.evaluation"] = "trainers"
         notes = (
             *notes,
-            "allocation.evaluation=trainers: rollouts have no memory for the evaluation's samples.",
+            f"allocation.evaluation=trainers: {held.why}.",
         )
     made = composed.changed(numbers)
     return replace(

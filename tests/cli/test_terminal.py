@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
+import yaml
+
 from digenrl.cli.terminal import Display
 from digenrl.record.run_dir import append_jsonl
+from digenrl.report.tables import duration
 
 
 class Clock:
@@ -54,3 +58,42 @@ def test_a_resumed_run_counts_from_its_checkpoint(tmp_path: Path) -> None:
         step(tmp_path, rl_step, 0.5)
     display.poll()
     assert "step 4/40" in display.line()
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "rollouts", "seconds"),
+    [
+        ("trainers", 1, 10 * 10 + 2 * 140),
+        ("auto", 0, 10 * 10 + 2 * 140),
+        ("auto", 1, 10 * 10 + 140 + 130),  # of the one at step 30, a step hides ten seconds
+    ],
+)
+def test_the_time_that_is_left_knows_the_evaluations(
+    tmp_path: Path, evaluation: str, rollouts: int, seconds: float
+) -> None:
+    config = {
+        "allocation": {"evaluation": evaluation, "rollouts": rollouts},
+        "callbacks": {"evaluation": {"every": 10}},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    display = Display(tmp_path, 32, dict, io.StringIO())
+    for rl_step in (0, 10, 20):
+        row = {"kind": "eval", "rl_step": rl_step, "eval_s": 140.0}
+        append_jsonl(tmp_path / "metrics.jsonl", row)
+    append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": 22, "step_s": 10.0})
+    display.poll()
+    assert f"ETA {duration(seconds)}" in display.line()
+
+
+def test_after_the_last_step_its_evaluation_is_left(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "allocation: {evaluation: trainers, rollouts: 1}\ncallbacks: {evaluation: {every: 10}}\n"
+    )
+    display = Display(tmp_path, 2, dict, io.StringIO())
+    append_jsonl(tmp_path / "metrics.jsonl", {"kind": "eval", "rl_step": 0, "eval_s": 60.0})
+    append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": 2, "step_s": 1.0})
+    display.poll()
+    assert f"ETA {duration(60.0)}" in display.line()
+    append_jsonl(tmp_path / "metrics.jsonl", {"kind": "eval", "rl_step": 2, "eval_s": 60.0})
+    display.poll()
+    assert f"ETA {duration(0.0)}" in display.line()

@@ -4,6 +4,8 @@ nearest valid name."""
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -819,3 +821,28 @@ def test_an_experiment_name_that_holds_a_secret_is_refused_unshown() -> None:
     ) as caught:
         config.load(["experiment_name=run_hf_canaryABCDEFGHIJKLMNOP"])
     assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("experiment_name=20261128", "\"experiment_name='20261128'\""),
+        ("experiment_name=2026.5", "\"experiment_name='2026.5'\""),
+        ("experiment_name=true", "\"experiment_name='true'\""),
+        ("model.path=17", "\"model.path='17'\""),
+        ("output_root=3", "\"output_root='3'\""),
+    ],
+)
+def test_a_number_in_the_place_of_a_text_is_told_how_to_be_one(word: str, remedy: str) -> None:
+    with pytest.raises(config.ConfigError) as caught:
+        config.load([word])
+    assert f"Write {remedy} if you mean the text" in str(caught.value)
+    (given,) = shlex.split(remedy)
+    config.load([given])
+
+
+@pytest.mark.parametrize("key", ["callbacks.evaluation", "callbacks.checkpoint"])
+def test_a_callback_that_is_null_is_told_how_to_be_left_out(key: str) -> None:
+    with pytest.raises(config.ConfigError, match=rf"Write ~{re.escape(key)} to leave it out"):
+        config.load([f"{key}=null"])
+    config.load([f"~{key}"])

@@ -302,3 +302,34 @@ def test_datamodule() -> None:
     assert all(prompt in data.prompts for prompt in data.sampler.batch(0))
     other = settings_.model_copy(update={"heldout": "videos_heldout.txt"})
     assert len(PromptData(other, seed=0).heldout) == 50
+
+
+UNSEEN = ["\u00a0", "\u200b", "\ufeff", "\u3000 \t", "\u2060\u200d", "\u2028", "\u00ad", "\u200e"]
+
+
+@pytest.mark.parametrize("unseen", UNSEEN)
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+def test_lines_that_show_nothing_are_no_prompts(tmp_path: Path, unseen: str, ends: str) -> None:
+    lines = ["one", unseen, "two", f" {unseen} ", "\ufeffthree"]
+    (tmp_path / "a.txt").write_bytes(ends.join(lines).encode())
+    file = prompts.read(tmp_path / "a.txt")
+    assert [prompt.text for prompt in file.prompts] == ["one", "two", "three"]
+    assert file.lines == (1, 3, 5)
+    content = ['{"prompt": "one"}', unseen, '\ufeff{"prompt": "two"}']
+    (tmp_path / "a.jsonl").write_bytes(ends.join(content).encode())
+    assert prompts.read(tmp_path / "a.jsonl").lines == (1, 3)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": unseen}))
+    with pytest.raises(prompts.PromptFileError, match="prompt is empty"):
+        prompts.read(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+def test_a_fault_has_the_number_of_its_line_whatever_ends_lines(tmp_path: Path, ends: str) -> None:
+    (tmp_path / "a.txt").write_bytes(ends.encode().join([b"one", b"two", b"\xff", b"four"]))
+    with pytest.raises(prompts.PromptFileError, match=r"a\.txt:3: byte 1 is not UTF-8"):
+        prompts.read(tmp_path / "a.txt")
+
+
+def test_a_long_file_without_line_feeds_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\r".join(b"prompt %06d" % n for n in range(100_000)))
+    assert len(prompts.read(tmp_path / "a.txt").prompts) == 100_000

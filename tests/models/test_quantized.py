@@ -18,7 +18,7 @@ pytestmark = pytest.mark.heavy
 BITS = {"nf4": 4, "int8": 8}
 LIBRARY = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
-    reason="nf4 needs bitsandbytes: pip install 'digenrl[quantized]'",
+    reason="nf4 needs bitsandbytes: pip install -e '.[quantized]'",
 )
 SOME = {"sd3", "flux", *(name for name, policy in FAMILIES.items() if len(policy.components) > 1)}
 

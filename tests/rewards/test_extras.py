@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
+
+from digenrl import extras
+from tests.conftest import ROOT
 
 WITHOUT = {
     "rapidfuzz": ("import reward_models.ocr", "ocr"),
@@ -32,4 +36,11 @@ def test_the_error_names_the_extra(package):
     statement, extra = WITHOUT[package]
     code = f"import sys; sys.modules['{package}'] = None; {statement}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert f"pip install 'digenrl[{extra}]'" in done.stderr.splitlines()[-1]
+    assert f"pip install -e '{ROOT}[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+def test_without_a_checkout_the_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index has digenrl."""
+    monkeypatch.setattr(extras, "__file__", "/site-packages/digenrl/extras.py")
+    assert re.fullmatch(r"pip install 'ray>=[\d.]+'", extras.command("ray"))
+    assert {"starlette", "vllm"} <= {re.split("[<>=]", p)[0] for p in extras.packages("judges")}

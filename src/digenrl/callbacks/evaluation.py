@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -217,6 +218,7 @@ class Evaluation(pl.Callback):
         """RL step whose weights rollouts are evaluating, or None."""
         self._begun = 0
         """RL step whose evaluation was the last to begin, or from which the run began."""
+        self._begun_at = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begun = began = trainer.current_epoch
@@ -251,7 +253,7 @@ class Evaluation(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
         """Let rollouts evaluate the present weights, or evaluate them here."""
-        self._begun = rl_step
+        self._begun, self._begun_at = rl_step, time.monotonic()
         evaluations: Any = getattr(getattr(trainer.strategy, "parts", None), "evaluations", None)
         if evaluations is not None and evaluations.on_rollouts:
             evaluations.open(rl_step)
@@ -305,7 +307,14 @@ class Evaluation(pl.Callback):
         except OSError as error:
             unwritten(samples, len(pictures.prompts), error)
         append_jsonl(
-            run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": unix_time(), **numbers}
+            run_dir / METRICS,
+            {
+                "kind": "eval",
+                "rl_step": rl_step,
+                "time": unix_time(),
+                "eval_s": time.monotonic() - self._begun_at,
+                **numbers,
+            },
         )
         if (told := destroyed(numbers.get("noisy_detail"))) is not None:
             _LOG.warning(told)

@@ -10,16 +10,18 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TextIO
 
+import yaml
 from rich.console import Console
 from rich.text import Text
 
 from digenrl.record.run_dir import (
     CHECKPOINT_FAILED,
+    CONFIG,
     EVENTS,
     LOGGER,
     METRICS,
@@ -27,6 +29,7 @@ from digenrl.record.run_dir import (
     Row,
     printable,
 )
+from digenrl.record.stored_yaml import read_plain
 from digenrl.report.read_run import JsonlTail, append_step, is_number
 from digenrl.report.tables import duration, number
 
@@ -34,7 +37,7 @@ EVERY_S = 10.0
 """Seconds between two lines."""
 _LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER)
 """Kinds of events that get a line of their own: something is lost while the run goes on."""
-_DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s")
+_DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s", "eval_s")
 """Keys of a metric line that the display needs and keeps of every step."""
 
 
@@ -68,6 +71,7 @@ class Display:
         self._events = JsonlTail(self._path / EVENTS)
         self._steps: list[Row] = []
         self._evals: list[Row] = []
+        self._every, self._hidden = _evaluations(self._path)
         self._began = self._shown = clock()
         self._console = Console(file=self._stream, soft_wrap=True)
 
@@ -116,8 +120,43 @@ class Display:
                 self._console.print(Text(told(event), style="yellow"))
 
     def _eta(self) -> float | None:
-        recent = [float(row["step_s"]) for row in self._steps[-10:] if is_number(row.get("step_s"))]
-        return median(recent) * (self._total - self._done) if recent else None
+        """Return the seconds of the steps that are left and of the evaluations between and after
+        them. An evaluation by rollouts costs what outlasts a step; the last one costs all."""
+        if not (step := _usual(self._steps, "step_s")):
+            return None
+        seconds = step * (self._total - self._done)
+        if one := _usual(self._evals, "eval_s"):
+            due = self._evaluations_left()
+            seconds += one * (due > 0) + max(0.0, one - self._hidden * step) * max(0, due - 1)
+        return seconds
+
+    def _evaluations_left(self) -> int:
+        """Return the number of evaluations that are not written yet. The last step has one."""
+        newest = max((int(row["rl_step"]) for row in self._evals), default=-1)
+        if newest >= self._total:
+            return 0
+        between = (self._total - 1) // self._every - newest // self._every if self._every else 0
+        return 1 + max(0, between)
+
+
+def _usual(rows: Sequence[Row], key: str) -> float | None:
+    """Return the median of a number over the last ten rows."""
+    recent = [float(row[key]) for row in rows[-10:] if is_number(row.get(key))]
+    return median(recent) if recent else None
+
+
+def _evaluations(run_dir: Path) -> tuple[int, bool]:
+    """Return (RL steps between the evaluations of a run, 0 = only before and after; whether
+    rollouts make them while trainers go on)."""
+    try:
+        config = read_plain(run_dir / CONFIG)
+        every = config["callbacks"]["evaluation"]["every"]
+        alone = (
+            config["allocation"]["evaluation"] == "trainers" or not config["allocation"]["rollouts"]
+        )
+        return int(every), not alone
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return 0, False
 
 
 def activity(state: str) -> str:

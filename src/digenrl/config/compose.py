@@ -342,5 +342,7 @@ def _place_paths(tree: DictConfig, config_name: str, keys: Sequence[str] | None 
     """Make the paths of `tree` absolute in place; of `keys` alone, if there are any."""
     plain = OmegaConf.to_container(tree, resolve=False)
     for path, found in absolute_paths(plain, config_name):
-        if keys is None or under(path, keys):
+        # A key with dots in its name has no dotted path that leads back to it.
+        known = OmegaConf.select(tree, path, default=None) is not None
+        if known and (keys is None or under(path, keys)):
             OmegaConf.update(tree, path, found)

@@ -33,8 +33,8 @@ def copies_of(tree: DictConfig) -> dict[str, str]:
         if reference is None:
             continue
         source = _from_root(path, reference["key"])
-        # A key with dots in its own name (a target) cannot be referred to.
-        if _NOTHING not in (_value(tree, source), _value(tree, path)):
+        # A key with dots in its name has no dotted path that leads back to it.
+        if _NOTHING not in (_value(tree, path), _value(tree, source)):
             found[path] = source
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from digenrl.config.removed import reason
+from digenrl.config.words import pasted
 from digenrl.record.redact import redact_text
 
 ANY_NAME = "NAME"
@@ -196,7 +197,16 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
         key, value, allowed = ".".join(error["loc"]), error["input"], "a group of keys"
     if (why := reason(key, value)) is not None:
         return f"{key} = {shown(value)}: was removed; {why}."
-    return f"{key} = {shown(value)}: {wrong}; allowed: {allowed}."
+    return f"{key} = {shown(value)}: {wrong}; allowed: {allowed}.{_instead(key, value, allowed)}"
+
+
+def _instead(key: str, value: Any, allowed: str) -> str:
+    """Return what to write where a value of another type was meant."""
+    if value is None and key.startswith(("callbacks.", "logger.", "reward.")):
+        return f" Write ~{key} to leave it out."
+    if isinstance(value, (bool, int, float)) and allowed.startswith(("name of", "text", "path of")):
+        return f" Write {pasted(key, shown(value))} if you mean the text."
+    return ""
 
 
 def _distance(located: _Located) -> int:

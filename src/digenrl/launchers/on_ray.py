@@ -26,7 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from digenrl import devices
+from digenrl import devices, extras
 from digenrl.cluster.access import ACCESS
 from digenrl.cluster.control import Control
 from digenrl.cluster.launcher import PlacementError, RankMain, run_rank
@@ -232,7 +232,7 @@ def seated(
     try:
         import ray
     except ImportError as error:
-        raise PlacementError("launch=ray needs Ray: pip install 'digenrl[ray]'.") from error
+        raise PlacementError(f"launch=ray needs Ray: {extras.command('ray')}.") from error
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -71,6 +71,10 @@ class AdaptedLinear(LoraLinear):
         return torch.addmm(rows.flatten(0, -2), low.flatten(0, -2), second.t()).view(rows.shape)
 
 
+PRESETS = ("attention", "attention_ff")
+"""Values of `targets` that mean a family's own layers."""
+
+
 @dataclass(frozen=True)
 class LoraSpec:
     """The linear layers of the transformer that get a low-rank adapter, and its size; scale = alpha

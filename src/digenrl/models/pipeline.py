@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from digenrl.facts import Facts, of_module
 from digenrl.models import deferred, pretrained, quantized, tiny
 from digenrl.models.guidance import Guidance
-from digenrl.models.lora import LoraSpec
+from digenrl.models.lora import PRESETS, LoraSpec
 from digenrl.models.pipeline_codec import Checkpoint, CodecSettings, DiffusersCodec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.recompute import AUTO, parse_recompute
@@ -239,6 +239,19 @@ class DiffusersPolicy(Policy):
             )
 
     @classmethod
+    def outline(cls, settings: Mapping[str, Any]) -> nn.Module:
+        """Return the transformer without weights, its experts included."""
+        config = cls.network_config(settings)
+        known = inspect.signature(cls.transformer_class).parameters
+        with torch.device("meta"):
+            networks = [
+                cls.transformer_class(**{key: config[key] for key in config if key in known})
+                for _ in cls.components
+            ]
+            joined: nn.Module = cls.joined(networks)
+        return joined
+
+    @classmethod
     def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the transformer's configuration, defaults included, for a model config (its YAML's
         keys)."""
@@ -375,7 +388,7 @@ class DiffusersPolicy(Policy):
 
     def _lora(self, lora: Mapping[str, Any], config: Any) -> LoraSpec:
         spec = LoraSpec.from_config(lora)
-        if len(spec.targets) != 1 or spec.targets[0] not in ("attention", "attention_ff"):
+        if len(spec.targets) != 1 or spec.targets[0] not in PRESETS:
             return spec
         names = self.lora_names(config, spec.targets[0])
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))

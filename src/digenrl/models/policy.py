@@ -129,6 +129,12 @@ class Policy(nn.Module, ABC):
         )
 
     @classmethod
+    def outline(cls, settings: Mapping[str, Any]) -> nn.Module | None:
+        """Return the network of a model config (its YAML's keys) without weights, on the device
+        "meta"; None where nobody knows its layers."""
+        return None
+
+    @classmethod
     def check(cls, settings: Mapping[str, Any]) -> None:
         """Refuse a model config (its YAML's keys) that cannot be built, as far as small files show
         it, before any rank starts.

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from digenrl import extras
+
 BLOCK = 64
 """Weights that share a scale in nf4."""
 
@@ -75,7 +77,7 @@ def require_library(kind: str) -> None:
     if kind == "nf4" and PathFinder.find_spec("bitsandbytes") is None:
         raise ValueError(
             "model.quantize = nf4: needs bitsandbytes, which is not installed; run "
-            "`pip install 'digenrl[quantized]'`, or set model.quantize=int8."
+            f"`{extras.command('quantized')}`, or set model.quantize=int8."
         )
 
 

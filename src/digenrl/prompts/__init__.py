@@ -3,17 +3,19 @@
 `.txt` holds one prompt per line. `.jsonl` holds one object `{prompt, negative?, target?, id?,
 ...metadata}` per line, with images as paths relative to the file: `image` (or `images`, a list),
 `last_image`, `target_image`, and the samples to train on: `media`, or `preferred` and `rejected`,
-each a path or a list. Blank lines are skipped. A byte order mark and CRLF are accepted. Text is
-kept as written, without Unicode normalisation. The files beside this module are the project's own
-sets; `python -m scripts.generate_prompts` writes them again.
+each a path or a list. Lines that show nothing are skipped. LF, CRLF and CR end a line, and a byte
+order mark may begin one. Text is kept as written, without Unicode normalisation. The files beside
+this module are the project's own sets; `python -m scripts.generate_prompts` writes them again.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import json
 import math
+import unicodedata
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ file."""
 _MAX_LINE_BYTES = 1 << 20
 _MAX_PROBLEMS = 20
 _BLANKS = b" \t\r\n\v\f"
+_UNSEEN = ("Cf", "Cc", "Zl", "Zp", "Zs")
+"""Unicode categories of characters that show nothing."""
 
 
 class PromptFileError(ValueError):
@@ -160,25 +164,34 @@ def most_of_batch(weights: Sequence[float], prompts: int) -> list[int]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (1-based number, bytes) of every line that is not blank. Only LF ends a line;
-    the CR of CRLF is blank.
+    """Yield (1-based number, bytes) of every line that shows something, without a byte order mark.
 
     Raises:
         PromptFileError: a line is too long to be read.
     """
     number = 0
-    with open_regular(path) as file:
-        if file.read(len(BOM_UTF8)) != BOM_UTF8:
-            file.seek(0)
-        while raw := file.readline(_MAX_LINE_BYTES + 1):
+    # Latin-1 keeps every byte, and text mode knows all three ends of a line.
+    with io.TextIOWrapper(open_regular(path), encoding="latin-1", newline=None) as file:
+        while read := file.readline(_MAX_LINE_BYTES + 1):
             number += 1
-            if len(raw) > _MAX_LINE_BYTES:
+            if len(read) > _MAX_LINE_BYTES:
                 raise PromptFileError(
                     f"{path}:{number}: the line has more than {_MAX_LINE_BYTES} bytes; end it "
                     f"earlier (a prompt has at most {MAX_CHARACTERS} characters)."
                 )
-            if raw.strip(_BLANKS):
+            raw = read.encode("latin-1").removeprefix(BOM_UTF8)
+            if shows(raw.decode("utf-8", errors="replace")):
                 yield number, raw
+
+
+def shows(text: str) -> bool:
+    """Return whether a text has a character that can be seen. Spaces of any width, marks of
+    direction and byte order marks cannot.
+
+    >>> shows("\u00a0\u200b\ufeff"), shows("a")
+    (False, True)
+    """
+    return any(not (each.isspace() or unicodedata.category(each) in _UNSEEN) for each in text)
 
 
 def _parsed(path: Path, raw: bytes, limits: ImageLimits | None) -> Prompt:
@@ -246,7 +259,7 @@ def _json_prompt(text: str, folder: Path, limits: ImageLimits | None) -> Prompt:
                 "another name)."
             )
     prompt = _checked(fields.pop("prompt"), "prompt")
-    if not prompt.strip():
+    if not shows(prompt):
         raise ValueError("prompt is empty.")
     given = {
         name: text

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from digenrl import extras
+
 FRAMES_PER_SECOND = 16
 """What Wan2.1 is trained at; HunyuanVideo plays at 24."""
 
@@ -24,7 +26,7 @@ def mp4(frames: NDArray[np.uint8], fps: int = FRAMES_PER_SECOND) -> bytes:
     try:
         import imageio.v3 as imageio
     except ImportError as error:
-        raise ImportError("writing videos needs imageio: pip install 'digenrl[video]'") from error
+        raise ImportError(f"writing videos needs imageio: {extras.command('video')}") from error
     # yuv420p, which every player shows, needs even sides: the last row or column is repeated where
     # one is odd.
     odd = ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0))

@@ -1,5 +1,5 @@
 """A vision-language judge with a server of its own: vLLM's where that is installed
-(pip install 'digenrl[judges]'), else `vlm_server.py` on transformers. Both answer OpenAI's
+(the extra `judges`), else `vlm_server.py` on transformers. Both answer OpenAI's
 `POST /v1/chat/completions` on a free port of 127.0.0.1, behind a token.
 
 The end of the server ends this process, so that whoever watches the process starts both again.

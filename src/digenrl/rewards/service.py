@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from digenrl import extras
 from digenrl.rewards import frames
 from digenrl.rewards.protocol import (
     Identity,
@@ -57,7 +58,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError(
-        "a reward service needs starlette and uvicorn: pip install 'digenrl[serve]'"
+        f"a reward service needs starlette and uvicorn: {extras.command('serve')}"
     ) from error
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
+from digenrl import extras
 from digenrl.images.reader import flattened, listed, read_picture
 
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -101,7 +102,7 @@ def _video(path: Path, max_frames: int, max_pixels: int) -> np.ndarray:
     try:
         import imageio.v3 as imageio
     except ImportError as error:
-        raise ImportError("reading videos needs imageio: pip install 'digenrl[video]'") from error
+        raise ImportError(f"reading videos needs imageio: {extras.command('video')}") from error
     frames: list[np.ndarray] = []
     own = ["-f", _DEMUXERS[path.suffix.lower()], "-protocol_whitelist", "file"]
     opened: Any = imageio.imopen(path, "r", plugin="FFMPEG")  # type: ignore[call-overload]

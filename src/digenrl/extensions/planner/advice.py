@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from digenrl.advisor import Advice, ModelPlacement, PlainAdvisor, changed, named
+from digenrl.advisor import NO_ROOM, Advice, ModelPlacement, PlainAdvisor, changed, named
 from digenrl.config import Composed
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate
@@ -20,7 +20,14 @@ from digenrl.extensions.planner.memory import GIB, USABLE, Memory, rollout_memor
 from digenrl.extensions.planner.outcome import CandidateOutcome
 from digenrl.extensions.planner.plan_text import explanation, overrides
 from digenrl.extensions.planner.planner import Plan, PlanError, fastest, make_plan, sync_run
-from digenrl.extensions.planner.reading import candidate_of, costing_of, given, sized, workload
+from digenrl.extensions.planner.reading import (
+    candidate_of,
+    costing_of,
+    drawn_of,
+    given,
+    sized,
+    workload,
+)
 from digenrl.extensions.planner.remedies import remedy
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO
@@ -109,11 +116,14 @@ class PlannerAdvisor:
         candidate = fitting[0]
         pools = costing.trainers(candidate)
         kept = [costing.recompute(candidate, pool).config for pool, n in pools for _ in range(n)]
+        drawn = drawn_of(settings)
+        slower = None if drawn is None else costing.trainers_evaluate(drawn, candidate)
         return ModelPlacement(
             candidate.sharding,
             candidate.spec.tsp_batch,
             kept if kept != kept[:1] * trainers else kept[0],
-            costing.work.rollouts_evaluate,
+            costing.work.rollouts_evaluate and slower is None,
+            slower or NO_ROOM,
         )
 
     def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:

@@ -439,6 +439,23 @@ class Costing:
         """Return a lower bound of the candidate's seconds per RL step."""
         return floor_seconds(self.spec(candidate), self.cluster(candidate))
 
+    def trainers_evaluate(self, drawn: Drawn, candidate: Candidate) -> str | None:
+        """Return why trainers evaluate although rollouts could: few rollouts keep many trainers
+        waiting. None: rollouts do, or cannot.
+
+        The step's lower bound counts as the time in which trainers do not wait for rollouts.
+        """
+        if not (self.work.evaluation_auto and self.work.rollouts_evaluate and candidate.rollouts):
+            return None
+        alone = self.evaluation_seconds(drawn, candidate, rollouts=True)
+        together = self.evaluation_seconds(drawn, candidate, rollouts=False)
+        if alone - self.floor(candidate) <= together:
+            return None
+        return (
+            f"{candidate.rollouts} rollouts would take {alone:.0f} s, and {candidate.trainers} "
+            f"trainers take {together:.0f} s"
+        )
+
     def work_units(self) -> dict[str, float]:
         """Return stage -> units of work in one RL step."""
         work = self.work
@@ -482,12 +499,19 @@ class Costing:
                 table[stage][f"{pool} {role}"] = seconds[pool] if able else None
         return solve_bound(seats, self.work_units(), table)
 
-    def evaluation_seconds(self, drawn: Drawn, candidate: Candidate) -> float:
+    def evaluation_seconds(
+        self, drawn: Drawn, candidate: Candidate, rollouts: bool | None = None
+    ) -> float:
         """Return the seconds of one evaluation: generating, decoding and scoring what is `drawn`.
 
         Rollouts take the next prompt as soon as they are free. Trainers get equally many prompts
         each, and wait for the slowest.
+
+        Args:
+            rollouts: whether rollouts evaluate; None: where they can.
         """
+        if rollouts is None:
+            rollouts = self.work.rollouts_evaluate and candidate.rollouts > 0
         costs, room = self.costs, self.work.evaluated or drawn.samples
 
         def forwards(pool: Pool, samples: int) -> float:
@@ -502,7 +526,7 @@ class Costing:
             )
             return seconds + costs.encode_seconds(pool)
 
-        if not (self.work.rollouts_evaluate and candidate.rollouts):
+        if not rollouts:
             return math.ceil(drawn.prompts / candidate.trainers) * max(
                 prompt(pool) for pool in self.hardware.pools
             )

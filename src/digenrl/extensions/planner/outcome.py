@@ -71,6 +71,11 @@ class CandidateOutcome:
                 table[cause] = table.get(cause, 0.0) + seconds / total
         return table
 
+    def rollouts_evaluate(self, drawn: Drawn) -> bool:
+        """Return whether rollouts evaluate while trainers go on."""
+        able = self.costing.work.rollouts_evaluate and self.candidate.rollouts > 0
+        return able and self.costing.trainers_evaluate(drawn, self.candidate) is None
+
     def evaluation_s(self, drawn: Drawn) -> float:
         """Return the seconds that an evaluation adds to its RL step.
 
@@ -79,8 +84,9 @@ class CandidateOutcome:
         Then only the part counts that outlasts the rollouts' normal wait for the update.
         """
         candidate, costing = self.candidate, self.costing
-        once = costing.evaluation_seconds(drawn, candidate)
-        if not (costing.work.rollouts_evaluate and candidate.rollouts):
+        rollouts = self.rollouts_evaluate(drawn)
+        once = costing.evaluation_seconds(drawn, candidate, rollouts)
+        if not rollouts:
             return once
         cluster = costing.cluster(candidate)
         waits = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,10 @@ from digenrl.recompute import AUTO, Recompute
 EXPLAINED = 2.0
 """Factor on the best step time. In plan.json slower candidates have no `limits`, which take six
 simulations each; the best of a kind always has them."""
+MOST_SHARES = 8
+"""Trainers up to which a command lists the share of each."""
+COLUMNS = 100
+"""Width of what a plan prints."""
 NEAR_DUPLICATE = 0.01
 """Relative difference of step times below which two candidates of one schedule are shown as one."""
 
@@ -34,6 +39,12 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
         *quantized(outcome),
         *outcome.costing.spec(candidate).overrides(),
     ]
+    if candidate.sharding == "ddp" and candidate.trainers > MOST_SHARES:
+        # The profile's speeds, which are these shares, are what measured ones begin with.
+        words = [
+            "schedule.shares=measured" if word.startswith("schedule.shares=[") else word
+            for word in words
+        ]
     if candidate.first is not None and candidate.rollouts:
         first = hardware.pool(candidate.first)
         if candidate.trainers >= first.count:
@@ -42,6 +53,14 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
             others = [pool.name for pool in hardware.pools if pool.name != first.name]
             words += [f"hardware.pools.{name}.role=rollout" for name in others]
     return words
+
+
+def evaluation_words(outcome: CandidateOutcome, drawn: Drawn | None) -> list[str]:
+    """Return the word that lets trainers evaluate, in a list; an empty list where rollouts do, or
+    nobody could choose."""
+    if drawn is None or outcome.costing.trainers_evaluate(drawn, outcome.candidate) is None:
+        return []
+    return ["allocation.evaluation=trainers"]
 
 
 def quantized(outcome: CandidateOutcome) -> list[str]:
@@ -177,7 +196,8 @@ class Booking:
             self.drawn is not None
         ):  # the last evaluation overlaps with no training, so all of its time counts
             seconds += (self.evaluations - 1) * outcome.evaluation_s(self.drawn)
-            seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate)
+            last = outcome.rollouts_evaluate(self.drawn)
+            seconds += outcome.costing.evaluation_seconds(self.drawn, outcome.candidate, last)
         return seconds / 3600
 
     def gpu_hours(self, outcome: CandidateOutcome) -> float:
@@ -219,11 +239,9 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     gpus = ", ".join(f"{pool.count + pool.judges} x {pool.gpu}" for pool in hardware.pools)
     price = booking.price(winner)
     money = "" if price is None else f", {price:,.0f} at {booking.price_per_gpu_hour:g} a GPU-hour"
-    evaluators = (
-        "rollouts"
-        if plan.costing.work.rollouts_evaluate and winner.candidate.rollouts
-        else "trainers"
-    )
+    drawn = booking.drawn
+    by_rollouts = drawn is not None and winner.rollouts_evaluate(drawn)
+    evaluators = "rollouts" if by_rollouts else "trainers"
     lines = [
         f"Book {gpus} for {booking.hours(winner):.1f} hours ({booking.rl_steps} RL steps and "
         f"{booking.evaluations} evaluations by {evaluators}): "
@@ -242,9 +260,7 @@ def booked(plan: Plan, asynchronous: bool, booking: Booking) -> list[str]:
     other = "" if found["best"] == seat(winner) else better
     lines.append(f"If rollouts are 20% slower than assumed: {found['step_s']:.2f} s{other}.")
     if costing.work.engine == "eager" and costing.work.compiles:
-        lines.append(
-            f"With model.compile=true (not yet seen in a run on a GPU): {winner.compiled_s:.2f} s."
-        )
+        lines.append(f"With model.compile=true (not yet run on a GPU): {winner.compiled_s:.2f} s.")
     words: dict[str, list[str]] = {}
     for stage, by_pool in plan.costing.sources().items():
         for source in sorted(set(by_pool.values())):
@@ -265,32 +281,50 @@ def table(
 ) -> list[str]:
     """Return a table of the best candidates without near-duplicates, and of the configured run."""
     lines = [
-        f"{'schedule':<22}{'ranks':>8}{'hold':>6}{'b':>4}{'K':>4}{'gap':>4}{'ckpt':>13}{'GiB T/R':>13}{'s/step':>10}"  # noqa: E501
-        f"{'jitter':>9}{'slow rank':>11}{'of bound':>10}{'GPU-hours':>11}  waiting; also"
+        f"{'schedule':<17}{'ranks':>8}{'shard':>6}{'task':>5}{'steps':>6}{'gap':>4}{'recompute':>13}"
+        f"{'GiB T/R':>10}{'s/step':>9}{'slow':>8}{'bound':>6}{'GPU-h':>7}"
     ]
+    candidates = 0
     shown: dict[tuple[str, str], list[float]] = {}
     for outcome in chosen(plan, asynchronous):
         near = shown.setdefault((outcome.candidate.name, outcome.candidate.sharding), [])
-        if len(lines) <= show and all(
+        if candidates < show and all(
             abs(outcome.step_s / other - 1) > NEAR_DUPLICATE for other in near
         ):
             near.append(outcome.step_s)
-            lines.append(_line(outcome, booking))
-    return lines if asked is None else [*lines, _line(asked, booking, "as configured")]
+            candidates += 1
+            lines += _lines(outcome, booking)
+    return lines if asked is None else [*lines, *_lines(asked, booking, "as configured")]
 
 
-def _line(outcome: CandidateOutcome, booking: Booking, name: str | None = None) -> str:
+def _lines(outcome: CandidateOutcome, booking: Booking, name: str | None = None) -> list[str]:
     candidate, memory = outcome.candidate, memory_by_role(outcome)
     gib = f"{memory['trainer']:.1f}/" + (f"{memory['rollout']:.1f}" if "rollout" in memory else "-")
     waits = sorted(outcome.bubble.items(), key=lambda item: -item[1])
     bubble = ", ".join(f"{cause} {100 * share:.1f}%" for cause, share in waits if share >= 0.001)
     settled = "" if outcome.settled else "; does not settle"
-    return (
-        f"{name or candidate.name:<22}{f'{candidate.trainers}+{candidate.rollouts}':>8}{candidate.sharding:>6}"  # noqa: E501
-        f"{candidate.spec.task_size:>4}{candidate.spec.tsp_batch:>4}{candidate.spec.gap:>4}"
-        f"{repeats(outcome):>13}{gib:>13}{outcome.step_s:>10.2f}{outcome.jitter_s:>9.2f}{outcome.slow_rank_s:>11.2f}"
-        f"{outcome.efficiency:>10.3f}{booking.gpu_hours(outcome):>11.0f}  "
-        f"{bubble or 'none'}{_also(candidate)}{settled}"
+    figures = (
+        f"{name or candidate.name:<17}{f'{candidate.trainers}+{candidate.rollouts}':>8}"
+        f"{candidate.sharding:>6}{candidate.spec.task_size:>5}{candidate.spec.tsp_batch:>6}"
+        f"{candidate.spec.gap:>4}{repeats(outcome):>13}{gib:>10}{outcome.step_s:>9.2f}"
+        f"{max(outcome.jitter_s, outcome.slow_rank_s):>8.1f}{outcome.efficiency:>6.2f}"
+        f"{booking.gpu_hours(outcome):>7.0f}"
+    )
+    rest = f"waiting: {bubble or 'none'}{_also(candidate)}{settled}"
+    return [figures, *wrapped(rest, "    ")]
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Return a text in lines of at most `COLUMNS` columns, all of them behind `indent`, or the
+    later ones where that is empty."""
+    later = indent or "  "
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
@@ -305,6 +339,33 @@ def _also(candidate: Candidate) -> str:
         "steps not sharded": not candidate.spec.tsp_shard and candidate.rollouts > 0,
     }
     return "".join(f"; {word}" for word, on in words.items() if on)
+
+
+def asynchronous_line(plan: Plan, other: CandidateOutcome | None, chosen: bool) -> str:
+    """Return what one-step asynchrony gives beside the best colocated run, and at which price.
+
+    Args:
+        other: the best asynchronous run; None: none fits.
+        chosen: whether the plan may choose it.
+    """
+    colocated = plan.best("colocated")
+    if other is None:
+        return "With one-step asynchrony: nothing fits, or nothing is left to overlap."
+    ratio = (
+        "" if colocated is None else f", {colocated.step_s / other.step_s:.2f} x the best colocated"
+    )
+    how = "" if chosen else " Its command: the same words with plan.async=true."
+    return (
+        f"With one-step asynchrony: {seat(other)}, {other.step_s:.2f} s per step{ratio}. On the "
+        "digits the held-out judge lost .001 to .010 by it "
+        f"(benchmarks/results/learning_async.md).{how}"
+    )
+
+
+CHANGES = (
+    "What changes the answer: unequal GPUs, weights that generate only when sharded, rewards on "
+    "processors, GPUs that may be taken away (docs/planner.md, When splitting pays)."
+)
 
 
 def explanation(plan: Plan, asynchronous: bool) -> list[str]:

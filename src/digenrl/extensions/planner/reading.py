@@ -15,7 +15,7 @@ from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.measured import with_measured
 from digenrl.extensions.planner.memory import USABLE, rollout_memory
-from digenrl.extensions.planner.workload import BASE_BYTES, Workload, counted
+from digenrl.extensions.planner.workload import BASE_BYTES, Drawn, Workload, counted
 from digenrl.hardware import parse_hardware
 from digenrl.recompute import AUTO, parse_recompute
 from digenrl.rewards.needs import placed
@@ -122,7 +122,27 @@ def workload(composed: Composed) -> Workload:
     most = most_rollouts(settings.allocation.rollouts)
     able = bool(drawn) and trainers_must_evaluate(settings, 1 if most == AUTO else most) is None
     asked = settings.allocation.evaluation == "rollouts"
-    return replace(work, rollouts_evaluate=able and (asked or _has_room(settings, work)))
+    return replace(
+        work,
+        rollouts_evaluate=able and (asked or _has_room(settings, work)),
+        evaluation_auto=settings.allocation.evaluation == AUTO,
+    )
+
+
+def drawn_of(settings: Settings) -> Drawn | None:
+    """Return what one evaluation draws; None without an evaluation."""
+    if (settings.callbacks or {}).get("evaluation") is None:
+        return None
+    evaluation, model = settings.node("callbacks.evaluation"), settings.model
+    samples = int(evaluation.get("samples_per_prompt", 1))
+    return Drawn(
+        prompts=evaluation.get("max_prompts") or settings.data.prompts_per_batch,
+        samples=samples,
+        steps=evaluation.get("steps") or settings.sampling.steps,
+        compared=min(int(evaluation.get("kl_samples", 1)), samples)
+        if model.lora or model.get("keep_reference")
+        else 0,
+    )
 
 
 def _trained_samples(settings: Settings) -> int | None:

@@ -105,6 +105,9 @@ class Workload:
     for them, because they evaluate when no rollout is left."""
     rollouts_evaluate: bool = False
     """Whether rollouts evaluate while trainers go on; otherwise trainers evaluate."""
+    evaluation_auto: bool = False
+    """Whether trainers evaluate all the same where that takes less of their time
+    (`allocation.evaluation=auto`)."""
     engine: str = "eager"
     """Execution of the network: a key of `gpus.ENGINES`."""
     fused_attention: bool = False

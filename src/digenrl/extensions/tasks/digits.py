@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.images import PromptImage
@@ -225,6 +225,12 @@ class EmbeddedPolicy(Policy):
         self.register_buffer("image_positions", positions, persistent=False)
         self.register_buffer("text_positions", torch.zeros(self.text_length, 3), persistent=False)
         self.complete()
+
+    @classmethod
+    def outline(cls, settings: Mapping[str, Any]) -> nn.Module:
+        """Return the network without weights."""
+        with torch.device("meta"):
+            return cls.build()
 
     @classmethod
     @abstractmethod

@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from digenrl import config as configuration
+from digenrl.advisor import changed
 from digenrl.config import Composed
 from digenrl.config.command_settings import PlanSettings
 from digenrl.config.commands import shell_command
@@ -31,18 +35,22 @@ from digenrl.extensions.planner.advice import PlannerAdvisor
 from digenrl.extensions.planner.costing import Costing
 from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import (
+    CHANGES,
+    COLUMNS,
     Booking,
     as_json,
+    asynchronous_line,
     booked,
     chosen,
+    evaluation_words,
     explanation,
     overrides,
     seat,
     table,
+    wrapped,
 )
 from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
-from digenrl.extensions.planner.reading import candidate_of, costing_of, given
-from digenrl.extensions.planner.workload import Drawn
+from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, given
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto
 from digenrl.settle import allocation, settle, with_task_size
@@ -70,23 +78,24 @@ def main(words: list[str]) -> int:
     if "--json" in words:
         print(path.read_text(encoding="utf-8"), end="")
         return 0
-    print("\n".join(booked(plan, asynchronous, booking)))
-    print()
-    print("\n".join(explanation(plan, asynchronous)))
-    print()
-    print("\n".join(table(plan, asynchronous, booking, settings.plan.show, asked)))
+    said = [*booked(plan, asynchronous, booking), ""]
+    said += [*explanation(plan, asynchronous), *splitting(composed, made), ""]
+    lines = [line for text in said for line in wrapped(text) or [""]]
+    lines += table(plan, asynchronous, booking, settings.plan.show, asked)
     if asked is not None:
-        versus = (
+        lines += wrapped(
+            f"as configured, {seat(asked)} of {plan.costing.hardware.gpus} GPUs: "
             f"{asked.step_s:.2f} s per step, {asked.step_s / made.winner.step_s:.2f} x the best"
         )
-        print(f"as configured, {seat(asked)} of {plan.costing.hardware.gpus} GPUs: {versus}")
     if made.refused:
-        print(f"as configured: does not run: {made.refused}")
+        lines += wrapped(f"as configured: does not run: {made.refused}")
     if (target := composed.settings.strategy["_target_"]) != STOCK_STRATEGY:
-        print(
+        lines += wrapped(
             f"The plan simulates the stock hooks: what {target} overrides is not in these figures."
         )
-    print(f"\n{to_train(composed, overrides(made.winner))}")
+    print("\n".join(lines))
+    words = [*overrides(made.winner), *evaluation_words(made.winner, booking.drawn)]
+    print(f"\n{folded(to_train(composed, news(composed, words)))}")
     print(path)
     return 0
 
@@ -100,6 +109,47 @@ def plan_of(words: Sequence[str]) -> dict[str, Any]:
         ValueError: the allocation cannot be placed on the hardware.
     """
     return planned(configuration.load(words, "plan")).json()
+
+
+def splitting(composed: Composed, made: Made) -> list[str]:
+    """Return what one-step asynchrony would give, and what changes the answer, where a plan says
+    that splitting does not pay; [] where it pays."""
+    if made.winner.candidate.rollouts:
+        return []
+    other = made.plan.best("async")
+    if not made.asynchronous:
+        with suppress(PlanError):
+            steps = composed.settings.plan.simulated_steps  # type: ignore[attr-defined]
+            fixed = {"async_steps": 1}
+            other = make_plan(made.plan.costing, steps, fixed).best("async")
+    return [asynchronous_line(made.plan, other, made.asynchronous), CHANGES]
+
+
+def news(composed: Composed, words: Sequence[str]) -> list[str]:
+    """Return the words that change something in `composed`."""
+    tree, after = composed.settings.tree, changed(composed, words).settings.tree
+
+    def differs(word: str) -> bool:
+        key = word.partition("=")[0].lstrip("+")
+        return bool(OmegaConf.select(tree, key) != OmegaConf.select(after, key))
+
+    return [word for word in words if differs(word)]
+
+
+def folded(command: str) -> str:
+    """Return a command in lines of at most `COLUMNS` columns for a shell. Words with quotes, such
+    as make's ARGS, stay whole."""
+    if len(command) <= COLUMNS or "'" in command:
+        return command
+    return " \\\n".join(
+        textwrap.wrap(
+            command,
+            COLUMNS - 2,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
 
 
 def to_train(composed: Composed, planned: Sequence[str]) -> str:
@@ -186,20 +236,12 @@ def as_configured(composed: Composed) -> CandidateOutcome:
 
 def booking_of(settings: PlanSettings) -> Booking:
     """Return the run's length and its evaluations; `callbacks.evaluation` may be missing."""
-    steps, model = settings.max_rl_steps, settings.model
+    steps = settings.max_rl_steps
     if (settings.callbacks or {}).get("evaluation") is None:
         return Booking(steps, settings.plan.price_per_gpu_hour)
-    evaluation = settings.node("callbacks.evaluation")
-    times = 2 if not evaluation.every else 1 + -(-steps // evaluation.every)
-    samples = evaluation.samples_per_prompt
-    drawn = Drawn(
-        prompts=evaluation.max_prompts or settings.data.prompts_per_batch,
-        samples=samples,
-        steps=evaluation.steps or settings.sampling.steps,
-        compared=min(evaluation.kl_samples, samples)
-        if model.lora or model.get("keep_reference")
-        else 0,
-    )
+    every = settings.node("callbacks.evaluation").every
+    times = 2 if not every else 1 + -(-steps // every)
+    drawn = drawn_of(settings)
     return Booking(steps, settings.plan.price_per_gpu_hour, times, drawn)
 
 
