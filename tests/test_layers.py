@@ -32,15 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settle": {"advisor", "config", "hardware", "recompute", "schedule"},
     "diffusion": {"types"},
     "model_folder": set(),
-    "models": {
-        "accelerator",
-        "types",
-        "recompute",
-        "images",
-        "facts",
-        "model_folder",
-        "record.stored_yaml",
-    },
+    "models": {"accelerator", "types", "recompute", "images", "facts", "model_folder"},
     "algorithms": {"types", "diffusion", "models.policy"},
     "rewards": {
         "accelerator",
