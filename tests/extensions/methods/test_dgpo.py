@@ -126,3 +126,12 @@ def test_a_group_in_two_tasks_is_refused_before_ranks_start(words: list[str], sa
 
     with pytest.raises(ConfigError, match=said):
         load(["experiment=digits_dgpo", *words])
+
+
+def test_auto_keeps_a_group_together() -> None:
+    from digenrl.advisor import PlainAdvisor
+    from digenrl.config import load
+    from digenrl.settle import settle
+
+    words = ["experiment=digits_dgpo", "sampling.task_size=auto"]
+    assert settle(load(words), PlainAdvisor()).settings.sampling.task_size == 16
