@@ -10,7 +10,8 @@ from digenrl.extensions.tasks.scenes import STUDENT_FILE, ScenesPolicy, ScenesSt
 from digenrl.rollout.engine import detail
 from reward_models.drawn_scenes import SCENES
 from reward_models.scene_judges import SceneDetector
-from scripts.pretrain_scenes import Settings, distil_student, sample_scenes
+from scripts.pretrain_scenes import Settings, sample_scenes
+from scripts.scenes_student import distil_student
 
 
 @pytest.mark.heavy
