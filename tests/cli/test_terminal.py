@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from digenrl.cli.terminal import Display
-from digenrl.record.run_dir import append_jsonl
+from digenrl.record.run_dir import EVALUATED, append_event, append_jsonl
 from digenrl.report.tables import duration
 
 
@@ -25,6 +25,11 @@ class Clock:
 def step(path: Path, rl_step: int, reward: float) -> None:
     facts = {"step_s": 2.0, "samples_per_s": 34.5, "reward": reward}
     append_jsonl(path / "metrics.jsonl", {"kind": "step", "rl_step": rl_step, **facts})
+
+
+def evaluated(path: Path, rl_step: int, seconds: float) -> None:
+    append_jsonl(path / "metrics.jsonl", {"kind": "eval", "rl_step": rl_step})
+    append_event(path, EVALUATED, {"rl_step": rl_step, "seconds": seconds})
 
 
 def test_without_a_terminal_one_line_every_ten_seconds(tmp_path: Path) -> None:
@@ -78,8 +83,7 @@ def test_the_time_that_is_left_knows_the_evaluations(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     display = Display(tmp_path, 32, dict, io.StringIO())
     for rl_step in (0, 10, 20):
-        row = {"kind": "eval", "rl_step": rl_step, "eval_s": 140.0}
-        append_jsonl(tmp_path / "metrics.jsonl", row)
+        evaluated(tmp_path, rl_step, 140.0)
     append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": 22, "step_s": 10.0})
     display.poll()
     assert f"ETA {duration(seconds)}" in display.line()
@@ -90,10 +94,10 @@ def test_after_the_last_step_its_evaluation_is_left(tmp_path: Path) -> None:
         "allocation: {evaluation: trainers, rollouts: 1}\ncallbacks: {evaluation: {every: 10}}\n"
     )
     display = Display(tmp_path, 2, dict, io.StringIO())
-    append_jsonl(tmp_path / "metrics.jsonl", {"kind": "eval", "rl_step": 0, "eval_s": 60.0})
+    evaluated(tmp_path, 0, 60.0)
     append_jsonl(tmp_path / "metrics.jsonl", {"kind": "step", "rl_step": 2, "step_s": 1.0})
     display.poll()
     assert f"ETA {duration(60.0)}" in display.line()
-    append_jsonl(tmp_path / "metrics.jsonl", {"kind": "eval", "rl_step": 2, "eval_s": 60.0})
+    evaluated(tmp_path, 2, 60.0)
     display.poll()
     assert f"ETA {duration(0.0)}" in display.line()

@@ -3,6 +3,7 @@ source, in a new run and in a stored one."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 
 from digenrl import config
 from digenrl.config.command_settings import schema_of
+from digenrl.config.help import Arguments, read_arguments
 from digenrl.config.targets import nodes
 from digenrl.config.validation import keys_of
 from digenrl.earlier_run import changed_run
@@ -115,6 +117,29 @@ def test_paths_of_other_commands_are_absolute(here: Path) -> None:
     ]
     settings = reward_config(["reward=jpeg", "token_file='~/token'"], "serve_reward")
     assert settings.tree.token_file == str(here / "home/token")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "cli.evaluate",
+        "cli.report",
+        "cli.join",
+        "extensions.export.cli.export",
+        "extensions.bench.cli.benchmark",
+    ],
+)
+def test_a_run_that_a_command_names_may_begin_with_a_tilde(here: Path, module: str) -> None:
+    """A quoted word reaches the command as it was typed."""
+    found = vars(importlib.import_module(f"digenrl.{module}"))
+    (schema,) = (
+        each
+        for each in found.values()
+        if isinstance(each, type) and issubclass(each, Arguments) and each is not Arguments
+    )
+    more = ["suite=scenes"] if module.endswith("benchmark") else []
+    request, _ = read_arguments(schema, ["run=~/runs/one", *more])
+    assert request.run == here / "home/runs/one"  # type: ignore[attr-defined]
 
 
 def test_the_run_lies_below_an_output_root_with_a_tilde(here: Path) -> None:

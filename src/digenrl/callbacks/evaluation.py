@@ -24,6 +24,7 @@ from digenrl.callbacks.picture_alarms import destroyed, of_pictures
 from digenrl.data import load_prompts
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import (
+    EVALUATED,
     METRICS,
     SAMPLES,
     append_event,
@@ -307,15 +308,10 @@ class Evaluation(pl.Callback):
         except OSError as error:
             unwritten(samples, len(pictures.prompts), error)
         append_jsonl(
-            run_dir / METRICS,
-            {
-                "kind": "eval",
-                "rl_step": rl_step,
-                "time": unix_time(),
-                "eval_s": time.monotonic() - self._begun_at,
-                **numbers,
-            },
+            run_dir / METRICS, {"kind": "eval", "rl_step": rl_step, "time": unix_time(), **numbers}
         )
+        taken = {"rl_step": rl_step, "seconds": time.monotonic() - self._begun_at}
+        append_event(run_dir, EVALUATED, taken)
         if (told := destroyed(numbers.get("noisy_detail"))) is not None:
             _LOG.warning(told)
         self._raise_alarms(run_dir, rl_step, pictures, weights)

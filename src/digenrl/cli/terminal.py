@@ -22,6 +22,7 @@ from rich.text import Text
 from digenrl.record.run_dir import (
     CHECKPOINT_FAILED,
     CONFIG,
+    EVALUATED,
     EVENTS,
     LOGGER,
     METRICS,
@@ -37,7 +38,7 @@ EVERY_S = 10.0
 """Seconds between two lines."""
 _LOUD = (CHECKPOINT_FAILED, UNWRITTEN, LOGGER)
 """Kinds of events that get a line of their own: something is lost while the run goes on."""
-_DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s", "eval_s")
+_DRAWN = ("rl_step", "reward", "heldout", "samples_per_s", "step_s")
 """Keys of a metric line that the display needs and keeps of every step."""
 
 
@@ -71,6 +72,7 @@ class Display:
         self._events = JsonlTail(self._path / EVENTS)
         self._steps: list[Row] = []
         self._evals: list[Row] = []
+        self._evaluated: list[Row] = []
         self._every, self._hidden = _evaluations(self._path)
         self._began = self._shown = clock()
         self._console = Console(file=self._stream, soft_wrap=True)
@@ -116,7 +118,9 @@ class Display:
             if kept is not None and is_number(row.get("rl_step")):
                 append_step(kept, {key: row[key] for key in _DRAWN if key in row})
         for event in self._events.read():
-            if event.get("kind") in _LOUD and event.get("cause") is not None:
+            if event.get("kind") == EVALUATED:
+                self._evaluated.append(event)
+            elif event.get("kind") in _LOUD and event.get("cause") is not None:
                 self._console.print(Text(told(event), style="yellow"))
 
     def _eta(self) -> float | None:
@@ -125,7 +129,7 @@ class Display:
         if not (step := _usual(self._steps, "step_s")):
             return None
         seconds = step * (self._total - self._done)
-        if one := _usual(self._evals, "eval_s"):
+        if one := _usual(self._evaluated, "seconds"):
             due = self._evaluations_left()
             seconds += one * (due > 0) + max(0.0, one - self._hidden * step) * max(0, due - 1)
         return seconds

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
 
 from digenrl.config.compose import with_search_path
 from digenrl.config.errors import ConfigError, listing, nearest
@@ -17,8 +17,12 @@ from digenrl.config.validation import keys_of, problems_by_key
 from digenrl.record.redact import redact_text
 
 HELP = ("-h", "--help")
-RunDirectory = Annotated[Path, WithJsonSchema({"phrase": "path of a run directory"})]
-Folder = Annotated[Path, WithJsonSchema({"phrase": "path of a directory"})]
+RunDirectory = Annotated[
+    Path, AfterValidator(Path.expanduser), WithJsonSchema({"phrase": "path of a run directory"})
+]
+Folder = Annotated[
+    Path, AfterValidator(Path.expanduser), WithJsonSchema({"phrase": "path of a directory"})
+]
 Own = TypeVar("Own", bound="Arguments")
 
 

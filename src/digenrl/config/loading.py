@@ -100,6 +100,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         if word.startswith("-")
     ]
     resumed, words = _resumed(words)
+    stored = None if stored is None else stored.expanduser()
     run = resumed if stored is None else Path(absolute(str(stored)))
     choices: dict[str, str] = {}
     completed: list[str] = []
@@ -115,7 +116,9 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
         OmegaConf.set_struct(tree, False)
         del tree["hydra"]
     else:
-        tree, completed = read_stored(run, "resume" if stored is None else "run")
+        tree, completed = (
+            read_stored(run, "resume") if stored is None else read_stored(stored, "run")
+        )
         base, _ = resolved(tree)
         _keep_own_prompts(tree)
         refer(tree)

@@ -67,6 +67,9 @@ joined (`rank`)."""
 CHECKPOINT_FAILED = "checkpoint_failed"
 """Kind of the event that tells of a checkpoint that could not be written; carries `rl_step` and
 `cause`."""
+EVALUATED = "evaluated"
+"""Kind of the event that tells how many `seconds` the evaluation of `rl_step` took, from its
+beginning to its line in metrics.jsonl."""
 LOGGER = "logger"
 """Kind of the event that tells of `failures` of a `logger`, with the first `cause`."""
 UNWRITTEN = "unwritten"
@@ -74,7 +77,7 @@ UNWRITTEN = "unwritten"
 PROMPT_STORE = "prompt_store"
 """Kind of the event with the number of `texts` that a run needs, and the number that this rank has
 `encoded`. Rank 0 always writes this event. Other ranks write it if they have encoded texts."""
-ROUTINE = ("publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
+ROUTINE = ("evaluated", "publish", "lend", "dropped", "missing", "shares", "warning", "checkpoint")
 """Kinds of events that a step may repeat. Beyond the limit of `limit_events` they are refused."""
 
 _APPENDED = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

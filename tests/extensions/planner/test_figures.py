@@ -667,7 +667,8 @@ def of_command(words: tuple[str, ...]) -> Iterator[str]:
             told = json.loads(text, parse_float=lambda digits: f"{float(digits):.6g}")
             yield f"{path.name} {hashed(told)}"
     for text in (out.getvalue(), err.getvalue()):
-        told = [line for line in text.splitlines() if folder not in line]
+        whole = text.replace(" \\\n    ", " ")  # a command is folded by the length of the path
+        told = [line for line in whole.splitlines() if folder not in line]
         yield from (f"  {line}" for line in told if line and len(told) < 50)
         yield f"{len(told)} lines, {text.count(folder)} paths"
 

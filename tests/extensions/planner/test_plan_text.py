@@ -20,8 +20,8 @@ def test_the_planners_columns_are_explained() -> None:
     )[1:]
     nodes = ast.walk(ast.parse(inspect.getsource(table)))
     texts = {str(node.value).strip() for node in nodes if isinstance(node, ast.Constant)}
-    assert len(explained) == 14
-    assert set(explained) <= texts
+    assert len(explained) == 13
+    assert set(explained) - {"waiting"} <= texts, "waiting has a line of its own"
 
 
 def test_advice_and_plans_leave_torch_out() -> None:

@@ -3,6 +3,7 @@ are obeyed."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -497,7 +498,8 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
         == pytest.approx(16 * planned["hours"])
     )
     assert out[0].startswith("Book 8 x H100-SXM for ")
-    assert f"{planned['price']:,.0f} at 2 a GPU-hour" in out[0]
+    assert f"{planned['price']:,.0f} at 2 a GPU-hour" in " ".join(map(str.strip, out))
+    assert max(map(len, out[:-1])) <= 100, "one screen"
     (compiled,) = (line.split()[-2] for line in out if line.startswith("With model.compile=true"))
     assert 0.5 < float(compiled) / planned["candidates"][0]["step_s"] < 1
     row, sentence = (line for line in out if line.startswith("as configured"))
@@ -507,6 +509,35 @@ def test_a_plan_says_what_to_book_and_for_machines_only_json(
     assert planned["sources"]["generate"] == {"h100": "published"}
     assert plan_command.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["candidates"]
+
+
+def command_of(lines: list[str]) -> list[str]:
+    """Return the words of the command to train, which may go over several lines."""
+    first = next(n for n, line in enumerate(lines) if line.startswith("digenrl train"))
+    return shlex.split(" ".join(line.removesuffix("\\") for line in lines[first:-1]))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("hardware", ["h20x16", "a100x32", "testbed_ac"])
+def test_a_plan_of_many_gpus_is_one_screen_of_100_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hardware: str
+) -> None:
+    words = ["experiment=wan21_flowgrpo", f"hardware={hardware}", "output_root=plans"]
+    with contextlib.chdir(tmp_path):
+        assert plan_command.main([*words, "plan.plot=false", "plan.simulated_steps=4"]) == 0
+    *shown, _ = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 100
+    assert len(shown) <= 50
+    assert not re.search(r"\[[^\]]*(,[^\]]*){8}\]", "\n".join(shown)), "no list of many numbers"
+    text = " ".join(map(str.strip, shown))
+    if "Colocated wins" in text:
+        assert "With one-step asynchrony: " in text
+        assert "What changes the answer: unequal GPUs" in text
+    given = command_of([*shown, ""])
+    run = settle(configuration.load(given[given.index("train") + 1 :]), PlannerAdvisor())
+    assert sum(run.settings.allocation.split) == sum(
+        pool.count for pool in run.settings.hardware.pools.values()
+    )
 
 
 @pytest.mark.heavy
@@ -519,10 +550,11 @@ def test_where_nothing_fits_the_frozen_base_is_quantized(
     assert plan_command.main(words) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[1].startswith("Run colocated 1+0 with model.quantize=nf4: ")
-    (refused,) = (line for line in out if line.startswith("as configured"))
+    said = " ".join(map(str.strip, out))
+    refused = said[said.index("as configured: ") :]
     assert " of 21.2 GiB " in refused
-    assert refused.endswith(": set model.quantize=nf4 parallel.sharding=ddp.")
-    command = shlex.split(out[-2])
+    assert ": set model.quantize=nf4 parallel.sharding=ddp." in refused
+    command = command_of(out)
     assert "model.quantize=nf4" in command
     run = settle(configuration.load(command[command.index("train") + 1 :]), PlannerAdvisor())
     assert run.settings.tree.model.quantize == "nf4"
