@@ -62,7 +62,8 @@ def in_part(name: str, part: str) -> bool:
     """Return whether a test belongs to a part. A test stays in its part whatever others there are.
 
     Example:
-        >>> [part for part in range(10) if in_part("tests/test_a.py::test_b", f"{part}/10")]
+        >>> name = "tests/test_layers.py::test_imports_point_downwards"
+        >>> [part for part in range(10) if in_part(name, f"{part}/10")]
         [7]
     """
     number, parts = (int(word) for word in part.split("/"))

@@ -174,7 +174,16 @@ def test_citations_resolve() -> None:
 def test_relative_links_resolve(path: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         if not re.match(r"[a-z]+:", target):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+            file, _, heading = target.partition("#")
+            page = path.parent / file if file else path
+            assert page.exists(), f"{path.name} links to {target}"
+            assert not heading or heading in headings(page), f"{path.name} links to {target}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs name them."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
 
 
 @pytest.mark.parametrize(
@@ -221,3 +230,23 @@ def test_the_first_hours_pages_are_as_long_as_the_design_says() -> None:
     assert all(abs(lines[page] - int(count)) <= 10 for page, count in said), lines
     assert 5 <= len(said) <= 8
     assert sum(lines.values()) <= 1500
+
+
+def test_the_table_of_supported_versions_is_that_of_the_package() -> None:
+    """CONTRIBUTING.md; floors of pyproject.toml, and what CI installs."""
+    table = {
+        name: (old, new)
+        for name, old, new in re.findall(
+            r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \|$",
+            (ROOT / "CONTRIBUTING.md").read_text(),
+            re.MULTILINE,
+        )
+    }
+    project, pinned = (ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()
+    python = re.search(r'requires-python = ">=([\d.]+)"', project)
+    assert python is not None
+    assert table.pop("Python")[0] == python[1]
+    assert len(table) >= 4
+    for name, (old, new) in table.items():
+        assert f'"{name}>={old}"' in project
+        assert f"\n{name}=={new}" in pinned
