@@ -421,6 +421,6 @@ def test_flops_follow_the_text(text: int, tflops: float) -> None:
 
 
 def test_facts_are_counted_for_every_real_model_config(repository: Path) -> None:
-    embedded = {"digits", "scenes", "scenes_edit", "mixture"}
+    embedded = {"digits", "scenes", "scenes_edit", "scenes_student", "mixture"}
     names = {path.stem for path in (repository / "configs/model").glob("*.yaml")} - embedded
     assert names <= set(counted())
