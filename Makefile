@@ -8,6 +8,7 @@ PY     := $(VENV)/bin/python
 EXP ?= scenes_flowgrpo
 HW  ?=
 RUN ?=
+PART ?=
 BENCH ?=
 ARGS ?=
 
@@ -22,13 +23,13 @@ export OMP_WAIT_POLICY ?= passive
 # Commands that name another one then name it as make's.
 train resume sweep plan join: export DIGENRL_CALLER = make
 # Empty is off. Where an environment keeps no bytecode, each of the tests' processes would compile the source again.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-part: export PYTHONDONTWRITEBYTECODE =
 
 PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-all chaos soak storm fuzz mutants coverage report eval benchmark export score serve-reward \
+.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-part test-all chaos soak storm fuzz gpus mutants coverage report eval benchmark export score serve-reward \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -41,9 +42,9 @@ help:  ## This list
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "$(PYTHON) is too old: digenrl needs Python 3.11 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
-	@echo "Making the environment in $(VENV); this downloads PyTorch and takes some minutes, once." >&2
+	@echo "Making the environment in $(VENV); this downloads PyTorch and takes a minute or more, once." >&2
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]' >&2
+	@scripts/install.sh $(PY) dev >&2
 	@touch $@
 
 setup: $(STAMP)  ## Only the environment: .venv with everything, then a self-check
@@ -124,6 +125,10 @@ test: $(STAMP)  ## The default tests: eight minutes on two idle cores
 test-fast: $(STAMP)  ## What finishes in a good minute: no ranks, services or commands are started, no large model built
 	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not processes and not heavy" $(ARGS)
 
+test-part: $(STAMP)  ## A tenth of the slow tests, as CI takes one each time. PART=3/10
+	$(call need,PART,PART=3/10)
+	@$(PY) -m pytest -q -m "slow and not cluster and not gpu" --part "$$PART" $(ARGS)
+
 test-all: $(STAMP)  ## All tests, slow ones included: at most an hour on two cores
 	@HYPOTHESIS_PROFILE=random $(PY) -m pytest -q -m "not cluster" $(ARGS)
 
@@ -142,6 +147,9 @@ $(SITE)/.stamp: $(wildcard $(WHEELS)/*.whl)
 	@rm -rf $(SITE)
 	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target $(SITE) $^ >&2
 	@touch $@
+
+gpus: $(STAMP)  ## What 2, 4 or 8 GPUs of this machine do, step by step, in ten minutes; a page to paste. ARGS="gpus=4 device=cpu" tries it
+	@$(PY) -m benchmarks.gpus $(ARGS)
 
 device: $(STAMP)  ## A strict second device on the CPU (tests/device, needs g++), and a run on it. ARGS=all: the slow tests too
 ifeq ($(ARGS),all)

@@ -24,11 +24,9 @@ It takes some minutes of one idle core.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -45,11 +43,9 @@ from digenrl.extensions.tasks.scenes import (
     STUDENT_FILE,
     ScenesEditPolicy,
     ScenesPolicy,
-    ScenesStudentPolicy,
     pack,
     text_features,
 )
-from digenrl.rollout.engine import detail
 from reward_models.drawn_scenes import (
     KINDS,
     SCENES,
@@ -143,12 +139,12 @@ def pretrain_base(settings: Settings) -> ScenesPolicy:
         policy,
         batches(settings.steps, wrong=0.0),
         generator,
-        _optimizers(network, settings.lr),
+        make_optimizers(network, settings.lr),
         rate,
         clip=1.0,
         decay=lambda step: min(EMA, (step + 1) / (step + 10)),
     )
-    _round(network)
+    round_weights(network)
     generator.manual_seed(settings.seed + 1)
     train(
         policy,
@@ -158,93 +154,16 @@ def pretrain_base(settings: Settings) -> ScenesPolicy:
         clip=1.0,
         decay=lambda step: NOISE_EMA,
     )
-    _round(network)
+    round_weights(network)
     return policy
 
 
-STUDENT_GRID = 2
-"""Steps of the student."""
-
-
-def distil_student(settings: Settings) -> ScenesPolicy:
-    """Return a policy that makes each of two steps of the ODE at once, as the base makes it in
-    `settings.teacher_steps`."""
-    teacher, student = ScenesPolicy(), ScenesStudentPolicy(str(BASE_FILE))
-    generator = torch.Generator().manual_seed(settings.seed)
-    choice = torch.randint(len(SCENES), (settings.pairs,), generator=generator)
-    condition = _features([SCENES[int(row)].text for row in choice])
-    points = [torch.randn(settings.pairs, *teacher.latent_shape, generator=generator)]
-    grid = teacher.sigma_grid(STUDENT_GRID)
-    for sigma, after in itertools.pairwise(grid):
-        points.append(_teach(teacher, points[-1], condition, sigma, after, settings.teacher_steps))
-        print(f"drew {settings.pairs} halves", file=sys.stderr, flush=True)
-    network = student.transformer.requires_grad_(True)
-    optimizers = _optimizers(network, settings.lr / 2)
-    rate = partial(_cosine, settings.student_steps)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
-    average = {name: value.clone() for name, value in network.state_dict().items()}
-    for step in range(settings.student_steps):
-        rows = torch.randint(settings.pairs, (settings.batch,), generator=generator)
-        given = {name: value[rows] for name, value in condition.items()}
-        # Half of the batch at each of the two noise levels.
-        half = torch.arange(settings.batch) % STUDENT_GRID
-        start, end = (
-            torch.stack([points[int(k) + offset][row] for k, row in zip(half, rows, strict=True)])
-            for offset in (0, 1)
-        )
-        sigma, after = grid[half], grid[half + 1]
-        velocity = (end - start) / (after - sigma)[:, None, None]
-        # Errors of the picture, which a step makes of its velocity.
-        loss = functional.mse_loss(
-            student.velocity(start, sigma, given) * sigma[:, None, None],
-            velocity * sigma[:, None, None],
-        )
-        network.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        for name, value in network.state_dict().items():
-            average[name].lerp_(value, 1 - min(EMA, (step + 1) / (step + 10)))
-        if (step + 1) % 100 == 0:
-            print(f"step {step + 1} loss {loss.item():.4f}", file=sys.stderr, flush=True)
-    network.load_state_dict(average)
-    _round(network)
-    return student
-
-
-@torch.no_grad()
-def _teach(
-    teacher: ScenesPolicy,
-    latents: Tensor,
-    condition: dict[str, Tensor],
-    sigma: Tensor,
-    after: Tensor,
-    steps: int,
-) -> Tensor:
-    """Return where the base's ODE leads from `sigma` to `after` in equal steps."""
-    made = []
-    for first in range(0, len(latents), 512):
-        rows = slice(first, first + 512)
-        given = {name: value[rows] for name, value in condition.items()}
-        x = latents[rows]
-        for low, high in itertools.pairwise(torch.linspace(float(sigma), float(after), steps + 1)):
-            x = x + (high - low) * teacher.velocity(x, low.expand(len(x)), given)
-        made.append(x)
-    return torch.cat(made)
-
-
-def _cosine(steps: int, step: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
-
-
-def _round(network: nn.Module) -> None:
+def round_weights(network: nn.Module) -> None:
     """Round the weights to what the file keeps of them."""
-    network.load_state_dict(_halved(network))
+    network.load_state_dict(halved(network))
 
 
-def _optimizers(network: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(network: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the first steps: Muon for the blocks' matrices, AdamW for the
     rest."""
     matrices = [p for n, p in network.named_parameters() if p.ndim == 2 and "blocks." in n]
@@ -278,7 +197,7 @@ def _captioned(wrong: float, generator: torch.Generator) -> Batch:
         SCENES[int(choice[row] * len(SCENES))] if mistaken[row] else scene
         for row, scene in enumerate(scenes)
     ]
-    return pack(pictures), _features([caption.text for caption in captions])
+    return pack(pictures), features_of([caption.text for caption in captions])
 
 
 def _edited(wrong: float, generator: torch.Generator) -> Batch:
@@ -302,10 +221,10 @@ def _edited(wrong: float, generator: torch.Generator) -> Batch:
         draw([scene.kinds for scene in s], places)
         for s in ([edit.before for edit in edits], results)
     )
-    return pack(after), _features([edit.text for edit in edits]) | {"image": pack(before)}
+    return pack(after), features_of([edit.text for edit in edits]) | {"image": pack(before)}
 
 
-def _features(texts: Sequence[str]) -> dict[str, Tensor]:
+def features_of(texts: Sequence[str]) -> dict[str, Tensor]:
     """Return `text_features`, computed once per text."""
     numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     rows = [numbers[text] for text in texts]
@@ -314,7 +233,7 @@ def _features(texts: Sequence[str]) -> dict[str, Tensor]:
 
 def sample_scenes(policy: ScenesPolicy, scenes: list[Scene], steps: int, seed: int = 0) -> Tensor:
     """Return pictures [N, 3, 24, 24] of N scenes by the plain Euler ODE."""
-    return sampled(policy, _features([scene.text for scene in scenes]), steps, seed)
+    return sampled(policy, features_of([scene.text for scene in scenes]), steps, seed)
 
 
 def sample_edits(
@@ -325,7 +244,7 @@ def sample_edits(
     sources = draw(
         [s.kinds for s in before], draw_places(before, torch.Generator().manual_seed(seed))
     )
-    condition = _features([edit.text for edit in edits]) | {"image": pack(sources)}
+    condition = features_of([edit.text for edit in edits]) | {"image": pack(sources)}
     return sources, sampled(policy, condition, steps, seed)
 
 
@@ -396,7 +315,7 @@ def _counted(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     return pictures, counts.clamp(max=COUNTS - 1), centres / counts.clamp(min=1)[..., None]
 
 
-def _halved(module: nn.Module) -> dict[str, Tensor]:
+def halved(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: value.half() if value.is_floating_point() else value
         for name, value in module.state_dict().items()
@@ -408,14 +327,16 @@ def work(settings: Settings, _: list[str]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)  # for the dropout of the judge
     if settings.task == "student":
+        from scripts.scenes_student import compare_student, distil_student  # it needs this file
+
         student = distil_student(settings)
-        save(_halved(student.transformer), Path(settings.base or STUDENT_FILE))
+        save(halved(student.transformer), Path(settings.base or STUDENT_FILE))
         compare_student(student, settings)
         return
     editing = settings.task == "edits"
     policy = pretrain_base(settings)
     save(
-        _halved(policy.transformer),
+        halved(policy.transformer),
         Path(settings.base or (EDIT_BASE_FILE if editing else BASE_FILE)),
     )
     if editing:
@@ -423,7 +344,7 @@ def work(settings: Settings, _: list[str]) -> None:
         scenes = [edit.after for edit in edits]
         pictures = sample_edits(policy, edits, steps=6)[1]
     else:
-        save(_halved(fit_judge(settings.seed + 3, settings.judge_steps)), Path(settings.judge))
+        save(halved(fit_judge(settings.seed + 3, settings.judge_steps)), Path(settings.judge))
         scenes = [scene for scene in SCENES[::11] for _ in range(8)]
         pictures = sample_scenes(policy, scenes, steps=6)
     perfect = SceneDetector(perfect=True).judge(pictures, scenes).mean()
@@ -433,24 +354,6 @@ def work(settings: Settings, _: list[str]) -> None:
         f"base model: all assertions hold in {perfect:.3f}, by the judge {judged:.3f} "
         f"({len(scenes)} samples){told}"
     )
-
-
-def compare_student(student: ScenesPolicy, settings: Settings) -> None:
-    """Print how the student draws in two steps, beside the base in two and in twelve."""
-    scenes = [scene for scene in SCENES[::11] for _ in range(8)]
-    detector, base = SceneDetector(perfect=True), ScenesPolicy()
-    for name, policy, steps in (
-        ("student", student, STUDENT_GRID),
-        ("base", base, STUDENT_GRID),
-        ("base", base, STUDENT_GRID * settings.teacher_steps),
-    ):
-        pictures = sample_scenes(policy, scenes, steps)
-        print(
-            f"{name}, {steps} steps: all assertions hold in "
-            f"{detector.judge(pictures, scenes).mean():.3f}, by the judge "
-            f"{SceneJudge(settings.judge).judge(pictures, scenes).mean():.3f}; detail "
-            f"{detail(pictures).mean():.3f}; centres spread by {spread(pictures, scenes)[1]:.2f}"
-        )
 
 
 def main(arguments: Sequence[str]) -> int:

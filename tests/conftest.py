@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,22 @@ ROOT = Path(__file__).resolve().parents[1]
 DELETED = frozenset(os.environ.get("DIGENRL_TESTS_WITHOUT", "").split())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a command run a part of the tests: `--part 3/10` is the fourth of ten."""
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts, counted from 0")
+
+
+def in_part(name: str, part: str) -> bool:
+    """Return whether a test belongs to a part. A test stays in its part whatever others there are.
+
+    Example:
+        >>> [part for part in range(10) if in_part("tests/test_a.py::test_b", f"{part}/10")]
+        [7]
+    """
+    number, parts = (int(word) for word in part.split("/"))
+    return zlib.crc32(name.encode()) % parts == number % parts
+
+
 def pytest_configure() -> None:
     """Collect no garbage until all tests are imported; programs that import this file do."""
     gc.disable()
@@ -92,8 +109,13 @@ def _extensions_needed(path: Path) -> frozenset[str]:
     return needed.union(*(_extensions_needed(helper) for helper in helpers if helper.is_file()))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of processes and heavy ones first, so that no worker waits for another's last one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the asked part. Tests of processes and heavy ones first, so that no worker waits for
+    another's last one."""
+    if part := config.getoption("part"):
+        left_out = [item for item in items if not in_part(item.nodeid, part)]
+        items[:] = [item for item in items if in_part(item.nodeid, part)]
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: not any(map(item.get_closest_marker, ("processes", "heavy"))))
 
 

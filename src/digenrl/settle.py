@@ -15,7 +15,7 @@ from digenrl import hardware
 from digenrl.advisor import Advisor, ModelPlacement
 from digenrl.config import Composed
 from digenrl.config.no_effect import without_effect
-from digenrl.config.relations import most_rollouts, relation_problems
+from digenrl.config.relations import most_rollouts, needs_whole_groups, relation_problems
 from digenrl.config.settings import Settings
 from digenrl.config.traps import known_traps
 from digenrl.recompute import AUTO
@@ -112,6 +112,8 @@ def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
     portion = settings.data.group_size // slices_of_group(
         settings.data.updates_split, settings.algorithm.updates_per_batch
     )
+    if needs_whole_groups(settings.algorithm.target):
+        return composed.changed({"sampling.task_size": portion})
     sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     return composed.changed({"sampling.task_size": advisor.task_size(composed, sizes)})
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import diffusers
+import diffusers.loaders.single_file_utils as checkpoints
 import numpy as np
 import torch
 import yaml
@@ -18,6 +20,7 @@ from digenrl.models import pretrained
 from digenrl.models.latents import pack
 
 Call = dict[str, Any]
+Converter = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 class ExplicitEuler(diffusers.FlowMatchEulerDiscreteScheduler):
@@ -229,6 +232,11 @@ class Row:
     """Opens the family's own pipeline at a path."""
     shown: Callable[[Tensor], Tensor] = as_it_is
     """What is made of the pipeline's media [B, ..., H, W, C] before they are scored."""
+    converter: Converter | None = None
+    """diffusers' own, of the published checkpoint of one network; None: it has none, or names are
+    compared elsewhere."""
+    converter_width: int = 8
+    """Width of a network that the converter reads."""
     unusual: bool = False
     """Whether its batches hold more than latents and one text, or its rows go through several
     networks: every schedule is tried with the family."""
@@ -274,6 +282,8 @@ _ROWS: dict[str, Row] = {
         real_text=(256, 0),
         sigmas=(10, (0.636, 0.438, 0)),
         template=("TEMPLATE_TOKENS", 95),
+        converter=checkpoints.convert_hunyuan_video_transformer_to_diffusers,
+        converter_width=3072,
     ),
     "hunyuan_video15": Row(
         published={"hunyuan_video15": (8.33, 113, 253)},
@@ -317,6 +327,9 @@ _ROWS: dict[str, Row] = {
         guidance=((1.0, 1.0),),
         size={"height": 64, "width": 64, "frames": 124},
         real_text=(128, 0),
+        converter=partial(
+            checkpoints.convert_minimax_h3_transformer_checkpoint_to_diffusers, config={}
+        ),
         unusual=True,
         unread=2,
         load=Modular,
@@ -374,6 +387,7 @@ _ROWS: dict[str, Row] = {
         ),
         call=own_scale_and_length,
         shown=on_white,
+        converter=checkpoints.convert_qwen_image21_transformer_checkpoint_to_diffusers,
         one_prompt=True,  # beside others it counts their padding
         unusual=True,
     ),
@@ -391,12 +405,14 @@ _ROWS: dict[str, Row] = {
         guidance=((1.0, 1.0), (4.0, 1.0)),
         text_length=64,
         call=scale_from_zero,
+        converter=checkpoints.convert_z_image_transformer_checkpoint_to_diffusers,
     ),
     "flux2_klein": Row(
         published={"flux2_klein_4b": (3.88, 75, 96)},
         layers=(8 + 2 * 2, 12 + 2 * 2),
         guidance=((1.0, 1.0), (4.0, 1.0)),
         call=embedded_negative,
+        converter=checkpoints.convert_flux2_transformer_checkpoint_to_diffusers,
         latents=square,
         result=normalised,
     ),

@@ -149,7 +149,7 @@ def test_a_network_without_values_is_filled_and_no_other(
     monkeypatch.setattr(policy, "_empty", True)
     policy.fill(device)
     assert filled == [
-        (policy.transformer, policy.path, policy.components, policy.adapter.lora, device)
+        (policy.transformer, policy.path, policy.components, policy.adapter.lora, device, None)
     ]
 
 

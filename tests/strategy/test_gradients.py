@@ -39,6 +39,25 @@ def parameters() -> list[Tensor]:
     return made
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (dist.DistBackendError("NCCL error"), True),
+        (dist.DistNetworkError("timeout"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection reset by peer"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+        (RuntimeError("max |ratio-1| before the first optimizer step is 1"), False),
+        (torch.OutOfMemoryError("CUDA out of memory (NCCL holds 1 GiB)"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_an_error_of_a_collective_is_told_from_a_ranks_own(
+    error: BaseException, expected: bool
+) -> None:
+    """A rank whose collective broke waits for the cause: the peer that broke it."""
+    assert gradients.is_of_a_peer(error) is expected
+
+
 def test_gradients_are_divided_by_the_trainers_and_keep_their_places(group: None) -> None:
     found, wanted = parameters(), parameters()
     held = [each.grad for each in found]

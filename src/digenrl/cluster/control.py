@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreLost
@@ -143,10 +144,23 @@ class Control:
         """Tell every rank to stop because of `cause`. A cause that was published earlier stays."""
         self.compare_set("abort", "", cause)
 
-    def report(self, fatal: bool, error: BaseException) -> None:
+    def await_abort(self, seconds: float) -> None:
+        """Wait until somebody has aborted the run, at most `seconds`.
+
+        For a rank whose collective broke: the peer that broke it is the cause, and whoever watches
+        that peer says so within seconds.
+        """
+        deadline = time.monotonic() + seconds
+        with suppress(StoreLost):
+            while self.get("abort") is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def report(self, fatal: bool, error: BaseException, has_log: bool = True) -> None:
         """Publish this rank's error for the launcher. `fatal` aborts the run, because no run goes
-        on without a trainer."""
-        cause = f"raised {type(error).__name__}: {error}; see logs/rank-{self._rank:03d}.log"
+        on without a trainer. `has_log`: whether the rank writes a log of its own."""
+        cause = f"raised {type(error).__name__}: {error}"
+        if has_log:
+            cause += f"; see logs/rank-{self._rank:03d}.log"
         try:
             self.set(f"cause/{self._rank}", cause)
             if fatal:

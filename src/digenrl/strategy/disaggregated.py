@@ -57,7 +57,7 @@ from digenrl.cluster.world import RoleEnvironment
 from digenrl.record.run_dir import tell_unwritten
 from digenrl.record.span_log import SpanLog
 from digenrl.schedule import Task, next_fragment, place, queue, resumed_queue
-from digenrl.strategy import shard
+from digenrl.strategy import gradients, shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.context import Context
 from digenrl.strategy.evaluating import EvaluationWorker
@@ -259,7 +259,9 @@ class DisaggregatedStrategy(DDPStrategy):
             if isinstance(exception, torch.OutOfMemoryError):
                 doing = self.session.progress.said
                 exception.args = (out_of_memory(self.world.rank, doing, exception),)
-            self.control.report(self.world.is_trainer, exception)
+            if gradients.is_of_a_peer(exception):
+                self.control.await_abort(self.session.limits.verdict_s)
+            self.control.report(self.world.is_trainer, exception, self.session.watched)
 
     def teardown(self) -> None:
         if hasattr(self, "link"):

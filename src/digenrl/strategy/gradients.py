@@ -3,6 +3,7 @@ equal weights."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from digenrl import accelerator
 from digenrl.strategy.shard import REPLICATE
 from digenrl.transport.weights import WeightsError
+
+_BACKEND = re.compile(r"gloo|NCCL|ncclSystemError|Connection (reset|closed) by peer")
 
 
 @torch.no_grad()
@@ -68,6 +71,13 @@ def follow_first(tensors: Iterable[Tensor], trainers: int) -> None:
         elif REPLICATE in (tensor.device_mesh.mesh_dim_names or ()):
             copies = tensor.device_mesh.get_group(REPLICATE)
             dist.broadcast(tensor.to_local(), group=copies, group_src=0)
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Return whether `error` is that of a collective whose other end is gone, hangs or was closed.
+    gloo raises it as a plain RuntimeError."""
+    named = isinstance(error, dist.DistError)
+    return named or (type(error) is RuntimeError and bool(_BACKEND.search(str(error))))
 
 
 def assert_equal_digests(own: str, trainers: int, version: int) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
-import diffusers.loaders.single_file_utils as files
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel, WanPipeline
@@ -23,7 +21,7 @@ from digenrl.extensions.export.lora_layouts import in_layout
 from digenrl.models import flux, sd3, wan
 from digenrl.models.tiny import ensure
 from tests.conftest import ROOT
-from tests.models.tiny_policies import FAMILIES
+from tests.models.tiny_policies import FAMILIES, ROWS
 
 RANK, ALPHA, WIDTH = 2, 6.0, 3072
 """diffusers' converter knows FLUX.1 at its real width alone."""
@@ -192,19 +190,7 @@ def whole_weights(
     return found
 
 
-def hunyuan(checkpoint: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(files.convert_hunyuan_video_transformer_to_diffusers(checkpoint))
-
-
-CONVERTERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
-    "hunyuan_video": hunyuan,
-    "z_image": files.convert_z_image_transformer_checkpoint_to_diffusers,
-    "qwen_image21": files.convert_qwen_image21_transformer_checkpoint_to_diffusers,
-    "minimax_h3": lambda checkpoint: files.convert_minimax_h3_transformer_checkpoint_to_diffusers(
-        checkpoint, config={}
-    ),
-    "flux2_klein": files.convert_flux2_transformer_checkpoint_to_diffusers,
-}
+CONVERTERS = {family: row for family, row in ROWS.items() if row.converter is not None}
 
 
 @pytest.mark.parametrize("family", CONVERTERS)
@@ -213,8 +199,9 @@ def test_diffusers_reads_each_layers_update_as_a_weight_of_the_published_checkpo
 ) -> None:
     """By diffusers' own converter of whole checkpoints, layer by layer."""
     policy = FAMILIES[family]
-    # The converter of HunyuanVideo knows its real width alone.
-    wide = 3072 if family == "hunyuan_video" else 8
+    row = CONVERTERS[family]
+    wide = row.converter_width
+    assert row.converter is not None
     layers = {}
     for blocks, names in zip(
         policy.block_lists,
@@ -231,7 +218,7 @@ def test_diffusers_reads_each_layers_update_as_a_weight_of_the_published_checkpo
             layers |= layer(f"{blocks}.1.{name}", out, 8)
     read = {
         key.removesuffix(".weight"): value
-        for key, value in CONVERTERS[family](whole_weights(layers, family)).items()
+        for key, value in row.converter(whole_weights(layers, family)).items()
     }
     expected = updates(layers, ALPHA / RANK)
     assert read.keys() == expected.keys()

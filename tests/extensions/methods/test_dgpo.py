@@ -4,13 +4,17 @@ sample by sample; what a group that does not meet is told."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from digenrl.config.errors import ConfigError
 from digenrl.extensions.methods.dgpo import DGPO
 from digenrl.extensions.methods.nft import OldPolicySchedule
+from digenrl.types import CellBlock, TrainBatch
+from tests.algorithms.fit import fit
 from tests.algorithms.test_grpo import rows_of
 from tests.algorithms.toy_policy import ToyPolicy, batch
 from tests.extensions.methods.forward import (
@@ -126,3 +130,31 @@ def test_a_group_in_two_tasks_is_refused_before_ranks_start(words: list[str], sa
 
     with pytest.raises(ConfigError, match=said):
         load(["experiment=digits_dgpo", *words])
+
+
+def test_auto_keeps_a_group_together() -> None:
+    from digenrl.advisor import PlainAdvisor
+    from digenrl.config import load
+    from digenrl.settle import settle
+
+    words = ["experiment=digits_dgpo", "sampling.task_size=auto"]
+    assert settle(load(words), PlainAdvisor()).settings.sampling.task_size == 16
+
+
+def test_a_resumed_run_goes_on_with_the_old_policys_rollouts(tmp_path: Path) -> None:
+    """Before its first update it knows its RL step by the epoch."""
+    policy, again = ToyPolicy(), ToyPolicy()
+    changes = {"old_rollouts_from": 2, "old_policy": OldPolicySchedule(0, 1.0, 0.9)}
+    module = build(DGPO, policy, **changes)
+    trainer, _ = fit(module, policy, cut, epochs=3)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    resumed = build(DGPO, again, **changes)
+    assert not resumed.old_makes_rollouts
+    fit(resumed, again, cut, epochs=3, ckpt_path=str(tmp_path / "x.ckpt"))
+    for name, value in module.rollout_parameters().items():
+        assert torch.equal(value, resumed.rollout_parameters()[name])
+        assert not torch.equal(value, policy.adapter.trained_parameters()[name])
+
+
+def cut(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
+    return [batch(blocks, rewards, version=step)]

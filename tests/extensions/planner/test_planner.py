@@ -770,3 +770,19 @@ def test_more_gpus_than_tasks_share_the_tokens_of_one_in_training() -> None:
     best = make_plan(costing_of(configuration.load(words, "plan"))).outcomes[0]
     assert best.candidate.spec.context == 2
     assert best.efficiency > 0.92
+
+
+def test_a_plan_keeps_the_groups_together_that_an_algorithm_compares() -> None:
+    """What it proposes is accepted by a run."""
+    from digenrl import config as configuration
+    from digenrl.extensions.planner.enumeration import task_sizes
+    from digenrl.extensions.planner.reading import costing_of
+
+    words = ["hardware=node_8xh100"]
+    assert task_sizes(costing_of(configuration.load(["experiment=sd35_dgpo", *words]))) == [16]
+    assert task_sizes(costing_of(configuration.load(["experiment=sd35_nft", *words]))) == [
+        1,
+        4,
+        6,
+        8,
+    ]

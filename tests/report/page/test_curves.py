@@ -77,4 +77,4 @@ def test_a_published_curve_is_a_band_behind_the_rewards(tmp_path: Path) -> None:
     assert figure is not None
     assert len(figure.axes[0].patches) == len(plain.axes[0].patches) + 1
     told = [text.get_text() for text in figure.axes[0].texts]
-    assert told == ["published, ocr at first", "published, ocr at last"]
+    assert told == ["published, ocr at first", "published, ocr after 600 RL steps"]

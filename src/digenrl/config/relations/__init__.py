@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from digenrl.config.relations import batches, methods, ranks
+from digenrl.config.relations.methods import needs_whole_groups
 from digenrl.config.relations.view import Absent, Tree, View, most_rollouts, needs_whole_batch
 
-__all__ = ["most_rollouts", "needs_whole_batch", "relation_problems"]
+__all__ = ["most_rollouts", "needs_whole_batch", "needs_whole_groups", "relation_problems"]
 
 
 def relation_problems(tree: Tree, broken: Collection[str] = ()) -> list[str]:

@@ -113,10 +113,16 @@ def _files(get: View) -> Iterator[str]:
                 return
 
 
+def needs_whole_groups(target: str) -> bool:
+    """Return whether the algorithm `target` compares all samples of a group in one forward, so that
+    a task holds a group."""
+    return target.endswith(_WHOLE_GROUPS)
+
+
 def _whole_groups(get: View) -> Iterator[str]:
     target = str(get("algorithm._target_"))
     size, group = get("sampling.task_size"), get("data.group_size")
-    if not target.endswith(_WHOLE_GROUPS) or size == "auto":
+    if not needs_whole_groups(target) or size == "auto":
         return
     if size != group:
         yield (

@@ -282,6 +282,8 @@ def task_sizes(costing: Costing) -> list[int]:
     """Return divisors of an update's samples of a group up to 8: one sample, and the largest
     three."""
     portion = costing.work.group_size // costing.work.spec.slices
+    if costing.work.whole_groups:
+        return [portion]
     sizes = [size for size in range(1, min(8, portion) + 1) if portion % size == 0]
     return sorted({1, *sizes[-3:]})
 

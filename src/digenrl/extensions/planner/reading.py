@@ -9,7 +9,7 @@ from typing import Any
 
 from digenrl.advisor import named
 from digenrl.config import Composed, config_directory
-from digenrl.config.relations import most_rollouts, needs_whole_batch
+from digenrl.config.relations import most_rollouts, needs_whole_batch, needs_whole_groups
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costing import Costing
@@ -100,6 +100,7 @@ def workload(composed: Composed) -> Workload:
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=(algorithm.kl_weight or 0.0) > 0.0,
+        whole_groups=needs_whole_groups(algorithm.target),
         ema=algorithm.get("ema") is not None,
         rewards=tuple(name for name in settings.reward.rewards or {} if name not in judged),
         judged=judged,

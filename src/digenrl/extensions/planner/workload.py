@@ -94,6 +94,8 @@ class Workload:
     the facts."""
     reference: bool = False
     """Whether each trained cell also takes a forward of the reference model (kl_weight > 0)."""
+    whole_groups: bool = False
+    """Whether a task holds all samples of a group, because the algorithm compares them at once."""
     ema: bool = False
     rewards: tuple[str, ...] = ()
     judged: tuple[str, ...] = ()

@@ -50,7 +50,8 @@ def draw_level(axes: Axes, level: float, note: str) -> None:
 def draw_published(axes: Axes, entry: Mapping[str, Any]) -> None:
     """Draw a published curve as a band between its first and its last value."""
     axes.axhspan(entry["first"], entry["last"], color=FAINT, alpha=0.12, linewidth=0)
-    for key, place in (("first", "at first"), ("last", "at last")):
+    after = "at last" if entry["steps"] is None else f"after {entry['steps']:g} RL steps"
+    for key, place in (("first", "at first"), ("last", after)):
         draw_level(axes, entry[key], f"published, {entry['reward']} {place}")
 
 
