@@ -285,6 +285,15 @@ def test_the_copies_of_a_run_from_before_they_were_stored_are_found(here: Path) 
     assert at(tree, f"{EVALUATION}.heldout_prompts") == str(here / "a/more.txt")
 
 
+def test_a_run_from_before_paths_were_absolute_goes_on(here: Path) -> None:
+    run = stored([], here)
+    tree: Any = OmegaConf.load(run / "config.yaml")
+    tree.output_root = "outputs"
+    OmegaConf.save(tree, run / "config.yaml")
+    Path("outputs").mkdir()
+    assert config.load([f"resume={run}", "max_rl_steps=99"]).settings.max_rl_steps == 99
+
+
 def test_a_stored_copy_leads_nowhere_else(here: Path) -> None:
     """A foreign config.yaml may name copies; a value changes only with what the user sets."""
     run = stored([], here)

@@ -80,8 +80,11 @@ def taken_for_files(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, value) for each value of a stored `tree` that was no file where the run
     began, and names one in this working directory. Names of our own prompt files are left out
     (`own_prompt_files`)."""
+    typed = typed_paths(config_name)
     for path, _ in absolute_paths(tree, config_name):
         value = functools.reduce(lambda node, part: node[part], parts_of(path), tree)
+        if typed.get(path) == "own":
+            continue  # a directory that is written, which older runs stored as it was typed
         if not value.startswith(_MARKS) and value not in prompts.builtin():
             yield path, value
 
