@@ -95,8 +95,8 @@ FAULTS = (
     Fault(
         "publication: nobody waits for the copy",
         WEIGHTS,
-        "            view.copy_(_whole(parameters[name]))",
-        "            view.copy_(_whole(parameters[name]), non_blocking=True)",
+        "            view.copy_(_whole(parameters[name]).to(view.dtype))",
+        "            view.copy_(_whole(parameters[name]).to(view.dtype), non_blocking=True)",
         "digests and messages are made of bytes that have not arrived",
         PARTS,
         "a_version",

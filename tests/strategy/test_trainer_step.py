@@ -358,7 +358,7 @@ def test_an_error_is_reported_with_what_the_rank_did_unless_it_is_anothers(
     error = ValueError("wrong")
     strategy.on_exception(error)
     strategy.on_exception(Aborted("another's"))
-    assert told == [(True, error)]
+    assert told == [(True, error, strategy.session.watched)]
     trainer.spans.progress.said = "generate"
     strategy.on_exception(torch.OutOfMemoryError("no 3 GiB are left"))
     assert "rank 0, generate: use a smaller sampling.task_size" in str(told[1][1])
