@@ -61,15 +61,17 @@ def test_every_two_nodes_meet_once_and_no_node_twice_in_a_round(nodes: int) -> N
 
 
 def test_a_machine_has_its_cache_and_enough_shared_memory(tmp_path: Path) -> None:
-    check_machine(8, gpus=False, environment={"HF_HOME": str(tmp_path)})
+    missing = {"HF_HOME": str(tmp_path / "none")}
+    check_machine(8, gpus=False, alone=False, environment={"HF_HOME": str(tmp_path)})
+    check_machine(8, gpus=False, alone=True, environment=missing)
     with pytest.raises(ValueError, match=r"HF_HOME = .*/none: no such directory on .*make fetch"):
-        check_machine(1, gpus=False, environment={"HF_HOME": str(tmp_path / "none")})
+        check_machine(1, gpus=False, alone=False, environment=missing)
     has = shutil.disk_usage(agreement.SHARED_MEMORY).total // 2**20
     many = has // agreement.SHARED_MIB_A_RANK + 1
     with pytest.raises(ValueError, match=rf"has {has} MiB for {many} ranks.*--shm-size=1g"):
-        check_machine(many, gpus=True, environment={})
-    check_machine(many, gpus=False, environment={})
-    check_machine(many, gpus=True, environment={"NCCL_SHM_DISABLE": "1"})
+        check_machine(many, gpus=True, alone=True, environment={})
+    check_machine(many, gpus=False, alone=True, environment={})
+    check_machine(many, gpus=True, alone=True, environment={"NCCL_SHM_DISABLE": "1"})
 
 
 def test_an_interface_is_enough_where_the_machine_has_no_route() -> None:

@@ -79,18 +79,23 @@ def facts_of(settings: Settings, place: Place) -> ProcessFacts:
     )
 
 
-def check_machine(ranks: int, gpus: bool, environment: Mapping[str, str] = os.environ) -> None:
+def check_machine(
+    ranks: int, gpus: bool, alone: bool, environment: Mapping[str, str] = os.environ
+) -> None:
     """Check what this machine must have, whatever the others have.
 
     Args:
         ranks: ranks on this machine.
         gpus: whether they have GPUs.
+        alone: whether all ranks of the run are on this machine, where the hub's library makes a
+            missing HF_HOME.
 
     Raises:
         ValueError: HF_HOME names no directory, or GPUs share too little memory for NCCL.
     """
     host = socket.gethostname()
-    if (home := environment.get("HF_HOME")) and not Path(home).is_dir():
+    home = environment.get("HF_HOME")
+    if home and not alone and not Path(home).is_dir():
         raise ValueError(
             f"HF_HOME = {home}: no such directory on {host}: set it to one that every machine "
             "sees, or unset it and fetch the weights on each machine (make fetch)."

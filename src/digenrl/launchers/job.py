@@ -249,4 +249,4 @@ def check_place(composed: Composed, place: Place | None) -> None:
     asked = composed.settings.network
     Network(asked.interface, asked.ports).check(1 + here)
     gpus = not composed.settings.hardware.emulate and bool(devices.found())
-    check_machine(here, gpus)
+    check_machine(here, gpus, alone=place is None or place.size == place.local_size)
