@@ -45,11 +45,11 @@ from benchmarks import mixture_tables
 from benchmarks._shared import RESULTS, options
 from benchmarks.mixture import BASE_SAMPLES, base_rewards, rolled, weighted
 from digenrl import config as configuration
+from digenrl import keys
 from digenrl.algorithms.advantages import Advantages
 from digenrl.algorithms.base import PolicyModule
 from digenrl.algorithms.objectives import mean_dims
 from digenrl.config.settings import Settings
-from digenrl.diffusion import keys
 from digenrl.diffusion.sde import FlowSDE, ode_step
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepPlan

@@ -187,7 +187,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("document", "letter", "numbers"),
-    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 39))],
+    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 42))],
     ids=["design", "faults"],
 )
 def test_each_invariant_and_fault_names_a_test_that_exists(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import denoise, keys
+from digenrl import keys
+from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import static_grid
 from digenrl.diffusion.steps import AllButLast, StepPlan

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.extensions.methods.sde import LinearSDE

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.methods.noise_levels import NoiseLevels

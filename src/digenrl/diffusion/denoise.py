@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.diffusion.sde import Kernel, Transition, ode_step
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.diffusion.steps import StepPlan

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from digenrl.diffusion import keys
+from digenrl import keys
 
 Untrained = Literal["ode", "sde"]
 

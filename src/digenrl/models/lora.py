@@ -15,7 +15,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from digenrl.diffusion.keys import generator
+from digenrl.keys import generator
 
 ADAPTER = "default"
 """diffusers keeps LoRA metadata (alpha) only for this adapter name when it saves."""
@@ -210,7 +210,7 @@ def first_factor(spec: LoraSpec, layer: str, inputs: int) -> Tensor:
     """Return A of a layer, [rank, inputs] fp32 on the CPU: Gaussian with deviation 1 / rank, as
     peft's "gaussian".
 
-    It is drawn by the layer's name through `diffusion.keys`, and not by torch, whose numbers differ
+    It is drawn by the layer's name through `keys`, and not by torch, whose numbers differ
     in the last bit between kinds of processors. Ranks of unequal machines begin with equal
     adapters, in whatever order they draw them.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.diffusion.denoise import expand_condition
 from digenrl.diffusion.sde import FlowSDE, Kernel, Transition
 from digenrl.diffusion.sigmas import step_sigmas

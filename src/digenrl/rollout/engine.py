@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import denoise, keys
+from digenrl import keys
+from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan, StepSelection
 from digenrl.models.policy import Policy, wide

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.images import PREFERENCE, PromptImage
 from digenrl.prompts import Prompt
 from digenrl.rollout.engine import Generation, RolloutEngine

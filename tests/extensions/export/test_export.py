@@ -17,9 +17,10 @@ from torch import Tensor
 
 import digenrl
 from digenrl import config as configuration
+from digenrl import keys
 from digenrl.callbacks.evaluation import save_pictures
 from digenrl.config.settings import Settings
-from digenrl.diffusion import denoise, keys
+from digenrl.diffusion import denoise
 from digenrl.extensions.export.cli.export import main
 from digenrl.extensions.export.diffusers_export import LORA_FILE
 from digenrl.models.policy import Policy

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from digenrl import keys
 from digenrl.algorithms.advantages import Advantage
 from digenrl.algorithms.base import PolicyModule
-from digenrl.diffusion import keys
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.extensions.methods.awm import AWM
 from digenrl.extensions.methods.dgpo import DGPO

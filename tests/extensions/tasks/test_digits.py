@@ -10,7 +10,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from digenrl.diffusion import denoise, keys
+from digenrl import keys
+from digenrl.diffusion import denoise
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.tasks.digits import BASE_FILE, DigitsPolicy, pack, text_features

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.diffusion.steps import StepPlan, range_of
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.diffusion.denoise import expand_condition
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock

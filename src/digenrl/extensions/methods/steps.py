@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from digenrl.diffusion import keys
+from digenrl import keys
 from digenrl.diffusion.steps import (
     StepPlan,
     Untrained,

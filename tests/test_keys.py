@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from digenrl.diffusion import keys
+from digenrl import keys
 
 
 def test_noise_does_not_depend_on_the_batch_it_is_drawn_in() -> None:
