@@ -118,7 +118,7 @@ DEFAULT_TESTS := not slow and not cluster
 # Workers begin with halves, so that most tests of a file share what one of them makes; who is done takes from the other.
 BOTH_CORES := -n 2 --dist worksteal
 
-test: $(STAMP)  ## The default tests: eight minutes on two idle cores
+test: $(STAMP)  ## The default tests: eleven minutes on two idle cores
 	@$(PY) -m pytest -q $(BOTH_CORES) -m "$(DEFAULT_TESTS) and not alone" $(ARGS)
 	@$(PY) -m pytest -q -m "$(DEFAULT_TESTS) and alone" $(ARGS) || test $$? -eq 5  # 5: ARGS chose none of them
 
