@@ -69,6 +69,21 @@ class ParameterCopy:
         return copy
 
 
+class BatchStart(ParameterCopy):
+    """The weights at the beginning of a logical batch, for losses that compare with them in its
+    later updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._version: int | None = None
+
+    def keep(self, parameters: Mapping[str, nn.Parameter], version: int) -> None:
+        """Copy the parameters where this is the first micro-batch of `version`."""
+        if version != self._version:
+            self.follow(parameters)
+            self._version = version
+
+
 class Ema:
     """Exponential moving average of the trained parameters, for evaluation and export; rollouts use
     the raw weights.

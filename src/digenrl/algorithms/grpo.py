@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from digenrl.algorithms.advantages import Advantage, one_of
 from digenrl.algorithms.base import PolicyModule, Reference
-from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.copies import BatchStart, Ema
 from digenrl.algorithms.first_ratios import FirstRatios
 from digenrl.algorithms.objectives import (
     gaussian_kl,
@@ -103,8 +103,7 @@ class GRPO(PolicyModule):
         self.step_weight: StepWeight = step_weight
         policy.detach_unconditional = detach_uncond
         self._check(policy)
-        self._batch_start = ParameterCopy()
-        self._batch_start_version: int | None = None
+        self._batch_start = BatchStart()
         clip = self.clip if surrogate.clips else None
         self._first_ratios = FirstRatios(policy.dtype, ratio_bound, clip)
 
@@ -150,10 +149,8 @@ class GRPO(PolicyModule):
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """Return the micro-batch's loss; keep the weights at the start of a logical batch if the
         surrogate needs them."""
-        keeps = self.surrogate.needs_proximal and self.updates_per_batch > 1
-        if keeps and batch.version != self._batch_start_version:
-            self._batch_start.follow(self.policy.adapter.trained_parameters())
-            self._batch_start_version = batch.version
+        if self.surrogate.needs_proximal and self.updates_per_batch > 1:
+            self._batch_start.keep(self.policy.adapter.trained_parameters(), batch.version)
         return super().training_step(batch, batch_idx)
 
     def cell_losses(

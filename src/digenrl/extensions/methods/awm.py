@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from digenrl.algorithms.copies import ParameterCopy
+from digenrl.algorithms.copies import BatchStart
 from digenrl.algorithms.objectives import clip_binds, clipped_surrogate, mean_dims
 from digenrl.extensions.methods.forward_losses import MatchingKind, matching_value
 from digenrl.extensions.methods.forward_process import STREAM, OldPolicySchedule, WithOldPolicy
@@ -69,7 +69,7 @@ class AWM(WithOldPolicy):
             )
         self.matching: MatchingKind = matching
         self.power, self.ratio_clip, self.old_weight = power, ratio_clip, old_weight
-        self._batch_start, self._batch_start_version = ParameterCopy(), -1
+        self._batch_start = BatchStart()
 
     def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return which samples can have a gradient: with nothing that holds the policy back, those
@@ -81,9 +81,8 @@ class AWM(WithOldPolicy):
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """Return the micro-batch's loss; keep the weights at the start of a logical batch that has
         more than one update."""
-        if self.updates_per_batch > 1 and batch.version != self._batch_start_version:
-            self._batch_start.follow(self.policy.adapter.trained_parameters())
-            self._batch_start_version = batch.version
+        if self.updates_per_batch > 1:
+            self._batch_start.keep(self.policy.adapter.trained_parameters(), batch.version)
         return super().training_step(batch, batch_idx)
 
     def cell_losses(
