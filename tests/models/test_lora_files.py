@@ -340,7 +340,10 @@ def test_a_runs_own_file_is_read_where_its_run_says_alpha(tmp_path: Path) -> Non
     policy = make("flux")
     folder = as_run(policy, tmp_path / "run")
     make("flux", {**LORA, "path": str(folder / "checkpoints" / "last" / "policy.safetensors")})
-    (folder / "config.yaml").unlink()
+    config = folder / "config.yaml"
+    config.write_text(f"a: &a {{rank: 4}}\nb: *a\n{config.read_text()}")
+    assert "has an alias" in refusal(folder)
+    config.unlink()
     assert "name the run's directory" in refusal(folder)
 
 

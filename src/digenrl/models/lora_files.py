@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from digenrl.models.lora import LoraSpec, Names
+from digenrl.record.stored_yaml import read_plain
 
 Size = tuple[int, int]
 """(input features, output features) of a linear layer."""
@@ -295,7 +295,7 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
     if any(key.endswith(_OWN) for key in keys):
         config = file.parent.parent.parent / "config.yaml"
         try:
-            lora = _short_yaml(config)["model"]["lora"]
+            lora = read_plain(config)["model"]["lora"]
             return float(lora["alpha"]) / int(lora["rank"])
         except Exception as error:
             raise LoraFileError(
@@ -303,12 +303,6 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
                 f"({str(error)[:120]}); name the run's directory"
             ) from error
     return None
-
-
-def _short_yaml(file: Path) -> Any:
-    if file.stat().st_size > _LONGEST:
-        raise ValueError(f"is longer than {_LONGEST} bytes")
-    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def _mapping(file: Path, text: str) -> dict[str, Any]:
