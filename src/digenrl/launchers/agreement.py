@@ -1,6 +1,6 @@
 """Agreement of the processes that a scheduler started, before any of them reads weights.
 
-    every process -> store: its facts        wait for all facts, compare with those of process 0
+    process 0 -> store: its facts            every process compares its own, and says that it agrees
     first processes of nodes, in pairs:      send some MiB over the run's own network, time it
     trainers of several machines:            one all-reduce and one all-gather
 
@@ -32,8 +32,8 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import Session, World
 from digenrl.config.settings import Settings
 from digenrl.config.stored import disagreements, identity
-from digenrl.hardware import Hardware, assign, parse_hardware
-from digenrl.launchers.places import Place
+from digenrl.hardware import assign, parse_hardware
+from digenrl.launchers.places import Place, numbering
 from digenrl.record.code_version import code_version
 from digenrl.record.run_dir import append_event
 
@@ -125,23 +125,27 @@ def agree(settings: Settings, place: Place, world: World, session: Session) -> N
     store = StoreClient(*session.store)
     control = Control(store, world.rank, session.limits.start_s)
     own = facts_of(settings, place)
-    control.set(f"process/{place.rank}", json.dumps(asdict(own)))
-    others = [_facts_at(control, process) for process in range(place.size)]
-    if differences := compare(others[0], own):
+    if place.rank == 0:
+        control.set("process/0", json.dumps(asdict(own)))
+    first = _facts_of_process_0(control)
+    if differences := compare(first, own):
         raise ValueError(
-            f"process {place.rank} on {own.host} differs from process 0 on {others[0].host}: "
+            f"process {place.rank} on {own.host} differs from process 0 on {first.host}: "
             f"{'; '.join(differences)}. Start every process with the same words, from the same "
             "checkout and environment."
         )
-    control.set(f"agreed/{place.rank}", "1")
-    for process in range(place.size):
-        control.wait_for(f"agreed/{process}", f"process {process} to agree")
-    if place.rank == 0 and len(kinds := sorted({facts.architecture for facts in others})) > 1:
+    control.set(f"agreed/{place.rank}", json.dumps([own.host, own.architecture, own.first_on_node]))
+    all_said = [
+        json.loads(control.wait_for(f"agreed/{process}", f"process {process} to agree"))
+        for process in range(place.size)
+    ]
+    hosts, architectures, firsts = zip(*all_said, strict=True)
+    if place.rank == 0 and len(kinds := sorted(set(architectures))) > 1:
         _warn(session, f"processors of several kinds: {', '.join(kinds)}")
-    nodes = [process for process, facts in enumerate(others) if facts.first_on_node]
+    nodes = [process for process, is_first in enumerate(firsts) if is_first]
     speeds = _test_pairs(control, session, nodes, place.rank)
     if place.rank == 0 and len(nodes) > 1:
-        _report_pairs(settings, session, [facts.host for facts in others], speeds)
+        _report_pairs(settings, session, hosts, speeds)
     if world.is_trainer and len(nodes) > 1 and world.trainers > 1:
         check_collectives(world, session, store)
 
@@ -210,8 +214,8 @@ def rounds_of_pairs(nodes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         left = [pair for pair in left if pair not in chosen]
 
 
-def _facts_at(control: Control, process: int) -> ProcessFacts:
-    said = control.wait_for(f"process/{process}", f"process {process} to say what it runs")
+def _facts_of_process_0(control: Control) -> ProcessFacts:
+    said = control.wait_for("process/0", "process 0 to say what it runs")
     return ProcessFacts(**json.loads(said))
 
 
@@ -289,7 +293,8 @@ def _report_pairs(
     trainers, rollouts = settings.allocation.split
     hardware = parse_hardware(settings.hardware)
     interface = session.network.interface_of(session.host)
-    pools = pools_of_processes(hardware, trainers, rollouts)
+    placed = assign(hardware, trainers, rollouts)
+    pools = [placed[rank][0] for rank in numbering(hardware, trainers, rollouts)]
     found = []
     for (one, other), speed in sorted(speeds.items()):
         found.append({"hosts": [hosts[one], hosts[other]], "gb_s": round(speed, 3)})
@@ -312,9 +317,3 @@ def _warn(session: Session, text: str) -> None:
     """Print a warning, and record it for the report."""
     _log.warning("%s", text)
     append_event(session.run_dir, "warning", {"message": text})
-
-
-def pools_of_processes(hardware: Hardware, trainers: int, rollouts: int) -> list[str]:
-    """Return the pool of each process that a scheduler started, in the profile's order."""
-    placed = [name for name, _ in assign(hardware, trainers, rollouts)]
-    return [pool.name for pool in hardware.pools for name in placed if name == pool.name]
