@@ -213,9 +213,13 @@ def _sink(call: ast.Call) -> tuple[str | None, list[ast.expr]]:
     if leaf in ("import_module", "__import__", "get_object", "set_attention_backend", "exec"):
         return "import", every
     if leaf == "open":
-        modes = [_text(each) for each in [*call.args[-1:], *words.values()]]
-        writes = any(set(word.strip("'\"")) & set("wax+") for word in modes if len(word) < 6)
-        return ("write" if writes or "O_" in " ".join(modes) else None), [*on, *call.args[:1]]
+        modes = [_text(each) for each in [*call.args[1:], *call.args[-1:], *words.values()]]
+        if text == "os.open":  # flags by name are unknown here, so they count
+            writes = not any("O_RDONLY" in word for word in modes)
+        else:
+            quoted = [word for word in modes if word[0] in "'\"" and len(word) < 6]
+            writes = any(set(word.strip("'\"")) & set("wax+") for word in quoted)
+        return ("write" if writes else None), [*on, *call.args[:1]]
     if leaf in ("write_text", "write_bytes", "mkdir", "unlink", "symlink_to", "touch"):
         return "write", on
     if leaf in ("save_pretrained", "append_event", "rmtree", "makedirs"):

@@ -29,8 +29,8 @@ def checked_text(file: Path) -> str:
         ValueError: it is too long, or no UTF-8.
         yaml.YAMLError: it is no YAML, has an alias, or too many nodes or levels.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(file, flags), "rb") as opened:
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(file))
         content = opened.read(LONGEST + 1)
