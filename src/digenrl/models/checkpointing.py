@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch.utils.checkpoint import (
 
 from digenrl.models.offload import Offload
 from digenrl.recompute import ALL, ATTENTION, INPUTS, OFFLOAD, Recompute
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: 0,
@@ -34,7 +37,7 @@ second are the products that close a block.
 """
 
 
-def enable(transformer: Any, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
+def enable(transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Recompute) -> None:
     """Make each of `blocks` of `transformer` (a diffusers model) keep the activations that
     `recompute` selects.
 

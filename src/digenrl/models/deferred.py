@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -27,10 +27,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from digenrl.models import pretrained
 from digenrl.models.lora import LoraSpec, first_factor
 
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+
 _FILE = "diffusion_pytorch_model.safetensors"
 
 
-def empty(component: type[Any], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
+def empty(component: type[ModelMixin], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
     """Return the network that `pretrained.load_component` gives, in its dtypes, without values.
 
     Raises:

@@ -7,19 +7,26 @@ tokens of its heads from the other ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers.models.attention_dispatch import SeqAllToAllDim, dispatch_attention_fn
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    SeqAllToAllDim,
+    dispatch_attention_fn,
+)
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from diffusers.models._modeling_parallel import ParallelConfig
 
 
 def attend_together(
-    parallel: Any,
+    parallel: ParallelConfig,
     own: Sequence[Tensor],
     common: Sequence[Tensor] = (),
     mask: Tensor | None = None,
-    backend: Any = None,
+    backend: AttentionBackendName | None = None,
 ) -> list[Tensor]:
     """Compute attention among the tokens of all ranks, and the tokens that every rank holds whole.
 

@@ -3,7 +3,7 @@ tokens [N, 64]."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
@@ -15,6 +15,9 @@ from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import rescale, unscale
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 ATTENTION = tuple(
     f"attn.{name}"
@@ -77,7 +80,7 @@ class FluxCodec(DiffusersCodec):
     vae_class = AutoencoderKL
     packed = True
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return T5 states [1, max_sequence_length, d] and the pooled CLIP vector [1, d]."""
         self.report_long_prompt(pipeline.tokenizer_2, text, self.max_sequence_length)
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
@@ -89,11 +92,11 @@ class FluxCodec(DiffusersCodec):
         )
         return {"text": embeddings, "pooled": pooled}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKL, latents: Tensor) -> Tensor:
         images = unscale(unpack(latents, *self.image_grid()), vae.config)
         return vae.decode(images, return_dict=False)[0]
 
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+    def encode_latents(self, vae: AutoencoderKL, pixels: Tensor) -> Tensor:
         return pack(rescale(vae.encode(pixels).latent_dist.mode(), vae.config))
 
 
@@ -112,7 +115,7 @@ class FluxPolicy(DiffusersPolicy):
     checkpoint_names = CHECKPOINT_NAMES
 
     @classmethod
-    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
+    def joined(cls, networks: list[ModelMixin], path: str | None = None) -> ModelMixin:
         (network,) = networks
         network.single_transformer_blocks[-1].__class__ = LastBlock
         return network

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -212,7 +211,7 @@ def _aliases(linears: Mapping[str, Size], names: Names | None) -> dict[str, list
 
 
 def _add(
-    opened: Any,
+    opened: safe_open,
     layer: _Layer,
     members: list[str],
     prefix: str,
@@ -305,7 +304,7 @@ def _stated_scale(file: Path, metadata: Mapping[str, str], keys: list[str]) -> f
     return None
 
 
-def _mapping(file: Path, text: str) -> dict[str, Any]:
+def _mapping(file: Path, text: str) -> dict[str, object]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -315,7 +314,7 @@ def _mapping(file: Path, text: str) -> dict[str, Any]:
     return content
 
 
-def _scale(file: Path, stated: Mapping[str, Any]) -> float:
+def _scale(file: Path, stated: Mapping[str, object]) -> float:
     """Return the scale of a PEFT configuration.
 
     Raises:

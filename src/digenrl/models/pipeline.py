@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +28,10 @@ from digenrl.models.lora import PRESETS, LoraSpec
 from digenrl.models.pipeline_codec import Checkpoint, CodecSettings, DiffusersCodec
 from digenrl.models.policy import Policy, RecomputeConfig
 from digenrl.recompute import AUTO, parse_recompute
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+    from diffusers.configuration_utils import FrozenDict
 
 EXPLICIT, SCHEDULER = "explicit", "scheduler"
 FORWARD_ONLY = re.compile(r"_flash_3|_flash_varlen_3|aiter.*|_?sage.*")
@@ -248,8 +252,7 @@ class DiffusersPolicy(Policy):
                 cls.transformer_class(**{key: config[key] for key in config if key in known})
                 for _ in cls.components
             ]
-            joined: nn.Module = cls.joined(networks)
-        return joined
+            return cls.joined(networks)
 
     @classmethod
     def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,7 +297,7 @@ class DiffusersPolicy(Policy):
             )
 
     @classmethod
-    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
+    def joined(cls, networks: list[ModelMixin], path: str | None = None) -> ModelMixin:
         """Return the transformer that consists of `components`, those of the checkpoint at `path`
         if there is one."""
         (network,) = networks
@@ -343,7 +346,7 @@ class DiffusersPolicy(Policy):
         for block in self.wrap_units():
             block.compile(fullgraph=True)
 
-    def _attend_by(self, transformer: Any, backend: str) -> None:
+    def _attend_by(self, transformer: ModelMixin, backend: str) -> None:
         """Give the network its attention backend; raise ValueError for one without a gradient."""
         if FORWARD_ONLY.fullmatch(backend):
             raise ValueError(
@@ -368,7 +371,7 @@ class DiffusersPolicy(Policy):
         self.codec.keeps_padding = on
 
     @classmethod
-    def lora_names(cls, config: Any, preset: str) -> list[str]:
+    def lora_names(cls, config: FrozenDict, preset: str) -> list[str]:
         """Return every layer that `preset` ("attention" or "attention_ff") adapts in a transformer
         of this configuration."""
         full = preset == "attention_ff"
@@ -386,14 +389,14 @@ class DiffusersPolicy(Policy):
             if i < count - 1 or layer not in cls.unread
         ]
 
-    def _lora(self, lora: Mapping[str, Any], config: Any) -> LoraSpec:
+    def _lora(self, lora: Mapping[str, Any], config: FrozenDict) -> LoraSpec:
         spec = LoraSpec.from_config(lora)
         if len(spec.targets) != 1 or spec.targets[0] not in PRESETS:
             return spec
         names = self.lora_names(config, spec.targets[0])
         return replace(spec, targets=tuple(re.escape(name) for name in names), expected=len(names))
 
-    def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
+    def _dynamic_shift(self, config: Mapping[str, float], steps: int) -> float:
         """Return mu, linear in the number of packed image tokens (black-forest-labs/flux)."""
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 

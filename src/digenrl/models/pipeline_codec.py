@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from digenrl.models import latents, pretrained
 from digenrl.models.codec import Codec
 from digenrl.models.guidance import Guidance
 from digenrl.models.wording import Condition, Wording
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
+    from transformers import PreTrainedTokenizerBase
 
 STAYS = 1 << 30
 """Most bytes of a decoder that stays on the GPU: its two moves would cost a fifth of a FLUX task.
@@ -130,28 +134,28 @@ class DiffusersCodec(Codec):
     # ---- what a family implements
 
     @abstractmethod
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return the conditioning of one text, leading dimension 1, on the encoders' device."""
 
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+    def encode_wording(self, pipeline: DiffusionPipeline, wording: Wording) -> dict[str, Tensor]:
         """Return the conditioning of a text and its images. A family that `reads` images adds their
         part."""
         return self.encode_text(pipeline, wording.text)
 
     @abstractmethod
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: ModelMixin, latents: Tensor) -> Tensor:
         """Decode [B, *L] in the VAE's dtype -> [B, C, H, W] or [B, C, F, H, W] in [-1, 1]."""
 
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+    def encode_latents(self, vae: ModelMixin, pixels: Tensor) -> Tensor:
         """Encode [B, 3, H, W] in [-1, 1] in the VAE's dtype -> [B, *L], the mode: what
         `decode_latents` inverts. Raises ValueError where samples cannot be read from files."""
         return super().encode_media([])
 
-    def check_encoders(self, pipeline: Any) -> None:
+    def check_encoders(self, pipeline: DiffusionPipeline) -> None:
         """Raise ValueError when a tokenizer does not treat the prompt template as the codec
         expects."""
 
-    def pipeline_components(self) -> dict[str, Any]:
+    def pipeline_components(self) -> dict[str, object]:
         """Return the components that the encoder pipeline must not load by itself, by name; None
         leaves a component out."""
         return dict.fromkeys((*self._checkpoint.networks, "vae", "scheduler"))
@@ -206,7 +210,7 @@ class DiffusersCodec(Codec):
         all_read = all(bool(cut[key].all()) for key in masks)
         return {key: value for key, value in cut.items() if not (all_read and key in masks)}
 
-    def report_long_prompt(self, tokenizer: Any, text: str, limit: int) -> None:
+    def report_long_prompt(self, tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> None:
         """Warn once per encoder that a prompt is longer than the `limit` tokens that the encoder
         takes."""
         tokens = len(tokenizer(text, truncation=False, verbose=False).input_ids)
@@ -277,7 +281,7 @@ class DiffusersCodec(Codec):
         return [*encoders, self._vae] if self.reads else encoders
 
     @cached_property
-    def _pipeline(self) -> Any:
+    def _pipeline(self) -> DiffusionPipeline:
         """The family's pipeline with its text encoders alone."""
         import diffusers
 
@@ -301,8 +305,10 @@ class DiffusersCodec(Codec):
         return pipeline
 
     @cached_property
-    def _vae(self) -> Any:
-        vae: Any = pretrained.load_component(self.vae_class, self.path, "vae", self.vae_dtype)
+    def _vae(self) -> ModelMixin:
+        vae: ModelMixin = pretrained.load_component(
+            self.vae_class, self.path, "vae", self.vae_dtype
+        )
         vae.requires_grad_(False)
         if self.vae_tiling:
             vae.enable_tiling()

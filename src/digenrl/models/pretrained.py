@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -20,6 +20,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 
 from digenrl.model_folder import CodeInFolder, require_data
+
+if TYPE_CHECKING:
+    from diffusers import ConfigMixin, ModelMixin
 
 HUB = "https://huggingface.co"
 
@@ -109,7 +112,7 @@ def require_family(path: str, pipelines: tuple[str, ...], family: str) -> None:
 
 
 def load_component(
-    component: type[Any], path: str, subfolder: str, dtype: torch.dtype
+    component: type[ModelMixin], path: str, subfolder: str, dtype: torch.dtype
 ) -> nn.Module:
     """Return `component.from_pretrained` of one diffusers model, in eval mode. Raises
     PretrainedError if a tensor is missing."""
@@ -136,7 +139,7 @@ def load_component(
     return model.eval()
 
 
-def component_config(component: type[Any], path: str, subfolder: str) -> dict[str, Any]:
+def component_config(component: type[ModelMixin], path: str, subfolder: str) -> dict[str, Any]:
     """Return the checkpoint's SUBFOLDER/config.json."""
     return _load_config(component, path, f"{subfolder}/config.json", subfolder=subfolder)
 
@@ -153,7 +156,7 @@ def scheduler_config(path: str) -> dict[str, Any]:
     )
 
 
-def _load_config(owner: Any, path: str, file: str, **where: str) -> dict[str, Any]:
+def _load_config(owner: type[ConfigMixin], path: str, file: str, **where: str) -> dict[str, Any]:
     folder = folder_of(path, file)
     try:
         return owner.load_config(folder, local_files_only=True, **where)

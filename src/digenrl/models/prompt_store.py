@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -50,7 +49,7 @@ class PromptStore:
             another store.
     """
 
-    def __init__(self, root: Path, facts: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, facts: Mapping[str, object]) -> None:
         self.directory = root / digest_of(facts)
 
     def read(self, wording: Wording) -> Condition | None:

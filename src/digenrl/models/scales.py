@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from diffusers.configuration_utils import FrozenDict
 
-def rescale(latents: Tensor, config: Any) -> Tensor:
+
+def rescale(latents: Tensor, config: FrozenDict) -> Tensor:
     """Invert `unscale`."""
     return (latents - config.shift_factor) * config.scaling_factor
 
 
-def unscale(latents: Tensor, config: Any) -> Tensor:
+def unscale(latents: Tensor, config: FrozenDict) -> Tensor:
     """Return latents in the autoencoder's own scale, from latents of unit scale (FLUX.1 and
     SD3.5)."""
     return latents / config.scaling_factor + config.shift_factor
 
 
-def normalise(latents: Tensor, config: Any) -> Tensor:
+def normalise(latents: Tensor, config: FrozenDict) -> Tensor:
     """Invert `denormalise`."""
     mean, std = _channels(latents, config)
     return (latents - mean) / std
 
 
-def denormalise(latents: Tensor, config: Any) -> Tensor:
+def denormalise(latents: Tensor, config: FrozenDict) -> Tensor:
     """Return Wan's latents [B, C, f, h, w] in the autoencoder's own scale, z * std + mean, from
     latents of unit scale."""
     mean, std = _channels(latents, config)
     return latents * std + mean
 
 
-def _channels(latents: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+def _channels(latents: Tensor, config: FrozenDict) -> tuple[Tensor, Tensor]:
     """Return mean and deviation of each channel, in a shape that broadcasts."""
     shape = (1, config.z_dim, 1, 1, 1)
     mean = torch.tensor(config.latents_mean, device=latents.device, dtype=latents.dtype).view(shape)

@@ -3,7 +3,7 @@ h, w]."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from torch import Tensor
@@ -13,6 +13,9 @@ from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import rescale, unscale
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 CHECKPOINT_NAMES: Names = {
     r"transformer_blocks\.(\d+)\.": {
@@ -35,7 +38,7 @@ class SD3Codec(DiffusersCodec):
 
     vae_class = AutoencoderKL
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return CLIP and T5 states [1, 77 + max_sequence_length, d] and the pooled CLIP vectors
         [1, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, pipeline.tokenizer_max_length)
@@ -50,10 +53,10 @@ class SD3Codec(DiffusersCodec):
         )
         return {"text": embeddings, "pooled": pooled}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKL, latents: Tensor) -> Tensor:
         return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
 
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+    def encode_latents(self, vae: AutoencoderKL, pixels: Tensor) -> Tensor:
         return rescale(vae.encode(pixels).latent_dist.mode(), vae.config)
 
 
@@ -82,7 +85,7 @@ class SD3Policy(DiffusersPolicy):
     )
 
     @classmethod
-    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
+    def joined(cls, networks: list[ModelMixin], path: str | None = None) -> ModelMixin:
         (network,) = networks
         # The last block's text asks nothing: fewer queries of its attention.
         asking = network.transformer_blocks[-1].attn.add_q_proj

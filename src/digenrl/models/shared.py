@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from digenrl.models.pipeline_codec import DiffusersCodec
 
+if TYPE_CHECKING:
+    from diffusers.models.attention_processor import Attention, AttentionProcessor
+    from transformers import PreTrainedTokenizerBase
 
-def attend_with(attention: Any, processor: Any) -> None:
+
+def attend_with(attention: Attention, processor: AttentionProcessor) -> None:
     """Give an attention layer of diffusers another processor, with the backend of its present
     one."""
     processor._attention_backend = attention.processor._attention_backend
     attention.set_processor(processor)
 
 
-def require_template(codec: DiffusersCodec, tokenizer: Any, template: str, expected: int) -> None:
+def require_template(
+    codec: DiffusersCodec, tokenizer: PreTrainedTokenizerBase, template: str, expected: int
+) -> None:
     """Raise ValueError unless the text before the prompt in `template` has the number of tokens
     that the pipeline cuts."""
     tokens = len(tokenizer(template.split("{}")[0]).input_ids)
@@ -26,7 +32,9 @@ def require_template(codec: DiffusersCodec, tokenizer: Any, template: str, expec
         )
 
 
-def report_long_turn(codec: DiffusersCodec, tokenizer: Any, text: str, **template: Any) -> None:
+def report_long_turn(
+    codec: DiffusersCodec, tokenizer: PreTrainedTokenizerBase, text: str, **template: object
+) -> None:
     """Warn once of a prompt that is too long inside the tokenizer's chat template, which takes
     `template` and tokens of its own."""
     empty = [{"role": "user", "content": ""}]

@@ -21,7 +21,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -30,6 +30,15 @@ from torch import nn
 from digenrl.facts import ENDING, Facts, families
 from digenrl.models import tiny_tokenizers as tokenizers
 from digenrl.models.pretrained import cache_root, hide_progress_bars, require_writable
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from transformers import (
+        BaseImageProcessor,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
 TEXT_LENGTH = 64
 """Tokens that a tiny build's main encoder takes: 512 would cost six times the image's."""
@@ -142,7 +151,7 @@ def _digest(facts: Facts) -> str:
     return hashlib.blake2b(b"\0".join(parts), digest_size=6).hexdigest()
 
 
-def _pipeline(facts: Facts) -> Any:
+def _pipeline(facts: Facts) -> DiffusionPipeline | _Modular:
     """Return the family's pipeline with its parts."""
     import diffusers
 
@@ -189,7 +198,7 @@ class _Modular:
         (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _processor(spec: dict[str, Any], tokenizer: Any) -> Any:
+def _processor(spec: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
     """Return a processor of texts and pictures, by default that of Qwen2-VL, with the picture sizes
     of `spec`."""
     import transformers
@@ -201,7 +210,9 @@ def _processor(spec: dict[str, Any], tokenizer: Any) -> Any:
     return made(images, tokenizer, videos(), chat_template=spec.get("chat_template"))
 
 
-def _encoder(spec: dict[str, Any]) -> tuple[Any, Any]:
+def _encoder(
+    spec: dict[str, Any],
+) -> tuple[PreTrainedTokenizerBase | BaseImageProcessor, PreTrainedModel]:
     """Return (tokenizer or image processor, encoder) of a part."""
     import transformers
 

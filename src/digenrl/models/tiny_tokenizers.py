@@ -16,10 +16,20 @@ import itertools
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+if TYPE_CHECKING:
+    from transformers import (
+        ByT5Tokenizer,
+        CLIPTokenizer,
+        GemmaTokenizer,
+        PreTrainedTokenizerFast,
+        Qwen2Tokenizer,
+        T5TokenizerFast,
+    )
 
 DATA = Path(__file__).with_suffix(".yaml")
 """The captions' parts, and the special tokens and word splits of the real tokenizers."""
@@ -39,7 +49,7 @@ def corpus(templates: list[str] | None = None) -> list[str]:
     return captions + _DATA["sentences"] + (templates or _DATA["templates"]) * TEMPLATE_REPEATS
 
 
-def clip() -> Any:
+def clip() -> CLIPTokenizer:
     """Return a CLIPTokenizer: lower case, words end in </w>, 77 tokens."""
     from transformers import CLIPTokenizer
 
@@ -54,7 +64,7 @@ def clip() -> Any:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77)
 
 
-def t5() -> Any:
+def t5() -> T5TokenizerFast:
     """Return a T5TokenizerFast over a unigram vocabulary (the corpus's words, and letters for all
     others), 512 tokens."""
     from transformers import T5TokenizerFast
@@ -71,7 +81,7 @@ def t5() -> Any:
     )
 
 
-def qwen(templates: list[str] | None = None) -> Any:
+def qwen(templates: list[str] | None = None) -> Qwen2Tokenizer:
     """Return a Qwen2Tokenizer with the special tokens of Qwen2.5-VL."""
     from transformers import Qwen2Tokenizer
 
@@ -86,7 +96,7 @@ def qwen(templates: list[str] | None = None) -> Any:
     )
 
 
-def gemma() -> Any:
+def gemma() -> GemmaTokenizer:
     """Return a GemmaTokenizer: words begin with ▁, unknown words become bytes, and texts are padded
     on the left."""
     from transformers import GemmaTokenizer
@@ -107,14 +117,14 @@ def gemma() -> Any:
     return GemmaTokenizer(vocab=vocabulary, merges=merges, model_max_length=1024)
 
 
-def byt5() -> Any:
+def byt5() -> ByT5Tokenizer:
     """Return a ByT5Tokenizer, which has no vocabulary: bytes are tokens."""
     from transformers import ByT5Tokenizer
 
     return ByT5Tokenizer()
 
 
-def qwen3(templates: list[str] | None = None) -> Any:
+def qwen3(templates: list[str] | None = None) -> Qwen2Tokenizer:
     """Return `qwen`'s tokenizer with a chat template of Qwen's shape: each turn between
     <|im_start|> and <|im_end|>."""
     tokenizer = qwen(templates)
@@ -122,7 +132,7 @@ def qwen3(templates: list[str] | None = None) -> Any:
     return tokenizer
 
 
-def llama3() -> Any:
+def llama3() -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer with LLaMA 3's special tokens. Every text starts with
     <|begin_of_text|>."""
     from transformers import PreTrainedTokenizerFast
@@ -147,7 +157,7 @@ def llama3() -> Any:
     )
 
 
-def _byte_level() -> Any:
+def _byte_level() -> pre_tokenizers.PreTokenizer:
     split = pre_tokenizers.Split(Regex(_DATA["gpt_split"]), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, byte_level])
@@ -163,7 +173,7 @@ def _train_byte_level(
 
 
 def _train_bpe(
-    pre_tokenizer: Any, texts: list[str], suffix: str = ""
+    pre_tokenizer: pre_tokenizers.PreTokenizer, texts: list[str], suffix: str = ""
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return vocabulary and merges of a byte-pair encoding of `texts` (arXiv:1508.07909), ties
     broken alphabetically.

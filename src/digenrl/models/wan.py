@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -17,6 +17,10 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import denormalise, normalise
 from digenrl.models.shared import attend_with
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from diffusers.models.transformers.transformer_wan import WanAttention
 
 CHECKPOINT_NAMES: Names = {
     r"blocks\.(\d+)\.": {
@@ -38,16 +42,17 @@ class _SelfAttention(WanAttnProcessor):
 
     def __call__(
         self,
-        attn: Any,
+        attn: WanAttention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: Any = None,
-    ) -> Any:
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         if self._parallel_config is None:
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
             )
+        assert rotary_emb is not None  # only cross-attention has none
         states = (
             attn.norm_q(attn.to_q(hidden_states)),
             attn.norm_k(attn.to_k(hidden_states)),
@@ -76,7 +81,7 @@ class WanCodec(DiffusersCodec):
     vae_class = AutoencoderKLWan
     temporal_stride = 4
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return UMT5 states [1, max_sequence_length, d], zero after the prompt. Wan attends to the
         zeros, so there is no mask."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
@@ -88,10 +93,10 @@ class WanCodec(DiffusersCodec):
         )
         return {"text": embeddings}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
         return vae.decode(denormalise(latents, vae.config), return_dict=False)[0]
 
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+    def encode_latents(self, vae: AutoencoderKLWan, pixels: Tensor) -> Tensor:
         return normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ class Wording(NamedTuple):
     images: tuple[PromptImage, ...] = ()
 
     @property
-    def key(self) -> str | list[Any]:
+    def key(self) -> str | list[object]:
         """JSON value that identifies the wording."""
         return (
             [self.text, *([image.role, image.digest] for image in self.images)]

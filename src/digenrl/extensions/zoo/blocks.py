@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
 
-def through(network: Any, block: Any, *given: Any) -> Any:
+Output = TypeVar("Output")
+
+
+def through(network: ModelMixin, block: Callable[..., Output], *given: object) -> Output:
     """Return `block(*given)`. The backward pass computes it again if the network checkpoints."""
     if torch.is_grad_enabled() and network.gradient_checkpointing:
-        return network._gradient_checkpointing_func(block, *given)
+        output: Output = network._gradient_checkpointing_func(block, *given)
+        return output
     return block(*given)

@@ -4,7 +4,7 @@ tokens [N, 128]."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
@@ -19,6 +19,9 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import report_long_turn
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 
 class Flux2KleinCodec(DiffusersCodec):
     """Qwen3 texts, images as packed tokens."""
@@ -27,7 +30,7 @@ class Flux2KleinCodec(DiffusersCodec):
     packed = True
     channels = 32
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return Qwen3 states of three layers side by side [1, max_sequence_length, 3 d]."""
         report_long_turn(self, pipeline.tokenizer, text, enable_thinking=False)
         states, _ = pipeline.encode_prompt(
@@ -35,7 +38,7 @@ class Flux2KleinCodec(DiffusersCodec):
         )
         return {"text": states}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKLFlux2, latents: Tensor) -> Tensor:
         """Decode tokens, which were normalised channel by channel with the running statistics of
         the autoencoder."""
         std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
@@ -103,6 +106,6 @@ class Flux2KleinPolicy(DiffusersPolicy):
         """Return the positions of the image's tokens, [tokens, 3]."""
         return token_positions(self.codec.height // 16, self.codec.width // 16, device)
 
-    def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
+    def _dynamic_shift(self, config: Mapping[str, float], steps: int) -> float:
         """Return the shift mu by tokens and steps (black-forest-labs/flux2)."""
         return float(compute_empirical_mu(self.latent_shape[0], steps))

@@ -6,7 +6,7 @@ The image's tokens follow those of the noise, at rotary positions of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,16 @@ from torch.nn.functional import pad
 from digenrl.models.flux import FluxCodec, FluxPolicy
 from digenrl.models.wording import Wording
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 
 class FluxKontextCodec(FluxCodec):
     """FLUX.1's texts and images, and an image beside each text."""
 
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
 
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+    def encode_wording(self, pipeline: DiffusionPipeline, wording: Wording) -> dict[str, Tensor]:
         """Return the conditioning of the text, and the tokens [1, N, 64] of the image: the mode of
         the autoencoder's distribution."""
         pixels = self.pixels(wording.images[0]).to(self._vae.device, self.vae_dtype)

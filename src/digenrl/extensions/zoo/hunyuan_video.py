@@ -3,14 +3,14 @@ h, w]."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
-from torch import Tensor
+from torch import Tensor, nn
 
 from digenrl.models import pretrained
 from digenrl.models.exchange import attend_together
@@ -19,6 +19,12 @@ from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import attend_with, require_template
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diffusers import DiffusionPipeline
+    from diffusers.models.attention_processor import Attention
 
 TEMPLATE_TOKENS = 95
 """Tokens of the template before the prompt, which the pipeline crops from the hidden states."""
@@ -41,12 +47,12 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
 
     def __call__(
         self,
-        attn: Any,
+        attn: Attention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         attention_mask = attention_mask if self.masked else None
         if self._parallel_config is None:
             return super().__call__(
@@ -57,6 +63,7 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
             (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj),
             (attn.norm_added_q, attn.norm_added_k),
         )
+        assert encoder_hidden_states is not None  # the text
         single = attn.add_q_proj is None  # single-stream blocks project both alike
         video = _projected(hidden_states, attn.heads, *own)
         text = _projected(encoder_hidden_states, attn.heads, *(own if single else added))
@@ -69,7 +76,9 @@ class JointAttention(HunyuanVideoAttnProcessor2_0):
         return seen, read
 
 
-def _projected(states: Any, heads: int, layers: Any, norms: Any) -> list[Tensor]:
+def _projected(
+    states: Tensor, heads: int, layers: Sequence[nn.Module], norms: Sequence[nn.Module]
+) -> list[Tensor]:
     """Return query, key and value, [B, tokens, heads, d] each."""
     query, key, value = (layer(states).unflatten(2, (heads, -1)) for layer in layers)
     return [norms[0](query), norms[1](key), value]
@@ -93,7 +102,7 @@ class HunyuanVideoCodec(DiffusersCodec):
     vae_class = AutoencoderKLHunyuanVideo
     temporal_stride = 4
 
-    def pipeline_components(self) -> dict[str, Any]:
+    def pipeline_components(self) -> dict[str, object]:
         """Return the components, with a tokenizer from AutoTokenizer.
 
         The published model_index names LlamaTokenizerFast, which makes wrong ids from a byte-level
@@ -108,7 +117,7 @@ class HunyuanVideoCodec(DiffusersCodec):
         )
         return super().pipeline_components() | {"tokenizer": tokenizer}
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return LLaMA states [1, max_sequence_length, d] with their mask, and the pooled CLIP
         vector [1, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
@@ -118,10 +127,10 @@ class HunyuanVideoCodec(DiffusersCodec):
         )
         return {"text": embeddings, "pooled": pooled, "mask": mask}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKLHunyuanVideo, latents: Tensor) -> Tensor:
         return vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
 
-    def check_encoders(self, pipeline: Any) -> None:
+    def check_encoders(self, pipeline: DiffusionPipeline) -> None:
         """Check that the template before the prompt is exactly the 95 tokens that the pipeline
         crops."""
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE

@@ -6,7 +6,7 @@ Latents are [32, f, h, w]; a latent pixel stands for 16 x 16 pixels."""
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
@@ -23,6 +23,9 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.shared import require_template
 from digenrl.models.wording import Condition
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 GLYPH = "glyph_"
 """Prefix of the names of ByT5's conditioning."""
@@ -104,7 +107,7 @@ class HunyuanVideo15Codec(DiffusersCodec):
         words = {key: value for key, value in condition.items() if key not in letters}
         return super().trimmed(words) | super().trimmed(letters)
 
-    def pipeline_components(self) -> dict[str, Any]:
+    def pipeline_components(self) -> dict[str, object]:
         """Return the components with an empty autoencoder: the pipeline asks for its strides even
         to encode text only."""
         config = pretrained.component_config(self.vae_class, self.path, "vae")
@@ -114,7 +117,7 @@ class HunyuanVideo15Codec(DiffusersCodec):
                 "guider": None,
             }
 
-    def check_encoders(self, pipeline: Any) -> None:
+    def check_encoders(self, pipeline: DiffusionPipeline) -> None:
         """Check that the template before the prompt is exactly the 108 tokens that the pipeline
         cuts."""
         pipeline.vae = None
@@ -129,7 +132,7 @@ class HunyuanVideo15Codec(DiffusersCodec):
             self, pipeline.tokenizer, before, pipeline.prompt_template_encode_start_idx
         )
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return Qwen2.5-VL states [1, max_sequence_length, d], and ByT5 states [1, 256, d] of the
         text in quotation marks, each with its mask."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
@@ -145,7 +148,7 @@ class HunyuanVideo15Codec(DiffusersCodec):
             f"{GLYPH}mask": glyph_mask.bool(),
         }
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKLHunyuanVideo15, latents: Tensor) -> Tensor:
         """Decode one sample at a time, because the mask of the autoencoder's attention is made for
         one sample."""
         rows = (latents / vae.config.scaling_factor).split(1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from diffusers import AutoencoderKLLTX2Video, LTX2VideoTransformer3DModel
@@ -21,6 +21,9 @@ from digenrl.models import pretrained
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 FRAMES_PER_SECOND, SOUNDS_PER_SECOND = 24.0, 25.0
 """Frames per second of videos, by the pipeline's default, and latents per second of sound. 16000
@@ -47,11 +50,11 @@ class LTX2Codec(DiffusersCodec):
         """Number of the video's tokens. The sound's follow."""
         return math.prod(self.video_grid)
 
-    def pipeline_components(self) -> dict[str, Any]:
+    def pipeline_components(self) -> dict[str, object]:
         """Return the components, also without those that make sound from latents."""
         return super().pipeline_components() | {"audio_vae": None, "vocoder": None}
 
-    def check_encoders(self, pipeline: Any) -> None:
+    def check_encoders(self, pipeline: DiffusionPipeline) -> None:
         """Check that padding becomes learned registers, which are read like text: the adapter has
         no mask."""
         if pipeline.connectors.config.video_connector_num_learnable_registers is None:
@@ -60,7 +63,7 @@ class LTX2Codec(DiffusersCodec):
                 f"mask that the {self.family} adapter does not have: use Lightricks/LTX-2"
             )
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return the connectors' outputs from all of Gemma's states, for video and for sound, each
         [1, max_sequence_length, d]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
@@ -75,7 +78,7 @@ class LTX2Codec(DiffusersCodec):
         )
         return {"text": video, "audio_text": sound}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKLLTX2Video, latents: Tensor) -> Tensor:
         """Decode the tokens of the video only."""
         video = latents[:, : self.video_tokens].transpose(1, 2).unflatten(2, self.video_grid)
         mean, std = (
@@ -158,7 +161,7 @@ class LTX2Policy(DiffusersPolicy):
         )
         return torch.cat(velocities, dim=1)
 
-    def _dynamic_shift(self, config: Mapping[str, Any], steps: int) -> float:
+    def _dynamic_shift(self, config: Mapping[str, float], steps: int) -> float:
         """Return the shift mu, linear in the number of video tokens, between the pipeline's own
         bounds (Lightricks/LTX-2)."""
         bounds = {

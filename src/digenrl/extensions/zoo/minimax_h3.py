@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
@@ -24,6 +24,9 @@ from digenrl.models import pretrained
 from digenrl.models.lora import Names
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
 
 require("0.42", "MiniMaxH3Transformer3DModel", "AutoencoderKLMiniMaxH3", "MiniMaxH3Scheduler")
 
@@ -147,7 +150,7 @@ class MiniMaxH3Codec(DiffusersCodec):
         return 3 * math.prod(self.token_grid)
 
     @cached_property
-    def _pipeline(self) -> Any:
+    def _pipeline(self) -> DiffusionPipeline:
         pretrained.hide_progress_bars()
         pipeline = diffusers.MiniMaxH3ModularPipeline(
             pretrained_model_name_or_path=str(pretrained.folder_of(self.path, "model_index.json")),
@@ -160,7 +163,7 @@ class MiniMaxH3Codec(DiffusersCodec):
             raise pretrained.missing(self.path, ", ".join(absent), "see the log")
         return pipeline
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return Qwen3-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
         max_sequence_length]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
@@ -177,7 +180,7 @@ class MiniMaxH3Codec(DiffusersCodec):
         mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
         return {"text": pad(states, (0, 0, 0, padding)), "mask": pad(mask, (0, padding))}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: ModelMixin, latents: Tensor) -> Tensor:
         """Decode the rows of the video only."""
         tokens = latents[:, : self.video_rows].unflatten(1, (*self.token_grid, 3)).flatten(4)
         video = tokens.unflatten(4, (self.channels, 2, 2)).permute(0, 4, 1, 2, 5, 3, 6)

@@ -8,7 +8,7 @@ image's tokens follow those of the noise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
@@ -28,6 +28,9 @@ from digenrl.models.scales import denormalise, normalise
 from digenrl.models.shared import require_template
 from digenrl.models.wording import Wording
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 TEMPLATE_TOKENS, EDIT_TEMPLATE_TOKENS = 34, 64
 """Tokens of the chat template before the prompt (before the image), which the pipeline drops from
 the hidden states."""
@@ -39,7 +42,7 @@ class QwenImageCodec(DiffusersCodec):
     vae_class = AutoencoderKLQwenImage
     packed = True
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return Qwen2.5-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
         max_sequence_length]."""
         self.report_long_prompt(pipeline.tokenizer, text, self.max_sequence_length)
@@ -54,15 +57,15 @@ class QwenImageCodec(DiffusersCodec):
         padding = self.max_sequence_length - embeddings.shape[1]
         return {"text": pad(embeddings, (0, 0, 0, padding)), "mask": pad(mask.bool(), (0, padding))}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKLQwenImage, latents: Tensor) -> Tensor:
         images = denormalise(unpack(latents, *self.image_grid()).unsqueeze(2), vae.config)
         return vae.decode(images, return_dict=False)[0][:, :, 0]
 
-    def encode_latents(self, vae: Any, pixels: Tensor) -> Tensor:
+    def encode_latents(self, vae: AutoencoderKLQwenImage, pixels: Tensor) -> Tensor:
         latents = normalise(vae.encode(pixels.unsqueeze(2)).latent_dist.mode(), vae.config)
         return pack(latents[:, :, 0])
 
-    def check_encoders(self, pipeline: Any) -> None:
+    def check_encoders(self, pipeline: DiffusionPipeline) -> None:
         """Check that the template before the prompt is exactly the 34 tokens that the pipeline
         drops."""
         require_template(self, pipeline.tokenizer, pipeline.prompt_template_encode, TEMPLATE_TOKENS)
@@ -116,7 +119,7 @@ class QwenImageEditCodec(QwenImageCodec):
 
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
 
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+    def encode_wording(self, pipeline: DiffusionPipeline, wording: Wording) -> dict[str, Tensor]:
         """Return Qwen2.5-VL states of image and text with their mask, as `encode_text` does, and
         the image's tokens.
 
@@ -141,7 +144,7 @@ class QwenImageEditCodec(QwenImageCodec):
             "image": self.encode_latents(self._vae, pixels),
         }
 
-    def check_encoders(self, pipeline: Any) -> None:
+    def check_encoders(self, pipeline: DiffusionPipeline) -> None:
         """Check that the template before the image is exactly the 64 tokens that the pipeline
         drops."""
         require_template(

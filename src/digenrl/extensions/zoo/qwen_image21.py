@@ -7,7 +7,7 @@ Text is read causally and at noise level 0. The image reads the text and itself.
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
@@ -24,6 +24,10 @@ from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import denormalise
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, ModelMixin
+    from diffusers.models.attention_processor import Attention
+
 require("0.42", "QwenImage21Transformer2DModel", "AutoencoderKLQwenImage21")
 
 
@@ -36,13 +40,13 @@ class RowAttention:
 
     def __call__(
         self,
-        attn: Any,
+        attn: Attention,
         hidden_states: Tensor,
         rotary_emb: Tensor,
         segments: int,
         attention_mask: Tensor | None = None,
         **_: Any,
-    ) -> Any:
+    ) -> Tensor:
         """Return the layer's output. `segments` counts the text tokens, the first of each row."""
         query, key, value = (
             layer(hidden_states).unflatten(-1, (attn.heads, -1))
@@ -146,7 +150,7 @@ class QwenImage21Codec(DiffusersCodec):
     vae_stride = 16
     encoders = ("text_encoder", "processor")
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return Qwen3-VL states [1, max_sequence_length, d], zero-padded, and the mask [1,
         max_sequence_length]."""
         tokenizer = pipeline.processor.tokenizer
@@ -157,7 +161,7 @@ class QwenImage21Codec(DiffusersCodec):
         mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
         return {"text": pad(states, (0, 0, 0, padding)), "mask": pad(mask, (0, padding))}
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: ModelMixin, latents: Tensor) -> Tensor:
         images = latents.transpose(1, 2).unflatten(2, (1, *self.image_grid()))
         decoded = vae.decode(denormalise(images, vae.config), return_dict=False)[0][:, :, 0]
         alpha = decoded[:, 3:] / 2 + 0.5

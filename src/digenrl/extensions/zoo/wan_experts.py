@@ -7,7 +7,7 @@ Training, publication, checkpoints and memory need no code for experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from diffusers import ModelMixin
@@ -18,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from digenrl.models import pretrained
 from digenrl.models.adapter import Adapter
 from digenrl.models.wan import WanPolicy
+
+if TYPE_CHECKING:
+    from diffusers.configuration_utils import FrozenDict
 
 PARTS = ("transformer", "transformer_2")
 """The high-noise and the low-noise expert: subfolders of the checkpoint."""
@@ -41,7 +44,7 @@ class Experts(ModelMixin, PeftAdapterMixin):
         self.boundary = boundary
 
     @property
-    def config(self) -> Any:
+    def config(self) -> FrozenDict:
         """Configuration of the transformer; the same for either expert."""
         return self.transformer.config
 
@@ -62,7 +65,7 @@ class Experts(ModelMixin, PeftAdapterMixin):
 
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, return_dict: bool = False, **rows: Tensor
-    ) -> Any:
+    ) -> tuple[Tensor]:
         """Compute hidden_states [B, ...], timestep [B], other inputs of the experts [B, ...] ->
         (velocity [B, ...],).
 
@@ -132,7 +135,7 @@ class WanExpertsPolicy(WanPolicy):
         self.guidance_scale_2 = guidance_scale_2
 
     @classmethod
-    def joined(cls, networks: list[Any], path: str | None = None) -> Any:
+    def joined(cls, networks: list[ModelMixin], path: str | None = None) -> ModelMixin:
         """Return both experts as one network, with the boundary that the checkpoint names."""
         boundary = None if path is None else pretrained.model_index(path)["boundary_ratio"] * 1000
         high, low = networks

@@ -7,7 +7,7 @@ join the text.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from digenrl.models.scales import normalise
 from digenrl.models.wan import WanCodec, WanPolicy
 from digenrl.models.wording import Wording
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 
 class WanImageToVideoCodec(WanCodec):
     """Wan2.1's texts and videos, and the first frame."""
@@ -24,7 +27,7 @@ class WanImageToVideoCodec(WanCodec):
     text_length = 512
     reads: ClassVar[Mapping[str, tuple[int, int]]] = {"image": (1, 1)}
 
-    def encode_wording(self, pipeline: Any, wording: Wording) -> dict[str, Tensor]:
+    def encode_wording(self, pipeline: DiffusionPipeline, wording: Wording) -> dict[str, Tensor]:
         """Return the conditioning of the text, and `vision` and `frame` of the image.
 
         `vision` [1, tokens, d] has the CLIP's last states but one. `frame` [1, 20, f, h, w] has 4

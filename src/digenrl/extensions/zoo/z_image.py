@@ -3,7 +3,7 @@ w]."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from diffusers import AutoencoderKL, ZImageTransformer2DModel
@@ -16,13 +16,16 @@ from digenrl.models.pipeline_codec import DiffusersCodec
 from digenrl.models.scales import unscale
 from digenrl.models.shared import report_long_turn
 
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
 
 class ZImageCodec(DiffusersCodec):
     """Qwen3 texts, images."""
 
     vae_class = AutoencoderKL
 
-    def encode_text(self, pipeline: Any, text: str) -> dict[str, Tensor]:
+    def encode_text(self, pipeline: DiffusionPipeline, text: str) -> dict[str, Tensor]:
         """Return Qwen3 states [1, max_sequence_length, d], zero-padded, and the mask [1,
         max_sequence_length]."""
         report_long_turn(self, pipeline.tokenizer, text, enable_thinking=True)
@@ -39,7 +42,7 @@ class ZImageCodec(DiffusersCodec):
             "mask": pad(mask, (0, padding)).unsqueeze(0),
         }
 
-    def decode_latents(self, vae: Any, latents: Tensor) -> Tensor:
+    def decode_latents(self, vae: AutoencoderKL, latents: Tensor) -> Tensor:
         return vae.decode(unscale(latents, vae.config), return_dict=False)[0]
 
 
