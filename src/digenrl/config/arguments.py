@@ -18,7 +18,7 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _Definition = ast.ClassDef | ast.FunctionDef
 
 
-def argument_problems(where: str, path: str, target: str, node: Mapping[str, Any]) -> list[str]:
+def argument_problems(where: str, path: str, target: str, node: Mapping[str, object]) -> list[str]:
     """Return what is wrong between an admitted target and the arguments of its node.
 
     Args:

@@ -30,7 +30,7 @@ class Open(Closed):
 
     model_config = ConfigDict(extra="allow")
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return the value of a key, or `default` where the YAML lacks it. For keys that only the
         constructor knows; attributes have the others."""
         extra = self.model_extra or {}
@@ -63,7 +63,7 @@ class Whole(Closed):
     _tree: DictConfig = PrivateAttr()
 
     @classmethod
-    def of(cls, tree: Mapping[str, Any] | DictConfig) -> Self:
+    def of(cls, tree: Mapping[str, object] | DictConfig) -> Self:
         """Return the settings of a resolved tree that passed every check."""
         config = tree if isinstance(tree, DictConfig) else OmegaConf.create(dict(tree))
         OmegaConf.set_readonly(config, True)
@@ -92,13 +92,13 @@ class Whole(Closed):
             raise KeyError(f"{group}: no such key in the settings")
         return found
 
-    def build(self, group: str, *arguments: Any, **named: Any) -> Any:
+    def build(self, group: str, *arguments: object, **named: object) -> Any:
         """Return the object that the group at a dotted key describes: `algorithm`,
         `algorithm.advantage`, `callbacks.evaluation`. Arguments and errors are those of
         `config.instantiate`."""
         return instantiate(self.node(group), *arguments, **named)
 
-    def changed(self, values: Mapping[str, Any]) -> Self:
+    def changed(self, values: Mapping[str, object]) -> Self:
         """Return these settings with other values, dotted key -> value. Copies of a key follow."""
         config = OmegaConf.create(self.plain())
         refer(config)

@@ -25,7 +25,7 @@ _ABSENT = object()
 
 
 def problems_of(
-    tree: Mapping[str, Any],
+    tree: Mapping[str, object],
     unresolved: dict[str, str],
     config_name: str,
     known: KnownKeys,
@@ -69,7 +69,7 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
             )
             return _ABSENT
 
-    def node(value: Any, path: str) -> Any:
+    def node(value: object, path: str) -> Any:
         if isinstance(value, DictConfig):
             names = [str(key) for key in value]
             items = {name: leaf(value, name, f"{path}.{name}" if path else name) for name in names}
@@ -85,7 +85,7 @@ def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, str]]:
     return node(config, ""), problems
 
 
-def _leaf_problems(tree: Mapping[str, Any], reported: Collection[str]) -> Iterator[str]:
+def _leaf_problems(tree: Mapping[str, object], reported: Collection[str]) -> Iterator[str]:
     """Return problems that a leaf anywhere can have: a number that is not finite, and a secret."""
     for path, value in nodes(tree):
         if (

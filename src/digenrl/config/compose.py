@@ -240,7 +240,7 @@ class KnownKeys:
         paths = (path for path in paths if path.partition(".")[0] != "hydra")
         return sorted({*paths, *group_options(config_directory()), *self._schema})
 
-    def unknown(self, key: str, value: Any) -> str:
+    def unknown(self, key: str, value: object) -> str:
         """Return the message for a key that does not exist: key, value, nearest valid key and the
         values that key may hold."""
         shown = MASK if is_secret_name(key) else redact_text(str(value))
@@ -266,7 +266,7 @@ class KnownKeys:
         return f"{key} = {shown}: no such key; {parent or 'the top level'} has {listing(siblings)}."
 
 
-def _exists(tree: Any, key: str) -> bool:
+def _exists(tree: object, key: str) -> bool:
     for part in re.split(r"\.|\[|\]\.?", key):
         if part == "":
             continue

@@ -46,7 +46,7 @@ def _value(tree: DictConfig, key: str) -> Any:
         return _NOTHING
 
 
-def refer(tree: DictConfig, copies: Mapping[str, Any] | None = None) -> None:
+def refer(tree: DictConfig, copies: Mapping[str, object] | None = None) -> None:
     """Make every copy in `tree` a reference to its source, in place, where both hold one value.
 
     Args:

@@ -60,7 +60,7 @@ def read_arguments(
         if is_pair and key not in own
     ]
 
-    def unknown(key: str, value: Any) -> str:
+    def unknown(key: str, value: object) -> str:
         close = nearest(key, own)
         hint = f"nearest: {close}" if close else f"keys: {known}"
         return f"{key} = {redact_text(str(value))}: no such key; {hint}."

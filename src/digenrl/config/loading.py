@@ -66,7 +66,7 @@ class Composed:
     """What the planner promises of the run that it chose (`digenrl.settle.allocated`), for its
     records."""
 
-    def changed(self, values: Mapping[str, Any]) -> Self:
+    def changed(self, values: Mapping[str, object]) -> Self:
         """Return the configuration with other values, dotted key -> value."""
         return replace(self, settings=self.settings.changed(values))
 
@@ -164,7 +164,7 @@ def _keep_own_prompts(tree: DictConfig) -> None:
         OmegaConf.update(tree, path, file)
 
 
-def _taken_for_files(stored: Any, given: Sequence[str]) -> Iterator[str]:
+def _taken_for_files(stored: object, given: Sequence[str]) -> Iterator[str]:
     """Yield a message for each value of a stored run that would mean a file of this working
     directory, where the run meant something else."""
     for path, value in taken_for_files(stored, "train"):
@@ -222,7 +222,7 @@ def _unwritable(run_dir: Path) -> list[str]:
     ]
 
 
-def _prompt_files(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def _prompt_files(data: dict[str, object]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the places where `data` names a prompt file, as (mapping that holds the name, its key
     there)."""
     several = data["prompts"] if isinstance(data["prompts"], list) else []

@@ -38,7 +38,7 @@ _PROMPTS = ("prompts", "heldout_prompts")
 _MARKS = ("~", "./", "../")
 
 
-def absolute_paths(tree: Any, config_name: str) -> Iterator[tuple[str, str]]:
+def absolute_paths(tree: object, config_name: str) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, absolute path) for each path in `tree` that is not written so.
 
     Args:

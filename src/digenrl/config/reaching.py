@@ -63,7 +63,7 @@ _HUB_BACKEND = re.compile(r".*hub.*", re.IGNORECASE | re.DOTALL)
 """An attention backend whose kernel diffusers fetches from the hub and runs."""
 
 
-def reaching_problems(tree: Any, given: Collection[str]) -> Iterator[str]:
+def reaching_problems(tree: object, given: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with the arguments of `tree` that reach beyond the run.
 
     Args:
@@ -95,7 +95,7 @@ def reaching_problems(tree: Any, given: Collection[str]) -> Iterator[str]:
             )
 
 
-def reaching_words(tree: Any) -> list[str]:
+def reaching_words(tree: object) -> list[str]:
     """Return the words that a command line must repeat to run the configuration `tree` again."""
     words = []
     for path, node in nodes(tree):
@@ -112,7 +112,7 @@ def reaching_words(tree: Any) -> list[str]:
     return words
 
 
-def _unasked(path: str, value: Any, what: str, given: Collection[str]) -> Iterator[str]:
+def _unasked(path: str, value: object, what: str, given: Collection[str]) -> Iterator[str]:
     """Yield a message if the command line does not set the key at `path`."""
     if not any(path == key or path.startswith(f"{key}.") for key in given):
         yield (
@@ -121,7 +121,7 @@ def _unasked(path: str, value: Any, what: str, given: Collection[str]) -> Iterat
         )
 
 
-def _served(path: str, node: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+def _served(path: str, node: Mapping[str, object], given: Collection[str]) -> Iterator[str]:
     """Yield what is wrong with how a judge is served that the run starts."""
     serve, model = node["serve"], node.get("model")
     if isinstance(model, str) and model.lstrip().startswith("-"):
@@ -138,7 +138,7 @@ def _served(path: str, node: Mapping[str, Any], given: Collection[str]) -> Itera
     yield from _unasked(f"{path}.args", args, "goes to the command of the judge's server", given)
 
 
-def _logged(path: str, target: str, node: Mapping[str, Any]) -> Iterator[str]:
+def _logged(path: str, target: str, node: Mapping[str, object]) -> Iterator[str]:
     """Yield what is wrong with the arguments of a logger."""
     known = _LOGGER_ARGUMENTS[target]
     for key, value in node.items():

@@ -177,7 +177,7 @@ def _forget(tree: DictConfig, path: str = "") -> list[str]:
     return left_out
 
 
-def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[str]:
+def unconfirmed_hosts(stored: object, tree: object, confirmed: Sequence[str]) -> list[str]:
     """Return a message for each host on another machine that the user has not confirmed.
 
     Only hosts count that `stored` names and that `tree` (with the command line's changes) still
@@ -195,7 +195,7 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
     ]
 
 
-def words_to_join(tree: Any) -> list[str]:
+def words_to_join(tree: object) -> list[str]:
     """Return the words with which a rank that joins confirms what the command line of the run
     `tree` has confirmed or set."""
     plain: Any = OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree
@@ -205,7 +205,7 @@ def words_to_join(tree: Any) -> list[str]:
     return [*words, *reaching_words(plain)]
 
 
-def _hosts(tree: Any) -> Iterator[tuple[str, str]]:
+def _hosts(tree: object) -> Iterator[tuple[str, str]]:
     """Yield (dotted path, host and port as written) of every URL and HOST:PORT that leads to
     another machine."""
     for path, value in nodes(tree):
@@ -227,8 +227,8 @@ def _is_host(address: str) -> bool:
 
 
 def changes(
-    stored: Mapping[str, Any],
-    tree: Mapping[str, Any],
+    stored: Mapping[str, object],
+    tree: Mapping[str, object],
 ) -> list[str]:
     """Return what a resumed run has changed without permission, or nothing.
 
@@ -255,7 +255,7 @@ def changes(
     ]
 
 
-def _same_path(stored: Any, now: Any) -> bool:
+def _same_path(stored: object, now: object) -> bool:
     """Return whether `now` is the absolute form of a path that older versions stored as typed."""
     return isinstance(stored, str) and stored != "" and absolute(stored) == now
 
@@ -278,7 +278,7 @@ def tie_of(tree: DictConfig) -> dict[str, str]:
     return _digests(OmegaConf.to_container(tree))
 
 
-def _digests(tree: Any) -> dict[str, str]:
+def _digests(tree: object) -> dict[str, str]:
     return {
         key: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
         for key, value in _leaves(tree)
@@ -325,7 +325,7 @@ def untied(
     return problems, notes
 
 
-def disagreements(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def disagreements(run: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
     """Return the keys in which two identities differ, with both values."""
     keys = sorted(
         key for key in run.keys() | own.keys() if run.get(key, _ABSENT) != own.get(key, _ABSENT)
@@ -339,11 +339,11 @@ _UNTIED = ("resume", "allow_targets", "confirm_hosts", "data.prompt_store")
 _ABSENT = object()
 
 
-def _said(leaves: Mapping[str, Any], key: str) -> str:
+def _said(leaves: Mapping[str, object], key: str) -> str:
     return shown(leaves[key]) if key in leaves else "absent"
 
 
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of everything in `tree` that is not a group of keys. An empty group
     counts as a leaf."""
     if isinstance(tree, Mapping) and (tree or not path):

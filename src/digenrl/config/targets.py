@@ -60,7 +60,7 @@ offers beside them."""
 _OWN = ("digenrl", "reward_models")
 
 
-def nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def nodes(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, node) of `tree` and of everything inside it, depth first."""
     yield path, tree
     if isinstance(tree, Mapping):
@@ -71,7 +71,7 @@ def nodes(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from nodes(item, f"{path}[{index}]")
 
 
-def targets(tree: Any) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+def targets(tree: object) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
     """Yield (dotted path, target, node) of every node with `_target_`, depth first."""
     for path, node in nodes(tree):
         if isinstance(node, Mapping) and "_target_" in node:
@@ -111,7 +111,7 @@ def is_allowed(target: str, allow: Sequence[str] = ()) -> bool:
     )
 
 
-def target_problems(tree: Any, allow: Sequence[str] = ()) -> list[str]:
+def target_problems(tree: object, allow: Sequence[str] = ()) -> list[str]:
     """Return everything wrong with the targets of `tree`. Nothing is imported."""
     problems = list[str]()
     for path, target, node in targets(tree):
@@ -137,7 +137,7 @@ def _refusal(target: str) -> str:
     return f"it is not among the classes that a run uses{hint}; {trust}"
 
 
-def instantiate(node: Any, *arguments: Any, **named: Any) -> Any:
+def instantiate(node: object, *arguments: object, **named: object) -> Any:
     """Call `hydra.utils.instantiate(node, *arguments, **named)` if the allow-list admits every
     target.
 

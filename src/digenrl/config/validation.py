@@ -118,7 +118,7 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: object) -> str:
     """Return the type of a value, in words."""
     if value is None:
         return "null"
@@ -128,7 +128,7 @@ def _kind_of(value: Any) -> str:
     return "a whole number" if isinstance(value, int) else "a number"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as YAML writes it, cut, without secrets."""
     text = (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -137,7 +137,7 @@ def shown(value: Any) -> str:
 
 
 def problems_by_key(
-    schema: type[BaseModel], tree: Any, unknown: Callable[[str, Any], str]
+    schema: type[BaseModel], tree: object, unknown: Callable[[str, object], str]
 ) -> dict[str, str]:
     """Return key -> message for everything in `tree` that the schema does not allow.
 
@@ -200,7 +200,7 @@ def _message(tree: Any, located: _Located, unknown: Callable[[str, Any], str]) -
     return f"{key} = {shown(value)}: {wrong}; allowed: {allowed}.{_instead(key, value, allowed)}"
 
 
-def _instead(key: str, value: Any, allowed: str) -> str:
+def _instead(key: str, value: object, allowed: str) -> str:
     """Return what to write where a value of another type was meant."""
     if value is None and key.startswith(("callbacks.", "logger.", "reward.")):
         return f" Write ~{key} to leave it out."

@@ -31,7 +31,7 @@ class DecisionLog:
     of it.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any], limit: float = math.inf) -> None:
+    def __init__(self, path: Path, header: dict[str, object], limit: float = math.inf) -> None:
         self._file, self._limit = LineFile(path), limit
         self._over = path.exists() and path.stat().st_size >= limit
         self._lines: list[bytes] = []
@@ -61,7 +61,7 @@ class DecisionLog:
             self._take(each)
         self._seen.clear()
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _take(self, row: dict[str, object]) -> None:
         if self._over:
             return
         self._lines.append(json.dumps(row, separators=(",", ":")).encode() + b"\n")

@@ -70,7 +70,7 @@ def redact_text(text: str) -> str:
     return text
 
 
-def redact(value: Any, key: str = "") -> Any:
+def redact(value: object, key: str = "") -> Any:
     """Return `value` (nested dicts and lists of plain values) with every secret replaced by a
     mask."""
     if isinstance(value, Mapping):

@@ -264,7 +264,7 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
-def json_safe(value: Any) -> Any:
+def json_safe(value: object) -> Any:
     """Return `value` for JSON: NaN and infinities become null, 0-d tensors and numpy scalars become
     plain numbers."""
     if isinstance(value, Mapping):
@@ -280,7 +280,7 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
+def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, object]) -> None:
     """Append `row` as one line, in one write; a line that cannot be written is counted
     (`unwritten`)."""
     try:
@@ -289,7 +289,7 @@ def append_jsonl(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
         unwritten(Path(path), 1, error)
 
 
-def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> None:
+def _append(path: Path, row: Mapping[str, object], limit: float = math.inf) -> None:
     """Append `row` to a file of less than `limit` bytes.
 
     After a line that a crash tore, the row still begins on a new line.
@@ -333,7 +333,7 @@ def write_whole(descriptor: int, data: bytes) -> None:
 def append_event(
     run_dir: str | os.PathLike[str],
     kind: str,
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, object] | None = None,
     urgent: bool = False,
 ) -> bool:
     """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl; return
@@ -382,7 +382,7 @@ def _tell(path: Path, cause: str | None) -> None:
         _unwritten[path] = 0
 
 
-def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2) -> None:
+def write_json(path: str | os.PathLike[str], value: object, indent: int | None = 2) -> None:
     """Write `value` beside `path` and rename it over, so that no reader ever sees half a file.
 
     Raises:
@@ -393,7 +393,7 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2)
         temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
 
 
-def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, Any]]) -> None:
+def write_trace(path: str | os.PathLike[str], events: Iterable[Mapping[str, object]]) -> None:
     """Write Chrome trace events as one JSON object, one event a line, without holding them in
     memory.
 

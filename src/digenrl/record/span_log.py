@@ -47,7 +47,7 @@ class SpanLog:
         epoch: float,
         progress: Progress | None = None,
         limit: float = math.inf,
-        mark: Callable[[], Any] = lambda: None,
+        mark: Callable[[], object] = lambda: None,
     ) -> None:
         self.rank, self.role, self.progress = rank, role, progress or Progress()
         self._offset = unix_time() - epoch - time.monotonic()
@@ -108,7 +108,7 @@ class SpanLog:
             self.add(stage, start, end, quiet=True, **args)
             took(end - start)
 
-    def add(self, stage: str, start: float, end: float, quiet: bool = False, **args: Any) -> None:
+    def add(self, stage: str, start: float, end: float, quiet: bool = False, **args: object) -> None:
         """Record a span that was measured elsewhere. Unless it is `quiet`, it begins when the
         device has done what was given before: a rank whose device works does not wait."""
         if not quiet:
@@ -161,5 +161,5 @@ class SpanLog:
                 self._file = None
 
 
-def _line(row: dict[str, Any]) -> bytes:
+def _line(row: dict[str, object]) -> bytes:
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"

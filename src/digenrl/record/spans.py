@@ -84,7 +84,7 @@ class Span:
         return {**{name: getattr(self, name) for name in _FIELDS}, **self.args}
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> Span:
+    def from_dict(cls, record: Mapping[str, object]) -> Span:
         """Return the span of a JSON object, as the inverse of `to_dict`. A missing step is -1.
 
         Raises:

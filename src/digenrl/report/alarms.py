@@ -54,7 +54,7 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _learning(summary: Mapping[str, Any]) -> list[str]:
+def _learning(summary: Mapping[str, object]) -> list[str]:
     """Return signs that the reward rose for the wrong reason."""
     found: list[str] = []
     reward = _change(summary, "reward")
@@ -82,6 +82,6 @@ def _learning(summary: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _change(summary: Mapping[str, Any], key: str) -> float | None:
+def _change(summary: Mapping[str, object], key: str) -> float | None:
     first, last = summary[f"{key}_first"], summary[f"{key}_last"]
     return last - first if is_number(first) and is_number(last) else None

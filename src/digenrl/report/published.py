@@ -49,7 +49,7 @@ def published(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def sentence(entry: dict[str, Any]) -> str:
+def sentence(entry: dict[str, object]) -> str:
     """Return one published curve beside the run, as the end table says it.
 
     Example:
@@ -69,11 +69,11 @@ def sentence(entry: dict[str, Any]) -> str:
     return text + (", a tiny random build: no comparison" if entry["tiny"] else "")
 
 
-def _figure(value: Any) -> float | None:
+def _figure(value: object) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _after(entry: dict[str, Any]) -> list[str]:
+def _after(entry: dict[str, object]) -> list[str]:
     units = {"steps": "RL steps", "gpu_hours": "GPU-hours"}
     return [f"{entry[key]:g} {unit}" for key, unit in units.items() if entry[key] is not None]
 

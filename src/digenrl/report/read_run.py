@@ -250,7 +250,7 @@ def split_attempts(events: Sequence[Row]) -> list[list[Row]]:
     return attempts
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     """Return whether `value` is a finite number. A boolean is no number."""
     return (
         isinstance(value, (int, float))

@@ -17,7 +17,7 @@ from digenrl.report.read_run import is_number
 DASH = "-"
 
 
-def number(value: Any, digits: int = 3) -> str:
+def number(value: object, digits: int = 3) -> str:
     """Return a figure with a sensible number of digits; a dash for None."""
     if not is_number(value):
         return DASH
@@ -30,7 +30,7 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.1f}"
 
 
-def duration(seconds: Any) -> str:
+def duration(seconds: object) -> str:
     """Return a duration in words, such as 8.4 s, 2 min 05 s, 3 h 07 min."""
     if not is_number(seconds):
         return DASH
@@ -42,7 +42,7 @@ def duration(seconds: Any) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def change(summary: Mapping[str, Any], key: str) -> str:
+def change(summary: Mapping[str, object], key: str) -> str:
     """Return "first -> last" of a figure."""
     return f"{number(summary[f'{key}_first'])} → {number(summary[f'{key}_last'])}"
 

@@ -62,7 +62,7 @@ def check_entry(name: str, entry: object, group: str) -> None:
 
 
 def placed(
-    reward: Mapping[str, Any], at: str = "inline thread process managed"
+    reward: Mapping[str, object], at: str = "inline thread process managed"
 ) -> Iterator[_Scorer]:
     """Yield (dotted key, name, YAML node) of every scorer of the group `reward` whose placement is
     among the words `at`. An entry's own placement comes before the group's. Raises as
@@ -87,12 +87,12 @@ def gpus_of(node: Mapping[str, Any]) -> int:
     return int((node.get("serve") or {}).get("gpus", 1)) if "url" in node else int("device" in node)
 
 
-def managed(reward: Mapping[str, Any]) -> dict[str, int]:
+def managed(reward: Mapping[str, object]) -> dict[str, int]:
     """Return reward -> GPUs of every reward of the group `reward` that is placed managed."""
     return {name: gpus_of(node) for _, name, node in placed(reward, "managed")}
 
 
-def flag_problems(args: Any) -> Iterator[str]:
+def flag_problems(args: object) -> Iterator[str]:
     """Yield what is wrong with `args`, further words for `vllm serve`.
 
     >>> list(flag_problems(["--max-model-len", 4096, "--dtype=half"]))
@@ -133,7 +133,7 @@ def measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterat
         )
 
 
-def require_weights(reward: Mapping[str, Any], callbacks: Mapping[str, Any] | None = None) -> None:
+def require_weights(reward: Mapping[str, object], callbacks: Mapping[str, object] | None = None) -> None:
     """Check that the weights of scorers and statistics are on this machine, without importing torch
     or a scorer.
 
@@ -183,9 +183,9 @@ def absent(value: str | None, key: str, source: str) -> str | None:
 
 
 def unscorable(
-    reward: Mapping[str, Any],
+    reward: Mapping[str, object],
     prompts: Iterable[tuple[str, Prompt]],
-    callbacks: Mapping[str, Any] | None = None,
+    callbacks: Mapping[str, object] | None = None,
     evaluated: Iterable[tuple[str, Prompt]] = (),
 ) -> list[str]:
     """Return a message for each prompt that a scorer or a statistic could never score (the first

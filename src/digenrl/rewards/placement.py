@@ -57,7 +57,7 @@ def place_scorer(
 
 def _elsewhere(
     name: str,
-    scorer: Any,
+    scorer: object,
     placement: str,
     urls: Sequence[str] | None,
     start_s: float,

@@ -58,7 +58,7 @@ class ProcessScorer:
 
     def __init__(
         self,
-        node: Mapping[str, Any],
+        node: Mapping[str, object],
         start_s: float = 600.0,
         call_s: float = 240.0,
         max_deaths: int = 3,
@@ -126,7 +126,7 @@ class ProcessScorer:
 
     def _spawn(
         self,
-        node: Mapping[str, Any],
+        node: Mapping[str, object],
         device: int | None,
         held: Sequence[int] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
@@ -242,7 +242,7 @@ def _print(line: bytes) -> None:
 class _Reporting:
     """Scorer of the child, which reports a failure to the parent and then ends the process."""
 
-    def __init__(self, node: Mapping[str, Any], device: int | None, answers: TextIO) -> None:
+    def __init__(self, node: Mapping[str, object], device: int | None, answers: TextIO) -> None:
         self._device, self._answers = device, answers
         try:
             with device_index(self._device), contained(str(node.get("_target_"))):

@@ -251,7 +251,7 @@ def resolve_device(device: str) -> torch.device:
     return accelerator.current() if unnumbered else resolved
 
 
-def build_scorer(node: Mapping[str, Any]) -> Scorer:
+def build_scorer(node: Mapping[str, object]) -> Scorer:
     """Build the scorer that a YAML node describes. Raises Hydra's errors, and ValueError if the
     result is not callable."""
     from hydra.utils import instantiate
@@ -265,7 +265,7 @@ def build_scorer(node: Mapping[str, Any]) -> Scorer:
     return scorer
 
 
-def plain(node: Mapping[str, Any]) -> dict[str, Any]:
+def plain(node: Mapping[str, object]) -> dict[str, Any]:
     """Return `node` as plain containers with interpolations resolved (an OmegaConf node, or a dict
     as it is)."""
     from omegaconf import DictConfig, OmegaConf

@@ -191,7 +191,7 @@ class RemoteScorer:
             portal.call(self._http.aclose)
             self._threads.close()
 
-    def _run(self, work: Callable[..., Awaitable[_Result]], *arguments: Any) -> _Result:
+    def _run(self, work: Callable[..., Awaitable[_Result]], *arguments: object) -> _Result:
         """Return the result of `work(*arguments)`. Raises TimeoutError soon after the deadline."""
         with self._lock:
             if self._portal is None:

@@ -307,7 +307,7 @@ class Gate:
             loopback, in small letters; None: any.
     """
 
-    def __init__(self, app: Any, hosts: Collection[str] | None = None) -> None:
+    def __init__(self, app: object, hosts: Collection[str] | None = None) -> None:
         self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

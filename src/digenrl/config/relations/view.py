@@ -54,13 +54,13 @@ Rule = Callable[[View], Iterator[str]]
 """Yields a message for each contradiction that it finds."""
 
 
-def most_rollouts(rollouts: Any) -> Any:
+def most_rollouts(rollouts: object) -> Any:
     """Return the largest number of rollouts that `allocation.rollouts` asks for: the number itself,
     or `max`; auto stays."""
     return rollouts["max"] if isinstance(rollouts, Mapping) else rollouts
 
 
-def needs_whole_batch(advantage: Mapping[str, Any]) -> bool:
+def needs_whole_batch(advantage: Mapping[str, object]) -> bool:
     """Return whether the advantages of `algorithm.advantage` need every reward of the batch. Then
     no group can be trained before the others are complete, and `schedule.gap` must be 0."""
     return advantage.get("std") in ("batch", "max_group") or bool(advantage.get("renormalise"))

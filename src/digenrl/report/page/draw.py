@@ -14,7 +14,7 @@ from digenrl.report.page.plots import draw_all
 from digenrl.report.read_run import Run
 
 
-def draw(run: Run, summary: Mapping[str, Any], warnings: list[str]) -> None:
+def draw(run: Run, summary: Mapping[str, object], warnings: list[str]) -> None:
     """Write every picture and report.html of a run. Failures are added to `warnings`."""
     pictures = draw_all(run, warnings)
     page = partial(html.render, run, summary, pictures)

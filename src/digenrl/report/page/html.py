@@ -155,7 +155,7 @@ def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
                    why, f"{model.get('model_id', DASH)} {str(model.get('weights_digest', ''))[:8]}"]  # fmt: skip  # noqa: E501
 
 
-def _mapping(value: Any) -> Mapping[Any, Any]:
+def _mapping(value: object) -> Mapping[Any, Any]:
     """Return a part of a configuration that should be a mapping; an empty mapping in place of
     anything else."""
     return value if isinstance(value, Mapping) else {}
@@ -174,7 +174,7 @@ def _events(run: Run, began: float) -> Iterable[list[str]]:
             ]
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Return a value of an event for people to read."""
     if isinstance(value, Mapping):
         return "; ".join(f"{key}: {_plain(item)}" for key, item in value.items())
