@@ -7,7 +7,6 @@ import functools
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from digenrl.config.errors import listing, nearest
 from digenrl.config.removed import reason

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from digenrl.config.targets import components, nodes
 from digenrl.config.validation import shown

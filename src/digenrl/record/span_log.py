@@ -108,7 +108,9 @@ class SpanLog:
             self.add(stage, start, end, quiet=True, **args)
             took(end - start)
 
-    def add(self, stage: str, start: float, end: float, quiet: bool = False, **args: object) -> None:
+    def add(
+        self, stage: str, start: float, end: float, quiet: bool = False, **args: object
+    ) -> None:
         """Record a span that was measured elsewhere. Unless it is `quiet`, it begins when the
         device has done what was given before: a rank whose device works does not wait."""
         if not quiet:

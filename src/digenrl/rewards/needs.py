@@ -133,7 +133,9 @@ def measuring(reward: Mapping[str, Any], callbacks: Mapping[str, Any]) -> Iterat
         )
 
 
-def require_weights(reward: Mapping[str, object], callbacks: Mapping[str, object] | None = None) -> None:
+def require_weights(
+    reward: Mapping[str, object], callbacks: Mapping[str, object] | None = None
+) -> None:
     """Check that the weights of scorers and statistics are on this machine, without importing torch
     or a scorer.
 

@@ -35,6 +35,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from digenrl import extras
@@ -307,10 +308,10 @@ class Gate:
             loopback, in small letters; None: any.
     """
 
-    def __init__(self, app: object, hosts: Collection[str] | None = None) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str] | None = None) -> None:
         self._app, self._hosts = app, hosts
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
         refused = self._refusal(scope.get("headers", ())) if scope["type"] == "http" else None
         if refused is None:
@@ -371,7 +372,7 @@ class Server(uvicorn.Server):
         os._exit(128 + sig)
 
 
-def server_of(app: Any, limits: ServiceLimits) -> Server:
+def server_of(app: ASGIApp, limits: ServiceLimits) -> Server:
     """Return a server of an application that also bounds connections, which uvicorn itself does
     not."""
     config = uvicorn.Config(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from digenrl.record.run_dir import REPORT, replaced
 from digenrl.report.attempt import attempt
