@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def load_files(
-    setting: str | Path | Sequence[Mapping[str, Any]],
+    setting: str | Path | Sequence[Mapping[str, object]],
 ) -> list[tuple[tuple[Prompt, ...], float]]:
     """Return (distinct prompts, weight) of each file that `data.prompts` names. A prompt that two
     files hold is the first one's.
@@ -44,7 +44,7 @@ def load_files(
     return files
 
 
-def load_prompts(setting: str | Path | Sequence[Mapping[str, Any]]) -> tuple[Prompt, ...]:
+def load_prompts(setting: str | Path | Sequence[Mapping[str, object]]) -> tuple[Prompt, ...]:
     """Return the distinct prompts of one file or several, in their order. Raises: see
     `load_files`."""
     return tuple(chain.from_iterable(prompts for prompts, _ in load_files(setting)))

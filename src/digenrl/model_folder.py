@@ -69,7 +69,7 @@ def _check(files: tuple[tuple[str, int, int], ...]) -> None:
             )
 
 
-def _kernels(node: Any) -> Iterator[tuple[str, Any]]:
+def _kernels(node: object) -> Iterator[tuple[str, Any]]:
     """Yield every key that names an implementation which is not built into transformers."""
     if isinstance(node, dict):
         for key, value in node.items():
@@ -86,14 +86,14 @@ def _kernels(node: Any) -> Iterator[tuple[str, Any]]:
             yield from _kernels(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Return whether an implementation is None, built in, or of an installed package. Without
     flash_attn, transformers fetches a kernel of the hub in its place."""
     installed = value == "flash_attention_2" and importlib.util.find_spec("flash_attn") is not None
     return value is None or value in _PLAIN or installed
 
 
-def _libraries(index: Any) -> Iterator[tuple[str, Any]]:
+def _libraries(index: object) -> Iterator[tuple[str, Any]]:
     """Yield every component of a pipeline's index whose library is none of `_LIBRARIES`, nor a
     pipeline of diffusers."""
     if not isinstance(index, dict):
@@ -113,7 +113,7 @@ def _libraries(index: Any) -> Iterator[tuple[str, Any]]:
                 yield key, value
 
 
-def _is_library(name: Any) -> bool:
+def _is_library(name: object) -> bool:
     if not isinstance(name, str):
         return not isinstance(name, (list, dict))  # numbers of a list that names no component
     head = name.partition(".")[0]

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 ALL, PRODUCTS, ATTENTION, INPUTS, OFFLOAD = "all", "products", "attention", "inputs", "offload"
 MODES = (ALL, PRODUCTS, ATTENTION, INPUTS)
@@ -81,7 +80,7 @@ class Recompute:
         return tuple(chosen)
 
 
-def parse_recompute(value: Any) -> Recompute:
+def parse_recompute(value: object) -> Recompute:
     """`value` of `model.gradient_checkpointing`; auto means inputs where nobody has resolved it.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -212,7 +212,7 @@ def _freedom(count: Tensor, unbiased: bool) -> Tensor:
     return (count - int(unbiased)).clamp(min=1)
 
 
-def one_of(key: str, value: str, allowed: Any) -> None:
+def one_of(key: str, value: str, allowed: object) -> None:
     """Raise ValueError unless `value` is one of the values of the Literal `allowed`."""
     if value not in get_args(allowed):
         raise ValueError(f"{key} must be one of {', '.join(get_args(allowed))}, got {value!r}")

@@ -269,7 +269,9 @@ class PolicyModule(pl.LightningModule):
         if self.ema is not None:
             self.ema.begin(self.policy.adapter.trained_parameters())
 
-    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _stepped(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """Call `after_update` right after the optimizer, so that a publication that follows sees
         its changes."""
         if (
@@ -286,7 +288,7 @@ class PolicyModule(pl.LightningModule):
         if self.ema is not None and changed:
             self.ema.update(self.policy.adapter.trained_parameters())
 
-    def on_train_batch_end(self, outputs: Any, batch: TrainBatch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: object, batch: TrainBatch, batch_idx: int) -> None:
         """After the RL step's last micro-batch, log its metrics: before callbacks read them at the
         end of the epoch. Every rank has all rewards by then."""
         if self.trainer.is_last_batch:
@@ -313,7 +315,7 @@ class PolicyModule(pl.LightningModule):
         state = super().state_dict(prefix=prefix, keep_vars=keep_vars)
         return {name: value for name, value in state.items() if name in trained}
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """Add the run's first ratio, the average and the algorithm's copies to the checkpoint."""
         checkpoint["algorithm"] = {
             "first_ratio_max_dev": self.first_ratio_max_dev,

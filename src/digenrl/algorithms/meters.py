@@ -3,8 +3,6 @@ or none."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -27,7 +25,7 @@ class Meters(Metric):
     peaks: Tensor
     """[names]."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__(**({"dist_sync_fn": gather_all_tensors} | options))
         self.add_state("sums", torch.zeros(0, 2, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("peaks", torch.zeros(0, dtype=torch.float64), dist_reduce_fx="max")

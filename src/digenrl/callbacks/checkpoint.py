@@ -168,7 +168,7 @@ class Checkpoint(pl.Callback):
                 trainer.strategy.control.request_stop(cause)  # type: ignore[attr-defined]
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         checkpoint[KEY] = _own(trainer)
 

@@ -180,7 +180,7 @@ class Evaluation(pl.Callback):
 
     def __init__(
         self,
-        prompts: str | Path | Sequence[Mapping[str, Any]],
+        prompts: str | Path | Sequence[Mapping[str, object]],
         heldout_prompts: str | Path | None = None,
         samples_per_prompt: int = 50,
         every: int = 10,
@@ -238,7 +238,7 @@ class Evaluation(pl.Callback):
             self._finish(trainer)
 
     def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: object
     ) -> None:
         self._finish(trainer)
 
@@ -425,7 +425,9 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).flatten(0, 1) if parts else local
 
 
-def _marked(trainer: pl.Trainer, kind: str, name: str, **facts: Any) -> AbstractContextManager[Any]:
+def _marked(
+    trainer: pl.Trainer, kind: str, name: str, **facts: object
+) -> AbstractContextManager[Any]:
     """Mark the body in the run's timeline, if the strategy keeps one."""
     spans = getattr(trainer.strategy, "spans", None)
     return nullcontext() if spans is None else getattr(spans, kind)(name, **facts)

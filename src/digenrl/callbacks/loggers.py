@@ -91,7 +91,7 @@ class Guarded(Logger):
         return None if step is None else math.ceil(step / self._updates)
 
     def log_hyperparams(
-        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+        self, params: dict[str, object] | Namespace, *args: object, **kwargs: object
     ) -> None:
         self._order(lambda: self._logger.log_hyperparams(params, *args, **kwargs))
 
@@ -114,7 +114,7 @@ class Guarded(Logger):
             )
         self._tell(None)
 
-    def _order(self, call: Callable[[], Any]) -> None:
+    def _order(self, call: Callable[[], object]) -> None:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
@@ -159,7 +159,7 @@ class Silent(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Discard the metrics."""
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: object, *args: object, **kwargs: object) -> None:
         """Discard the settings."""
 
 

@@ -147,7 +147,7 @@ def ignore_closed_terminal() -> None:
     """Discard output to a terminal that is gone, or to a pipe that nobody reads, instead of
     failing."""
 
-    def attempt(descriptor: int, call: Callable[..., Any], *args: Any) -> Any:
+    def attempt(descriptor: int, call: Callable[..., object], *args: object) -> Any:
         try:
             return call(*args)
         except OSError:

@@ -40,7 +40,7 @@ class Adapter:
         self,
         family: str,
         transformer: nn.Module,
-        lora: Mapping[str, Any] | LoraSpec | None,
+        lora: Mapping[str, object] | LoraSpec | None,
         dtype: torch.dtype,
         keep_reference: bool = False,
     ) -> None:

@@ -52,7 +52,9 @@ def enable(transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Reco
     transformer.enable_gradient_checkpointing(partial(_run, modes, offload))
 
 
-def _run(modes: dict[nn.Module, str], offload: Offload | None, block: nn.Module, *args: Any) -> Any:
+def _run(
+    modes: dict[nn.Module, str], offload: Offload | None, block: nn.Module, *args: object
+) -> Any:
     mode = modes.get(block, ALL)
     if mode == ALL:
         return block(*args)

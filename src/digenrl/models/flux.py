@@ -3,7 +3,7 @@ tokens [N, 64]."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
@@ -63,7 +63,7 @@ class LastBlock(FluxSingleTransformerBlock):
         encoder_hidden_states: Tensor,
         temb: Tensor,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        joint_attention_kwargs: dict[str, Any] | None = None,
+        joint_attention_kwargs: dict[str, object] | None = None,
     ) -> tuple[Tensor, Tensor]:
         text = encoder_hidden_states.shape[1]
         both, gate = self.norm(torch.cat([encoder_hidden_states, hidden_states], 1), emb=temb)

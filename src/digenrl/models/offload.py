@@ -47,7 +47,7 @@ class Offload:
         self._last: weakref.ref[_Kept] | None = None
         self._given: set[StorageWeakRef] = set()
 
-    def __call__(self, block: nn.Module, *args: Any) -> Any:
+    def __call__(self, block: nn.Module, *args: object) -> Any:
         """Run `block(*args)`. Arguments that the block before was given too (modulations, rotary
         tables) stay on the device."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]

@@ -113,7 +113,7 @@ class DiffusersPolicy(Policy):
         build: str = "real",
         guidance_scale: float = 1.0,
         true_cfg_scale: float = 1.0,
-        lora: Mapping[str, Any] | None = None,
+        lora: Mapping[str, object] | None = None,
         dtype: str = "auto",
         shift: float | None = None,
         grid: str = EXPLICIT,
@@ -243,7 +243,7 @@ class DiffusersPolicy(Policy):
             )
 
     @classmethod
-    def outline(cls, settings: Mapping[str, Any]) -> nn.Module:
+    def outline(cls, settings: Mapping[str, object]) -> nn.Module:
         """Return the transformer without weights, its experts included."""
         config = cls.network_config(settings)
         known = inspect.signature(cls.transformer_class).parameters
@@ -255,7 +255,7 @@ class DiffusersPolicy(Policy):
             return cls.joined(networks)
 
     @classmethod
-    def network_config(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def network_config(cls, settings: Mapping[str, object]) -> dict[str, Any]:
         """Return the transformer's configuration, defaults included, for a model config (its YAML's
         keys)."""
         if settings.get("build", "real") == "tiny":
@@ -389,7 +389,7 @@ class DiffusersPolicy(Policy):
             if i < count - 1 or layer not in cls.unread
         ]
 
-    def _lora(self, lora: Mapping[str, Any], config: FrozenDict) -> LoraSpec:
+    def _lora(self, lora: Mapping[str, object], config: FrozenDict) -> LoraSpec:
         spec = LoraSpec.from_config(lora)
         if len(spec.targets) != 1 or spec.targets[0] not in PRESETS:
             return spec

@@ -85,7 +85,7 @@ class Policy(nn.Module, ABC):
         self,
         transformer: nn.Module,
         codec: Codec,
-        lora: Mapping[str, Any] | LoraSpec | None = None,
+        lora: Mapping[str, object] | LoraSpec | None = None,
         dtype: torch.dtype | str = torch.float32,
         gradient_checkpointing: RecomputeConfig = False,
         keep_reference: bool = False,
@@ -129,13 +129,13 @@ class Policy(nn.Module, ABC):
         )
 
     @classmethod
-    def outline(cls, settings: Mapping[str, Any]) -> nn.Module | None:
+    def outline(cls, settings: Mapping[str, object]) -> nn.Module | None:
         """Return the network of a model config (its YAML's keys) without weights, on the device
         "meta"; None where nobody knows its layers."""
         return None
 
     @classmethod
-    def check(cls, settings: Mapping[str, Any]) -> None:
+    def check(cls, settings: Mapping[str, object]) -> None:
         """Refuse a model config (its YAML's keys) that cannot be built, as far as small files show
         it, before any rank starts.
 

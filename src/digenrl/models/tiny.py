@@ -223,7 +223,7 @@ def _encoder(
     templates = [[spec["template"]]] if "template" in spec else []
     tokenizer = getattr(tokenizers, spec["tokenizer"])(*templates)
 
-    def resolved(value: Any) -> Any:
+    def resolved(value: object) -> Any:
         if isinstance(value, dict):
             return {key: resolved(item) for key, item in value.items()}
         if isinstance(value, str) and value.startswith("<"):

@@ -212,7 +212,7 @@ def _decoded(raw: bytes) -> str:
         ) from error
 
 
-def _checked(text: Any, name: str) -> str:
+def _checked(text: object, name: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{name} = {json.dumps(text)[:60]} must be text.")
     if "\0" in text:
@@ -271,7 +271,7 @@ def _json_prompt(text: str, folder: Path, limits: ImageLimits | None) -> Prompt:
 
 
 def _images(
-    fields: dict[str, Any], folder: Path, limits: ImageLimits | None
+    fields: dict[str, object], folder: Path, limits: ImageLimits | None
 ) -> Iterator[PromptImage]:
     """Yield the images that a line names, and remove them from `fields`."""
     several = fields.pop("images", None)

@@ -118,7 +118,7 @@ def training_terms(
 
 
 def _objects(
-    rules: Mapping[str, Any],
+    rules: Mapping[str, object],
     picture: Tensor,
     detector: Detector,
     threshold: float,

@@ -25,7 +25,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -189,7 +189,7 @@ class EmbeddedPolicy(Policy):
     def __init__(
         self,
         path: str | Path | None = None,
-        lora: Mapping[str, Any] | None = None,
+        lora: Mapping[str, object] | None = None,
         dtype: torch.dtype | str = torch.float32,
         guidance_scale: float = 1.0,
         height: int | None = None,
@@ -227,7 +227,7 @@ class EmbeddedPolicy(Policy):
         self.complete()
 
     @classmethod
-    def outline(cls, settings: Mapping[str, Any]) -> nn.Module:
+    def outline(cls, settings: Mapping[str, object]) -> nn.Module:
         """Return the network without weights."""
         with torch.device("meta"):
             return cls.build()

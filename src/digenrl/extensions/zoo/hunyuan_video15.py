@@ -6,7 +6,7 @@ Latents are [32, f, h, w]; a latent pixel stands for 16 x 16 pixels."""
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import diffusers
 import torch
@@ -41,7 +41,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
     """
 
     @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]  # configurations are read by it
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         for block in self.transformer_blocks:
             block.attn.set_processor(JointAttention())

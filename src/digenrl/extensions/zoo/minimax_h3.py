@@ -75,7 +75,7 @@ class MiniMaxH3Transformer3DModel(diffusers.MiniMaxH3Transformer3DModel):
     """
 
     @wraps(diffusers.MiniMaxH3Transformer3DModel.__init__)  # type: ignore[misc]  # configurations are read by it
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
 
     def forward(

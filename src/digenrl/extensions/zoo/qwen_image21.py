@@ -7,7 +7,7 @@ Text is read causally and at noise level 0. The image reads the text and itself.
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import diffusers
 import torch
@@ -45,7 +45,7 @@ class RowAttention:
         rotary_emb: Tensor,
         segments: int,
         attention_mask: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """Return the layer's output. `segments` counts the text tokens, the first of each row."""
         query, key, value = (
@@ -80,7 +80,7 @@ class QwenImage21Transformer2DModel(diffusers.QwenImage21Transformer2DModel):
     """
 
     @wraps(diffusers.QwenImage21Transformer2DModel.__init__)  # type: ignore[misc]  # configurations are read by it
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         for block in self.transformer_blocks:
             block.attn.set_processor(RowAttention())

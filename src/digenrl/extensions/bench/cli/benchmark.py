@@ -379,7 +379,7 @@ def _identity(checkpoint: Path) -> dict[str, str]:
     return {f"step-{step_of(checkpoint):06d}": digest}
 
 
-def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
+def _same_settings(folder: Path, settings: dict[str, object]) -> None:
     """Write down the settings of a folder's images; raise SuiteError if it holds images of other
     settings."""
     note = folder / SETTINGS
