@@ -4,6 +4,7 @@ unasked."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,16 @@ def test_a_class_that_moved_is_found_where_it_is_now(run: Path) -> None:
     OmegaConf.save(tree, run / "config.yaml")
     resumed = RESUMED(run, []).settings
     assert resumed.algorithm.sde._target_ == "digenrl.extensions.methods.sde.LinearSDE"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("value", [[1], "x", {"a": {"b": 1}}], ids=["list", "text", "mapping"])
+def test_a_group_of_another_kind_is_refused_or_taken_and_never_an_error_of_ours(
+    run: Path, value: object
+) -> None:
+    kept = (run / "config.yaml").read_text()
+    for key in OmegaConf.load(run / "config.yaml"):
+        (run / "config.yaml").write_text(kept)
+        edited(run, (str(key), None), (str(key), value))
+        with suppress(config.ConfigError):
+            LOOKED_AT(run, [])

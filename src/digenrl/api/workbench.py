@@ -34,6 +34,7 @@ from digenrl.record.run_dir import Row
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, read_run
 from digenrl.report.summary import build_summary
+from digenrl.report.summary_record import Summary
 from digenrl.report.tables import facts
 from digenrl.reward_command import reward_config, reward_suite
 
@@ -68,7 +69,7 @@ class LoadedRun:
         return self.run.config
 
     @cached_property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """What summary.json holds, from the files as they are."""
         return build_summary(self.run)
 

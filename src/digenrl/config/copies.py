@@ -52,10 +52,10 @@ def refer(tree: DictConfig, copies: Mapping[str, object] | None = None) -> None:
     Args:
         copies: copy -> source; None: those that the tree holds.
     """
-    named = copies if copies is not None else (tree.get("copies") or {})
-    for copy, source in named.items():
-        if not isinstance(source, str):
-            continue  # the schema refuses it
+    named = copies if copies is not None else tree.get("copies")
+    for copy, source in named.items() if isinstance(named, Mapping) else ():
+        if not (isinstance(copy, str) and isinstance(source, str)):
+            continue  # the schema refuses it, as it refuses `copies` that are no mapping
         values = [_value(tree, key) for key in (copy, source)]
         if _NOTHING not in values and values[0] == values[1]:
             OmegaConf.update(tree, copy, f"${{{source}}}", merge=False)

@@ -153,7 +153,10 @@ def _complete(tree: DictConfig) -> list[str]:
     added: dict[str, Any] = {}
     for key in (key for key, its in keys_of(schema_of("train")).items() if its.required):
         head, _, leaf = key.rpartition(".")
-        parent = OmegaConf.select(tree, head) if head else tree
+        try:
+            parent = OmegaConf.select(tree, head) if head else tree
+        except OmegaConfBaseException:
+            continue  # a list in a group's place, which the schema refuses
         here = parent is None or (isinstance(parent, DictConfig) and leaf not in parent)
         if here and key != "experiment_name":
             default = OmegaConf.select(defaults, key)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from digenrl.report.read_run import is_number
+from digenrl.report.summary_record import Summary
 
 DIVERSITY_RANGE = (0.70, 1.15)
 """Range of within-class diversity, relative to real data, that is neither collapsed nor noisy."""
 
 
-def alarms(summary: Mapping[str, Any]) -> list[str]:
+def alarms(summary: Summary) -> list[str]:
     """Return the warnings, the most serious first; [] for a run without warnings."""
     found: list[str] = []
     said = {"failed": "The run failed", "unfinished": "The run has recorded no end"}
@@ -30,7 +30,7 @@ def alarms(summary: Mapping[str, Any]) -> list[str]:
             "schedule.tsp.batch=1 and model.compile=false, or a larger clip range."
         )
     found += _learning(summary)
-    found += summary.get("alarms", [])
+    found += summary["alarms"]
     dropped = summary["dropped"]
     if dropped:
         found.append(

@@ -8,7 +8,6 @@ affect other files.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from digenrl.record.run_dir import (
     END,
@@ -26,11 +25,10 @@ from digenrl.record.spans import perfetto
 from digenrl.report.attempt import attempt
 from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
+from digenrl.report.summary_record import Summary
 
 
-def finish(
-    run_dir: str | os.PathLike[str], status: str, cause: str | None = None
-) -> dict[str, Any]:
+def finish(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> Summary:
     """Call `close`, then `rebuild`. The launcher does this once, when all ranks are gone.
 
     Args:
@@ -45,10 +43,10 @@ def finish(
     rebuilt = rebuild(run_dir)
     # Where events.jsonl took no end, the files alone cannot tell how the run ended.
     warnings = list(dict.fromkeys([*rebuilt["warnings"], *summary["warnings"]]))
-    return rebuilt | {"status": status, "cause": cause, "warnings": warnings}
+    return {**rebuilt, "status": status, "cause": cause, "warnings": warnings}
 
 
-def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> dict[str, Any]:
+def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None) -> Summary:
     """Record a run's end in events.jsonl, and write summary.json: the files that a run always
     leaves. Return the summary, with a warning if writing failed.
 
@@ -65,12 +63,12 @@ def close(run_dir: str | os.PathLike[str], status: str, cause: str | None = None
             "gaps"
         )
     run = read_run(run_dir)
-    summary = build_summary(run, warnings) | {"status": status, "cause": cause}
+    summary: Summary = {**build_summary(run, warnings), "status": status, "cause": cause}
     attempt(SUMMARY, lambda: write_json(run.path / SUMMARY, summary), summary["warnings"])
     return summary
 
 
-def rebuild(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
+def rebuild(run_dir: str | os.PathLike[str]) -> Summary:
     """Write summary.json, trace.json, the pictures and report.html from the run's files alone;
     return the summary.
 

@@ -5,21 +5,19 @@ A run's directory may be foreign: entries of another form are left out.
 
 from __future__ import annotations
 
-from typing import Any
-
 from digenrl.record.run_dir import printable
 from digenrl.report.read_run import Run, is_number
+from digenrl.report.summary_record import PublishedCurve
 
 NONE_KNOWN = "no curve is known for this recipe"
 _LONGEST = 200
 """Most letters of a text."""
 
 
-def published(run: Run) -> list[dict[str, Any]]:
-    """Return the published curves of rewards that the run has, each with the run's own first and
-    last value (`own_first`, `own_last`; None before the first step) and its RL steps."""
-    entries: Any = run.config.get("published")
-    found = []
+def published(run: Run) -> list[PublishedCurve]:
+    """Return the published curves of rewards that the run has, each beside the run's own."""
+    entries = run.config.get("published")
+    found: list[PublishedCurve] = []
     for entry in entries if isinstance(entries, list) else []:
         if not isinstance(entry, dict):
             continue
@@ -35,11 +33,10 @@ def published(run: Run) -> list[dict[str, Any]]:
                 "reward": name,
                 "first": float(entry["first"]),
                 "last": float(entry["last"]),
-                **{
-                    key: float(entry[key]) if is_number(entry.get(key)) else None
-                    for key in ("steps", "gpu_hours")
-                },
-                **{k: printable(str(entry.get(k)))[:_LONGEST] for k in ("measured", "source")},
+                "steps": _figure(entry.get("steps")),
+                "gpu_hours": _figure(entry.get("gpu_hours")),
+                "measured": printable(str(entry.get("measured")))[:_LONGEST],
+                "source": printable(str(entry.get("source")))[:_LONGEST],
                 "own_first": values[0] if values else None,
                 "own_last": values[-1] if values else None,
                 "own_steps": steps[-1] if steps else 0,
@@ -49,7 +46,7 @@ def published(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def sentence(entry: dict[str, object]) -> str:
+def sentence(entry: PublishedCurve) -> str:
     """Return one published curve beside the run, as the end table says it.
 
     Example:
@@ -73,9 +70,9 @@ def _figure(value: object) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _after(entry: dict[str, object]) -> list[str]:
-    units = {"steps": "RL steps", "gpu_hours": "GPU-hours"}
-    return [f"{entry[key]:g} {unit}" for key, unit in units.items() if entry[key] is not None]
+def _after(entry: PublishedCurve) -> list[str]:
+    took = ((entry["steps"], "RL steps"), (entry["gpu_hours"], "GPU-hours"))
+    return [f"{figure:g} {unit}" for figure, unit in took if figure is not None]
 
 
 def _rewards(run: Run) -> set[str]:

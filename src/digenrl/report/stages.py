@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from digenrl.record.run_dir import LAUNCH
 from digenrl.report.read_run import Run
+from digenrl.report.summary_record import RoleMemory, StageSeconds
 
 UNITS = {
     "encode": "prompt",
@@ -46,7 +46,7 @@ def unit_seconds(run: Run) -> dict[str, float]:
     return {stage: seconds[stage] / units[stage] for stage in UNITS if seconds[stage]}
 
 
-def stages(run: Run) -> dict[str, dict[str, float | None]]:
+def stages(run: Run) -> dict[str, StageSeconds]:
     """Return stage -> `planned_s` and `measured_s` per unit, for the stages that were planned."""
     planned = expected(run).get("seconds", {})
     try:
@@ -60,13 +60,8 @@ def stages(run: Run) -> dict[str, dict[str, float | None]]:
     }
 
 
-def memory(run: Run) -> dict[str, dict[str, Any]]:
-    """Return role -> `planned_gib` of a rank, `peak_gib` of the fullest one, and `ranks` (rank ->
-    stage -> GiB).
-
-    GiB are what tensors held at most. A plan counts the context and workspaces of a GPU too
-    (1.5 GiB). Null means not planned, and not measured as on processors.
-    """
+def memory(run: Run) -> dict[str, RoleMemory]:
+    """Return role -> GiB that were planned and measured."""
     peaks = defaultdict[str, dict[str, float]](dict)
     for row in run.steps:  # a run that was resumed began to count again
         for rank, held in (row.get("peak_gib") or {}).items():

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from digenrl.record.run_dir import (
     CHECKPOINT_FAILED,
@@ -24,25 +23,14 @@ from digenrl.record.run_dir import (
 from digenrl.report.published import published
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.stages import memory, stages
+from digenrl.report.summary_record import Planned, Summary
 
 GROUPS = ("trained", "zero_variance", "surplus", "missing_reward")
 """Outcomes of a group: trained, or the reason why it was not trained."""
 
 
-def build_summary(run: Run, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the content of summary.json.
-
-    It has every key of design section 5, and `experiment`, `attempts`, `missing`, `published`,
-    `alarms`, `lost`, `restarted`, `unwritten` (file -> lines), `loggers` (name -> failures) and
-    `warnings`. A figure that the files do not hold is null.
-
-    `restarts` counts the attempts after the first, and the ranks that were lost while the run
-    continued. `lost` has the causes of lost ranks. `restarted` has the causes of attempts that the
-    run began by itself. `reward_first` and `reward_last` are the batch means of the first and the
-    last RL step. `heldout_*` are means of the first and the last evaluation. `recompiled` counts
-    graphs that torch.compile made after the first RL step. Seconds in `bubble` are summed over
-    ranks.
-    """
+def build_summary(run: Run, warnings: Sequence[str] = ()) -> Summary:
+    """Return the content of summary.json, with `warnings` after those of the files."""
     status, cause = outcome(run)
     samples, seconds, graphs = (run.column(key)[1] for key in ("samples", "step_s", "graphs"))
 
@@ -108,11 +96,11 @@ def bubble(run: Run) -> dict[str, dict[str, float]]:
     return {role: dict(sorted(causes.items())) for role, causes in sorted(table.items())}
 
 
-def planned(run: Run) -> dict[str, Any] | None:
+def planned(run: Run) -> Planned | None:
     """Return the planner's prediction of the run that it chose: `schedule`, `step_s`, and
     `sync_step_s` of schedule=sync."""
     return next(
-        (dict(event["planned"]) for event in reversed(run.events_of(LAUNCH)) if "planned" in event),
+        (event["planned"] for event in reversed(run.events_of(LAUNCH)) if "planned" in event),
         None,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,6 +12,7 @@ from digenrl.record.run_dir import printable
 from digenrl.report.alarms import alarms
 from digenrl.report.published import NONE_KNOWN, sentence
 from digenrl.report.read_run import is_number
+from digenrl.report.summary_record import Planned, StageSeconds, Summary
 
 DASH = "-"
 
@@ -47,7 +47,7 @@ def change(summary: Mapping[str, object], key: str) -> str:
     return f"{number(summary[f'{key}_first'])} → {number(summary[f'{key}_last'])}"
 
 
-def ratios(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[float, str, float]]:
+def ratios(stages: Mapping[str, StageSeconds]) -> list[tuple[float, str, float]]:
     """Return (distance from 1, stage, measured / planned seconds) of each stage with both."""
     found = [
         (stage, entry["measured_s"] / entry["planned_s"])
@@ -57,7 +57,7 @@ def ratios(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[float, str, fl
     return [(max(ratio, 1 / ratio), stage, ratio) for stage, ratio in found]
 
 
-def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def facts(summary: Summary) -> list[tuple[str, str]]:
     """Return (name, figure) for the first page. Figures that the run did not record are left
     out."""
     waits = sorted(
@@ -65,7 +65,7 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
          for cause, seconds in causes.items() if cause != "startup"), reverse=True,
     )  # fmt: skip
     largest = f"{waits[0][1]}, {duration(waits[0][0])}" if waits else DASH
-    planned = summary.get("planned") or {}
+    planned: Planned = summary["planned"] or {}
     sync = planned.get("sync_step_s")
     gain = f"{sync / planned['step_s']:.2f} x {duration(sync)}, predicted" if sync else DASH
     world = " + ".join(f"{count} {role}" for role, count in summary["world"].items())
@@ -73,7 +73,7 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (role, *(number(held[key], 1) for key in ("planned_gib", "peak_gib")))
         for role, held in summary["memory"].items()
     ]
-    curves = summary.get("published") or []
+    curves = summary["published"]
     apart = max(ratios(summary["stages"]), default=None)
     rows = [
         ("RL steps", str(summary["rl_steps"])),
@@ -99,7 +99,7 @@ def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text not in (DASH, f"{DASH} → {DASH}")]
 
 
-def final_table(summary: Mapping[str, Any]) -> RenderableType:
+def final_table(summary: Summary) -> RenderableType:
     """Return the end of a run as a table with its alarms below, to print with a rich Console."""
     colour = {"completed": "green", "stopped": "yellow"}.get(str(summary["status"]), "red")
     table = Table(

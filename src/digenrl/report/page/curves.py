@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from digenrl.report.page.style import BLUE, CYCLE, FAINT, GREEN, VERMILION
 from digenrl.report.published import published
 from digenrl.report.read_run import Run
+from digenrl.report.summary_record import PublishedCurve
 
 WIDTH = 7.2
 """Width of a figure in inches: a full text width in print."""
@@ -47,12 +47,12 @@ def draw_level(axes: Axes, level: float, note: str) -> None:
                   textcoords="offset points", ha="right", fontsize=8, color=FAINT)  # fmt: skip
 
 
-def draw_published(axes: Axes, entry: Mapping[str, Any]) -> None:
+def draw_published(axes: Axes, entry: PublishedCurve) -> None:
     """Draw a published curve as a band between its first and its last value."""
     axes.axhspan(entry["first"], entry["last"], color=FAINT, alpha=0.12, linewidth=0)
     after = "at last" if entry["steps"] is None else f"after {entry['steps']:g} RL steps"
-    for key, place in (("first", "at first"), ("last", after)):
-        draw_level(axes, entry[key], f"published, {entry['reward']} {place}")
+    for level, place in ((entry["first"], "at first"), (entry["last"], after)):
+        draw_level(axes, level, f"published, {entry['reward']} {place}")
 
 
 def finish_axes(axes: Axes, title: str, ylabel: str = "", xlabel: str = "RL step") -> None:

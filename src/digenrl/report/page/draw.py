@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +10,10 @@ from digenrl.report.attempt import attempt
 from digenrl.report.page import html
 from digenrl.report.page.plots import draw_all
 from digenrl.report.read_run import Run
+from digenrl.report.summary_record import Summary
 
 
-def draw(run: Run, summary: Mapping[str, object], warnings: list[str]) -> None:
+def draw(run: Run, summary: Summary, warnings: list[str]) -> None:
     """Write every picture and report.html of a run. Failures are added to `warnings`."""
     pictures = draw_all(run, warnings)
     page = partial(html.render, run, summary, pictures)

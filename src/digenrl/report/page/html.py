@@ -20,12 +20,13 @@ from digenrl.report.page.plots import PICTURES
 from digenrl.report.page.showing import Showing, showing
 from digenrl.report.read_run import Run, is_number
 from digenrl.report.stages import UNITS
+from digenrl.report.summary_record import Summary
 from digenrl.report.tables import DASH, duration, facts, number, ratios
 
 _MAX_EVENTS = 60
 
 
-def render(run: Run, summary: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+def render(run: Run, summary: Summary, pictures: Mapping[str, bytes]) -> str:
     """Return the whole page. Every text from the run is escaped, so a prompt or a cause cannot
     become markup.
 
@@ -74,7 +75,7 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _bubbles(summary: Mapping[str, Any]) -> Iterable[list[str]]:
+def _bubbles(summary: Summary) -> Iterable[list[str]]:
     """Yield the head and a row for each role; nothing if no rank waited."""
     bubble = summary["bubble"]
     causes = sorted({cause for by_cause in bubble.values() for cause in by_cause})
@@ -88,7 +89,7 @@ def _bubbles(summary: Mapping[str, Any]) -> Iterable[list[str]]:
         yield [role, *cells, f"{total:.1f}", share]
 
 
-def _stages(summary: Mapping[str, Any]) -> Iterable[list[str]]:
+def _stages(summary: Summary) -> Iterable[list[str]]:
     """Yield a row for each stage that the plan has seconds of."""
     apart = {stage: f"{ratio:.2f} x" for _, stage, ratio in ratios(summary["stages"])}
     for stage, entry in summary["stages"].items():
@@ -96,7 +97,7 @@ def _stages(summary: Mapping[str, Any]) -> Iterable[list[str]]:
         yield [stage, UNITS[stage], *figures, apart.get(stage, DASH)]
 
 
-def _memory(summary: Mapping[str, Any]) -> Iterable[list[str]]:
+def _memory(summary: Summary) -> Iterable[list[str]]:
     """Yield the head and a row for each rank whose GPU was measured."""
     ranks = [(role, entry, *own) for role, entry in summary["memory"].items()
              for own in entry["ranks"].items()]  # fmt: skip
@@ -129,7 +130,7 @@ def _evaluations(run: Run) -> Iterable[list[str]]:
         yield [str(row["rl_step"]), *(number(row.get(key)) for key in keys)]
 
 
-def _rewards(run: Run, summary: Mapping[str, Any]) -> Iterable[list[str]]:
+def _rewards(run: Run, summary: Summary) -> Iterable[list[str]]:
     """Yield a row for each reward: its weight, first and last score, missing scores, and model."""
     group = _mapping(run.config.get("reward"))
     identities = next(
