@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from digenrl.extensions.bench.geneval import COLOURS, Detection, training_terms
+from digenrl.extensions.bench.geneval import COLOURS, Clause, Detection, Rules, training_terms
 
 _NAMES = ("evaluate_reward", "relative_position")
 _CLASSES = ("cat", "dog", "tv")
@@ -77,10 +77,10 @@ def _published(source: Path) -> Any:
     return made
 
 
-def _rules(draw: random.Random) -> dict[str, Any]:
-    include: list[dict[str, Any]] = []
+def _rules(draw: random.Random) -> Rules:
+    include: list[Clause] = []
     for name in draw.sample(_CLASSES, draw.randint(1, 3)):
-        clause: dict[str, Any] = {"class": name, "count": draw.choice((1, 1, 1, 2, 3, 4))}
+        clause: Clause = {"class": name, "count": draw.choice((1, 1, 1, 2, 3, 4))}
         if draw.random() < 0.4:
             clause["color"] = draw.choice(COLOURS[:2])
         if include and draw.random() < 0.5:

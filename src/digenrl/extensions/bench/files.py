@@ -13,9 +13,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from digenrl import prompts
+
+if TYPE_CHECKING:
+    from digenrl.extensions.bench.geneval import Clause, Rules
+    from reward_models.drawn_scenes import Scene
 
 FOLDER = Path("suites")
 """Folder in which a suite's file is looked for, inside a folder of the suite's name."""
@@ -35,7 +39,7 @@ class Item:
     prompt: str
     tags: tuple[str, ...]
     """Categories that the prompt counts for; a prompt of VBench may have several."""
-    rules: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, object] = field(default_factory=dict)
     """Published line; for GenEval's rules {tag, include, exclude}."""
 
 
@@ -168,38 +172,35 @@ def _scenes(text: str) -> list[Item]:
     for row, prompt in enumerate(text.split("\n")):
         if prompt.strip():
             rules = scene_rules(asked_scene(prompt))
-            items.append(Item(f"{row:05d}", prompt, (rules["tag"],), rules | {"prompt": prompt}))
+            items.append(Item(f"{row:05d}", prompt, (rules["tag"],), {**rules, "prompt": prompt}))
     return items
 
 
-def scene_rules(scene: Any) -> dict[str, Any]:
-    """Return {tag, include, exclude} of a `reward_models.drawn_scenes.Scene`.
+def scene_rules(scene: Scene) -> Rules:
+    """Return GenEval's rules of a scene.
 
     Two objects of one shape differ by colour only, and GenEval's clauses do not tell them apart.
     For these the class is colour and shape. `object` is the class of everything in the picture.
     """
     number = len(scene.kinds)
-    exclude = [{"class": "object", "count": number + 1}]
+    exclude: list[Clause] = [{"class": "object", "count": number + 1}]
     if not scene.relation:
         colour, shape = scene.kinds[0]
-        include = [{"class": shape, "count": number, "color": colour}]
         return {
             "tag": "colors" if number == 1 else "counting",
-            "include": include,
+            "include": [{"class": shape, "count": number, "color": colour}],
             "exclude": exclude,
         }
     same = len({shape for _, shape in scene.kinds}) == 1
-    first, second = (
-        {"class": f"{colour} {shape}", "count": 1}
-        if same
-        else {"class": shape, "count": 1, "color": colour}
-        for colour, shape in scene.kinds
-    )
-    return {
-        "tag": "position",
-        "include": [second, first | {"position": [scene.relation, 0]}],
-        "exclude": exclude,
-    }
+    first, second = (_one(colour, shape, named_together=same) for colour, shape in scene.kinds)
+    first["position"] = [scene.relation, 0]
+    return {"tag": "position", "include": [second, first], "exclude": exclude}
+
+
+def _one(colour: str, shape: str, named_together: bool) -> Clause:
+    if named_together:
+        return {"class": f"{colour} {shape}", "count": 1}
+    return {"class": shape, "count": 1, "color": colour}
 
 
 PAIRS = "{key}/samples/{sample:04d}.png"

@@ -1,16 +1,15 @@
 """GenEval's rules (arXiv 2310.11513) over detected objects: their number, colour and place.
 
-A line of the suite is {tag, prompt, include: [{class, count, color?, position?: [relation,
-clause]}], exclude?: [{class, count}]}. All `include` clauses must hold, and no `exclude` clause. A
-clause looks at the `count` objects with the highest scores. Lengths are pixels, y downwards.
+All `include` clauses of a line must hold, and no `exclude` clause. A clause looks at the `count`
+objects with the highest scores. Lengths are pixels, y downwards.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -22,6 +21,27 @@ ALONG = 0.5
 """Smallest component of the unit offset at which its direction counts. Two directions may hold at
 once."""
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+
+
+Clause = TypedDict(
+    "Clause",
+    {
+        "class": str,
+        "count": int,
+        "color": NotRequired[str],
+        "position": NotRequired[list[Any]],
+    },
+)
+"""What a line asks of the objects of one class. `position` is [relation, index of the clause whose
+objects they stand beside]."""
+
+
+class Rules(TypedDict):
+    """A line of the suite, without its prompt."""
+
+    tag: str
+    include: list[Clause]
+    exclude: NotRequired[list[Clause]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,7 @@ class Detector(Protocol):
         ...
 
 
-def classes_of(rules: Mapping[str, Any]) -> list[str]:
+def classes_of(rules: Rules) -> list[str]:
     """Return every class that a line names, once."""
     return list(
         dict.fromkeys(clause["class"] for clause in [*rules["include"], *rules.get("exclude", [])])
@@ -54,7 +74,7 @@ def classes_of(rules: Mapping[str, Any]) -> list[str]:
 
 
 def verdict(
-    rules: Mapping[str, Any],
+    rules: Rules,
     picture: Tensor,
     detector: Detector,
     threshold: float,
@@ -82,7 +102,7 @@ def verdict(
 
 
 def training_terms(
-    rules: Mapping[str, Any],
+    rules: Rules,
     picture: Tensor,
     detector: Detector,
     threshold: float,
@@ -118,7 +138,7 @@ def training_terms(
 
 
 def _objects(
-    rules: Mapping[str, object],
+    rules: Rules,
     picture: Tensor,
     detector: Detector,
     threshold: float,
@@ -133,7 +153,7 @@ def _objects(
 
 
 def _unfulfilled(
-    clause: Mapping[str, Any],
+    clause: Clause,
     found: Sequence[Detection],
     picture: Tensor,
     detector: Detector,
@@ -162,9 +182,7 @@ def _unfulfilled(
     return ""
 
 
-def _misplaced(
-    clause: Mapping[str, Any], found: Sequence[Detection], others: Sequence[Detection]
-) -> str:
+def _misplaced(clause: Clause, found: Sequence[Detection], others: Sequence[Detection]) -> str:
     """Return where the first object is that has not the asked place beside each of `others`; "" if
     all have."""
     relation = clause["position"][0]

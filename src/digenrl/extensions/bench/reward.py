@@ -9,15 +9,15 @@ Flow-GRPO trains with GenEval's own tool, Mask2Former of mmdet, behind a server
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from digenrl.extensions.bench.detectors import TransformersDetector
-from digenrl.extensions.bench.geneval import training_terms, verdict
+from digenrl.extensions.bench.geneval import Rules, training_terms, verdict
 from digenrl.rewards.protocol import rgb_bytes
 from digenrl.types import Prompt
 from reward_models.weights import byte_tokenizer, checkpoint, make_clip, module_digest
@@ -71,12 +71,12 @@ class GenEval:
         """Return [B] scores, at most 1."""
         pictures = rgb_bytes(media, 1)[:, 0].float() / 255
         scores = [
-            self.score(picture, prompt.metadata)
+            self.score(picture, cast(Rules, prompt.metadata))
             for picture, prompt in zip(pictures, prompts, strict=True)
         ]
         return torch.tensor(scores, dtype=torch.float32)
 
-    def score(self, picture: Tensor, rules: Mapping[str, Any]) -> float:
+    def score(self, picture: Tensor, rules: Rules) -> float:
         """Return the score of one picture [3, H, W] against a line of the suite."""
         if self.strict:
             return float(not verdict(rules, picture, self.detector, self.threshold, self.counting))

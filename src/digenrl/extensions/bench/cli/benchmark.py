@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import Field
 
@@ -339,11 +339,17 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
         )
     else:
         return None
-    from digenrl.extensions.bench.geneval import verdict
+    from digenrl.extensions.bench.geneval import Rules, verdict
 
     def by_rules(item: Item, images: list[Tensor]) -> list[tuple[float, str]]:
         wrong = [
-            verdict(item.rules, image, detector, request.threshold, request.counting_threshold)
+            verdict(
+                cast(Rules, item.rules),
+                image,
+                detector,
+                request.threshold,
+                request.counting_threshold,
+            )
             for image in images
         ]
         return [(float(not reason), reason) for reason in wrong]
