@@ -69,7 +69,7 @@ def _check(files: tuple[tuple[str, int, int], ...]) -> None:
             )
 
 
-def _kernels(node: object) -> Iterator[tuple[str, Any]]:
+def _kernels(node: object) -> Iterator[tuple[str, object]]:
     """Yield every key that names an implementation which is not built into transformers."""
     if isinstance(node, dict):
         for key, value in node.items():
@@ -93,7 +93,7 @@ def _is_plain(value: object) -> bool:
     return value is None or value in _PLAIN or installed
 
 
-def _libraries(index: object) -> Iterator[tuple[str, Any]]:
+def _libraries(index: object) -> Iterator[tuple[str, object]]:
     """Yield every component of a pipeline's index whose library is none of `_LIBRARIES`, nor a
     pipeline of diffusers."""
     if not isinstance(index, dict):

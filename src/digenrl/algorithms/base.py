@@ -307,7 +307,7 @@ class PolicyModule(pl.LightningModule):
 
     def state_dict(  # type: ignore[override]
         self, *, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Trained parameters only; the base model is in its own files."""
         trained = {
             prefix + name for name, parameter in self.named_parameters() if parameter.requires_grad

@@ -74,13 +74,13 @@ class LoadedRun:
         return build_summary(self.run)
 
     @cached_property
-    def metrics(self) -> dict[str, list[Any]]:
+    def metrics(self) -> dict[str, list[object]]:
         """Column -> value of every RL step, None where a step has none:
         `pandas.DataFrame(run.metrics)` takes it."""
         return _columns(self.run.steps)
 
     @cached_property
-    def evals(self) -> dict[str, list[Any]]:
+    def evals(self) -> dict[str, list[object]]:
         """The same of every evaluation."""
         return _columns(self.run.evals)
 
@@ -255,6 +255,6 @@ def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
     return [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+def _columns(rows: Sequence[Row]) -> dict[str, list[object]]:
     names = dict.fromkeys(key for row in rows for key in row)
     return {name: [row.get(name) for row in rows] for name in names}

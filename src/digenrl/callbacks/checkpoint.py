@@ -212,7 +212,7 @@ def _told(path: Path, error: OSError) -> str:
     return f"checkpoint {path.name} could not be written to {path.parent}: {cause}; {older}"
 
 
-def _own(trainer: pl.Trainer) -> dict[str, Any]:
+def _own(trainer: pl.Trainer) -> dict[str, object]:
     strategy: Any = trainer.strategy
     return {
         "rng": torch.get_rng_state(),
@@ -222,7 +222,7 @@ def _own(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def _dump(trainer: pl.Trainer) -> dict[str, Any]:
+def _dump(trainer: pl.Trainer) -> dict[str, object]:
     """Return the checkpoint of this moment. This is a collective of the trainers if weights are
     sharded."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

@@ -427,7 +427,7 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
 
 def _marked(
     trainer: pl.Trainer, kind: str, name: str, **facts: object
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """Mark the body in the run's timeline, if the strategy keeps one."""
     spans = getattr(trainer.strategy, "spans", None)
     return nullcontext() if spans is None else getattr(spans, kind)(name, **facts)

@@ -42,7 +42,7 @@ def choose_advisor() -> Advisor:
     return advisor
 
 
-def plan_of(words: Sequence[str]) -> dict[str, Any]:
+def plan_of(words: Sequence[str]) -> dict[str, object]:
     """Return the content of plan.json for the words of a command line; see `digenrl.plan`.
 
     Raises:

@@ -39,7 +39,7 @@ def copies_of(tree: DictConfig) -> dict[str, str]:
     return found
 
 
-def _value(tree: DictConfig, key: str) -> Any:
+def _value(tree: DictConfig, key: str) -> object:
     try:
         return OmegaConf.select(tree, key, default=_NOTHING)
     except OmegaConfBaseException:  # said when the tree is resolved

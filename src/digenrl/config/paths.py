@@ -128,7 +128,7 @@ def _prompt_file(value: str) -> str:
     return absolute(given) if os.path.exists(given) else given
 
 
-def parts_of(path: str) -> Iterator[Any]:
+def parts_of(path: str) -> Iterator[object]:
     """Yield the keys and indices of a dotted path, as `nodes` writes it."""
     for part in path.split("."):
         key, *indices = part.split("[")

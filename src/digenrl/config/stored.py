@@ -346,7 +346,7 @@ def _said(leaves: Mapping[str, object], key: str) -> str:
     return shown(leaves[key]) if key in leaves else "absent"
 
 
-def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted key, value) of everything in `tree` that is not a group of keys. An empty group
     counts as a leaf."""
     if isinstance(tree, Mapping) and (tree or not path):

@@ -60,7 +60,7 @@ offers beside them."""
 _OWN = ("digenrl", "reward_models")
 
 
-def nodes(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
+def nodes(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted path, node) of `tree` and of everything inside it, depth first."""
     yield path, tree
     if isinstance(tree, Mapping):

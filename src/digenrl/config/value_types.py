@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StringConstraints, WithJsonSchema
 
 
-def _component(node: Mapping[str, object]) -> Mapping[str, Any]:
+def _component(node: Mapping[str, object]) -> Mapping[str, object]:
     if "_target_" not in node:
         raise ValueError("has no _target_")
     if node.get("_partial_") is not True:
@@ -30,7 +30,7 @@ def _ordered(ports: list[int]) -> list[int]:
     return ports
 
 
-def _weighted(files: list[dict[str, object]]) -> list[dict[str, Any]]:
+def _weighted(files: list[dict[str, object]]) -> list[dict[str, object]]:
     for entry in files:
         file, weight = entry.get("file"), entry.get("weight")
         if entry.keys() != {"file", "weight"} or not isinstance(file, str) or not file.strip():

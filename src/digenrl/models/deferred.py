@@ -143,7 +143,7 @@ class _Stored:
         )
         self._open = cache(partial(safe_open, framework="pt"))
 
-    def slice(self, name: str, shape: tuple[int, ...]) -> Any:
+    def slice(self, name: str, shape: tuple[int, ...]) -> object:
         """Return an object that gives rows of one tensor when indexed.
 
         Raises:

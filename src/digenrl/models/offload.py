@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -47,7 +46,7 @@ class Offload:
         self._last: weakref.ref[_Kept] | None = None
         self._given: set[StorageWeakRef] = set()
 
-    def __call__(self, block: nn.Module, *args: object) -> Any:
+    def __call__(self, block: nn.Module, *args: object) -> object:
         """Run `block(*args)`. Arguments that the block before was given too (modulations, rotary
         tables) stay on the device."""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]

@@ -156,7 +156,7 @@ def scheduler_config(path: str) -> dict[str, Any]:
     )
 
 
-def _load_config(owner: type[ConfigMixin], path: str, file: str, **where: str) -> dict[str, Any]:
+def _load_config(owner: type[ConfigMixin], path: str, file: str, **where: str) -> dict[str, object]:
     folder = folder_of(path, file)
     try:
         return owner.load_config(folder, local_files_only=True, **where)

@@ -222,7 +222,7 @@ def _checked(text: object, name: str) -> str:
     return text
 
 
-def _reject_constant(name: str) -> Any:
+def _reject_constant(name: str) -> object:
     raise ValueError(f"{name} is no JSON number.")
 
 

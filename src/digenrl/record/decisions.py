@@ -79,7 +79,7 @@ class DecisionLog:
         self._file.close()
 
 
-def _speed(row: Mapping[str, Any]) -> Any:
+def _speed(row: Mapping[str, Any]) -> object:
     """Return the seconds of a task on a rank that was seen (`Work`); None for a lost
     rank."""
     work = row["args"][1]

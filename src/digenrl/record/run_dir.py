@@ -264,7 +264,7 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
-def json_safe(value: object) -> Any:
+def json_safe(value: object) -> object:
     """Return `value` for JSON: NaN and infinities become null, 0-d tensors and numpy scalars become
     plain numbers."""
     if isinstance(value, Mapping):

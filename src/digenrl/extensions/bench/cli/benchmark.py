@@ -533,7 +533,7 @@ def _by_tag(
     return {tag: estimate(of_tag) for tag, of_tag in found.items()}
 
 
-def _numbers(tags: dict[str, Estimate]) -> dict[str, Any]:
+def _numbers(tags: dict[str, Estimate]) -> dict[str, object]:
     return {
         "overall": asdict(over_tags(tags)) if tags else None,
         "tags": {tag: asdict(estimate) for tag, estimate in tags.items()},
