@@ -118,7 +118,8 @@ def test_parts_can_be_changed_from_the_command_line() -> None:
 
 def test_defaults_of_the_code_are_those_of_the_files() -> None:
     written = OmegaConf.load(CONFIGS / "algorithm" / "flow_grpo.yaml")
-    given = {name: each.default for name, each in signature(GRPO).parameters.items()}
+    both = (*signature(PolicyModule).parameters.values(), *signature(GRPO).parameters.values())
+    given = {each.name: each.default for each in both}
     own = {name: value for name, value in given.items() if value is not Parameter.empty}
     assert {name: value for name, value in own.items() if written[name] != value} == {
         "kl_weight": 0.0,

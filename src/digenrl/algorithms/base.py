@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import lightning.pytorch as pl
 import torch
@@ -37,6 +37,19 @@ SKIPS_IN_A_ROW = 3
 """Consecutive non-finite updates that stop the run."""
 
 
+class CommonArguments(TypedDict):
+    """Arguments that every algorithm hands on to `PolicyModule`."""
+
+    sde: Kernel
+    train_steps: StepSelection
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    advantage: Advantage
+    updates_per_batch: NotRequired[int]
+    max_grad_norm: NotRequired[float | None]
+    ema: NotRequired[Ema | None]
+    reference: NotRequired[Reference]
+
+
 class PolicyModule(pl.LightningModule):
     """Base class of the algorithms. A subclass defines `cell_losses`, and `useful` if it knows
     more."""
@@ -53,9 +66,9 @@ class PolicyModule(pl.LightningModule):
         train_steps: StepSelection,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         advantage: Advantage,
-        updates_per_batch: int,
-        max_grad_norm: float | None,
-        ema: Ema | None,
+        updates_per_batch: int = 1,
+        max_grad_norm: float | None = 1.0,
+        ema: Ema | None = None,
         reference: Reference = "base",
     ) -> None:
         """sde and train_steps are what rollouts sample with; `optimizer` is a partial that lacks

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from digenrl.algorithms.advantages import Advantage, one_of
-from digenrl.algorithms.base import PolicyModule, Reference
-from digenrl.algorithms.copies import BatchStart, Ema
+from digenrl.algorithms.advantages import one_of
+from digenrl.algorithms.base import CommonArguments, PolicyModule
+from digenrl.algorithms.copies import BatchStart
 from digenrl.algorithms.first_ratios import FirstRatios
 from digenrl.algorithms.objectives import (
     gaussian_kl,
@@ -31,7 +31,6 @@ from digenrl.algorithms.surrogates import Cells, Surrogate
 from digenrl.diffusion.denoise import ReplayedTransitions, replay
 from digenrl.diffusion.sde import FlowSDE, Kernel
 from digenrl.diffusion.sigmas import step_sigmas
-from digenrl.diffusion.steps import StepSelection
 from digenrl.models.policy import Policy
 from digenrl.types import CellBlock, TrainBatch
 
@@ -55,21 +54,14 @@ class GRPO(PolicyModule):
     def __init__(
         self,
         policy: Policy,
-        sde: Kernel,
-        train_steps: StepSelection,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        advantage: Advantage,
         surrogate: Surrogate,
         clip_range: float | Sequence[float] = 1e-4,
         kl_weight: float = 0.0,
         kl_kind: KlKind = "gaussian",
         step_weight: StepWeight = "none",
         detach_uncond: bool = False,
-        updates_per_batch: int = 1,
-        max_grad_norm: float | None = 1.0,
-        ema: Ema | None = None,
         ratio_bound: float | None = None,
-        reference: Reference = "base",
+        **common: Unpack[CommonArguments],
     ) -> None:
         """clip_range: c, or [low, high]. kl_weight 0 runs no base model. ratio_bound: what
         `first_ratio_max_dev` may reach; null = a quarter of the clip range, and at most 1e-5 where
@@ -85,17 +77,7 @@ class GRPO(PolicyModule):
         Raises:
             ValueError: a combination that has no meaning.
         """
-        super().__init__(
-            policy,
-            sde,
-            train_steps,
-            optimizer,
-            advantage,
-            updates_per_batch,
-            max_grad_norm,
-            ema,
-            reference,
-        )
+        super().__init__(policy, **common)
         self.surrogate = surrogate
         self.clip = _clip_pair(clip_range)
         self.kl_weight = kl_weight

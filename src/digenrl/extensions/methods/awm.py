@@ -8,13 +8,13 @@ sample and time, the same under all weights; rollouts by the present weights. Se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Unpack, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
+from digenrl.algorithms.base import CommonArguments
 from digenrl.algorithms.copies import BatchStart
 from digenrl.algorithms.objectives import clip_binds, clipped_surrogate, mean_dims
 from digenrl.extensions.methods.forward_losses import MatchingKind, matching_value
@@ -36,7 +36,6 @@ class AWM(WithOldPolicy):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         old_policy: OldPolicySchedule,
         seed: int,
         matching: MatchingKind = "ghuber",
@@ -45,18 +44,17 @@ class AWM(WithOldPolicy):
         max_advantage: float = 5.0,
         kl_weight: float = 1e-3,
         old_weight: float = 1.0,
-        **given: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
         """matching, power: see `matching_value`. kl_weight .001 (GenEval), .003 (OCR), 1e-4
         (PickScore) in the source, with old_weight 1 (`ema_beta`). seed keys the forward noise."""
         super().__init__(
             policy,
-            optimizer,
             old_policy,
             seed=seed,
             kl_weight=kl_weight,
             max_advantage=max_advantage,
-            **given,
+            **common,
         )
         if matching not in get_args(MatchingKind):
             raise ValueError(

@@ -7,14 +7,14 @@ noise level, so the group meets in one task. See `forward_losses.dgpo_weight`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Unpack
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
+from digenrl.algorithms.base import CommonArguments
 from digenrl.algorithms.objectives import clip_binds, mean_dims
 from digenrl.extensions.methods.forward_losses import dgpo_weight
 from digenrl.extensions.methods.forward_process import OldPolicySchedule, WithOldPolicy
@@ -36,7 +36,6 @@ class DGPO(WithOldPolicy):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         old_policy: OldPolicySchedule,
         seed: int,
         beta: float = 100.0,
@@ -45,7 +44,7 @@ class DGPO(WithOldPolicy):
         kl_weight: float = 2e-2,
         old_rollouts_from: int | None = 500,
         train_guidance: float | None = None,
-        **given: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
         """beta of the sigmoid: 100 (GenEval, OCR), 10 (PickScore). ratio_clip 1e-2 (GenEval, OCR),
         5e-2 (PickScore), null: no clip. old_rollouts_from: RL step from which the old policy makes
@@ -53,12 +52,11 @@ class DGPO(WithOldPolicy):
         the source, which samples with 4.5; null: that of sampling. seed keys the forward noise."""
         super().__init__(
             policy,
-            optimizer,
             old_policy,
             seed=seed,
             kl_weight=kl_weight,
             max_advantage=max_advantage,
-            **given,
+            **common,
         )
         if beta <= 0 or (ratio_clip is not None and ratio_clip <= 0):
             raise ValueError(

@@ -9,17 +9,16 @@ prompts of its own domain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
 
-from digenrl.algorithms.base import PolicyModule
+from digenrl.algorithms.base import CommonArguments, PolicyModule
 from digenrl.algorithms.copies import ParameterCopy
 from digenrl.algorithms.objectives import gaussian_kl, mean_square_kl
 from digenrl.config.relations.methods import teacher_weights
@@ -64,14 +63,12 @@ class Distillation(PolicyModule):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         teachers: Mapping[str, Mapping[str, Any]],
         divergence: Divergence = "gaussian",
-        **given: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
-        """teachers: name -> {run, prompts, weight}; `given` are further arguments of
-        `PolicyModule`."""
-        super().__init__(policy, optimizer=optimizer, **given)
+        """teachers: name -> {run, prompts, weight}."""
+        super().__init__(policy, **common)
         if divergence not in get_args(Divergence):
             raise ValueError(
                 f"algorithm.divergence = {divergence}: use {' or '.join(get_args(Divergence))}"

@@ -7,19 +7,15 @@ Wallace et al. 2023, arXiv 2311.12908; online form of yifan123/flow_grpo train_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Unpack
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from digenrl.algorithms.advantages import Advantage
-from digenrl.algorithms.base import PolicyModule, Reference
-from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.base import CommonArguments, PolicyModule
+from digenrl.algorithms.copies import ParameterCopy
 from digenrl.algorithms.objectives import mean_dims
-from digenrl.diffusion.sde import Kernel
-from digenrl.diffusion.steps import StepSelection
 from digenrl.extensions.methods.forward_losses import dpo_loss
 from digenrl.extensions.methods.noised import noised
 from digenrl.models.policy import Policy
@@ -42,34 +38,17 @@ class DPO(PolicyModule):
     def __init__(
         self,
         policy: Policy,
-        sde: Kernel,
-        train_steps: StepSelection,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        advantage: Advantage,
         seed: int,
         beta: float = 100.0,
         pairs: int = 1,
         reference_every: int | None = None,
-        updates_per_batch: int = 1,
-        max_grad_norm: float | None = 1.0,
-        ema: Ema | None = None,
-        reference: Reference = "base",
+        **common: Unpack[CommonArguments],
     ) -> None:
         """beta 100 in Flow-GRPO's and Flow-Factory's recipes, 2000 in the paper, for
         mean-per-dimension errors. pairs per task: 1 = argmax against argmin. reference_every: RL
         steps after which the reference becomes the present weights (Flow-GRPO sets 40); null = the
         base model for ever. seed keys the noise."""
-        super().__init__(
-            policy,
-            sde,
-            train_steps,
-            optimizer,
-            advantage,
-            updates_per_batch,
-            max_grad_norm,
-            ema,
-            reference,
-        )
+        super().__init__(policy, **common)
         if beta <= 0 or pairs < 1 or (reference_every is not None and reference_every < 1):
             raise ValueError(
                 "DPO needs beta > 0, pairs >= 1 and reference_every >= 1 or null, got "

@@ -6,17 +6,16 @@ No log-probs, no SDE noise: rollouts use any ODE solver, and only the clean late
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from digenrl.algorithms.base import PolicyModule
-from digenrl.algorithms.copies import Ema, ParameterCopy
+from digenrl.algorithms.base import CommonArguments, PolicyModule
+from digenrl.algorithms.copies import ParameterCopy
 from digenrl.algorithms.objectives import mean_dims
 from digenrl.extensions.methods.noised import NoisedCells
 from digenrl.models.policy import Policy
@@ -58,6 +57,14 @@ class OldPolicySchedule:
         return min(max(step - self.delay, 0) * self.ramp, self.ceiling)
 
 
+class ForwardArguments(CommonArguments):
+    """Arguments of `ForwardProcess`."""
+
+    seed: int
+    kl_weight: float
+    max_advantage: float
+
+
 class ForwardProcess(PolicyModule):
     """Base of methods that train on clean latents, noised again."""
 
@@ -66,25 +73,14 @@ class ForwardProcess(PolicyModule):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         seed: int,
         kl_weight: float,
         max_advantage: float,
-        updates_per_batch: int = 1,
-        max_grad_norm: float | None = 1.0,
-        ema: Ema | None = None,
-        **given: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
         """seed keys the forward noise. kl_weight: of `kl_term`; 0 runs no base model.
-        max_advantage: bound of |A|. `given` are further arguments of `PolicyModule`."""
-        super().__init__(
-            policy,
-            optimizer=optimizer,
-            updates_per_batch=updates_per_batch,
-            max_grad_norm=max_grad_norm,
-            ema=ema,
-            **given,
-        )
+        max_advantage: bound of |A|."""
+        super().__init__(policy, **common)
         if max_advantage <= 0 or kl_weight < 0:
             raise ValueError(
                 f"{type(self).__name__} needs max_advantage > 0 and kl_weight >= 0, got "
@@ -117,12 +113,10 @@ class WithOldPolicy(ForwardProcess):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         old_policy: OldPolicySchedule,
-        **given: Any,
+        **given: Unpack[ForwardArguments],
     ) -> None:
-        """`given` are further arguments of `ForwardProcess`."""
-        super().__init__(policy, optimizer, **given)
+        super().__init__(policy, **given)
         self.old_policy = old_policy
         self._still = 0
         self._old = self.copies["old_policy"] = ParameterCopy()

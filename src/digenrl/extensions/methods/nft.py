@@ -7,13 +7,12 @@ schedule, with any ODE solver; only the clean latent is stored. See `losses.nft_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Unpack
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
+from digenrl.algorithms.base import CommonArguments
 from digenrl.extensions.methods.forward_losses import nft_loss
 from digenrl.extensions.methods.forward_process import STREAM, OldPolicySchedule, WithOldPolicy
 from digenrl.extensions.methods.noised import noised
@@ -29,24 +28,22 @@ class NFT(WithOldPolicy):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         old_policy: OldPolicySchedule,
         seed: int,
         beta: float = 0.1,
         max_advantage: float = 5.0,
         kl_weight: float = 1e-4,
-        **given: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
         """beta: 1.0 for SD3 (Flow-Factory, UniRL), 0.1 for Wan and Qwen-Image. max_advantage M = 5.
         kl_weight 1e-4 (verl-omni); 0 runs no base model. seed keys the forward noise."""
         super().__init__(
             policy,
-            optimizer,
             old_policy,
             seed=seed,
             kl_weight=kl_weight,
             max_advantage=max_advantage,
-            **given,
+            **common,
         )
         if beta <= 0:
             raise ValueError(f"NFT needs beta > 0, got beta={beta}")

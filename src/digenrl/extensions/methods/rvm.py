@@ -7,12 +7,12 @@ After hao-ai-lab/FastVideo fastvideo/train/methods/rl/common/rvm_utils.py at 5f8
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Literal, Unpack, get_args
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
+from digenrl.algorithms.base import CommonArguments
 from digenrl.extensions.methods.forward_losses import rvm_loss
 from digenrl.extensions.methods.forward_process import STREAM, ForwardProcess
 from digenrl.extensions.methods.noised import noised, uniform_levels
@@ -29,20 +29,17 @@ class RVM(ForwardProcess):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         seed: int,
         scale: float = 0.1,
         levels: Levels = "uniform",
         max_advantage: float = 5.0,
         kl_weight: float = 0.0,
-        **given: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
         """levels uniform: each cell has a noise level of its own between 0 and 1, and train_steps
         only says how many; grid: those of train_steps, which a few-step student has few of.
         kl_weight: the source's anchor. seed keys noise and levels."""
-        super().__init__(
-            policy, optimizer, seed, kl_weight=kl_weight, max_advantage=max_advantage, **given
-        )
+        super().__init__(policy, seed, kl_weight=kl_weight, max_advantage=max_advantage, **common)
         if levels not in get_args(Levels):
             raise ValueError(f"algorithm.levels = {levels}: use {' or '.join(get_args(Levels))}")
         if scale <= 0:

@@ -5,13 +5,11 @@ See `losses.flow_matching_loss`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Unpack
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from digenrl.algorithms.base import PolicyModule
+from digenrl.algorithms.base import CommonArguments, PolicyModule
 from digenrl.extensions.methods.forward_losses import flow_matching_loss
 from digenrl.extensions.methods.noised import noised
 from digenrl.models.policy import Policy
@@ -30,12 +28,11 @@ class Supervised(PolicyModule):
     def __init__(
         self,
         policy: Policy,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         seed: int,
-        **given: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
-        """seed keys the noise; `given` are further arguments of `PolicyModule`."""
-        super().__init__(policy, optimizer=optimizer, **given)
+        """seed keys the noise."""
+        super().__init__(policy, **common)
         self.seed = seed
 
     def cell_losses(
