@@ -17,6 +17,8 @@ import wandb
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_warn
 
+from digenrl.record.run_dir import replaced
+
 _TROUBLE = (wandb.errors.Error, OSError, TimeoutError)
 """Exceptions of W&B when its server or its helper process cannot be reached."""
 
@@ -46,7 +48,8 @@ def kept_id(folder: Path) -> str:
     new = secrets.token_hex(4)
     with suppress(OSError):  # then a resumed run has another record
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{new}\n", encoding="ascii")
+        with replaced(file) as unfinished:
+            unfinished.write_text(f"{new}\n", encoding="ascii")
     return new
 
 

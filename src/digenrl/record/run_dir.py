@@ -47,6 +47,8 @@ _FILES = (CONFIG, METRICS, EVENTS, SUMMARY, TRACE, REPORT, "access.json", "eval.
 _LAST = "checkpoints/last"
 _WANDB = "wandb"
 """Folder of W&B, which links its newest files inside it."""
+_REPLACED = (f"{CHECKPOINTS}/", f"{_WANDB}/")
+"""Folders in which no file is written on: it is written anew under another name, or removed."""
 _CORE_LOG = re.compile(rf"{_WANDB}/(?:offline-)?run-[\w-]+/logs/debug-core\.log")
 """W&B's link to a log of the machine, which nobody here reads or writes."""
 
@@ -137,7 +139,8 @@ def require_own(run_dir: str | os.PathLike[str]) -> None:
 
     Links are refused, with two exceptions: `checkpoints/last` to a checkpoint beside it, and what
     W&B links inside its own folder or to its own log. So are pipes, devices and sockets, a folder
-    in place of a file, and a file that is written on and has a second name elsewhere (a hard link).
+    in place of a file, and a file that has a second name elsewhere (a hard link): a later command
+    may write on it. Files of checkpoints and of W&B may have one, because these are only replaced.
 
     Raises:
         ForeignEntry: names what is wrong, and what to do.
@@ -183,8 +186,8 @@ def _strangers(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
             yield path, "is neither a file nor a folder"
         elif name in _FOLDERS:
             yield path, "is a file, and no folder"
-        elif facts.st_nlink > 1 and (name.endswith(".jsonl") or name.startswith(f"{LOGS}/")):
-            yield path, "is written on, and has a second name elsewhere (a hard link)"
+        elif facts.st_nlink > 1 and not name.startswith(_REPLACED):
+            yield path, "may be written on, and has a second name elsewhere (a hard link)"
 
 
 def _is_newest(name: str, target: str) -> bool:

@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
+from digenrl.record.run_dir import replaced
 
 
 def write_card(
@@ -30,7 +31,8 @@ def write_card(
     pictures = [run / "samples" / "before_after.png", *sorted((run / "plots").glob("*.png"))]
     shown = [path for path in pictures if path.exists()]
     for path in shown:
-        shutil.copyfile(path, folder / path.name)
+        with replaced(folder / path.name) as unfinished:
+            shutil.copyfile(path, unfinished)
     summary = run / "summary.json"
     numbers = json.loads(summary.read_text()) if summary.exists() else {}
     pipeline = next(iter(policy.pipelines), None)
@@ -61,5 +63,6 @@ def write_card(
         weights=weights,
     )
     card = folder / "README.md"
-    card.write_text(text + "\n")
+    with replaced(card) as unfinished:
+        unfinished.write_text(text + "\n", encoding="utf-8")
     return card
