@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
 from digenrl.record.run_dir import replaced
+from digenrl.record.small_file import json_of, read_text
 
 
 def write_card(
@@ -34,7 +35,7 @@ def write_card(
         with replaced(folder / path.name) as unfinished:
             shutil.copyfile(path, unfinished)
     summary = run / "summary.json"
-    numbers = json.loads(summary.read_text()) if summary.exists() else {}
+    numbers = json_of(read_text(summary)) if summary.exists() else {}
     pipeline = next(iter(policy.pipelines), None)
     settings = {key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}
     templates = Environment(
