@@ -120,6 +120,21 @@ def test_a_short_file_of_zeros_is_no_gibibyte(tmp_path: Path) -> None:
         read_samples(file)
 
 
+def test_a_header_is_as_short_as_numpy_writes_it(tmp_path: Path) -> None:
+    file, length = tmp_path / "eval-4.npz", 256 << 20
+    with (
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("media.npy", "w", force_zip64=True) as media,
+    ):
+        media.write(b"\x93NUMPY\x02\x00" + length.to_bytes(4, "little"))
+        for _ in range(256):
+            media.write(b" " * (1 << 20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="header"):
+        read_samples(file)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
 def test_samples_as_they_are_written_are_read(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=1)
     for file in (run / "samples").glob("eval-*.npz"):
