@@ -38,7 +38,12 @@ from digenrl.config.paths import (
 )
 from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import Settings
-from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
+from digenrl.config.stored import (
+    changes,
+    read_stored,
+    unconfirmed_accounts,
+    unconfirmed_hosts,
+)
 from digenrl.config.validation import shown
 
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -141,6 +146,7 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     if base is not None:
         problems += unconfirmed_hosts(base, plain, confirmed)
         if resumed is not None:
+            problems += unconfirmed_accounts(base, plain, confirmed)
             problems += changes(base, plain)
     if problems:
         raise ConfigError(problems)

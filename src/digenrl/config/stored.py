@@ -13,6 +13,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import composed, group_options, parse_words
 from digenrl.config.copies import copies_of
-from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.errors import MOST_SHOWN, ConfigError, listing, nearest
 from digenrl.config.paths import absolute
 from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, reason
@@ -40,6 +41,7 @@ from digenrl.record.stored_yaml import checked_text
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
 """A whole value HOST:PORT, as in `ray.address`; `cuda:0` is a device."""
+_WANDB_LOGGER = ".WandbLogger"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
@@ -191,8 +193,31 @@ def unconfirmed_hosts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[
         f"{path}: names {host}, and this configuration was stored by an earlier run, maybe "
         f"somebody else's; add confirm_hosts=[{','.join(found)}] to the command line (with make: "
         "ARGS=...) if data may go there."
-        for host, path in found.items()
+        for host, path in islice(found.items(), MOST_SHOWN)
     ]
+
+
+def unconfirmed_accounts(stored: Any, tree: Any, confirmed: Sequence[str]) -> list[str]:
+    """Return a message for each account at W&B that a resumed run would send to, and that the user
+    has not confirmed. Only accounts count that `stored` and `tree` name alike."""
+    before = {account for _, account in _accounts(stored)}
+    return [
+        f"{path}: names the account {account}, to which the run's metrics and pictures would go, "
+        "and this configuration was stored by an earlier run, maybe somebody else's; add "
+        f"confirm_hosts=[{account}] to the command line (with make: ARGS=...), or {path}=null for "
+        "your own account."
+        for path, account in islice(_accounts(tree), MOST_SHOWN)
+        if account in before and account not in confirmed
+    ]
+
+
+def _accounts(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, account) of every logger that may send to a named account at W&B."""
+    for path, node in nodes(tree):
+        if isinstance(node, Mapping) and str(node.get("_target_")).endswith(_WANDB_LOGGER):
+            entity = node.get("entity")
+            if entity not in (None, "") and node.get("offline") is not True:
+                yield f"{path}.entity", f"wandb.ai/{entity}"
 
 
 def words_to_join(tree: Any) -> list[str]:

@@ -14,7 +14,7 @@ import yaml
 from digenrl.record.small_file import read_text
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MOST_EVENTS, _DEEPEST = 400_000, 100
+_MOST_EVENTS, _DEEPEST = 50_000, 100
 """Most nodes of a file, and most levels."""
 
 
