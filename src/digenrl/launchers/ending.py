@@ -7,10 +7,12 @@ import os
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
+from digenrl.cluster.access import ACCESS
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config.commands import to_continue
 from digenrl.config.settings import Settings
@@ -96,7 +98,10 @@ def _unscored(run_dir: Path) -> str | None:
 
 
 def end_alone(run_dir: Path, settings: Settings, cause: str) -> None:
-    """Close a run whose launcher, or process 0, can no longer do so."""
+    """Close a run whose launcher, or process 0, can no longer do so. Its token opens nothing any
+    more."""
+    with suppress(OSError):
+        (run_dir / ACCESS).unlink()
     close(run_dir, "failed", cause)
     print(run_dir, flush=True)
     _say_end(run_dir, "failed", cause, settings)
