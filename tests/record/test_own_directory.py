@@ -206,6 +206,22 @@ def test_no_writer_follows_a_link_or_a_second_name(tmp_path: Path) -> None:
     assert not list((outside / "folder").iterdir())
 
 
+def test_a_folder_that_becomes_a_link_after_the_check_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir()
+    run.mkdir()
+    for name in ("logs", "spans", "decisions"):
+        (run / name).symlink_to(outside)
+    monkeypatch.setattr(Path, "is_symlink", lambda _: False)  # it was a folder then
+    with pytest.raises(OSError, match=r"rank-000|logs|irectory|symbolic"):
+        open_log(run / "logs" / "rank-000.log")
+    append_jsonl(run / "spans" / "x.jsonl", {"a": 1})
+    assert not LineFile(run / "decisions" / "rank-000.jsonl").write(b"{}\n")
+    assert not list(outside.iterdir())
+
+
 def test_no_temporary_name_can_be_guessed_and_none_is_written_through(tmp_path: Path) -> None:
     names = set[str]()
     for _ in range(3):

@@ -224,6 +224,21 @@ def own_folder(folder: Path) -> Path:
     return folder
 
 
+def open_below(path: Path, flags: int) -> int:
+    """Return a descriptor of a file of a run directory, whose own folders are no links, even if
+    somebody exchanges one after it was checked.
+
+    Raises:
+        OSError: the file cannot be opened, or its folder is a link.
+    """
+    own = os.O_NOFOLLOW if path.parent.name in _FOLDERS else 0
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | own)
+    try:
+        return os.open(path.name, flags, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
 def open_log(path: Path) -> int:
     """Return a descriptor that appends to a file in a folder of a run directory.
 
@@ -232,7 +247,7 @@ def open_log(path: Path) -> int:
     """
     own_folder(path.parent)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = open_below(path, flags)
     try:
         require_plain(descriptor, path)
     except OSError:
@@ -309,7 +324,7 @@ def _append(path: Path, row: Mapping[str, Any], limit: float = math.inf) -> None
         )
         + b"\n"
     )
-    descriptor = os.open(path, _APPENDED, 0o644)
+    descriptor = open_below(path, _APPENDED)
     try:
         require_plain(descriptor, path)
         size = os.fstat(descriptor).st_size
