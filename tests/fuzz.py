@@ -101,6 +101,8 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
         raise SystemError(f"started something: {event} {arguments!r:.200}")
     if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
         named, mode, flags = os.fsdecode(arguments[0]), arguments[1], arguments[2]
+        if named == os.path.basename(named) and flags & os.O_NOFOLLOW:
+            return  # below the descriptor of a folder (`open_below`), which was looked at before
         path = os.path.realpath(named)
         if flags & os.O_NOFOLLOW:  # a link itself is refused, one above it is followed
             above, own = os.path.split(os.path.abspath(named))
@@ -479,7 +481,7 @@ def tied(root: Path) -> Attack:
             assert problems
             return False
         for tree in (before, after):
-            for key in ("resume", "allow_targets", "confirm_hosts", "allocation"):
+            for key in ("resume", "allow_targets", "confirm_hosts", "allocation", "copies"):
                 tree.pop(key, None)
             if isinstance(tree.get("data"), dict):
                 tree["data"].pop("prompt_store", None)

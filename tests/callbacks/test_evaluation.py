@@ -352,3 +352,24 @@ def test_videos_are_stored_as_they_are(tmp_path: Path) -> None:
         with ZipFile(file) as archive:
             assert archive.getinfo("media.npy").compress_type == method
         assert read_samples(file).media.shape == shape
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"kind": "step", "peak_gib": {"0": {"train": 0.1}',
+        b'{"kind": "step", "peak_gib": {"0": {"train": 0.1}\n',
+        b"\xff\xfe}\n",
+        b'"text}"\n"}"\n',
+        b"[" * 100_000 + b"}\n",
+    ],
+)
+def test_a_resumed_run_finds_its_evaluations_in_a_record_with_damaged_lines(
+    tmp_path: Path, damage: bytes
+) -> None:
+    trainer: Any = SimpleNamespace(default_root_dir=tmp_path, is_global_zero=True)
+    whole = b'{"kind": "eval", "rl_step": 10}\n'
+    for lines in (whole + damage, damage.rstrip(b"\n") + b"\n" + whole):
+        (tmp_path / "metrics.jsonl").write_bytes(lines)
+        assert not evaluation._lacks(trainer, 10)
+        assert evaluation._lacks(trainer, 20)

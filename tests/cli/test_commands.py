@@ -84,3 +84,12 @@ def test_a_run_is_continued_with_what_counts_on_the_command_line_alone(tmp_path:
     (tmp_path / "config.yaml").write_text("allow_targets: [mine, other]\nconfirm_hosts: []\n")
     words = shlex.split(commands.to_continue(tmp_path, "max_rl_steps=8"))
     assert words[-3:] == [str(tmp_path), "allow_targets=[mine,other]", "max_rl_steps=8"]
+
+
+def test_no_printed_command_allows_what_a_foreign_run_asks_for(tmp_path: Path) -> None:
+    asked = "allow_targets: [os]\nconfirm_hosts: ['evil.example:1']\n"
+    (tmp_path / "config.yaml").write_text(asked + "model: {attention_backend: flash_hub}\n")
+    for given in ({}, {"allow_targets": [], "confirm_hosts": []}):
+        assert shlex.split(commands.to_continue(tmp_path, given=given))[-1] == str(tmp_path)
+    given = {"allow_targets": ["mine"]}
+    assert "allow_targets=[mine]" in commands.to_continue(tmp_path, given=given)

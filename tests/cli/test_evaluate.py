@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from digenrl.cli.evaluate import EvaluateKeys, evaluate, main
+from digenrl.cli.evaluate import EvaluateKeys, evaluate, main, table
 from digenrl.config.help import read_arguments
 from digenrl.earlier_run import NoCheckpoint
 from tests.cli.finished import finished_run
@@ -114,3 +114,9 @@ def test_a_refusal_does_not_import_torch(run_dir: Path) -> None:
         f"assert main(['run={run_dir}', 'data=absent.txt']) == 2; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+
+
+def test_a_number_of_one_column_alone_leaves_a_dash() -> None:
+    result = {"base": {"reward": 0.5, "noisy_detail": 1.25}, "last": {"reward": 0.75, "kl": 2.0}}
+    lines = [line.split() for line in table(result).splitlines()]
+    assert lines[1:] == [["reward", "0.5", "0.75"], ["noisy_detail", "1.25", "-"], ["kl", "-", "2"]]

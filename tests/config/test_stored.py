@@ -3,6 +3,7 @@ unasked."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 
 from digenrl import config
 from digenrl.config.compose import composed
+from digenrl.config.errors import MOST_SHOWN
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.settings import RESUMABLE
 from digenrl.config.stored import unconfirmed_hosts
@@ -72,6 +74,7 @@ def test_a_stored_host_off_this_machine_must_be_confirmed(run: Path, load: Load)
     assert f"add confirm_hosts=[{host}] to the command line" in str(caught.value)
     confirmed = load(run, [f"confirm_hosts=['{host}']"])
     assert confirmed.settings.tree.reward.urls.judge_a == [url]
+    assert load(run, [SERVED % url]), "the command line names it itself"
     assert load(run, [SERVED % "http://mine.example:1"]).settings.tree.reward.urls.judge_a == [
         "http://mine.example:1"
     ]
@@ -199,3 +202,43 @@ def test_a_group_of_another_kind_is_refused_or_taken_and_never_an_error_of_ours(
         edited(run, (str(key), None), (str(key), value))
         with suppress(config.ConfigError):
             LOOKED_AT(run, [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"schedule_tag_gap_prompts_{number}: 1\n" for number in range(8000)),
+        "zz:\n" + "".join(f"- http://host{number}:1\n" for number in range(8000)),
+        "".join(f"a{number}: {{_target_: digenrl.Suite{number}}}\n" for number in range(5000)),
+    ],
+    ids=["keys", "hosts", "targets"],
+)
+def test_a_file_of_thousands_of_faults_is_refused_soon_and_in_few_words(
+    tmp_path: Path, text: str
+) -> None:
+    run = config.prepare_run_dir(config.load([f"hydra.run.dir={tmp_path}/run-0"]))
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + text)
+    began = time.process_time()
+    with pytest.raises(config.ConfigError) as caught:
+        config.load([], stored=run)
+    assert time.process_time() - began < 30
+    assert len(caught.value.problems) <= MOST_SHOWN
+    assert "more" in str(caught.value).splitlines()[-1] or "zz" in text
+    assert len(str(caught.value)) < 40 << 20
+
+
+@pytest.mark.heavy
+def test_an_account_that_a_stored_logger_names_must_be_confirmed(tmp_path: Path) -> None:
+    words = [f"hydra.run.dir={tmp_path}/run-0", "logger=wandb", "logger.wandb.entity=team"]
+    run = config.prepare_run_dir(config.load(words))
+    with pytest.raises(config.ConfigError, match=r"confirm_hosts=\[wandb\.ai/team\]"):
+        RESUMED(run, [])
+    for given in (
+        "confirm_hosts=[wandb.ai/team]",
+        "logger.wandb.entity=team",
+        "logger.wandb.entity=null",
+        "logger.wandb.entity=mine",
+        "logger.wandb.offline=true",
+    ):
+        assert RESUMED(run, [given]).resumed
+    assert not LOOKED_AT(run, []).settings.confirm_hosts  # nothing is logged there

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from digenrl.extensions.zoo.since import require
 from digenrl.models import pretrained
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.latents import pack, unpack
+from digenrl.models.lora_files import LoraFileError, _files
 from digenrl.models.pretrained import PretrainedError, require_shards
 from digenrl.types import Prompt
 from tests.conftest import ROOT
@@ -451,3 +453,17 @@ def test_a_cache_that_cannot_be_written_is_said_before_ranks_start(
         parts.check(settings)
     monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "own"))
     parts.check(settings)
+
+
+def test_a_pipe_in_a_folder_of_weights_is_no_file(tmp_path: Path) -> None:
+    encoder = tmp_path / "text_encoder"
+    encoder.mkdir()
+    os.mkfifo(encoder / "a.safetensors")
+    (encoder / "b.safetensors").write_bytes(b"")
+    os.mkfifo(encoder / "other.index.json")
+    (encoder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "a.safetensors"}}')
+    with pytest.raises(PretrainedError, match=r"a\.safetensors"):
+        require_shards(str(tmp_path), "text_encoder")
+    (encoder / "b.safetensors").unlink()
+    with pytest.raises(LoraFileError, match="0 files end in"):
+        _files(encoder, {"transformer": ""})

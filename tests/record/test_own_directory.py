@@ -152,6 +152,37 @@ def test_what_is_no_file_of_its_own_is_refused(
     assert JsonlTail(place).read() == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "profile.yaml",
+        "csv/metrics.csv",
+        "version_0/hparams.yaml",
+        "export/README.md",
+        "export/reward.png",
+        "export/transformer/config.json",
+        "benchmark/scenes/base/settings.json",
+        "config.yaml",
+        "a.txt",
+    ],
+)
+def test_a_second_name_is_refused_wherever_a_command_may_write(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "outside").write_text("mine")
+    place = run / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.unlink(missing_ok=True)
+    as_hard_link(place, tmp_path / "outside")
+    with pytest.raises(ForeignEntry, match="has a second name elsewhere"):
+        require_own(run)
+
+
+def test_checkpoints_may_share_their_weights_with_another_run(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "checkpoints", tmp_path / "kept", symlinks=True, copy_function=os.link)
+    require_own(run)
+
+
 def test_no_writer_follows_a_link_or_a_second_name(tmp_path: Path) -> None:
     outside, run = tmp_path / "outside", tmp_path / "run"
     (outside / "folder").mkdir(parents=True)
@@ -173,6 +204,22 @@ def test_no_writer_follows_a_link_or_a_second_name(tmp_path: Path) -> None:
         own_folder(run / "samples")
     assert (outside / "file").read_text() == "mine\n"
     assert not list((outside / "folder").iterdir())
+
+
+def test_a_folder_that_becomes_a_link_after_the_check_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir()
+    run.mkdir()
+    for name in ("logs", "spans", "decisions"):
+        (run / name).symlink_to(outside)
+    monkeypatch.setattr(Path, "is_symlink", lambda _: False)  # it was a folder then
+    with pytest.raises(OSError, match=r"rank-000|logs|irectory|symbolic"):
+        open_log(run / "logs" / "rank-000.log")
+    append_jsonl(run / "spans" / "x.jsonl", {"a": 1})
+    assert not LineFile(run / "decisions" / "rank-000.jsonl").write(b"{}\n")
+    assert not list(outside.iterdir())
 
 
 def test_no_temporary_name_can_be_guessed_and_none_is_written_through(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 from digenrl import config
 from digenrl.config.commands import to_continue
 from digenrl.extensions.bench.media_files import MediaError, read_media
+from digenrl.images.reader import read_picture
 from digenrl.record.stored_yaml import checked_text, read_plain
 from digenrl.report.pictures import read_samples
 from digenrl.report.read_run import read_run
@@ -57,6 +58,20 @@ def test_a_file_is_what_its_name_may_be_or_is_refused(
         Image.new("RGB", (8, 8)).save(file, made)
     with pytest.raises(MediaError):
         read_media(file, 4, 1 << 20)
+
+
+def test_a_tiff_with_a_page_without_a_size_is_a_broken_picture(tmp_path: Path) -> None:
+    file = tmp_path / "a.tif"
+    Image.new("L", (8, 6)).save(file)
+    content = bytearray(file.read_bytes())
+    first = int.from_bytes(content[4:8], "little")
+    after = first + 2 + 12 * int.from_bytes(content[first : first + 2], "little")
+    content[after : after + 4] = len(content).to_bytes(4, "little")  # where the next page begins
+    file.write_bytes(bytes(content) + bytes(6))
+    with pytest.raises(MediaError, match="cannot be read"):
+        read_media(file, 4, 1 << 20)
+    with pytest.raises(ValueError, match="is broken"):
+        read_picture(file, ("TIFF",), 1 << 20)
 
 
 def test_an_animation_is_read_frame_by_frame(tmp_path: Path) -> None:
@@ -118,6 +133,21 @@ def test_a_short_file_of_zeros_is_no_gibibyte(tmp_path: Path) -> None:
             media.write(bytes(1 << 20))
     with pytest.raises(ValueError, match=r"arrays take 402653184 bytes, of \d{6} in the file"):
         read_samples(file)
+
+
+def test_a_header_is_as_short_as_numpy_writes_it(tmp_path: Path) -> None:
+    file, length = tmp_path / "eval-4.npz", 256 << 20
+    with (
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("media.npy", "w", force_zip64=True) as media,
+    ):
+        media.write(b"\x93NUMPY\x02\x00" + length.to_bytes(4, "little"))
+        for _ in range(256):
+            media.write(b" " * (1 << 20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="header"):
+        read_samples(file)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
 def test_samples_as_they_are_written_are_read(tmp_path: Path) -> None:

@@ -176,3 +176,19 @@ def test_events_carry_their_time(tmp_path: Path) -> None:
     (event,) = read_run(tmp_path).events_of("launch")
     assert event["world"] == {"trainer": 1}
     assert event["time"] > EPOCH
+
+
+@pytest.mark.parametrize("pieces", [(b"x" * (1 << 21),), (b"x" * (1 << 19),) * 5])
+def test_tail_leaves_a_line_out_that_is_too_long(tmp_path: Path, pieces: tuple[bytes, ...]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = JsonlTail(path)
+    path.write_bytes(b'{"n": 1}\n')
+    rows = tail.read()
+    for piece in pieces:
+        with path.open("ab") as file:
+            file.write(piece)
+        rows += tail.read()
+    with path.open("ab") as file:
+        file.write(b'{"n": 2}\n\n"text"\n{"n": 3}\n{"n')
+    assert rows + tail.read() == [{"n": 1}, {"n": 3}]
+    assert len(tail._rest) < 10

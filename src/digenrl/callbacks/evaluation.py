@@ -3,7 +3,6 @@ never optimised."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from digenrl.record.run_dir import (
     unwritten,
 )
 from digenrl.report.page.logged import logged
+from digenrl.report.read_run import JsonlTail
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, Pictures, joined
 from digenrl.types import Prompt
@@ -402,11 +402,7 @@ def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
     path = Path(trainer.default_root_dir) / METRICS
     if not trainer.is_global_zero or not path.exists():
         return trainer.is_global_zero
-    rows = [
-        json.loads(line)
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.endswith("}")
-    ]
+    rows = JsonlTail(path).read()
     return not any(row.get("kind") == "eval" and row.get("rl_step") == rl_step for row in rows)
 
 

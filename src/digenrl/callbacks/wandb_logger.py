@@ -17,6 +17,9 @@ import wandb
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_warn
 
+from digenrl.record.run_dir import replaced
+from digenrl.record.small_file import read_text
+
 _TROUBLE = (wandb.errors.Error, OSError, TimeoutError)
 """Exceptions of W&B when its server or its helper process cannot be reached."""
 
@@ -40,13 +43,14 @@ def has_key() -> bool:
 def kept_id(folder: Path) -> str:
     """Return the id of the run that writes into `folder`; a new one where there is none yet."""
     file = folder / "id"
-    with suppress(OSError):
-        if found := file.read_text(encoding="ascii").strip():
+    with suppress(OSError, ValueError):
+        if found := read_text(file, 128).strip():
             return found
     new = secrets.token_hex(4)
     with suppress(OSError):  # then a resumed run has another record
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{new}\n", encoding="ascii")
+        with replaced(file) as unfinished:
+            unfinished.write_text(f"{new}\n", encoding="ascii")
     return new
 
 

@@ -140,8 +140,10 @@ def table(result: dict[str, Any]) -> str:
     """Return the numbers of `result`, one row per metric."""
     columns = [name for name in ("base", "last") if name in result]
     rows = [f"{'':<24}" + "".join(f"{name:>12}" for name in columns)]
-    for key in result[columns[0]]:
-        rows.append(f"{key:<24}" + "".join(f"{result[name][key]:>12.4g}" for name in columns))
+    for key in dict.fromkeys(key for name in columns for key in result[name]):
+        cells = (result[name].get(key) for name in columns)  # some are measured of the base alone
+        shown = ("-" if cell is None else f"{cell:.4g}" for cell in cells)
+        rows.append(f"{key:<24}" + "".join(f"{cell:>12}" for cell in shown))
     return "\n".join(rows)
 
 

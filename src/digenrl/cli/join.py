@@ -128,7 +128,7 @@ def _access(request: JoinKeys) -> Access:
 def _why_closed(run: Path) -> str:
     """Return why no process can join the run in this directory, and what to do."""
     if (run / SUMMARY).is_file():
-        return f"this run has ended; continue it first, then join: {to_continue(run)}"
+        return f"this run has ended; continue it first, then join: {to_continue(run, given={})}"
     return (
         f"no run is running here: {ACCESS} is missing, which lies in the directory of every "
         "running run; start it, or "

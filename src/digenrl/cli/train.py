@@ -60,7 +60,7 @@ def train(words: list[str], signals: StopSignals) -> int:
     if prepared.reports:
         # The report is finished, unless it is asked for twice.
         signals.leave_after(1, 1, str(run_dir))
-        ending.report(run_dir, outcome)
+        ending.report(run_dir, outcome, prepared.composed.settings)
         print(run_dir, flush=True)
     if prepared.place is not None and outcome.status == "failed":
         # This process was a rank. Its process groups are still open, and their destructors may wait

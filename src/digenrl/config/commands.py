@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from digenrl.config.words import value
 from digenrl.record.run_dir import CONFIG
@@ -56,12 +57,18 @@ def shell_command(
     return shlex.join(["make", name, *doubled])
 
 
-def to_continue(run_dir: Path, *words: str) -> str:
-    """Return the command that resumes a run. What counts only on the command line is repeated."""
+def to_continue(run_dir: Path, *words: str, given: Mapping[str, Any] | None = None) -> str:
+    """Return the command that resumes a run. What counts only on the command line is repeated.
+
+    Args:
+        given: the configuration as this command line made it, or {} where it allows nothing. None:
+            the run's config.yaml, which must be this user's own: a foreign one would be allowed
+            what it asks for by whoever pastes the command.
+    """
     from digenrl.config.reaching import reaching_words
     from digenrl.record.stored_yaml import read_plain
 
-    config = read_plain(run_dir / CONFIG)
-    given = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
-    repeated = [f"{key}=[{','.join(map(value, names))}]" for key, names in given.items() if names]
+    config = read_plain(run_dir / CONFIG) if given is None else given
+    lists = {key: config.get(key) or [] for key in ("allow_targets", "confirm_hosts")}
+    repeated = [f"{key}=[{','.join(map(value, names))}]" for key, names in lists.items() if names]
     return shell_command("resume", [*repeated, *reaching_words(config), *words], run_dir)

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from digenrl import facts
 from digenrl.config.command_settings import schema_of
-from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.errors import MOST_SHOWN, ConfigError, listing, nearest
 from digenrl.config.paths import absolute_paths, typed_paths, under
 from digenrl.config.removed import reason
 from digenrl.config.settings import DERIVED_TRAINER_KEYS
@@ -231,6 +231,7 @@ class KnownKeys:
     def __init__(self, config: DictConfig, config_name: str) -> None:
         self._config = config
         self._schema = keys_of(schema_of(config_name))
+        self._asked = 0
 
     @functools.cached_property
     def _keys(self) -> list[str]:
@@ -250,6 +251,9 @@ class KnownKeys:
             return f"{key} = {shown}: was removed; {why}."
         if any(name == key or name.startswith(f"{key}.") for name in self._schema):
             return f"{key} = {shown}: nothing sets it here; +{key}=... adds it."
+        self._asked += 1
+        if self._asked > MOST_SHOWN:  # a stored file may hold thousands
+            return f"{key} = {shown}: no such key."
         known = [name for name in self._keys if name != key and not name.startswith(f"{key}.")]
         close = nearest(key, known)
         if close is not None:

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from digenrl.record.run_dir import printable
 
+MOST_SHOWN = 100
+"""Most problems of one error, and most names to which the nearest one is looked for."""
+
 
 class ConfigError(Exception):
     """Everything that is wrong with a configuration; `problems` holds one message each."""
@@ -15,14 +18,18 @@ class ConfigError(Exception):
     def __init__(self, problems: Sequence[str]) -> None:
         # Keys, values and names come from anywhere; a terminal must obey nothing in them.
         shown = ("\n".join(map(printable, problem.split("\n"))) for problem in problems)
-        self.problems = tuple(dict.fromkeys(shown))
-        count = len(self.problems)
+        every = tuple(dict.fromkeys(shown))
+        self.problems, count = every[:MOST_SHOWN], len(every)
         title = (
             "1 error in the configuration" if count == 1 else f"{count} errors in the configuration"
         )
         super().__init__(
             "\n".join(
-                [f"{title}; nothing was started or written:", *(f"  - {p}" for p in self.problems)]
+                [
+                    f"{title}; nothing was started or written:",
+                    *(f"  - {p}" for p in self.problems),
+                    *([f"  ... and {count - MOST_SHOWN} more"] if count > MOST_SHOWN else []),
+                ]
             )
         )
 

@@ -38,7 +38,12 @@ from digenrl.config.paths import (
 )
 from digenrl.config.reaching import reaching_problems
 from digenrl.config.settings import Settings
-from digenrl.config.stored import changes, read_stored, unconfirmed_hosts
+from digenrl.config.stored import (
+    changes,
+    read_stored,
+    unconfirmed_accounts,
+    unconfirmed_hosts,
+)
 from digenrl.config.validation import shown
 
 SWEEP_FLAGS = ("-m", "--multirun")
@@ -136,11 +141,13 @@ def _load(argv: Sequence[str], config_name: str, stored: Path | None) -> Compose
     problems += [*found, *problems_of(plain, unresolved, config_name, known, allow)]
     if run is None:
         problems += _only_on_the_command_line(tree, allow)
-    problems += reaching_problems(plain, keys_set_by(words))
+    set_now = keys_set_by(words)
+    problems += reaching_problems(plain, set_now)
     problems += _unwritable(run_dir.absolute())
     if base is not None:
-        problems += unconfirmed_hosts(base, plain, confirmed)
+        problems += unconfirmed_hosts(base, plain, confirmed, set_now)
         if resumed is not None:
+            problems += unconfirmed_accounts(base, plain, confirmed, set_now)
             problems += changes(base, plain)
     if problems:
         raise ConfigError(problems)

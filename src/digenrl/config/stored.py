@@ -12,7 +12,8 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from digenrl.config.command_settings import schema_of
 from digenrl.config.compose import composed, group_options, parse_words
 from digenrl.config.copies import copies_of
-from digenrl.config.errors import ConfigError, listing, nearest
+from digenrl.config.errors import MOST_SHOWN, ConfigError, listing, nearest
 from digenrl.config.paths import absolute
 from digenrl.config.reaching import reaching_words
 from digenrl.config.removed import present_name, reason
@@ -40,6 +41,7 @@ from digenrl.record.stored_yaml import checked_text
 _URL = re.compile(r"[a-z][a-z0-9+.-]{0,30}://([^/?#\s]*)", re.IGNORECASE)
 _HOST_PORT = re.compile(r"(?!(?:cpu|cuda):\d+$)(?:[\w.-]+|\[[0-9a-f:.]+\]):\d{1,5}", re.IGNORECASE)
 """A whole value HOST:PORT, as in `ray.address`; `cuda:0` is a device."""
+_WANDB_LOGGER = ".WandbLogger"
 _LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 
 
@@ -180,22 +182,54 @@ def _forget(tree: DictConfig, path: str = "") -> list[str]:
     return left_out
 
 
-def unconfirmed_hosts(stored: object, tree: object, confirmed: Sequence[str]) -> list[str]:
+def unconfirmed_hosts(
+    stored: object, tree: object, confirmed: Sequence[str], given: Collection[str] = ()
+) -> list[str]:
     """Return a message for each host on another machine that the user has not confirmed.
 
     Only hosts count that `stored` names and that `tree` (with the command line's changes) still
-    names.
+    names, at keys other than those `given` by the command line.
     """
     before, found = {host for _, host in _hosts(stored)}, dict[str, str]()
     for path, host in _hosts(tree):
-        if host in before and host not in confirmed:
+        if host in before and host not in confirmed and not _is_given(path, given):
             found.setdefault(host, path)
     return [
         f"{path}: names {host}, and this configuration was stored by an earlier run, maybe "
         f"somebody else's; add confirm_hosts=[{','.join(found)}] to the command line (with make: "
         "ARGS=...) if data may go there."
-        for host, path in found.items()
+        for host, path in islice(found.items(), MOST_SHOWN)
     ]
+
+
+def unconfirmed_accounts(
+    stored: object, tree: object, confirmed: Sequence[str], given: Collection[str] = ()
+) -> list[str]:
+    """Return a message for each account at W&B that a resumed run would send to, and that the user
+    has not confirmed. Which count is said of `unconfirmed_hosts`."""
+    before = {account for _, account in _accounts(stored)}
+    return [
+        f"{path}: names the account {account}, to which the run's metrics and pictures would go, "
+        "and this configuration was stored by an earlier run, maybe somebody else's; add "
+        f"confirm_hosts=[{account}] to the command line (with make: ARGS=...), or {path}=null for "
+        "your own account."
+        for path, account in islice(_accounts(tree), MOST_SHOWN)
+        if account in before and account not in confirmed and not _is_given(path, given)
+    ]
+
+
+def _is_given(path: str, given: Collection[str]) -> bool:
+    """Return whether a command line that sets the keys `given` sets the value at `path`."""
+    return any(path == key or path.startswith((f"{key}.", f"{key}[")) for key in given)
+
+
+def _accounts(tree: object) -> Iterator[tuple[str, str]]:
+    """Yield (dotted path, account) of every logger that may send to a named account at W&B."""
+    for path, node in nodes(tree):
+        if isinstance(node, Mapping) and str(node.get("_target_")).endswith(_WANDB_LOGGER):
+            entity = node.get("entity")
+            if entity not in (None, "") and node.get("offline") is not True:
+                yield f"{path}.entity", f"wandb.ai/{entity}"
 
 
 def words_to_join(tree: object) -> list[str]:

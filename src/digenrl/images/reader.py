@@ -48,14 +48,21 @@ def read_picture(file: Path | bytes, formats: Sequence[str], max_pixels: int) ->
     from PIL import Image
 
     opened = io.BytesIO(file) if isinstance(file, bytes) else file
-    with Image.open(opened, formats=tuple(formats)) as one:
-        if one.width * one.height > max_pixels:
-            raise PictureError(
-                f"has {one.width}x{one.height} pixels, max_pixels = {max_pixels}: scale it "
-                "down, or raise it"
-            )
-        require_one(one)
-        return flattened(one)
+    try:
+        with Image.open(opened, formats=tuple(formats)) as one:
+            if one.width * one.height > max_pixels:
+                raise PictureError(
+                    f"has {one.width}x{one.height} pixels, max_pixels = {max_pixels}: scale it "
+                    "down, or raise it"
+                )
+            require_one(one)
+            return flattened(one)
+    except (OSError, ValueError, SyntaxError):
+        raise
+    except (
+        Exception
+    ) as error:  # what else a decoder raises: TypeError of a TIFF's page without a size
+        raise PictureError(f"is broken ({type(error).__name__}: {error})") from error
 
 
 def require_one(opened: Image) -> None:

@@ -124,7 +124,9 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
         server: StoreServer | None = None
         if place.rank == 0:
             run_dir = _prepare(job, signals)
-            monitor = monitored(partial(end_alone, run_dir))  # forked before the store has threads
+            monitor = monitored(
+                partial(end_alone, run_dir, settings)
+            )  # forked before the store has threads
             ended.callback(monitor.stop)
             server = StoreServer(network.listen(host), handshake)
             write_access(
@@ -146,7 +148,7 @@ def attach(place: Place, job: Job, signals: StopSignals) -> tuple[Path, RunOutco
             # Called just before the process exits; its monitor would call that a death.
             monitor.stop()
             if server is not None:
-                end_alone(run_dir, cause)
+                end_alone(run_dir, settings, cause)
 
         members: Members | None = None
         if server is not None:

@@ -18,6 +18,7 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.restarts import Restarts
 from digenrl.cluster.signals import StopSignals
 from digenrl.config import EXIT_CODE, prepare_run_dir_or_exit
+from digenrl.config.settings import Settings
 from digenrl.launchers.announce import announce
 from digenrl.launchers.ending import end_alone, stop_grace
 from digenrl.launchers.job import Job, NotStarted, launcher_of, newest
@@ -162,13 +163,13 @@ def _attempt(
         signals=signals,
         on_tick=shown.tick,
         on_end=shown.end,
-        on_orphaned=partial(_orphaned, run_dir, os.getpid()),
+        on_orphaned=partial(_orphaned, run_dir, os.getpid(), settings),
     )
 
 
-def _orphaned(run_dir: Path, launcher: int, cause: str) -> None:
+def _orphaned(run_dir: Path, launcher: int, settings: Settings, cause: str) -> None:
     """Close a run whose launcher was killed, in the monitor's process."""
-    end_alone(run_dir, cause)
+    end_alone(run_dir, settings, cause)
     managed.clear(launcher)
 
 

@@ -7,10 +7,12 @@ import os
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
+from digenrl.cluster.access import ACCESS
 from digenrl.cluster.launcher import RunOutcome
 from digenrl.config.commands import to_continue
 from digenrl.config.settings import Settings
@@ -68,7 +70,7 @@ def _scheduler_limit() -> float:
     return math.inf
 
 
-def report(run_dir: Path, outcome: RunOutcome) -> None:
+def report(run_dir: Path, outcome: RunOutcome, settings: Settings) -> None:
     """Write summary, trace, pictures and report, and show the end of the run."""
     if outcome.status == "completed" and (unscored := _unscored(run_dir)) is not None:
         outcome.status, outcome.cause, outcome.exit_code = "failed", unscored, 1
@@ -81,7 +83,7 @@ def report(run_dir: Path, outcome: RunOutcome) -> None:
         print(f"went on without a rank: {loss}", file=sys.stderr)
     run_lock.release(run_dir)
     if outcome.status != "completed":
-        _say_end(run_dir, outcome.status, cause)
+        _say_end(run_dir, outcome.status, cause, settings)
 
 
 def _unscored(run_dir: Path) -> str | None:
@@ -95,19 +97,22 @@ def _unscored(run_dir: Path) -> str | None:
     return f"no sample of the run has a reward, so nothing was learned{commonest}"
 
 
-def end_alone(run_dir: Path, cause: str) -> None:
-    """Close a run whose launcher, or process 0, can no longer do so."""
+def end_alone(run_dir: Path, settings: Settings, cause: str) -> None:
+    """Close a run whose launcher, or process 0, can no longer do so. Its token opens nothing any
+    more."""
+    with suppress(OSError):
+        (run_dir / ACCESS).unlink()
     close(run_dir, "failed", cause)
     print(run_dir, flush=True)
-    _say_end(run_dir, "failed", cause)
+    _say_end(run_dir, "failed", cause, settings)
 
 
-def _say_end(run_dir: Path, status: str, cause: str | None) -> None:
+def _say_end(run_dir: Path, status: str, cause: str | None, settings: Settings) -> None:
     """Print why a run ended early, and how to continue if that is possible."""
     print(f"{status}: {cause}", file=sys.stderr, flush=True)
     if any((run_dir / "checkpoints").glob("step-*")):
         print(
-            f"to continue: {to_continue(run_dir)}",
+            f"to continue: {to_continue(run_dir, given=settings.plain())}",
             file=sys.stderr,
             flush=True,
         )

@@ -170,9 +170,11 @@ def _continued(composed: Composed, verifies: bool) -> Path | None:
     step = step_of(checkpoint)
     if step < composed.settings.max_rl_steps:
         return checkpoint
+    words = (f"max_rl_steps={2 * step}",)
+    again = to_continue(composed.run_dir, *words, given=composed.settings.plain())
     said = (
         f"{composed.run_dir} is complete at RL step {step}; nothing was started or written. To go "
-        f"on, raise max_rl_steps: {to_continue(composed.run_dir, f'max_rl_steps={2 * step}')}"
+        f"on, raise max_rl_steps: {again}"
     )
     raise NotStarted(said, 0, composed.run_dir)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
 from pathlib import Path
 
 from digenrl.cluster.access import ACCESS, Access
+from digenrl.record.small_file import json_of, open_small, read_whole
 
 
 def read_access(run_dir: Path) -> Access:
@@ -20,7 +20,7 @@ def read_access(run_dir: Path) -> Access:
             an `Access`.
     """
     with (
-        open(os.open(run_dir / ACCESS, os.O_RDONLY | os.O_NOFOLLOW)) as file,
+        open_small(run_dir / ACCESS) as file,
         tempfile.TemporaryFile(dir=run_dir) as own,
     ):
         # A file made here shows which user id this file system gives to this user: it may map ids
@@ -34,7 +34,7 @@ def read_access(run_dir: Path) -> Access:
                 "somebody else wrote it."
             )
         try:
-            return Access(**json.load(file))
+            return Access(**json_of(read_whole(file)))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{run_dir / ACCESS} does not say how to reach a run: {error}."

@@ -139,7 +139,7 @@ class _Stored:
         self._path, self._folder = path, pretrained.folder_of(path, subfolder) / subfolder
         index = self._folder / f"{_FILE}.index.json"
         self._files: Mapping[str, str] = (
-            json.loads(index.read_text())["weight_map"] if index.exists() else {}
+            json.loads(index.read_text())["weight_map"] if index.is_file() else {}
         )
         self._open = cache(partial(safe_open, framework="pt"))
 
@@ -151,6 +151,8 @@ class _Stored:
         """
         file = self._folder / self._files.get(name, _FILE)
         try:
+            if not file.is_file():  # a pipe would be waited for
+                raise FileNotFoundError("no such file")
             rows = self._open(file).get_slice(name)
         except Exception as error:  # OSError without the file, SafetensorError without the tensor
             wanted, reason = f"{self._folder.name}/{file.name}", f"{name}: {error}"[:200]

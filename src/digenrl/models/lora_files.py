@@ -126,7 +126,7 @@ def _files(path: Path, components: Mapping[str, str]) -> list[tuple[Path, str]]:
             return [(file, prefix) for file, prefix in of_parts if file.is_file()]
     if (file := path / _OF_PEFT).is_file():
         return [(file, first)]
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     if len(files) == 1:
         return [(files[0], first)]
     raise LoraFileError(

@@ -207,9 +207,9 @@ def require_shards(path: str, subfolder: str) -> None:
     folder = folder_of(path, subfolder) / subfolder
     if not folder.is_dir():
         return
-    for index in sorted(folder.glob("*.index.json")):
+    for index in sorted(file for file in folder.glob("*.index.json") if file.is_file()):
         files = set(json.loads(index.read_text())["weight_map"].values())
-        absent = sorted(file for file in files if not (folder / file).exists())
+        absent = sorted(file for file in files if not (folder / file).is_file())
         if absent:
             raise missing(path, f"{subfolder}/{absent[0]}", f"{len(absent)} files missing")
     if not any(folder.glob("*.safetensors")):

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from digenrl.record.run_dir import own_folder, require_plain, unwritten, write_whole
+from digenrl.record.run_dir import open_below, own_folder, require_plain, unwritten, write_whole
 
 
 class LineFile:
@@ -43,7 +43,7 @@ class LineFile:
             return
         own_folder(self.path.parent)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, 0o644)
+        descriptor = open_below(self.path, flags)
         try:
             require_plain(descriptor, self.path)
         except OSError:

@@ -47,6 +47,8 @@ _FILES = (CONFIG, METRICS, EVENTS, SUMMARY, TRACE, REPORT, "access.json", "eval.
 _LAST = "checkpoints/last"
 _WANDB = "wandb"
 """Folder of W&B, which links its newest files inside it."""
+_REPLACED = (f"{CHECKPOINTS}/", f"{_WANDB}/")
+"""Folders in which no file is written on: it is written anew under another name, or removed."""
 _CORE_LOG = re.compile(rf"{_WANDB}/(?:offline-)?run-[\w-]+/logs/debug-core\.log")
 """W&B's link to a log of the machine, which nobody here reads or writes."""
 
@@ -137,7 +139,8 @@ def require_own(run_dir: str | os.PathLike[str]) -> None:
 
     Links are refused, with two exceptions: `checkpoints/last` to a checkpoint beside it, and what
     W&B links inside its own folder or to its own log. So are pipes, devices and sockets, a folder
-    in place of a file, and a file that is written on and has a second name elsewhere (a hard link).
+    in place of a file, and a file that has a second name elsewhere (a hard link): a later command
+    may write on it. Files of checkpoints and of W&B may have one, because these are only replaced.
 
     Raises:
         ForeignEntry: names what is wrong, and what to do.
@@ -183,8 +186,8 @@ def _strangers(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
             yield path, "is neither a file nor a folder"
         elif name in _FOLDERS:
             yield path, "is a file, and no folder"
-        elif facts.st_nlink > 1 and (name.endswith(".jsonl") or name.startswith(f"{LOGS}/")):
-            yield path, "is written on, and has a second name elsewhere (a hard link)"
+        elif facts.st_nlink > 1 and not name.startswith(_REPLACED):
+            yield path, "may be written on, and has a second name elsewhere (a hard link)"
 
 
 def _is_newest(name: str, target: str) -> bool:
@@ -221,6 +224,21 @@ def own_folder(folder: Path) -> Path:
     return folder
 
 
+def open_below(path: Path, flags: int) -> int:
+    """Return a descriptor of a file of a run directory, whose own folders are no links, even if
+    somebody exchanges one after it was checked.
+
+    Raises:
+        OSError: the file cannot be opened, or its folder is a link.
+    """
+    own = os.O_NOFOLLOW if path.parent.name in _FOLDERS else 0
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | own)
+    try:
+        return os.open(path.name, flags, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
 def open_log(path: Path) -> int:
     """Return a descriptor that appends to a file in a folder of a run directory.
 
@@ -229,7 +247,7 @@ def open_log(path: Path) -> int:
     """
     own_folder(path.parent)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = open_below(path, flags)
     try:
         require_plain(descriptor, path)
     except OSError:
@@ -306,7 +324,7 @@ def _append(path: Path, row: Mapping[str, object], limit: float = math.inf) -> N
         )
         + b"\n"
     )
-    descriptor = os.open(path, _APPENDED, 0o644)
+    descriptor = open_below(path, _APPENDED)
     try:
         require_plain(descriptor, path)
         size = os.fstat(descriptor).st_size

@@ -6,18 +6,15 @@ writes one.
 
 from __future__ import annotations
 
-import errno
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from digenrl.record.small_file import read_text
+
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-LONGEST = 4 << 20
-"""Most bytes of a file. The longest config.yaml of the shipped experiments has 20 KiB."""
-_MOST_EVENTS, _DEEPEST = 400_000, 100
+_MOST_EVENTS, _DEEPEST = 50_000, 100
 """Most nodes of a file, and most levels."""
 
 
@@ -29,14 +26,7 @@ def checked_text(file: Path) -> str:
         ValueError: it is too long, or no UTF-8.
         yaml.YAMLError: it is no YAML, has an alias, or too many nodes or levels.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(file))
-        content = opened.read(LONGEST + 1)
-    if len(content) > LONGEST:
-        raise ValueError(f"has more than {LONGEST} bytes")
-    text = content.decode("utf-8")
+    text = read_text(file)
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
         if isinstance(event, yaml.AliasEvent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -48,7 +49,9 @@ _LARGEST = 4 << 30
 _FREE, _DENSEST = 256 << 20, 200
 """Bytes that a file may hold however short it is, and bytes per byte of a longer one: what pictures
 compress to, a hundred times over."""
-_MOST_ARRAYS = 256
+_MOST_ARRAYS, _LONGEST_HEAD = 256, 16 << 10
+"""Most arrays of a file, and most bytes of an array's header. numpy reads a header of any length
+before it refuses it."""
 _DAMAGES = (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError)
 
 
@@ -67,12 +70,13 @@ def _headers(file: BinaryIO, name: str) -> dict[str, tuple[tuple[int, ...], np.d
                 raise ValueError(f"{name}: holds {len(members)} arrays; at most {_MOST_ARRAYS}")
             for member in members:
                 with archive.open(member) as content:
-                    version = np.lib.format.read_magic(content)
-                    read = {
-                        (1, 0): np.lib.format.read_array_header_1_0,
-                        (2, 0): np.lib.format.read_array_header_2_0,
-                    }[version]
-                    shape, _, dtype = read(content)
+                    head = io.BytesIO(content.read(_LONGEST_HEAD))
+                version = np.lib.format.read_magic(head)
+                read = {
+                    (1, 0): np.lib.format.read_array_header_1_0,
+                    (2, 0): np.lib.format.read_array_header_2_0,
+                }[version]
+                shape, _, dtype = read(head)
                 size = math.prod(shape) * dtype.itemsize
                 if min(shape, default=0) < 0 or dtype.hasobject:
                     raise ValueError(f"{name}: {member.filename} is {dtype} {shape}")

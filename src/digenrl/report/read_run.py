@@ -143,27 +143,29 @@ class JsonlTail:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._offset = 0
-        self._rest = b""
+        self._start()
+
+    def _start(self) -> None:
+        self._offset, self._rest, self._inside = 0, b"", False
+        """Bytes read, the line that is not complete yet, and whether that line is too long."""
 
     def read(self) -> list[Row]:
         """Return new whole lines, oldest first; none for an absent or unreadable file. A file
-        that shrank is read from its beginning."""
-        try:
-            with open_own(self.path) as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset, self._rest = 0, b""
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:  # absent, or nothing that may be read
-            return []
-        self._offset += len(data)
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
+        that shrank is read from its beginning. Lines that are torn or too long are left out."""
         rows: list[Row] = []
-        for line in filter(bytes.strip, lines):
-            with suppress(ValueError):  # a crash tore it
-                rows.append(parse(line))
+        with suppress(OSError), open_own(self.path) as file:  # absent, or no file that may be read
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._start()
+            file.seek(self._offset)
+            while piece := file.readline(_LONGEST):
+                self._offset += len(piece)
+                line, ends = self._rest + piece, piece.endswith(b"\n")
+                too_long = self._inside or len(line) > _LONGEST
+                self._inside = too_long and not ends
+                self._rest = b"" if ends or too_long else line
+                if ends and not too_long:
+                    with suppress(ValueError):  # a crash tore it, or it is empty
+                        rows.append(parse(line))
         return rows
 
 

@@ -24,6 +24,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -63,6 +64,7 @@ except ImportError as error:
     ) from error
 
 log = logging.getLogger(__name__)
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[\w.-]+))(?::\d{0,5})?")
 GRACE_S, END_S = 2, 2.5
 """Seconds that requests under way get when the service ends, and seconds until it has ended."""
 _CLOSING = frozenset({400, 401, 408, 413, 422})
@@ -340,13 +342,15 @@ class Gate:
 def host_of(header: str) -> str:
     """Return the name or address in a Host header, in small letters, without the port.
 
+    "" for anything else than a name or an address, and a port.
+
     >>> host_of("[::1]:8700"), host_of("Example.org.:80"), host_of("10.0.0.1")
     ('::1', 'example.org', '10.0.0.1')
+    >>> host_of("127.0.0.1:80@example.org"), host_of("[::1].example.org")
+    ('', '')
     """
-    name = header.strip().lower()
-    if name.startswith("["):
-        return name[1:].partition("]")[0]
-    return name.partition(":")[0].removesuffix(".")
+    found = _HOST.fullmatch(header.strip().lower())
+    return "" if found is None else found["address"] or found["name"].removesuffix(".")
 
 
 class Server(uvicorn.Server):

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.tensor import DTensor
 
 from digenrl.record.run_dir import own_folder, replaced
+from digenrl.record.small_file import json_of, read_text
 from digenrl.strategy.checkpoint_storage import (
     POLICY,
     WHERE,
@@ -266,8 +267,8 @@ def verify(directory: Path) -> None:
     if (directory / MANIFEST).exists():
         _check_inside(directory, MANIFEST)
     try:
-        text = (directory / MANIFEST).read_text()
-        facts = {key: value for key, value in json.loads(text).items() if key != "xxh3"}
+        text = read_text(directory / MANIFEST)
+        facts = {key: value for key, value in json_of(text).items() if key != "xxh3"}
         files = facts["files"]
         intact = text == _manifest(facts)
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -317,8 +318,8 @@ def ties_of(checkpoint: Path) -> list[dict[str, str]]:
     found = []
     for name in (MANIFEST, RESUMED):
         with suppress(OSError, ValueError, KeyError, AttributeError):
-            text = (checkpoint / name).read_text()
-            facts = {key: value for key, value in json.loads(text).items() if key != "xxh3"}
+            text = read_text(checkpoint / name)
+            facts = {key: value for key, value in json_of(text).items() if key != "xxh3"}
             tie = facts["tie"]
             if text == _manifest(facts) and isinstance(tie, dict):
                 found.append({str(key): str(value) for key, value in tie.items()})

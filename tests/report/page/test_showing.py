@@ -112,3 +112,10 @@ def test_stills_have_a_reasonable_size(shape: tuple[int, ...]) -> None:
     assert min(image.size) >= 1
     assert max(image.size) <= gallery.LARGEST * gallery.STRIP_FRAMES * 2
     assert max(image.size) >= gallery.SMALLEST
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 20_000), (3, 1, 5000), (1, 20_000, 1), (3, 2, 4000)])
+def test_a_picture_of_a_few_rows_is_not_enlarged_without_bound(shape: tuple[int, ...]) -> None:
+    image = gallery.still(np.zeros(shape, np.uint8))
+    assert image.width * image.height <= max(shape[1] * shape[2], gallery.WIDEST**2)
+    assert image.width <= max(shape[2], gallery.WIDEST)

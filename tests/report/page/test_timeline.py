@@ -3,6 +3,8 @@ cause."""
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 from digenrl.report.page.style import CAUSE_COLOURS, STAGE_COLOURS, paper_style
 from digenrl.report.page.timeline import (
+    NAMED_RANKS,
+    SHOWN_RANKS,
     clipped,
     lanes,
     time_by_rank,
@@ -18,7 +22,7 @@ from digenrl.report.page.timeline import (
     typical_window,
 )
 from digenrl.report.read_run import finishes, read_run
-from tests.report.synthetic import write_run
+from tests.report.synthetic import write_lines, write_run
 
 
 def span(start: float, end: float, step: int = 0, stage: str = "train", rank: int = 0) -> Span:
@@ -86,3 +90,31 @@ def test_spans_are_cut_to_a_window() -> None:
     spans = [span(1.0, 3.0), span(0.0, 2.0, stage="generate", rank=1), span(4.0, 5.0)]
     cut = [(each.rank, each.start, each.end) for each in clipped(spans, 0.5, 4.0)]
     assert cut == [(0, 1.0, 3.0), (1, 0.5, 2.0)]
+
+
+def test_a_record_of_any_number_of_ranks_is_drawn_with_the_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1, samples=False)
+    rows = [span(0.0, 1.0, rank=rank).to_dict() for rank in range(5, 3005)]
+    write_lines(run / "spans" / "rank-005.jsonl", rows)
+    with paper_style():
+        for picture in (timeline, time_by_rank):
+            figure = picture(read_run(run))
+            assert figure is not None
+            (axes,) = figure.axes
+            assert len(axes.get_yticks()) + len(axes.texts) <= 2 * NAMED_RANKS
+            assert f"the first {SHOWN_RANKS} of 300" in axes.get_title("left")
+            assert figure.get_figheight() < 40
+
+
+def test_lanes_are_the_lowest_that_are_free_in_little_time() -> None:
+    rng = random.Random(3)
+    starts = sorted(rng.random() * 9 for _ in range(300))
+    own = [span(start, start + rng.random()) for start in starts]
+    ends: list[float] = []
+    for each, lane in zip(own, lanes(own), strict=True):
+        free = [number for number, end in enumerate(ends) if end <= each.start + 1e-9]
+        assert lane == min([*free, len(ends)])
+        ends[lane : lane + 1] = [each.end]
+    began = time.monotonic()
+    assert lanes([span(0.0, 1.0)] * 50_000)[-1] == 49_999
+    assert time.monotonic() - began < 5

@@ -13,6 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
+from digenrl.record.run_dir import replaced
+from digenrl.record.small_file import json_of, read_text
 
 
 def write_card(
@@ -30,9 +32,10 @@ def write_card(
     pictures = [run / "samples" / "before_after.png", *sorted((run / "plots").glob("*.png"))]
     shown = [path for path in pictures if path.exists()]
     for path in shown:
-        shutil.copyfile(path, folder / path.name)
+        with replaced(folder / path.name) as unfinished:
+            shutil.copyfile(path, unfinished)
     summary = run / "summary.json"
-    numbers = json.loads(summary.read_text()) if summary.exists() else {}
+    numbers = json_of(read_text(summary)) if summary.exists() else {}
     pipeline = next(iter(policy.pipelines), None)
     settings = {key: config[key] for key in ("algorithm", "sampling", "data", "reward", "seed")}
     templates = Environment(
@@ -61,5 +64,6 @@ def write_card(
         weights=weights,
     )
     card = folder / "README.md"
-    card.write_text(text + "\n")
+    with replaced(card) as unfinished:
+        unfinished.write_text(text + "\n", encoding="utf-8")
     return card

@@ -25,6 +25,9 @@ STRIP_FRAMES = 5
 SMALLEST, LARGEST = 96, 320
 """Pixels of a tile's longer side: smaller pictures are enlarged with hard edges, larger ones
 reduced."""
+WIDEST = 4096
+"""Most pixels of a side of a picture that was enlarged: one of a single row would fill the
+memory."""
 _INK, _FAINT = (32, 36, 43), (102, 112, 128)
 
 
@@ -100,8 +103,8 @@ def still(media: NDArray[np.uint8], source: NDArray[np.uint8] | None = None) -> 
     media = strip(media) if media.ndim == 4 else media
     longer = max(media.shape[1:]) if media.shape[2] <= 2 * media.shape[1] else media.shape[1]
     image = Image.fromarray(_beside(source, pixels(media)))
-    if longer < SMALLEST:
-        times = math.ceil(SMALLEST / longer)
+    times = min(math.ceil(SMALLEST / longer), WIDEST // max(image.size))
+    if times > 1:
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     factor = min(1.0, LARGEST / longer)
     return image.resize((max(1, round(image.width * factor)), max(1, round(image.height * factor))))

@@ -13,9 +13,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.record.run_dir import CONFIG
+from digenrl.record.small_file import read_text
 from digenrl.report.alarms import alarms
 from digenrl.report.attempt import attempt
-from digenrl.report.find import open_own
 from digenrl.report.page.plots import PICTURES
 from digenrl.report.page.showing import Showing, showing
 from digenrl.report.read_run import Run, is_number
@@ -69,9 +69,8 @@ def render(run: Run, summary: Summary, pictures: Mapping[str, bytes]) -> str:
 
 def _text(path: Path) -> str | None:
     try:
-        with open_own(path) as file:
-            return file.read().decode(errors="replace")
-    except OSError:
+        return read_text(path)
+    except (OSError, ValueError):
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -20,6 +21,8 @@ from digenrl.report.read_run import Run, label_of
 from digenrl.report.summary import wall_seconds
 
 SHOWN_STEPS = 3
+SHOWN_RANKS, NAMED_RANKS = 256, 64
+"""Most ranks of a picture, and most that are named. A record may name any number of ranks."""
 SHOWN_SPANS = 10_000
 """Most spans to draw if no RL step was finished."""
 COLOURS = {stage: colour for stage, colour in STAGE_COLOURS.items() if stage != "wait"} | {
@@ -72,17 +75,24 @@ def typical_window(
 def lanes(spans: Sequence[Span]) -> list[int]:
     """Return the lane of each span (sorted by start, longest first). Overlapping spans of a rank
     get different lanes."""
-    free: list[float] = []
-    chosen = []
+    taken, free, chosen = list[tuple[float, int]](), list[int](), list[int]()
     for span in spans:
-        lane = next(
-            (index for index, end in enumerate(free) if end <= span.start + 1e-9), len(free)
-        )
-        if lane == len(free):
-            free.append(0.0)
-        free[lane] = span.end
+        while taken and taken[0][0] <= span.start + 1e-9:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        lane = heapq.heappop(free) if free else len(taken)
+        heapq.heappush(taken, (span.end, lane))
         chosen.append(lane)
     return chosen
+
+
+def shown_ranks(ranks: Collection[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the ranks (role, number) that a picture has room for, trainers first."""
+    return sorted(ranks, key=lambda key: (key[0] != "trainer", key[1]))[:SHOWN_RANKS]
+
+
+def _of_all(shown: int, ranks: int) -> str:
+    """Return what a title says about ranks that are left out."""
+    return f" (the first {shown} of {ranks} ranks)" if shown < ranks else ""
 
 
 def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> None:
@@ -90,7 +100,7 @@ def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> N
     by_rank: dict[tuple[str, int], list[Span]] = defaultdict(list)
     for span in clipped(spans, start, end):
         by_rank[span.role, span.rank].append(span)
-    rows = sorted(by_rank, key=lambda key: (key[0] != "trainer", key[1]))
+    rows = shown_ranks(by_rank)
     boxes: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
     for row, key in enumerate(rows):
         own = sorted(by_rank[key], key=lambda span: (span.start, -span.end))
@@ -105,11 +115,17 @@ def draw_gantt(axes: Axes, spans: Sequence[Span], start: float, end: float) -> N
         axes.add_collection(
             PolyCollection(bars, facecolors=colour, edgecolors="white", linewidths=0.3)
         )
-    named = range(0, len(rows), 1 + len(rows) // 65)  # at most 64 names
-    axes.set_yticks(named, ["{} {}".format(*rows[row]) for row in named])
+    _name_rows(axes, rows)
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(0, end - start)
     axes.grid(axis="y", visible=False)
+
+
+def _name_rows(axes: Axes, rows: Sequence[tuple[str, int]]) -> range:
+    """Write the names of at most `NAMED_RANKS` rows, and return which."""
+    named = range(0, len(rows), 1 + len(rows) // (NAMED_RANKS + 1))
+    axes.set_yticks(named, ["{} {}".format(*rows[row]) for row in named])
+    return named
 
 
 def palette_of(labels: Collection[str]) -> dict[str, str]:
@@ -149,7 +165,8 @@ def timeline(run: Run) -> Figure | None:
             "the whole run",
         )
     shown = clipped(_of_ranks(run), start, end)
-    ranks = len({(span.role, span.rank) for span in shown})
+    every = len({(span.role, span.rank) for span in shown})
+    ranks = min(every, SHOWN_RANKS)
     figure = Figure(
         figsize=(WIDTH * 1.35, 1.5 + 0.42 * min(ranks, 24) + 0.09 * max(0, ranks - 24)),
         layout="constrained",
@@ -158,7 +175,7 @@ def timeline(run: Run) -> Figure | None:
     draw_gantt(axes, shown, start, end)
     for step in steps[:-1]:
         axes.axvline(run.step_ends[step] - start, color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
-    axes.set_title(f"What each rank did, {which}")
+    axes.set_title(f"What each rank did, {which}{_of_all(ranks, every)}")
     axes.set_xlabel(f"seconds after {start:.1f} s of the run (dashed: a version was finished)")
     draw_legend(figure, [label_of(span) for span in shown])
     return figure
@@ -173,7 +190,7 @@ def time_by_rank(run: Run) -> Figure | None:
     totals = {key: labels for key, labels in run.seconds.items() if key[0] != "launcher"}
     if not totals:
         return None
-    rows = sorted(totals, key=lambda key: (key[0] != "trainer", key[1]))
+    rows = shown_ranks(totals)
     figure = Figure(figsize=(WIDTH * 1.35, 1.5 + 0.34 * min(len(rows), 30)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(rows)
@@ -191,15 +208,15 @@ def time_by_rank(run: Run) -> Figure | None:
         )
         left = [base + width for base, width in zip(left, widths, strict=True)]
     present_s = wall_seconds(run)
-    for row, key in enumerate(rows):
-        waited = sum(seconds for name, seconds in totals[key].items() if name.startswith("wait"))
+    for row in _name_rows(axes, rows):
+        own = totals[rows[row]]
+        waited = sum(seconds for name, seconds in own.items() if name.startswith("wait"))
         share = 100 * waited / present_s if present_s else 0.0
         axes.text(left[row], row, f"  {share:.0f} % idle", va="center", fontsize=8, color=FAINT)
-    axes.set_yticks(range(len(rows)), [f"{role} {rank}" for role, rank in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.09)
     axes.grid(axis="y", visible=False)
-    axes.set_title("Time by rank, whole run")
+    axes.set_title(f"Time by rank, whole run{_of_all(len(rows), len(totals))}")
     axes.set_xlabel("seconds")
     axes.xaxis.grid(color=GRID)
     draw_legend(figure, labels)

@@ -39,6 +39,7 @@ from digenrl.config.settings import Settings
 from digenrl.extensions.bench.files import Item, Suite, SuiteError, read_suite
 from digenrl.extensions.bench.statistics import Estimate, of_shares, of_values, over_tags
 from digenrl.record.run_dir import replaced, write_json
+from digenrl.record.small_file import json_of, read_text
 from digenrl.reward_command import reward_config, reward_suite
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class BenchmarkWork:
         """Return the score and fault of each image of a prompt; None if not scored, or scored by
         another scorer."""
         try:
-            note = json.loads(self.note(folder, item).read_text(encoding="utf-8"))
+            note = json_of(read_text(self.note(folder, item)))
         except FileNotFoundError:
             return None
         if note["by"] != self.scored_by:
@@ -381,7 +382,7 @@ def _identity(checkpoint: Path) -> dict[str, str]:
     """Return the name of the folder for a checkpoint's images -> a digest of its content."""
     from digenrl.strategy.checkpoint_io import MANIFEST, step_of
 
-    digest = str(json.loads((checkpoint / MANIFEST).read_text())["xxh3"])
+    digest = str(json_of(read_text(checkpoint / MANIFEST))["xxh3"])
     return {f"step-{step_of(checkpoint):06d}": digest}
 
 
@@ -391,7 +392,7 @@ def _same_settings(folder: Path, settings: dict[str, object]) -> None:
     note = folder / SETTINGS
     settings = json.loads(json.dumps(settings))
     if note.exists():
-        before = json.loads(note.read_text())
+        before = json_of(read_text(note))
         changed = {
             key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key)
         }

@@ -32,6 +32,7 @@ from digenrl.config.help_pages import command_help
 from digenrl.config.settings import Settings
 from digenrl.config.stored import read_stored
 from digenrl.extensions.planner.advice import PlannerAdvisor
+from digenrl.record.run_dir import replaced
 from digenrl.report.read_run import read_run
 from digenrl.report.stages import UNITS, unit_seconds
 from digenrl.settle import with_task_size
@@ -81,7 +82,8 @@ def main(words: Sequence[str]) -> int:
     table = measure(composed.settings)
     print("\n".join(lines(table)))
     path = run_dir / "profile.yaml"
-    path.write_text(snippet(table, pool, composed), encoding="utf-8")
+    with replaced(path) as unfinished:
+        unfinished.write_text(snippet(table, pool, composed), encoding="utf-8")
     print(path)
     return 0
 
@@ -91,7 +93,9 @@ def _profile_run(keys: ProfileKeys, _: Sequence[str]) -> None:
     pool = chosen_pool(read_stored(run.path, "run")[0].hardware, keys.pool)
     path = run.path / "profile.yaml"
     text = yaml.safe_dump({"seconds": {s: {pool: value} for s, value in unit_seconds(run).items()}})
-    path.write_text(f"# Seconds per unit, recorded by the run {run.path.name}\n{text}", "utf-8")
+    with replaced(path) as unfinished:
+        head = f"# Seconds per unit, recorded by the run {run.path.name}\n"
+        unfinished.write_text(head + text, encoding="utf-8")
     print(f"{text}{path}")
 
 
