@@ -52,12 +52,12 @@ def random_weights(model: str, size: str, device: torch.device) -> Iterator[None
         return fill(made, device, dtype, exact).eval()
 
     def pipeline(
-        of: type[Any], path: str, torch_dtype: torch.dtype, local_files_only: bool, **given: Any
+        of: type[Any], path: str, dtype: torch.dtype, local_files_only: bool, **given: Any
     ) -> Any:
         parts = dict(given)
         for name in (name for name in pretrained.model_index(path) if name not in given):
             if name.startswith("text_encoder"):
-                parts[name] = fill(encoder(family, name, size, path), device, torch_dtype)
+                parts[name] = fill(encoder(family, name, size, path), device, dtype)
             elif name.startswith("tokenizer"):
                 parts[name] = transformers.AutoTokenizer.from_pretrained(
                     path, subfolder=name, local_files_only=True

@@ -292,7 +292,7 @@ class DiffusersCodec(Codec):
         try:
             pipeline = getattr(diffusers, self._checkpoint.pipeline).from_pretrained(
                 pretrained.folder_of(self.path, "model_index.json"),
-                torch_dtype=self.dtype,
+                dtype=self.dtype,
                 local_files_only=True,
                 **self.pipeline_components(),
             )

@@ -121,7 +121,7 @@ def load_component(
         model, info = component.from_pretrained(
             folder,
             subfolder=subfolder,
-            torch_dtype=dtype,
+            dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
         )

@@ -246,7 +246,7 @@ def test_a_lora_is_merged_by_the_python_of_the_page(kind: str, tmp_path: Path) -
 
     def weights(path: Path) -> FluxTransformer2DModel:
         return FluxTransformer2DModel.from_pretrained(
-            path, subfolder="transformer", torch_dtype=torch.bfloat16
+            path, subfolder="transformer", dtype=torch.bfloat16
         )
 
     config = LoraConfig(r=2, lora_alpha=6, target_modules=["to_q"], init_lora_weights=False)

@@ -157,7 +157,7 @@ class MiniMaxH3Codec(DiffusersCodec):
             workflow="t2va",
             local_files_only=True,
         )
-        pipeline.load_components([*self.encoders], torch_dtype=self.dtype, local_files_only=True)
+        pipeline.load_components([*self.encoders], dtype=self.dtype, local_files_only=True)
         absent = [name for name in self.encoders if getattr(pipeline, name) is None]
         if absent:  # diffusers logs why
             raise pretrained.missing(self.path, ", ".join(absent), "see the log")
