@@ -128,6 +128,8 @@ def test_stored_flags_of_a_judges_server_count_only_on_the_command_line(run: Pat
         ("logger", {"x\nssh-ed25519 AAAA": {"_target_": "x", "_partial_": True}}),
         ("model.attention_backend", "flash_hub"),
         ("model.attention_backend", "_flash_3_hub"),
+        ("model.attention_backend", "_Flash_3_HUB"),
+        ("model.attention_backend", "sage\n_hub"),
     ],
 )
 def test_arguments_that_name_code_or_files_outside_are_refused(

@@ -199,6 +199,11 @@ def test_yaml_has_bounds(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises((ValueError, yaml.YAMLError)):
         read_plain(file)
+    file.write_bytes(b"[" * 100 + b"]" * 100)
+    read_plain(file)
+    file.write_bytes(b"[" * 101 + b"]" * 101)
+    with pytest.raises(yaml.YAMLError, match="100 levels"):
+        read_plain(file)
     file.unlink()
     file.symlink_to("/etc/hostname")
     with pytest.raises(OSError, match="symbolic"):

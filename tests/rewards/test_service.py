@@ -365,6 +365,19 @@ def test_a_burst_leaves_no_more_connections_than_the_limit():
         assert still_open <= 8
 
 
+def test_the_oldest_half_open_connection_makes_room() -> None:
+    with running(RewardService(Brightness(), ServiceLimits(max_connections=4, head_s=60.0))) as url:
+        found = []
+        for _ in range(6):
+            found += half_open(url, 1)
+            time.sleep(0.05)
+        assert all(ended(connection) for connection in found[:2])
+        for connection in found[2:]:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+
+
 def test_a_request_under_way_outlives_the_time_for_heads_and_the_limit_of_connections():
     def scorer(media, prompts):
         time.sleep(0.8)

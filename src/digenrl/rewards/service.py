@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -405,18 +406,14 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._limits.max_connections:
             waiting = [
-                other
+                (other._timer.when(), other)
                 for other in self.connections
                 if isinstance(other, _Connection) and other._timer
             ]
-            oldest = min(
-                waiting,
-                key=lambda other: other._timer.when() if other._timer else 0.0,
-                default=None,
-            )
-            if oldest is None:
+            if not waiting:
                 transport.abort()
             else:
+                _, oldest = min(waiting, key=itemgetter(0))
                 # Its end is told later. Left in the set, it would be chosen again for each of a
                 # burst of connections.
                 oldest._stop_timer()

@@ -90,6 +90,16 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(
             assert_fits(settle(loaded(*words, *change.split()), PlannerAdvisor()))
 
 
+def test_what_does_not_fit_is_said_of_one_step_a_forward() -> None:
+    words = ("experiment=flux1_flowgrpo", "hardware=single_24gb", "allocation.trainers=1")
+    told = []
+    for batch in ("auto", "1"):
+        with pytest.raises(ValueError, match="needs") as caught:
+            settle(loaded(*words, f"schedule.tsp.batch={batch}"), PlannerAdvisor())
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
