@@ -145,6 +145,30 @@ def test_who_lends_between_updates_holds_the_published_adapter_too(
     assert lending - alone == pytest.approx(more)
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_copy_of_all_weights_that_lenders_keep_waits_on_their_host(
+    sharding: str, updates: int
+) -> None:
+    """Each of four trainers of the node keeps its own part; a loan moves the part there and
+    back."""
+    work = replace(WORK, updates=updates, lora_rank=None)
+    costing = Costing(work, Hardware((POOL,)))
+    alone, lending = (
+        costing.candidate(4, 4, recompute=Recompute(), sharding=sharding).but(tag=tag)
+        for tag in (False, True)
+    )
+    part = 4 * work.trained_parameters / (4 if sharding == "fsdp" else 1) * (updates > 1)
+    assert costing.memory(alone)["p", "trainer"].copies == 0
+    assert costing.memory(lending)["p", "trainer"].copies == 0
+    more = costing.host_gib(lending)["p"] - costing.host_gib(alone)["p"]
+    assert more == pytest.approx(4 * part / 2**30, rel=1e-6)
+    switch = [costing.cluster(held).switch_seconds for held in (alone, lending)]
+    assert switch[1] - switch[0] == pytest.approx(
+        2 * part / 1e9 / reaches(POOL).host_gb_s, rel=1e-6
+    )
+
+
 def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try the limit of a GPU and of a host. Blocks keep everything as long as that fits."""
     monkeypatch.setattr(costing_module, "USABLE", 1.0)

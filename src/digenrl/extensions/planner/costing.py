@@ -14,12 +14,13 @@ from typing import Any, TypeVar, cast
 
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costs import STAGES, SWITCH_SECONDS, Costs
+from digenrl.extensions.planner.costs import STAGES, Costs
 from digenrl.extensions.planner.floor import floor_seconds
 from digenrl.extensions.planner.memory import (
     GIB,
     USABLE,
     Memory,
+    lent_copy_bytes,
     offloaded_bytes,
     published_bytes,
     rollout_memory,
@@ -189,7 +190,7 @@ class Costing:
             self.shards(candidate),
             *batch,
             makes,
-            spec.tag,
+            spec.tag and candidate.rollouts > 0,
             candidate.encoders,
             spec.context,
         )
@@ -209,10 +210,9 @@ class Costing:
     ) -> Memory:
         """Return the bytes of a trainer that trains `blocks` blocks of a micro-batch at once and
         keeps `recompute`."""
-        copy = lends and self.work.lora_rank is not None and self.work.updates > 1
         rows = task_size, tsp_batch * blocks
         return trainer_memory(
-            self.work, shards, *rows, recompute, generates, copy, encoders, context
+            self.work, shards, *rows, recompute, generates, lends, encoders, context
         )
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
@@ -259,9 +259,11 @@ class Costing:
     def host_gib(self, candidate: Candidate) -> dict[str, float]:
         """Return pool -> GiB that the trainers of its fullest node keep in host memory.
 
-        These are off-loaded activations, and published versions on the node of trainer 0.
+        These are off-loaded activations, what trainers of whole models lend with, and published
+        versions on the node of trainer 0.
         """
         spec, table = candidate.spec, {}
+        copy = self._lent_copy_bytes(candidate)
         for pool, count in self.trainers(candidate):
             rows = (
                 spec.task_size
@@ -270,9 +272,15 @@ class Costing:
                 * self.work.trained_passes
             )
             each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
-            table[pool.name] = min(pool.per_node, count) * each / GIB
+            table[pool.name] = min(pool.per_node, count) * (each + copy) / GIB
         table[next(iter(table))] += published_bytes(self.work, spec.async_steps) / GIB
         return table
+
+    def _lent_copy_bytes(self, candidate: Candidate) -> int:
+        """Return the bytes of a trainer's copy of the published weights in host memory: only a
+        model whose weights are all trained has one there."""
+        lends = candidate.spec.tag and candidate.rollouts > 0 and self.work.lora_rank is None
+        return lent_copy_bytes(self.work, self.shards(candidate)) if lends else 0
 
     def cell_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on the slowest trainer, with its wait
@@ -402,9 +410,8 @@ class Costing:
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
-            switch_seconds=SWITCH_SECONDS,
+            switch_seconds=costs.switch_seconds(trainer_pools, self._lent_copy_bytes(candidate)),
             useful=work.useful,
-            lends_between_updates=work.lora_rank is not None,
             static_claims=candidate.static_claims,
         )
 

@@ -302,6 +302,11 @@ class Costs:
         memory."""
         return version_bytes(self.work) / (min(reaches(pool).host_gb_s for pool in pools) * 1e9)
 
+    def switch_seconds(self, pools: list[Pool], copy: int) -> float:
+        """Return the seconds of one switch between training and generation. A `copy` of so many
+        bytes in host memory changes places with the weights in training."""
+        return SWITCH_SECONDS + 2 * copy / (min(reaches(pool).host_gb_s for pool in pools) * 1e9)
+
     def adopt_seconds(self) -> float:
         """Return the seconds in which one thread copies a version, in the rollouts' dtype, onto a
         rollout's GPU."""
