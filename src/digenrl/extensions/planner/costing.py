@@ -16,13 +16,10 @@ from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Candidate
 from digenrl.extensions.planner.costs import STAGES, Costs
 from digenrl.extensions.planner.floor import floor_seconds
+from digenrl.extensions.planner.host_memory import host_gib, lent_bytes
 from digenrl.extensions.planner.memory import (
-    GIB,
     USABLE,
     Memory,
-    lent_copy_bytes,
-    offloaded_bytes,
-    published_bytes,
     rollout_memory,
     trainer_memory,
 )
@@ -251,36 +248,15 @@ class Costing:
             room = self.hardware.pool(pool_name).host_gib
             if need > USABLE * room:
                 reasons.append(
-                    f"trainers of a node of {pool_name} keep what needs {need:.1f} GiB of "
+                    f"ranks of a node of {pool_name} keep what needs {need:.1f} GiB of "
                     f"{USABLE * room:.1f} GiB ({USABLE:.0%} of {room:g}) on its host"
                 )
         return reasons
 
+    @_once
     def host_gib(self, candidate: Candidate) -> dict[str, float]:
-        """Return pool -> GiB that the trainers of its fullest node keep in host memory.
-
-        These are off-loaded activations, what trainers of whole models lend with, and published
-        versions on the node of trainer 0.
-        """
-        spec, table = candidate.spec, {}
-        copy = self._lent_copy_bytes(candidate)
-        for pool, count in self.trainers(candidate):
-            rows = (
-                spec.task_size
-                * spec.tsp_batch
-                * self.blocks_at_once(candidate, pool)
-                * self.work.trained_passes
-            )
-            each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
-            table[pool.name] = min(pool.per_node, count) * (each + copy) / GIB
-        table[next(iter(table))] += published_bytes(self.work, spec.async_steps) / GIB
-        return table
-
-    def _lent_copy_bytes(self, candidate: Candidate) -> int:
-        """Return the bytes of a trainer's copy of the published weights in host memory: only a
-        model whose weights are all trained has one there."""
-        lends = candidate.spec.tag and candidate.rollouts > 0 and self.work.lora_rank is None
-        return lent_copy_bytes(self.work, self.shards(candidate)) if lends else 0
+        """Return pool -> GiB that the ranks of its fullest node keep in host memory."""
+        return host_gib(self, candidate)
 
     def cell_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on the slowest trainer, with its wait
@@ -410,7 +386,7 @@ class Costing:
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
-            switch_seconds=costs.switch_seconds(trainer_pools, self._lent_copy_bytes(candidate)),
+            switch_seconds=costs.switch_seconds(trainer_pools, lent_bytes(self, candidate)),
             useful=work.useful,
             static_claims=candidate.static_claims,
         )

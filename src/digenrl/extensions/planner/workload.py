@@ -102,6 +102,8 @@ class Workload:
     """Rewards on GPUs that no rank has (placement managed); the other two fields lack them."""
     heldout: tuple[str, ...] = ()
     """Rewards that only evaluation uses."""
+    evaluated_samples: int = 0
+    """Samples of one evaluation; 0: none is made."""
     evaluated: int = 0
     """Samples that an evaluating rank makes at once; 0 = no evaluation. Trainers always have room
     for them, because they evaluate when no rollout is left."""
