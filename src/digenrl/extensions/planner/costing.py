@@ -20,6 +20,7 @@ from digenrl.extensions.planner.host_memory import host_gib, lent_bytes
 from digenrl.extensions.planner.memory import (
     USABLE,
     Memory,
+    offloaded_bytes,
     rollout_memory,
     trainer_memory,
 )
@@ -256,7 +257,16 @@ class Costing:
     @_once
     def host_gib(self, candidate: Candidate) -> dict[str, float]:
         """Return pool -> GiB that the ranks of its fullest node keep in host memory."""
-        return host_gib(self, candidate)
+        spec, each = candidate.spec, {}
+        for pool, _ in self.trainers(candidate):
+            micro = spec.task_size * spec.tsp_batch * self.blocks_at_once(candidate, pool)
+            rows, kept = micro * self.work.trained_passes, self.recompute(candidate, pool)
+            waiting = offloaded_bytes(self.work, rows, kept, spec.context)
+            each[pool.name] = waiting + self._lent_bytes(candidate)
+        return host_gib(self.work, spec, self.hardware, self.placed(candidate), each)
+
+    def _lent_bytes(self, candidate: Candidate) -> int:
+        return lent_bytes(self.work, candidate.spec, candidate.rollouts, self.shards(candidate))
 
     def cell_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on the slowest trainer, with its wait
@@ -386,7 +396,7 @@ class Costing:
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
-            switch_seconds=costs.switch_seconds(trainer_pools, lent_bytes(self, candidate)),
+            switch_seconds=costs.switch_seconds(trainer_pools, self._lent_bytes(candidate)),
             useful=work.useful,
             static_claims=candidate.static_claims,
         )

@@ -8,32 +8,37 @@ rollouts     a version that has arrived, until it is adopted; with asynchrony th
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from digenrl.extensions.planner.memory import (
     GIB,
     lent_copy_bytes,
-    offloaded_bytes,
     published_bytes,
     version_bytes,
 )
 from digenrl.extensions.planner.workload import Workload
-
-if TYPE_CHECKING:
-    from digenrl.extensions.planner.candidate import Candidate
-    from digenrl.extensions.planner.costing import Costing
-    from digenrl.hardware import Pool
+from digenrl.hardware import Hardware
+from digenrl.schedule import ScheduleSpec
 
 
-def host_gib(costing: Costing, candidate: Candidate) -> dict[str, float]:
-    """Return pool -> GiB that the ranks of its fullest node keep in host memory."""
-    placed = costing.placed(candidate)
-    each = {kind: _rank_bytes(costing, candidate, *kind) for kind in costing.kinds(candidate)}
+def host_gib(
+    work: Workload,
+    spec: ScheduleSpec,
+    hardware: Hardware,
+    placed: Sequence[tuple[str, str]],
+    trainer: Mapping[str, float],
+) -> dict[str, float]:
+    """Return pool -> GiB that the ranks of its fullest node keep in host memory.
+
+    Args:
+        placed: (pool, role) of every rank; a pool's ranks fill its nodes in order.
+        trainer: pool -> bytes of each of its trainers.
+    """
     seats, nodes = Counter[str](), Counter[tuple[str, int]]()
-    for name, role in placed:  # a pool's ranks fill its nodes in order
-        nodes[name, seats[name] // costing.hardware.pool(name).per_node] += each[name, role]
+    for name, role in placed:
+        held = trainer[name] if role == "trainer" else _arriving_bytes(work, spec)
+        nodes[name, seats[name] // hardware.pool(name).per_node] += int(held)
         seats[name] += 1
-    work, spec = costing.work, candidate.spec
     nodes[placed[0][0], 0] += published_bytes(work, spec.async_steps) + evaluation_bytes(work)
     fullest = dict[str, float]()
     for (name, _), size in nodes.items():
@@ -47,30 +52,14 @@ def evaluation_bytes(work: Workload) -> int:
     return 2 * work.evaluated_samples * work.frames * work.height * work.width * 3
 
 
-def lent_bytes(costing: Costing, candidate: Candidate) -> int:
+def lent_bytes(work: Workload, spec: ScheduleSpec, rollouts: int, shards: int) -> int:
     """Return the bytes of a trainer's copy of the published weights in host memory. Only a model
     whose weights are all trained has the copy there."""
-    lends = candidate.spec.tag and candidate.rollouts > 0 and costing.work.lora_rank is None
-    return lent_copy_bytes(costing.work, costing.shards(candidate)) if lends else 0
+    lends = spec.tag and rollouts > 0 and work.lora_rank is None
+    return lent_copy_bytes(work, shards) if lends else 0
 
 
-def _rank_bytes(costing: Costing, candidate: Candidate, name: str, role: str) -> int:
-    """Return the bytes of one rank of a role on a pool, without those of trainer 0 alone."""
-    pool = costing.hardware.pool(name)
-    if role == "rollout":
-        return _arriving_bytes(costing.work, candidate, pool)
-    rows = (
-        candidate.spec.task_size
-        * candidate.spec.tsp_batch
-        * costing.blocks_at_once(candidate, pool)
-        * costing.work.trained_passes
-    )
-    kept = costing.recompute(candidate, pool)
-    waiting = offloaded_bytes(costing.work, rows, kept, candidate.spec.context)
-    return int(waiting) + lent_bytes(costing, candidate)
-
-
-def _arriving_bytes(work: Workload, candidate: Candidate, pool: Pool) -> int:
+def _arriving_bytes(work: Workload, spec: ScheduleSpec) -> int:
     """Return the bytes of the versions that a rollout receives. Each rollout has memory of its own
-    for them, which the process keeps for the next version."""
-    return (1 + candidate.spec.async_steps) * version_bytes(work)
+    for them, which its process keeps for the next version."""
+    return (1 + spec.async_steps) * version_bytes(work)
