@@ -41,6 +41,7 @@ from digenrl.strategy.checkpoint_io import tie_again
 from digenrl.strategy.context import check_model
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.broadcast import broadcast_link
+from digenrl.transport.compress import CodedLine
 from digenrl.transport.link import LinkMaker, socket_link
 
 
@@ -62,7 +63,11 @@ class BuildContext:
 
 def link_maker(settings: Settings, rollouts: int, stand_in: StandIn | None = None) -> LinkMaker:
     """Return what makes the link of each rank of a run that begins with `rollouts` rollouts."""
-    lines: Mapping[str, Any] = {} if stand_in is None else {"lines": stand_in.line}
+    lines: Mapping[str, Any] = {}
+    if stand_in is not None:
+        lines = {"lines": stand_in.line}
+    elif settings.network.compress == "auto":
+        lines = {"lines": lambda peer: CodedLine()}
     return partial(broadcast_link if broadcasts(settings, rollouts) else socket_link, **lines)
 
 

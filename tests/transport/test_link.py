@@ -247,9 +247,10 @@ class Slow(PeerLine):
         self.seen: list[int] = []
         self.go_on = threading.Event()
 
-    def outgoing(self, message: Message) -> None:
+    def outgoing(self, message: Message) -> Message:
         self.seen.append(message.meta["number"])
         self.go_on.wait(5.0)
+        return message
 
     incoming = outgoing
 

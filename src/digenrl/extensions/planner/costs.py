@@ -47,6 +47,10 @@ CONDITION_WIDTH = 4096
 CONNECTION_GB_S = 1.2
 """GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
 two processor cores)."""
+CODEC_GB_S, CODED_SHARE = 0.2, 0.1
+"""GB/s at which one core writes a version as a difference, and the share of the bytes that is left
+(benchmarks/publish.py links=...: a twentieth of 16-bit values that move in one of twenty; the rest
+is an assumption)."""
 SWITCH_SECONDS = 0.02
 """Seconds of one switch between training and generation (an assumption). Caches are freed and
 adapters stay."""
@@ -333,8 +337,12 @@ class Costs:
 
     def fetch_seconds(self, line: Line, nodes: int) -> float:
         """Return the seconds of a version on the line between two places, with a copy for each of
-        `nodes` nodes."""
-        return line.seconds(nodes * version_bytes(self.work))
+        `nodes` nodes. Where that is sooner, the version travels as a difference
+        (`network.compress`)."""
+        size = version_bytes(self.work)
+        plain = line.seconds(nodes * size)
+        coded = size / (CODEC_GB_S * 1e9) + line.seconds(CODED_SHARE * nodes * size)
+        return min(plain, coded) if self.work.compressed else plain
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """Return the seconds of a finished task through pinned memory and the network, and of its

@@ -102,6 +102,8 @@ class Workload:
     """Rewards on GPUs that no rank has (placement managed); the other two fields lack them."""
     heldout: tuple[str, ...] = ()
     """Rewards that only evaluation uses."""
+    compressed: bool = False
+    """Whether slow connections carry differences (`network.compress`)."""
     evaluated_samples: int = 0
     """Samples of one evaluation; 0: none is made."""
     evaluated: int = 0
