@@ -1,13 +1,13 @@
 """From a trainer's optimizer step to adopted weights, against a bare gloo broadcast of the same
 bytes in the same run, alternating; or over slow lines, with and without `network.compress`.
 
-    python -m benchmarks.publish [sizes=1,16,256,1024] [rollouts=1] [rounds=9] [by=stream]
+    python -m benchmarks.publish [sizes=1,16,256,1024] [rollouts=1] [rounds=9] [by=memory]
     python -m benchmarks.publish links=8,100,1000,10000 [mib=16] [moved=0.05]
 
 Publish-to-adopted is everything: the copy of the parameters, the digest, the sends, the check of
-the digest and the adoption by every (idle) rollout. `by=broadcast`: the bytes travel by
-`network.publication=broadcast`. Wanted: .9 of the broadcast's GB/s from 256 MiB on, and below that
-at most twice its time plus 10 ms.
+the digest and the adoption by every (idle) rollout. `by`: memory (what a run does between ranks of
+one machine), stream (to another machine) or broadcast (`network.publication=broadcast`). Wanted: .9
+of the broadcast's GB/s from 256 MiB on, and below that at most twice its time plus 10 ms.
 
 `links` are Mb/s of a proxy between two processes. An adapter of 16-bit values is published over it
 while `moved` of its values move by one step of their precision a version. Wanted: a third of the
@@ -31,6 +31,7 @@ from benchmarks._shared import HOST, BenchRank, Report, on_ranks, options
 from benchmarks._throttle import Throttle
 from digenrl.transport.broadcast import Audience, BroadcastLink
 from digenrl.transport.compress import CodedLine
+from digenrl.transport.lines import chosen_lines
 from digenrl.transport.link import PeerLine, SocketLink
 from digenrl.transport.weights import Arrivals, adopt, publish
 from digenrl.transport.wire import Message, MessageKind
@@ -102,6 +103,9 @@ def against_broadcast(given: dict[str, str]) -> int:
         if given["by"] == "broadcast":
             audience = Audience(ranks, here.control.store, torch.device("cpu"), lambda *_: None)
             link: SocketLink = BroadcastLink(audience, *arguments)
+        elif given["by"] == "memory":
+            lines = chosen_lines(here.control, first + here.rank, compress=False)
+            link = partial(SocketLink, lines=lines)(*arguments)
         else:
             link = SocketLink(*arguments)
         once = partial(exchange, link, first, ranks[1:])
@@ -139,7 +143,7 @@ def against_broadcast(given: dict[str, str]) -> int:
             f"time + 10 ms{'; not at ' * bool(late)}{', '.join(late)}",
         )
         link.close()
-        return report.close(given)
+        return report.close(given, f"_{given['by']}")
 
     return on_ranks(1 + rollouts, body)
 
@@ -225,7 +229,7 @@ def over_lines(given: dict[str, str]) -> int:
 
 def main(words: list[str]) -> int:
     defaults = {
-        "sizes": "1,4,16,64,256,512,1024", "rollouts": "1", "rounds": "9", "by": "stream",
+        "sizes": "1,4,16,64,256,512,1024", "rollouts": "1", "rounds": "9", "by": "memory",
         "links": "", "mib": "16", "moved": "0.05",
     }  # fmt: skip
     given = options(words, defaults, quick={"sizes": "1,16,64", "rounds": "3", "mib": "2"})

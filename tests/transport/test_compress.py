@@ -26,6 +26,7 @@ from digenrl.transport.wire import Message, MessageKind, WireError
 
 HOST, OURS = "127.0.0.1", Handshake("secret", seconds=2.0, waiting=8)
 SLOW_BYTES_S = 20e6
+NOWHERE: Any = None
 
 
 def noise(size: int, seed: int) -> Tensor:
@@ -72,7 +73,7 @@ def test_a_spoilt_difference_is_refused(spoil: Callable[..., Any]) -> None:
     payload, facts = spoil(*difference(data, base))
     coded = {"version": 2, "bucket": 0, "coded": facts | {"base": 1}}
     with pytest.raises(WireError, match="cannot be completed"):
-        line.incoming(Message(MessageKind.WEIGHTS, coded, {"data": payload}))
+        line.incoming(Message(MessageKind.WEIGHTS, coded, {"data": payload}), NOWHERE)
 
 
 def test_a_difference_to_a_version_that_is_not_held_is_refused() -> None:
@@ -86,7 +87,7 @@ def test_a_difference_to_a_version_that_is_not_held_is_refused() -> None:
             {"data": payload},
         )
         with pytest.raises(WireError):
-            line.incoming(message)
+            line.incoming(message, NOWHERE)
 
 
 # ---- trajectories

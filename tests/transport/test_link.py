@@ -252,7 +252,8 @@ class Slow(PeerLine):
         self.go_on.wait(5.0)
         return message
 
-    incoming = outgoing
+    def incoming(self, message: Message, sock: socket.socket) -> Message:
+        return self.outgoing(message)
 
 
 def test_lines_hold_messages_back_before_they_leave_and_when_they_come(

@@ -106,7 +106,7 @@ class CodedLine(PeerLine):
             self.codec_speed, self.left = self._raw / self._coding_s, self._sent / self._raw
         self._busy_s, self._sent, self._raw, self._coding_s = 0.0, 0, 0, 0.0
 
-    def incoming(self, message: Message) -> Message:
+    def incoming(self, message: Message, sock: socket.socket) -> Message:
         coded = message.meta.get(_CODED)
         if coded is None:
             if _is_bucket(message):

@@ -92,10 +92,12 @@ class PeerLine:
         return message
 
     def written(self, message: Message, sock: socket.socket) -> None:
-        """Note that `message`, an answer of `outgoing`, was written to `sock`."""
+        """Note that `message`, an answer of `outgoing`, was written to `sock`, where the peer's
+        `incoming` may answer."""
 
-    def incoming(self, message: Message) -> Message:
-        """Return what is delivered in place of the received `message`, perhaps later."""
+    def incoming(self, message: Message, sock: socket.socket) -> Message | None:
+        """Return what is delivered in place of the `message` received from `sock`, perhaps later;
+        None: nothing is."""
         return message
 
 
@@ -282,7 +284,9 @@ class SocketLink:
             while sock.recv(
                 1, socket.MSG_PEEK
             ):  # an empty peek is an orderly end between two messages
-                self._deliver(line.incoming(decode(read, MAX_MESSAGE_BYTES)))
+                message = line.incoming(decode(read, MAX_MESSAGE_BYTES), sock)
+                if message is not None:
+                    self._deliver(message)
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():
@@ -343,6 +347,11 @@ def socket_link(
 def _purpose(rank: int) -> str:
     """Return the purpose of a connection to `rank`, for the handshake."""
     return f"link {rank}"
+
+
+def write_message(sock: socket.socket, message: Message) -> None:
+    """Write a message whose tensors are contiguous and in CPU memory."""
+    _write(sock, encode(message))
 
 
 def _write(sock: socket.socket, buffers: Buffers) -> None:

@@ -438,3 +438,19 @@ def test_a_version_crosses_a_slow_line_as_a_difference() -> None:
     assert plain.fetch_seconds(slow, 2) == pytest.approx(2 * size / 0.0125 + 0.02)
     assert costs.fetch_seconds(slow, 2) == pytest.approx(size / 0.2 + 0.2 * size / 0.0125 + 0.02)
     assert costs.fetch_seconds(fast, 2) == plain.fetch_seconds(fast, 2)
+
+
+@pytest.mark.parametrize(("relayed", "copies"), [(True, 2), (False, 8)])
+def test_a_version_is_held_once_on_a_machine_and_where_it_arrived(
+    relayed: bool, copies: int
+) -> None:
+    """Four trainers and four rollouts on one machine, eight rollouts on another."""
+    work = replace(WORK, lora_rank=None, relayed=relayed)
+    home, other = replace(POOL, name="home"), replace(POOL, name="other")
+    costing = Costing(work, Hardware((home, other)))
+    placed = costing.candidate(4, 12, recompute=Recompute())
+    gib, pools = costing.host_gib(placed), {name for name, _ in costing.placed(placed)}
+    version = 2 * work.trained_parameters / 2**30
+    assert pools == {"home", "other"}
+    assert gib["other"] == pytest.approx(copies * version, rel=0.01)
+    assert gib["home"] == pytest.approx(2 * version, rel=0.01), "trainer 0's, and the rollouts'"

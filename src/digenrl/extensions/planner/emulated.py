@@ -7,6 +7,7 @@ measured on a two-core machine.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +43,7 @@ class EmulatedLine(PeerLine):
         time.sleep(self._send if message.kind in (MessageKind.CELLS, MessageKind.STATE) else 0.0)
         return message
 
-    def incoming(self, message: Message) -> Message:
+    def incoming(self, message: Message, sock: socket.socket) -> Message:
         """Wait at the end of a version while its buckets would be on their way."""
         time.sleep(
             self._fetch if message.kind is MessageKind.WEIGHTS and not message.tensors else 0.0

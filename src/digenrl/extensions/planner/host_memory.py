@@ -2,7 +2,8 @@
 
 trainers     off-loaded activations; the published weights that they lend with, where all are trained
 trainer 0    published versions, for ranks that join and for a resumed run; pictures of an evaluation
-rollouts     a version that has arrived, until it is adopted; with asynchrony the next one beside it
+rollouts     a version that has arrived, until it is adopted; with asynchrony the next one beside it.
+             Once on trainer 0's machine (`transport/node_memory.py`), on others also where it arrived.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ def host_gib(
         trainer: pool -> bytes of each of its trainers.
     """
     seats, nodes = Counter[str](), Counter[tuple[str, int]]()
+    rollouts, home = Counter[tuple[str, int]](), (placed[0][0], 0)
     for name, role in placed:
-        held = trainer[name] if role == "trainer" else _arriving_bytes(work, spec)
-        nodes[name, seats[name] // hardware.pool(name).per_node] += int(held)
+        node = name, seats[name] // hardware.pool(name).per_node
         seats[name] += 1
-    nodes[placed[0][0], 0] += published_bytes(work, spec.async_steps) + evaluation_bytes(work)
+        nodes[node] += int(trainer[name]) if role == "trainer" else 0
+        rollouts[node] += role == "rollout"
+    for node, count in rollouts.items():
+        copies = min(count, 1 if node == home else 2 if work.relayed else count)
+        nodes[node] += copies * (1 + spec.async_steps) * version_bytes(work)
+    nodes[home] += published_bytes(work, spec.async_steps) + evaluation_bytes(work)
     fullest = dict[str, float]()
     for (name, _), size in nodes.items():
         fullest[name] = max(fullest.get(name, 0.0), size / GIB)
@@ -57,9 +63,3 @@ def lent_bytes(work: Workload, spec: ScheduleSpec, rollouts: int, shards: int) -
     whose weights are all trained has the copy there."""
     lends = spec.tag and rollouts > 0 and work.lora_rank is None
     return lent_copy_bytes(work, shards) if lends else 0
-
-
-def _arriving_bytes(work: Workload, spec: ScheduleSpec) -> int:
-    """Return the bytes of the versions that a rollout receives. Each rollout has memory of its own
-    for them, which its process keeps for the next version."""
-    return (1 + spec.async_steps) * version_bytes(work)

@@ -106,6 +106,7 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(name for name in settings.reward.rewards or {} if name not in judged),
         judged=judged,
         heldout=tuple(name for name in settings.reward.get("heldout") or {} if name not in judged),
+        relayed=settings.launch != "ray",
         compressed=settings.network.compress == "auto",
         evaluated_samples=0 if kept is None else kept.prompts * kept.samples,
         evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
