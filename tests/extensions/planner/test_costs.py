@@ -454,3 +454,20 @@ def test_a_version_is_held_once_on_a_machine_and_where_it_arrived(
     assert pools == {"home", "other"}
     assert gib["other"] == pytest.approx(copies * version, rel=0.01)
     assert gib["home"] == pytest.approx(2 * version, rel=0.01), "trainer 0's, and the rollouts'"
+
+
+def test_both_ends_of_a_slow_line_keep_a_version_more() -> None:
+    home, other = replace(POOL, name="home"), replace(POOL, name="other")
+    found = {}
+    for gb_s in (0.0125, 10.0):
+        for compressed in (False, True):
+            work = replace(WORK, lora_rank=None, compressed=compressed)
+            line = {frozenset(("home", "other")): Line(gb_s)}
+            costing = Costing(work, Hardware((home, other), lines=line))
+            found[gb_s, compressed] = costing.host_gib(
+                costing.candidate(4, 12, recompute=Recompute())
+            )
+    version = 2 * work.trained_parameters / 2**30
+    assert found[10.0, True] == found[10.0, False] == found[0.0125, False]
+    for name, more in found[0.0125, True].items():
+        assert more - found[0.0125, False][name] == pytest.approx(version, rel=0.01)

@@ -58,6 +58,11 @@ STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
 
 
+def carries_differences(work: Workload, line: Line) -> bool:
+    """Return whether versions cross a line as differences (`transport/compress.py`)."""
+    return work.compressed and line.gb_s < CODEC_GB_S * (1.0 - CODED_SHARE)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Cost model of a workload on a hardware profile."""
@@ -339,10 +344,11 @@ class Costs:
         """Return the seconds of a version on the line between two places, with a copy for each of
         `nodes` nodes. Where that is sooner, the version travels as a difference
         (`network.compress`)."""
-        size = version_bytes(self.work)
-        plain = line.seconds(nodes * size)
-        coded = size / (CODEC_GB_S * 1e9) + line.seconds(CODED_SHARE * nodes * size)
-        return min(plain, coded) if self.work.compressed else plain
+        size = nodes * version_bytes(self.work)
+        if not carries_differences(self.work, line):
+            return line.seconds(size)
+        # Each node's copy is coded in a thread of its own.
+        return size / nodes / (CODEC_GB_S * 1e9) + line.seconds(CODED_SHARE * size)
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """Return the seconds of a finished task through pinned memory and the network, and of its

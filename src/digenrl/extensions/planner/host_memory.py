@@ -4,6 +4,7 @@ trainers     off-loaded activations; the published weights that they lend with, 
 trainer 0    published versions, for ranks that join and for a resumed run; pictures of an evaluation
 rollouts     a version that has arrived, until it is adopted; with asynchrony the next one beside it.
              Once on trainer 0's machine (`transport/node_memory.py`), on others also where it arrived.
+slow lines   at both ends one version more, from which the next one differs (`transport/compress.py`)
 """  # noqa: E501
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from digenrl.extensions.planner.costs import carries_differences
 from digenrl.extensions.planner.memory import (
     GIB,
     lent_copy_bytes,
@@ -42,7 +44,11 @@ def host_gib(
         seats[name] += 1
         nodes[node] += int(trainer[name]) if role == "trainer" else 0
         rollouts[node] += role == "rollout"
+    lines = {name: hardware.line(home[0], name) for name, _ in nodes}
+    slow = {name for name, line in lines.items() if line and carries_differences(work, line)}
+    nodes[home] += version_bytes(work) * bool(slow)  # what the next version will differ from
     for node, count in rollouts.items():
+        nodes[node] += version_bytes(work) * (node[0] in slow and count > 0)
         copies = min(count, 1 if node == home else 2 if work.relayed else count)
         nodes[node] += copies * (1 + spec.async_steps) * version_bytes(work)
     nodes[home] += published_bytes(work, spec.async_steps) + evaluation_bytes(work)
