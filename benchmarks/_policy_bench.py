@@ -271,9 +271,7 @@ def train(bench: Bench, unit: Unit) -> Row:
     work = workload(bench.composed)
     kept = parse_recompute(bench.composed.settings.tree.model.gradient_checkpointing)
     rows = unit.samples * unit.steps * work.passes
-    held = trainer_memory(
-        work, 1, unit.samples, unit.steps, kept, generates=False, keeps_copy=False
-    )
+    held = trainer_memory(work, 1, unit.samples, unit.steps, kept, generates=False, lends=False)
     saved, moment = saved_bytes(work, rows, kept), moment_bytes(work, rows, kept)
     resting = held.frozen + held.trained + held.gradients + held.copies
     return {

@@ -99,10 +99,11 @@ class Report:
         print(text, flush=True)
         self._lines += ["", text]
 
-    def close(self, given: Mapping[str, str]) -> int:
-        """Keep the table, unless the run was a quick one; the exit code."""
+    def close(self, given: Mapping[str, str], kind: str = "") -> int:
+        """Keep the table, unless the run was a quick one; the exit code. `kind` goes into the
+        file's name where a benchmark has several tables."""
         if given["quick"] != "true":
-            self.write(RESULTS / f"{self._name}-{self._date}.md")
+            self.write(RESULTS / f"{self._name}{kind}-{self._date}.md")
         return 0 if self.met else 1
 
     def write(self, path: Path) -> None:
@@ -125,6 +126,7 @@ class BenchRank:
     rank: int
     control: Control
     link: SocketLink
+    handshake: Handshake
 
     def receive(self) -> Message:
         """The next message, however long it takes."""
@@ -168,7 +170,7 @@ def _run_rank(
     )
     control = Control(store, rank)
     link = SocketLink(control, rank, HOST, handshake)
-    code = body(BenchRank(rank, control, link))
+    code = body(BenchRank(rank, control, link, handshake))
     link.close()
     dist.destroy_process_group()
     sys.exit(code)

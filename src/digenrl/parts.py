@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from digenrl import config as configuration
 from digenrl.advisor import Advice, StandIn
 from digenrl.algorithms.grpo import check_kernel
 from digenrl.callbacks.loggers import Guarded, Silent, continue_record
+from digenrl.cluster.control import Control
 from digenrl.cluster.world import Session, World
 from digenrl.config.asked_prompts import evaluation_prompts, training_prompts
 from digenrl.config.settings import Settings
@@ -41,7 +41,8 @@ from digenrl.strategy.checkpoint_io import tie_again
 from digenrl.strategy.context import check_model
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.transport.broadcast import broadcast_link
-from digenrl.transport.link import LinkMaker, socket_link
+from digenrl.transport.lines import chosen_lines
+from digenrl.transport.link import Link, LinkMaker, socket_link
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,14 @@ class BuildContext:
 
 def link_maker(settings: Settings, rollouts: int, stand_in: StandIn | None = None) -> LinkMaker:
     """Return what makes the link of each rank of a run that begins with `rollouts` rollouts."""
-    lines: Mapping[str, Any] = {} if stand_in is None else {"lines": stand_in.line}
-    return partial(broadcast_link if broadcasts(settings, rollouts) else socket_link, **lines)
+    make = broadcast_link if broadcasts(settings, rollouts) else socket_link
+    compress = settings.network.compress == "auto"
+
+    def link(control: Control, world: World, session: Session, device: torch.device) -> Link:
+        lines = chosen_lines(control, world.rank, compress) if stand_in is None else stand_in.line
+        return make(control, world, session, device, lines=lines)
+
+    return link
 
 
 def broadcasts(settings: Settings, rollouts: int) -> bool:

@@ -31,7 +31,7 @@ from digenrl.config.traps import known_traps
 from digenrl.data import PromptData
 from digenrl.models.policy import Policy
 from digenrl.parts import BuildContext
-from digenrl.record.run_dir import append_event, limit_events
+from digenrl.record.run_dir import append_event, limit_events, write_events_of
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.files import FileEngine
@@ -92,6 +92,8 @@ def build(
         callbacks: further Lightning callbacks (tests record gradients with them).
         advice: what the ranks are told (`Advisor.advise`); None: nothing.
     """
+    if session.host != session.store_host:  # another machine than that of the store
+        write_events_of(session.host)
     context = BuildContext(settings, world, session, advice or Advice())
     # First: reward models, streams and contexts are made on the current device.
     device = _prepare_process(context)

@@ -120,7 +120,10 @@ KEYS: dict[str, Case] = {
         ["was removed; each rollout generates alone"],
     ),
     "removed command": (["replay=outputs"], ["replay = outputs: was removed; samples of old"]),
-    "removed key of thin lines": (["network.delta=true"], ["was removed; all bytes travel"]),
+    "removed key of thin lines": (
+        ["network.delta=true"],
+        ["was removed; network.compress=auto finds"],
+    ),
     "added removed key": (
         ["+schedule.order=arrival"],
         ["schedule.order = arrival: was removed; fragments"],

@@ -140,8 +140,8 @@ FAULTS = (
     Fault(
         "publication: an exchange leaves parameters on the host",
         WEIGHTS,
-        "        if parameter.device == value.device:",
-        "        if parameter.dtype == value.dtype:",
+        "        if parameter.device == value.device and",
+        "        if parameter.dtype == value.dtype and",
         "a trainer that lends itself computes with the CPU's tensors",
         PARTS,
         "exchanged",

@@ -21,6 +21,7 @@ from digenrl.record import run_dir
 from digenrl.record.code_version import code_version
 from digenrl.record.line_file import LineFile
 from digenrl.record.run_dir import (
+    EVENTS,
     append_event,
     append_jsonl,
     free_space,
@@ -31,10 +32,12 @@ from digenrl.record.run_dir import (
     replaced,
     tell_unwritten,
     unix_time,
+    write_events_of,
     write_json,
     write_trace,
     write_whole,
 )
+from digenrl.report.read_run import read_run
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +46,29 @@ def fresh() -> Iterator[None]:
     run_dir._unwritten.clear()
     yield
     run_dir._unwritten.clear()
+    run_dir._events_name = EVENTS
     limit_events(math.inf)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_machines_write_events_of_their_own_and_the_report_reads_them_in_order(
+    tmp_path: Path,
+) -> None:
+    """On NFS an append is atomic within a machine alone."""
+    hosts = "", "10.0.0.2", "fe80::1%eth0", "10.0.0.2", ""
+    for number, host in enumerate(hosts):
+        run_dir._events_name = EVENTS
+        if host:
+            write_events_of(host)
+        append_event(tmp_path, "warning", {"message": str(number)})
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["events-10.0.0.2.jsonl", "events-fe80--1-eth0.jsonl", "events.jsonl"]
+    assert [row["message"] for row in lines(tmp_path / "events-10.0.0.2.jsonl")] == ["1", "3"]
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    assert [event["message"] for event in read_run(tmp_path).events] == list("01234")
 
 
 def test_a_reserve_is_held_and_released_once(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def of_scheduler(draw: Drawing) -> Iterator[Any]:
     """Events and questions in the order of a small run's life, with what is recorded of them."""
     spec = draw.spec()
     trainers, rollouts = draw.number(1, 3), draw.of([0, 1, 2, 3])
-    roles = Roles(trainers, rollouts, draw.true(0.3), draw.true(0.1), draw.true(0.3))
+    roles = Roles(trainers, rollouts, draw.true(0.3), draw.true(0.1))
     rows: list[Any] = []
     scheduler = Scheduler(spec, roles, lambda version: queue(spec, version, 3), rows.append)
     ranks, now, step = range(trainers + rollouts + 1), 0.0, draw.number(0, 2)
@@ -271,7 +271,7 @@ def of_takes(draw: Drawing) -> Iterator[Any]:
     spec = ScheduleSpec(4, 4, 2, 4, 3, draw.number(1, 2), gap=draw.number(0, 2), tag=True)
     for _ in range(12):
         trainers, rollouts = draw.number(1, 2), draw.number(1, 3)
-        roles = Roles(trainers, rollouts, keeps_copy=draw.true())
+        roles = Roles(trainers, rollouts)
         scheduler = Scheduler(spec, roles, lambda version: queue(spec, version, 3))
         now, least = draw.seconds(2.0), draw.of([0.5, 1.0, 2.0])
         for rank in range(trainers + rollouts):

@@ -123,7 +123,7 @@ def trainer_scheduler(
 def test_what_nobody_has_said_yet() -> None:
     assert Work() == (-1, 0.0, -1, -1, 0.0)
     roles = Roles(1, 2)
-    assert (roles.lockstep, roles.split, roles.keeps_copy) == (False,) * 3
+    assert (roles.lockstep, roles.split) == (False,) * 2
     assert header(SPEC, roles, 7) == {"spec": asdict(SPEC), "roles": asdict(roles), "last_step": 7}
 
 
@@ -216,11 +216,12 @@ def test_I6_a_ready_fragment_comes_first_and_foreign_weights_lend_nothing() -> N
         "nothing has happened since the last answer"
     )
     assert scheduler.next_move(0, 0, PENDING[1:], None, 1, 6) == ASK
-    assert scheduler.next_move(0, 1, PENDING, None, 0, 8) == WAIT, (
-        "after an update the published weights are gone"
+    after = trainer_scheduler(1, 1)
+    assert after.next_move(0, 1, PENDING, None, 0, 8) == ASK, "trainers keep the published weights"
+    alone = trainer_scheduler(1, 0)
+    assert alone.next_move(0, 1, PENDING, None, 0, 8) == WAIT, (
+        "after an update colocated ranks have the published weights no more"
     )
-    copy = trainer_scheduler(1, 1, keeps_copy=True)
-    assert copy.next_move(0, 1, PENDING, None, 0, 8) == ASK
     off = trainer_scheduler(1, 1, replace(SPEC, tag=False))
     assert off.next_move(0, 0, PENDING, None, 0, 8) == WAIT
 

@@ -61,6 +61,16 @@ class InjectedError(RuntimeError):
     """Raised on order."""
 
 
+class AllThere(pl.Callback):
+    """Begins training when every rank listens: else a rank that starts late misses versions, and a
+    broadcast to it begins late or never."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        for rank in range(strategy.world.size):
+            strategy.control.wait_for(f"address/{rank}", f"rank {rank} to listen")
+
+
 class Fault(pl.Callback):
     """Args:
     point: a key of `POINTS`, before_join, after_join, or the dotted name of a method (of an

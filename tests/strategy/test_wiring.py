@@ -39,7 +39,7 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     io, savers = DirectoryCheckpointIO(), cast(Any, object())
     parts = wire(runtime, io, savers)
     runner, lockstep = parts.runner, sharding == "fsdp"
-    assert runner.scheduler.roles == Roles(2, 1, lockstep, True, parts.lending._published.kept)
+    assert runner.scheduler.roles == Roles(2, 1, lockstep, True)
     assert runner.scheduler._costs["generate", 2] == 7.0
     assert runner.scheduler._costs["train", 1] == 3.0
     assert runner._task_seconds == 0.0

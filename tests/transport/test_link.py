@@ -247,11 +247,13 @@ class Slow(PeerLine):
         self.seen: list[int] = []
         self.go_on = threading.Event()
 
-    def outgoing(self, message: Message) -> None:
+    def outgoing(self, message: Message) -> Message:
         self.seen.append(message.meta["number"])
         self.go_on.wait(5.0)
+        return message
 
-    incoming = outgoing
+    def incoming(self, message: Message, sock: socket.socket) -> Message:
+        return self.outgoing(message)
 
 
 def test_lines_hold_messages_back_before_they_leave_and_when_they_come(

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from numpy.typing import NDArray
 from torch import Tensor
 
-from digenrl.callbacks.picture_alarms import destroyed, of_pictures
+from digenrl.callbacks.picture_alarms import Looks, destroyed, looks_of, of_pictures
 from digenrl.data import load_prompts
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import (
@@ -109,8 +109,9 @@ def save_pictures(path: Path, pictures: Pictures, per_prompt: int) -> None:
         if seen[prompt.uid] <= per_prompt:
             kept.append(row)
     index = torch.tensor(kept)
+    every = len(kept) == len(pictures.prompts)  # of videos, a copy would be gigabytes
     arrays = {
-        "media": pictures.media[index].numpy(),
+        "media": (pictures.media if every else pictures.media[index]).numpy(),
         "prompts": np.array([pictures.prompts[row].text for row in kept], dtype=np.str_),
     }
     if (sources := fitted_sources(pictures)) is not None:
@@ -214,7 +215,8 @@ class Evaluation(pl.Callback):
         self.every, self.statistics = every, tuple(statistics)
         self.saved_per_prompt = saved_per_prompt
         self.shown_prompts, self.shown_samples = shown_prompts, shown_samples
-        self._first: Pictures | None = None
+        self._first: Looks | None = None
+        """What alarms compare of this process's first evaluation."""
         self._open: int | None = None
         """RL step whose weights rollouts are evaluating, or None."""
         self._begun = 0
@@ -340,10 +342,11 @@ class Evaluation(pl.Callback):
     ) -> None:
         """Compare with this process's first evaluation, and write suspicious changes to
         events.jsonl."""
+        looks = looks_of(pictures.media)
         if self._first is not None:
-            for alarm in of_pictures(self._first, pictures, tuple(weights)):
+            for alarm in of_pictures(self._first, looks, pictures, tuple(weights)):
                 append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
-        self._first = self._first or pictures
+        self._first = self._first or looks
 
     def sample(
         self,

@@ -1,6 +1,7 @@
 """Alarms about the samples and scores of two evaluations of a run: blur, grids, constant rewards.
 
-Each function returns `Alarm`s. `of_evaluations` calls all of them.
+Each function returns `Alarm`s. `of_evaluations` calls all of them. Of an evaluation's pictures they
+need two numbers each (`Looks`), so that nobody has to keep the pictures of the first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ GRID_RATIO = 4.0
 NOISE_RATIO = 4.0
 """Detail of samples with noise over that of clean ones, or its inverse, from which they are
 destroyed."""
+_AT_ONCE_BYTES = 256 << 20
+"""Bytes of samples in fp32 that are measured together; at least one sample."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,37 @@ class Alarm:
     """Cause, and what to look at."""
 
 
-def of_pictures(before: Pictures, after: Pictures, rewards: Sequence[str]) -> list[Alarm]:
-    """Return the alarms of two evaluations, with the scores of `rewards` in the last one."""
-    scores = {name: after.rewards[name].numpy() for name in rewards}
-    texts = [prompt.text for prompt in after.prompts]
-    return of_evaluations(before.media.numpy(), after.media.numpy(), scores, texts)
+@dataclass(frozen=True)
+class Looks:
+    """What alarms compare of N pictures or videos."""
+
+    detail: Tensor
+    """[N], see `digenrl.rollout.engine.detail`."""
+    grid: Tensor
+    """[N], see `grid_strength`."""
+
+
+def looks_of(media: Tensor) -> Looks:
+    """Measure uint8 media [N, (F,) C, H, W], a few samples at a time: all videos of an evaluation
+    in fp32 would take tens of gigabytes of the host."""
+    parts = media.split(max(1, _AT_ONCE_BYTES // (4 * media[0].numel())))
+    found = [(detail(part), grid_strength(part)) for part in (part.float() / 255 for part in parts)]
+    details, grids = zip(*found, strict=True)
+    return Looks(torch.cat(details), torch.cat(grids))
+
+
+def of_pictures(
+    before: Looks, after: Looks, pictures: Pictures, rewards: Sequence[str]
+) -> list[Alarm]:
+    """Return the alarms of two evaluations. The last one has `pictures`, with the scores of
+    `rewards`."""
+    scores = {name: pictures.rewards[name].numpy() for name in rewards}
+    return of_evaluations(before, after, scores, [prompt.text for prompt in pictures.prompts])
 
 
 def of_evaluations(
-    before: NDArray[np.uint8],
-    after: NDArray[np.uint8],
+    before: Looks,
+    after: Looks,
     scores: Mapping[str, NDArray[np.float32]],
     prompts: Sequence[str],
 ) -> list[Alarm]:
@@ -58,12 +82,11 @@ def of_evaluations(
     within the prompts.
 
     Args:
-        before, after: media of the first and of the last evaluation, [N, (F,) C, H, W].
+        before, after: the first and the last evaluation.
         scores: scores of the last evaluation, name -> [N].
         prompts: prompts of the last evaluation, N texts. Samples of one prompt are a group.
     """
-    pictures = [torch.from_numpy(media).float() / 255 for media in (before, after)]
-    found = [blur(*pictures), grid(*pictures)]
+    found = [blur(before, after), grid(before, after)]
     rows: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows.setdefault(prompt, []).append(row)
@@ -102,10 +125,9 @@ def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm 
     )
 
 
-def blur(before: Tensor, after: Tensor) -> Alarm | None:
-    """Return an alarm if the samples `after` have less detail than `before` (both [N, (F,) C, H, W]
-    in [0, 1])."""
-    old, new = detail(before).median().item(), detail(after).median().item()
+def blur(before: Looks, after: Looks) -> Alarm | None:
+    """Return an alarm if the samples `after` have less detail than `before`."""
+    old, new = before.detail.median().item(), after.detail.median().item()
     if old <= 0 or new / old >= BLUR_SHARE:
         return None
     return Alarm(
@@ -116,10 +138,10 @@ def blur(before: Tensor, after: Tensor) -> Alarm | None:
     )
 
 
-def grid(before: Tensor, after: Tensor) -> Alarm | None:
+def grid(before: Looks, after: Looks) -> Alarm | None:
     """Return an alarm if a regular pattern grew, such as checkerboards and grids that please a
     scorer."""
-    old, new = grid_strength(before).median().item(), grid_strength(after).median().item()
+    old, new = before.grid.median().item(), after.grid.median().item()
     if new < GRID_RATIO * max(old, 1.0 / GRID_RATIO):
         return None
     return Alarm(
@@ -144,8 +166,8 @@ def destroyed(noisy_detail: float | None) -> str | None:
 
 
 def grid_strength(media: Tensor) -> Tensor:
-    """Return [N], the sharpest peak of the spectrum above a quarter of Nyquist over its
-    neighbourhood; about 1.5 = no peak.
+    """Return [N] of media in [0, 1]: the sharpest peak of the spectrum above a quarter of Nyquist
+    over its neighbourhood; about 1.5 = no peak.
 
     The power of every frequency along rows (and along columns) is averaged over the other axis. The
     result is the largest ratio of a frequency to the mean of the eight around it. Photographs and

@@ -23,11 +23,11 @@ from digenrl.record.run_dir import (
     CHECKPOINT_FAILED,
     CONFIG,
     EVALUATED,
-    EVENTS,
     LOGGER,
     METRICS,
     UNWRITTEN,
     Row,
+    event_files,
     printable,
 )
 from digenrl.record.stored_yaml import read_plain
@@ -69,7 +69,7 @@ class Display:
         )
         self._stream = stream if stream is not None else sys.stderr
         self._metrics = JsonlTail(self._path / METRICS)
-        self._events = JsonlTail(self._path / EVENTS)
+        self._events: dict[Path, JsonlTail] = {}
         self._steps: list[Row] = []
         self._evals: list[Row] = []
         self._evaluated: list[Row] = []
@@ -117,7 +117,9 @@ class Display:
             kept = {"step": self._steps, "eval": self._evals}.get(str(row.get("kind")))
             if kept is not None and is_number(row.get("rl_step")):
                 append_step(kept, {key: row[key] for key in _DRAWN if key in row})
-        for event in self._events.read():
+        for file in event_files(self._path):
+            self._events.setdefault(file, JsonlTail(file))
+        for event in [row for tail in self._events.values() for row in tail.read()]:
             if event.get("kind") == EVALUATED:
                 self._evaluated.append(event)
             elif event.get("kind") in _LOUD and event.get("cause") is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-_THIN_LINES = ("network.delta", "network.compress", "network.whole_every", "network.thin_mb_s")
+_THIN_LINES = ("network.delta", "network.whole_every", "network.thin_mb_s")
 _RECORDS = ("record.trajectories", "record.trajectories_mib", "replay")
 REMOVED: dict[str, str] = {
     "callbacks.evaluation.heldout_reward": "the first reward of `heldout` counts; name it first",
@@ -19,7 +19,7 @@ REMOVED: dict[str, str] = {
     ),
     "model.compile=graphs": "torch.compile has a mode for CUDA graphs; set model.compile=true",
     **dict.fromkeys(
-        _THIN_LINES, "all bytes travel; behind a slow line, run rollouts beside the trainers"
+        _THIN_LINES, "network.compress=auto finds slow lines and sends differences by itself"
     ),
     "hardware.emulate_misfits": "set the pools' memory_gib to what their ranks need",
     "parallel.rollout_context": (

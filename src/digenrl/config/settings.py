@@ -116,6 +116,10 @@ class NetworkSettings(Closed):
     """How weights travel to rollouts. stream: over sockets. broadcast: by torch.distributed (NCCL,
     or gloo on CPUs) to the rollouts that started with the run, until one of them is lost. Later
     rollouts get streams. auto: broadcast if every rank has a GPU and their number is fixed."""
+    compress: Literal["auto", "off"]
+    """What slow connections between ranks carry, exact to the bit. auto: where that is faster by
+    the connection's measured speed, weights travel as the difference to the version before, and
+    trajectories without what the receiver has. off: everything as it is."""
 
 
 class ParallelSettings(Closed):

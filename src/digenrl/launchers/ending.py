@@ -18,7 +18,7 @@ from digenrl.config.commands import to_continue
 from digenrl.config.settings import Settings
 from digenrl.record import run_lock
 from digenrl.record.redact import redact_text
-from digenrl.record.run_dir import EVENTS, METRICS
+from digenrl.record.run_dir import METRICS, event_files
 from digenrl.report.build import close, finish
 from digenrl.report.read_run import JsonlTail, is_number
 from digenrl.report.tables import final_table
@@ -91,7 +91,8 @@ def _unscored(run_dir: Path) -> str | None:
     rows = [row for row in JsonlTail(run_dir / METRICS).read() if row.get("kind") == "step"]
     if not rows or any(row.get("reward") is not None for row in rows):
         return None
-    events = [row for row in JsonlTail(run_dir / EVENTS).read() if row.get("kind") == "missing"]
+    told = [row for file in event_files(run_dir) for row in JsonlTail(file).read()]
+    events = [row for row in told if row.get("kind") == "missing"]
     causes = Counter(f"reward `{row.get('reward')}`: {row.get('cause')}" for row in events)
     commonest = "".join(f"; {cause}" for cause, _ in causes.most_common(1))
     return f"no sample of the run has a reward, so nothing was learned{commonest}"

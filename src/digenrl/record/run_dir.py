@@ -88,6 +88,7 @@ _unwritten: Counter[Path] = Counter()
 """Lines that this process could not write and has not reported yet, by file. A file that failed
 once stays here."""
 _events_limit: float = math.inf
+_events_name = EVENTS
 
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -102,9 +103,24 @@ def unix_time() -> float:
 
 
 def limit_events(size: float) -> None:
-    """Refuse routine events once events.jsonl has `size` bytes."""
+    """Refuse routine events once their file has `size` bytes."""
     global _events_limit
     _events_limit = size
+
+
+def write_events_of(host: str) -> None:
+    """Write events of this process into a file of its machine's own, `events-HOST.jsonl`.
+
+    On NFS, machines that append to one file overwrite each other's lines: O_APPEND is atomic within
+    a machine alone. Only the machine with the control store writes events.jsonl.
+    """
+    global _events_name
+    _events_name = f"events-{re.sub(r'[^0-9A-Za-z.-]', '-', host)}.jsonl"
+
+
+def event_files(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """Return the files with a run's events: events.jsonl, and those of other machines."""
+    return [Path(run_dir) / EVENTS, *sorted(Path(run_dir).glob("events-*.jsonl"))]
 
 
 def hold_reserve(run_dir: str | os.PathLike[str]) -> None:
@@ -354,13 +370,15 @@ def append_event(
     facts: Mapping[str, object] | None = None,
     urgent: bool = False,
 ) -> bool:
-    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl; return
-    whether it was written. Secrets are masked, because facts contain texts of errors.
+    """Append {"time": Unix seconds, "kind": kind, **facts} to the run's events.jsonl, or to the
+    file of `write_events_of`; return whether it was written. Secrets are masked, because facts
+    contain texts of errors.
 
     Args:
         urgent: whether the event takes the reserve if the disk is full.
     """
-    path, event = Path(run_dir) / EVENTS, {"time": unix_time(), "kind": kind, **redact(facts or {})}
+    path = Path(run_dir) / _events_name
+    event = {"time": unix_time(), "kind": kind, **redact(facts or {})}
     try:
         _append(path, event, _events_limit if kind in ROUTINE else math.inf)
     except OSError as error:

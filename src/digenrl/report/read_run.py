@@ -8,6 +8,7 @@ line by line each time they are needed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from typing import Annotated, Any, TypeGuard
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row
+from digenrl.record.run_dir import EVENTS, LAUNCH, METRICS, SPANS, Row, event_files
 from digenrl.record.span_log import LEFT_OUT
 from digenrl.record.spans import STAGES, WAIT_CAUSES, Span
 from digenrl.record.stored_yaml import read_plain
@@ -286,7 +287,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"run={path}: is the directory of a plan; name that of a run (with make: RUN=...)."
         )
     steps, evals = _latest(_checked(path / METRICS, _Metric, warnings))
-    events = tuple(_checked(path / EVENTS, _Event, warnings))
+    files = [tuple(_checked(file, _Event, warnings)) for file in event_files(path)]
+    events = files[0]
+    if len(files) > 1:  # of several machines
+        events = tuple(sorted(itertools.chain(*files), key=_time_of))
     starts = [float(attempt[0]["time"]) for attempt in split_attempts(events)]
     offsets = tuple(start - starts[0] for start in starts) or (0.0,)
     spans = SpanFiles(tuple(files_of(path, SPANS, "rank-*.jsonl")), offsets)
@@ -323,6 +327,10 @@ def _checked(path: Path, fields: type[_Row], warnings: list[str]) -> Iterator[Ro
         else:
             yield row
     refused.warn(path, warnings)
+
+
+def _time_of(row: Row) -> float:
+    return float(row["time"]) if is_number(row.get("time")) else 0.0
 
 
 def _latest(metrics: Iterable[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:

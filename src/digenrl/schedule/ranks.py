@@ -47,9 +47,6 @@ class Roles:
     decide and move together."""
     split: bool = False
     """Whether every queue is divided equally beforehand instead of claimed."""
-    keeps_copy: bool = False
-    """Whether trainers keep a copy of the published weights, and may therefore lend after the first
-    update of a batch."""
 
     @property
     def colocated(self) -> bool:

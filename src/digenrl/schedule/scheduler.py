@@ -293,11 +293,12 @@ class Scheduler:
     # ---- trainers
 
     def may_lend(self, updates_done: int) -> bool:
-        """Return whether a trainer may generate: it must hold the published version, or a copy of
-        it (I6)."""
-        if self.roles.colocated:
-            return updates_done == 0
-        return self.spec.tag and (updates_done == 0 or self.roles.keeps_copy)
+        """Return whether a trainer may generate.
+
+        It must hold the published version (I6). Trainers that lend keep a copy of it; colocated
+        ones have it until the first update of a batch.
+        """
+        return updates_done == 0 if self.roles.colocated else self.spec.tag
 
     def must_generate(self, updates_done: int, pending: int, left: int) -> bool:
         """Return whether colocated ranks generate the rest of a batch before they train the last

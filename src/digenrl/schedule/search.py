@@ -13,8 +13,7 @@ after another.
 Invariants:
 1. Under this model the chosen plan is never worse than never lending.
 2. No plan lends while a fragment is ready (I6).
-3. After the first optimizer step of a batch, no plan lends unless the trainer keeps a copy of the
-published weights.
+3. Where `may_lend` is false, no plan lends.
 
 Pure: standard library only.
 """
@@ -66,8 +65,7 @@ class LendingState:
     """Whether no rollout rank holds the step's version yet, so that a loan now takes the first
     tasks."""
     may_lend: bool = True
-    """False after the first optimizer step of a batch when no copy of the published weights is kept
-    (I6)."""
+    """False where lending is off."""
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,10 @@ class Lending:
         task, now = self._runner.claim(step), self._spans.now
         if task is None:
             if self._together:  # a task that is thrown away keeps the collectives in step
-                self._runner.run_discarded(self._hooks.plan_tasks(step)[-1], lambda _: between())
+                # The others gather this trainer's shard: it must be the published one too.
+                with self._published.in_use(update):
+                    last = self._hooks.plan_tasks(step)[-1]
+                    self._runner.run_discarded(last, lambda _: between())
             return
         began = now()
         with self._published.in_use(update):

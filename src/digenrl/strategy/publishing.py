@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from digenrl.cluster.claims import note_version
@@ -28,39 +29,49 @@ from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.shared import Learner
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.tasks import TaskRunner
-from digenrl.transport.weights import attest, exchanged, publish, take_part
+from digenrl.transport.weights import (
+    attest,
+    exchanged,
+    host_copy,
+    own_part,
+    publish,
+    take_part,
+)
 
 
 class PublishedCopy:
-    """Copy of the published adapter beside the one in training, for trainers that lend between
+    """Copy of the published weights beside those in training, for trainers that lend between
     updates (I6).
 
-    Only replicas with an adapter keep one: a copy of a whole model would not fit, and a sharded one
-    would have to be gathered. The others lend before the first update alone.
+    Each trainer copies the part of the weights that it holds: its shard, or all of them. The copy
+    of an adapter lies on the device. The copy of a model whose weights are all trained waits in
+    host memory, and changes places with the weights in training for each loan.
     """
 
-    def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, sharding: str) -> None:
-        self._learner = learner
-        self._parameters = policy.adapter.trained_parameters()
-        whole = sum(parameter.numel() for parameter in policy.transformer.parameters())
-        adapter = sum(parameter.numel() for parameter in self._parameters.values()) < whole
-        self.kept = spec.tag and spec.updates_per_batch > 1 and sharding == "ddp" and adapter
+    def __init__(self, policy: Policy, learner: Learner, spec: ScheduleSpec, rollouts: int) -> None:
+        self._adapter, self._learner = policy.adapter, learner
+        self.kept = spec.tag and rollouts > 0 and spec.updates_per_batch > 1
         self._tensors: dict[str, Tensor] = {}
 
+    @torch.no_grad()
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy `tensors`, which are the published version from now on."""
-        if self.kept:
-            self._tensors = {
-                name: tensors[name].detach().to(parameter, copy=True)
-                for name, parameter in self._parameters.items()
-            }
+        """Copy this trainer's part of `tensors`, which are the published version from now on."""
+        if not self.kept:
+            return
+        if not self._tensors:  # asked late: sharding has replaced the parameters meanwhile
+            trained = self._adapter.trained_parameters().items()
+            own = {name: own_part(parameter) for name, parameter in trained}
+            on_host = self._adapter.lora is None
+            self._tensors = host_copy(own) if on_host else {n: p.clone() for n, p in own.items()}
+        for name, kept in self._tensors.items():
+            kept.copy_(own_part(tensors[name]))
 
     def in_use(self, updates_done: int) -> AbstractContextManager[None]:
         """Return a context in which the policy holds the published version; afterwards it holds its
         own weights, bit by bit (I6)."""
         if updates_done == 0:
             return self._learner.rollout_weights()
-        return exchanged(self._parameters, self._tensors)
+        return exchanged(self._adapter.trained_parameters(), self._tensors)
 
 
 class Publisher:
@@ -137,7 +148,8 @@ class Publisher:
                 state.previous = (
                     None  # every trainer read it from the checkpoint; trainer 0 alone publishes it
                 )
-            self._published.keep(source)
+            if tensors is None:  # a version before the present one is lent to nobody
+                self._published.keep(source)
             self._shares.fix(
                 version
             )  # after the digest: by that collective every trainer has told its speed

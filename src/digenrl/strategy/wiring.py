@@ -80,10 +80,8 @@ def wire(
     control, link, spans = runtime.control, runtime.link, runtime.spans
     spec, world, session, engine = setup.spec, setup.world, setup.session, setup.engine
     # What is known of the run, and what is decided.
-    published = PublishedCopy(engine.policy, learner, spec, setup.sharding)
-    roles = Roles(
-        world.trainers, world.rollouts, setup.lockstep, setup.split_claims, published.kept
-    )
+    published = PublishedCopy(engine.policy, learner, spec, world.rollouts)
+    roles = Roles(world.trainers, world.rollouts, setup.lockstep, setup.split_claims)
     path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
     decisions = DecisionLog(path, header(spec, roles, setup.last_step), setup.record_bytes)
     scheduler = Scheduler(spec, roles, hooks.plan_tasks, decisions)

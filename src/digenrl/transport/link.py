@@ -7,8 +7,8 @@ affects no other one.
 
 `send` waits while the outbox is full: until the peer reads, is lost, or the run is aborted.
 `receive` waits at most its timeout. A reader waits for bytes, and ends when the peer closes the
-connection. What travels between two ranks can be delayed: each end of a connection shows its
-messages to a `PeerLine`.
+connection. What travels between two ranks can be delayed or compressed: each end of a connection
+shows its messages to a `PeerLine`.
 
 Why sockets and not gloo: an expired gloo wait closes the pair, a posted receive cannot be polled,
 and building a pair can deadlock two ranks that send to each other. A socket reports a dead peer at
@@ -84,14 +84,21 @@ class Link(Protocol):
 
 
 class PeerLine:
-    """One direction of the connection with one peer, where a subclass can delay messages. Called
-    in the link's threads."""
+    """One direction of the connection with one peer, where a subclass can delay messages or write
+    them shorter. Called in the link's threads."""
 
-    def outgoing(self, message: Message) -> None:
-        """Wait before `message` is written."""
+    def outgoing(self, message: Message) -> Message:
+        """Return what is written in place of `message`, perhaps later."""
+        return message
 
-    def incoming(self, message: Message) -> None:
-        """Wait before the received `message` is delivered."""
+    def written(self, message: Message, sock: socket.socket) -> None:
+        """Note that `message`, an answer of `outgoing`, was written to `sock`, where the peer's
+        `incoming` may answer."""
+
+    def incoming(self, message: Message, sock: socket.socket) -> Message | None:
+        """Return what is delivered in place of the `message` received from `sock`, perhaps later;
+        None: nothing is."""
+        return message
 
 
 Lines = Callable[[int], PeerLine]
@@ -116,7 +123,7 @@ class SocketLink:
         limits: how long `close` waits for what is still queued, and how long the launcher may take
             to judge a death.
         stage: entered with "send" while a message is written.
-        lines: peer -> the line that may delay messages with this peer.
+        lines: peer -> the line that may delay or compress messages with this peer.
     """
 
     def __init__(
@@ -240,8 +247,9 @@ class SocketLink:
                 while (queued := outbox.get()) is not None:
                     with self._stage("send"):
                         message, buffers = queued
-                        line.outgoing(message)
-                        _write(sock, buffers)
+                        shown = line.outgoing(message)
+                        _write(sock, buffers if shown is message else encode(shown))
+                        line.written(shown, sock)
         except PeerLost:
             return
         except (OSError, Aborted) as error:
@@ -276,8 +284,9 @@ class SocketLink:
             while sock.recv(
                 1, socket.MSG_PEEK
             ):  # an empty peek is an orderly end between two messages
-                line.incoming(message := decode(read, MAX_MESSAGE_BYTES))
-                self._deliver(message)
+                message = line.incoming(decode(read, MAX_MESSAGE_BYTES), sock)
+                if message is not None:
+                    self._deliver(message)
         except (OSError, EOFError, WireError, Aborted) as error:
             # A dead peer is the launcher's to judge; a broken message is ours.
             if isinstance(error, WireError) and not self._closing.is_set():
@@ -338,6 +347,11 @@ def socket_link(
 def _purpose(rank: int) -> str:
     """Return the purpose of a connection to `rank`, for the handshake."""
     return f"link {rank}"
+
+
+def write_message(sock: socket.socket, message: Message) -> None:
+    """Write a message whose tensors are contiguous and in CPU memory."""
+    _write(sock, encode(message))
 
 
 def _write(sock: socket.socket, buffers: Buffers) -> None:

@@ -134,6 +134,23 @@ def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def own_part(parameter: Tensor) -> Tensor:
+    """Return what this rank holds of a parameter, in the parameter's own memory: its shard, or all
+    of it."""
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return room for values of `tensors` in host memory, pinned where they are on a device."""
+    pin = any(accelerator.is_own(tensor.device) for tensor in tensors.values())
+    room = dict[str, Tensor]()
+    for bucket in buckets(tensors):
+        data = torch.empty(bucket.size, dtype=torch.uint8, pin_memory=pin)
+        room |= bucket.views(data, tensors)
+    return room
+
+
 @torch.no_grad()
 def publish(
     number: int,
@@ -292,7 +309,8 @@ def adopt(parameters: Mapping[str, Tensor], version: Version) -> None:
 def exchanged(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
     """Give `parameters` these `values`, of their dtypes, while the context is open.
 
-    The memory of `values` holds the parameters' own values meanwhile, so there is no third copy.
+    The memory of `values` holds the parameters' own values meanwhile, so there is no third copy. Of
+    a sharded parameter `values` has this rank's shard.
     """
     held = dict(values)
     _exchange(parameters, held)
@@ -306,11 +324,12 @@ def exchanged(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) ->
 def _exchange(parameters: Mapping[str, Tensor], held: dict[str, Tensor]) -> None:
     for name, value in held.items():
         parameter = parameters[name]
-        if parameter.device == value.device:
+        if parameter.device == value.device and not isinstance(parameter, DTensor):
             held[name], parameter.data = parameter.data, value
-        else:
-            own = parameter.clone()
-            parameter.copy_(value)
+        else:  # FSDP gathers from memory of its own, so a shard's values move
+            part = own_part(parameter)
+            own = part.clone()
+            part.copy_(value)
             value.copy_(own)
 
 

@@ -21,7 +21,7 @@ from digenrl.rewards.protocol import resolve_device
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import SamplingSpec, ode_samples
-from digenrl.transport.weights import Version, adopt, exchanged, publish
+from digenrl.transport.weights import Version, adopt, exchanged, host_copy, publish
 from digenrl.types import Prompt, move
 from reward_models.jpeg_size import JpegSize
 from tests.models.tiny_policies import make, prompt
@@ -112,6 +112,19 @@ def test_weights_are_exchanged_and_come_back() -> None:
         assert all(value.device == DEVICE for value in own.values())
         assert all(torch.equal(own[n].cpu(), value + 1) for n, value in numbers().items())
     assert all(torch.equal(own[name].cpu(), value) for name, value in numbers().items())
+
+
+def test_a_copy_of_all_weights_waits_pinned_on_the_host_and_changes_places() -> None:
+    """What trainers of whole models lend with."""
+    own, kept = numbers(DEVICE), host_copy(numbers(DEVICE))
+    for name, value in numbers().items():
+        kept[name].copy_(value + 1)
+    assert all(value.device.type == "cpu" and value.is_pinned() for value in kept.values())
+    for _ in range(2):
+        with exchanged(own, kept):
+            assert all(torch.equal(own[n].cpu(), value + 1) for n, value in numbers().items())
+            assert all(torch.equal(kept[n], value) for n, value in numbers().items())
+        assert all(torch.equal(own[n].cpu(), value) for n, value in numbers().items())
 
 
 def test_an_average_from_a_checkpoint_follows_its_parameters() -> None:

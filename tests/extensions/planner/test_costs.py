@@ -145,6 +145,30 @@ def test_who_lends_between_updates_holds_the_published_adapter_too(
     assert lending - alone == pytest.approx(more)
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_copy_of_all_weights_that_lenders_keep_waits_on_their_host(
+    sharding: str, updates: int
+) -> None:
+    """Each of four trainers of the node keeps its own part; a loan moves the part there and
+    back."""
+    work = replace(WORK, updates=updates, lora_rank=None)
+    costing = Costing(work, Hardware((POOL,)))
+    alone, lending = (
+        costing.candidate(4, 4, recompute=Recompute(), sharding=sharding).but(tag=tag)
+        for tag in (False, True)
+    )
+    part = 4 * work.trained_parameters / (4 if sharding == "fsdp" else 1) * (updates > 1)
+    assert costing.memory(alone)["p", "trainer"].copies == 0
+    assert costing.memory(lending)["p", "trainer"].copies == 0
+    more = costing.host_gib(lending)["p"] - costing.host_gib(alone)["p"]
+    assert more == pytest.approx(4 * part / 2**30, rel=1e-6)
+    switch = [costing.cluster(held).switch_seconds for held in (alone, lending)]
+    assert switch[1] - switch[0] == pytest.approx(
+        2 * part / 1e9 / reaches(POOL).host_gb_s, rel=1e-6
+    )
+
+
 def test_what_fills_a_memory_fits_and_a_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try the limit of a GPU and of a host. Blocks keep everything as long as that fits."""
     monkeypatch.setattr(costing_module, "USABLE", 1.0)
@@ -403,3 +427,47 @@ def test_the_fastest_steps_per_forward_that_fit_are_taken(
     monkeypatch.setattr(Costing, "misfits", lambda self, trial: misfits[trial.spec.tsp_batch])
     found = advice._steps_that_fit(costing, costing.candidate(1, 7, recompute=Recompute()))
     assert (found and found.spec.tsp_batch) == chosen
+
+
+def test_a_version_crosses_a_slow_line_as_a_difference() -> None:
+    """At 12.5 MB/s a tenth of the bytes and the codec's time; a line faster than the codec carries
+    the version as it is."""
+    work, slow, fast = replace(WORK, compressed=True), Line(0.0125, 0.02), Line(10.0, 0.0)
+    size = 2 * work.trained_parameters / 1e9
+    costs, plain = (Costs(each, Hardware((POOL,))) for each in (work, WORK))
+    assert plain.fetch_seconds(slow, 2) == pytest.approx(2 * size / 0.0125 + 0.02)
+    assert costs.fetch_seconds(slow, 2) == pytest.approx(size / 0.2 + 0.2 * size / 0.0125 + 0.02)
+    assert costs.fetch_seconds(fast, 2) == plain.fetch_seconds(fast, 2)
+
+
+@pytest.mark.parametrize(("relayed", "copies"), [(True, 2), (False, 8)])
+def test_a_version_is_held_once_on_a_machine_and_where_it_arrived(
+    relayed: bool, copies: int
+) -> None:
+    """Four trainers and four rollouts on one machine, eight rollouts on another."""
+    work = replace(WORK, lora_rank=None, relayed=relayed)
+    home, other = replace(POOL, name="home"), replace(POOL, name="other")
+    costing = Costing(work, Hardware((home, other)))
+    placed = costing.candidate(4, 12, recompute=Recompute())
+    gib, pools = costing.host_gib(placed), {name for name, _ in costing.placed(placed)}
+    version = 2 * work.trained_parameters / 2**30
+    assert pools == {"home", "other"}
+    assert gib["other"] == pytest.approx(copies * version, rel=0.01)
+    assert gib["home"] == pytest.approx(2 * version, rel=0.01), "trainer 0's, and the rollouts'"
+
+
+def test_both_ends_of_a_slow_line_keep_a_version_more() -> None:
+    home, other = replace(POOL, name="home"), replace(POOL, name="other")
+    found = {}
+    for gb_s in (0.0125, 10.0):
+        for compressed in (False, True):
+            work = replace(WORK, lora_rank=None, compressed=compressed)
+            line = {frozenset(("home", "other")): Line(gb_s)}
+            costing = Costing(work, Hardware((home, other), lines=line))
+            found[gb_s, compressed] = costing.host_gib(
+                costing.candidate(4, 12, recompute=Recompute())
+            )
+    version = 2 * work.trained_parameters / 2**30
+    assert found[10.0, True] == found[10.0, False] == found[0.0125, False]
+    for name, more in found[0.0125, True].items():
+        assert more - found[0.0125, False][name] == pytest.approx(version, rel=0.01)

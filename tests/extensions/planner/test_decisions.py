@@ -35,7 +35,6 @@ def test_I13_a_virtual_runs_record_gives_every_decision_again(
         len(cluster.rollouts),
         cluster.lockstep,
         cluster.static_claims,
-        cluster.lends_between_updates,
     )
     assert any("decision" in row for row in rows)
     record = [header(spec, roles, 5), *rows]

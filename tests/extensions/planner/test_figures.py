@@ -254,7 +254,7 @@ SET = {
 RUNS: dict[str, tuple[ScheduleSpec, Cluster, Disturbance]] = {}
 for _name, _spec, _ranks, _cluster, _disturbance in (
     ("plain", {"gap": 0, "tsp_shard": False}, RANKS, {}, {}),
-    ("lending", {"tag": True, "updates_per_batch": 2}, RANKS, {"lends_between_updates": True}, {}),
+    ("lending", {"tag": True, "updates_per_batch": 2}, RANKS, {}, {}),
     ("stale", {"tag": True, "async_steps": 1, "stale_fraction": 0.5}, RANKS, {}, {}),
     ("whole", {"gap": 0, "async_steps": 1, "stale_fraction": 1.0}, RANKS, {}, {}),
     ("useful", {"task_size": 1, "tag": True}, RANKS, {"useful": 0.5}, {}),
@@ -392,7 +392,7 @@ def drawn_run(draw: Drawing) -> tuple[ScheduleSpec, Cluster, Disturbance]:
     free = dict(zip(SET, draw.times(len(SET), 0.5), strict=True))
     cluster = Cluster(
         tuple(ranks), lockstep, together if lockstep else 0, **free, useful=draw.of([1.0, 1.0, 0.5]),
-        lends_between_updates=draw.true(0.3), static_claims=not rollouts and draw.true(0.4),
+        static_claims=not rollouts and draw.true(0.4),
     )  # fmt: skip
     dies = rollouts > 1 and draw.true(0.4)
     mishap = Disturbance(

@@ -16,7 +16,7 @@ from digenrl.config import Composed
 from digenrl.extensions.planner.advice import PlannerAdvisor, memory_lines
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.plan_text import memory_by_role
-from digenrl.extensions.planner.reading import candidate_of, costing_of, sized
+from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, sized
 from digenrl.settle import settle, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
@@ -293,15 +293,20 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
             candidate_of(composed.settings, 4, 4, costing.work.trained_steps)
         ).values()
         assert (
-            f"memory    host: {gib:.1f} GiB (off-loaded activations, published weights)"
+            f"memory    host: {gib:.1f} GiB (off-loaded activations, weights, evaluations)"
             in memory_lines(composed, 4, 4)
         )
         return gib
 
     work = costing_of(loaded(*base)).work
     version = 2 * work.trained_parameters / 2**30
-    assert host() == pytest.approx(version)
-    assert host("schedule.async_steps=1") == pytest.approx(3 * version)
+    drawn = drawn_of(loaded(*base).settings)
+    assert drawn is not None
+    pictures = 2 * drawn.prompts * drawn.samples * work.height * work.width * 3 / 2**30
+    assert host("~callbacks.evaluation") == pytest.approx(2 * version), "4 rollouts share one"
+    assert host("~callbacks.evaluation", "schedule.async_steps=1") == pytest.approx(5 * version)
+    assert host() == pytest.approx(2 * version + pictures)
+    version = 2 * version + pictures  # what does not depend on the activations
     rows = loaded(*base).settings.sampling.task_size * work.passes
     waiting = 4 * work.sizes["blocks"] * work.kept_bytes("all", rows) / 2**30
     assert host(offload) == pytest.approx(version + waiting)

@@ -137,9 +137,9 @@ def test_weights_gradients_and_optimizer_are_exact() -> None:
     )
     averaged = replace(WAN, ema=True)
     copies = [
-        trainer_memory(work, 1, 2, 1, INPUTS, False, keeps_copy).copies
-        for work in (replace(WAN, ema=False), averaged)
-        for keeps_copy in (False, True)
+        trainer_memory(work, 1, 2, 1, INPUTS, False, lends).copies
+        for work in (replace(WAN, ema=False, updates=2), replace(averaged, updates=2))
+        for lends in (False, True)
     ]
     assert copies == [0, 4 * trained, 4 * trained, 8 * trained]
     sharded = trainer_memory(WAN, 8, 2, 1, INPUTS, False, False)

@@ -77,7 +77,6 @@ def clusters(draw: st.DrawFn, least_rollouts: int = 0) -> Cluster:
         publish_seconds=draw(small),
         deliver_seconds=draw(small),
         switch_seconds=draw(small),
-        lends_between_updates=draw(st.booleans()),
         static_claims=rollouts == 0 and draw(st.booleans()),
     )
 

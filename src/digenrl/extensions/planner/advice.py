@@ -355,7 +355,7 @@ def memory_lines(composed: Composed, trainers: int, rollouts: int) -> list[str]:
     for pool, gib in costing.host_gib(candidate).items():
         where = f"host of a node of {pool}" if several else "host"
         lines.append(
-            f"memory    {where}: {gib:.1f} GiB (off-loaded activations, published weights)"
+            f"memory    {where}: {gib:.1f} GiB (off-loaded activations, weights, evaluations)"
         )
     return lines
 

@@ -14,14 +14,13 @@ from typing import Any, TypeVar, cast
 
 from digenrl.extensions.planner.bound import solve_bound
 from digenrl.extensions.planner.candidate import Candidate
-from digenrl.extensions.planner.costs import STAGES, SWITCH_SECONDS, Costs
+from digenrl.extensions.planner.costs import STAGES, Costs
 from digenrl.extensions.planner.floor import floor_seconds
+from digenrl.extensions.planner.host_memory import host_gib, lent_bytes
 from digenrl.extensions.planner.memory import (
-    GIB,
     USABLE,
     Memory,
     offloaded_bytes,
-    published_bytes,
     rollout_memory,
     trainer_memory,
 )
@@ -189,7 +188,7 @@ class Costing:
             self.shards(candidate),
             *batch,
             makes,
-            spec.tag,
+            spec.tag and candidate.rollouts > 0,
             candidate.encoders,
             spec.context,
         )
@@ -209,10 +208,9 @@ class Costing:
     ) -> Memory:
         """Return the bytes of a trainer that trains `blocks` blocks of a micro-batch at once and
         keeps `recompute`."""
-        copy = lends and self.work.lora_rank is not None and self.work.updates > 1
         rows = task_size, tsp_batch * blocks
         return trainer_memory(
-            self.work, shards, *rows, recompute, generates, copy, encoders, context
+            self.work, shards, *rows, recompute, generates, lends, encoders, context
         )
 
     def memory(self, candidate: Candidate) -> dict[tuple[str, str], Memory]:
@@ -251,28 +249,24 @@ class Costing:
             room = self.hardware.pool(pool_name).host_gib
             if need > USABLE * room:
                 reasons.append(
-                    f"trainers of a node of {pool_name} keep what needs {need:.1f} GiB of "
+                    f"ranks of a node of {pool_name} keep what needs {need:.1f} GiB of "
                     f"{USABLE * room:.1f} GiB ({USABLE:.0%} of {room:g}) on its host"
                 )
         return reasons
 
+    @_once
     def host_gib(self, candidate: Candidate) -> dict[str, float]:
-        """Return pool -> GiB that the trainers of its fullest node keep in host memory.
+        """Return pool -> GiB that the ranks of its fullest node keep in host memory."""
+        spec, each = candidate.spec, {}
+        for pool, _ in self.trainers(candidate):
+            micro = spec.task_size * spec.tsp_batch * self.blocks_at_once(candidate, pool)
+            rows, kept = micro * self.work.trained_passes, self.recompute(candidate, pool)
+            waiting = offloaded_bytes(self.work, rows, kept, spec.context)
+            each[pool.name] = waiting + self._lent_bytes(candidate)
+        return host_gib(self.work, spec, self.hardware, self.placed(candidate), each)
 
-        These are off-loaded activations, and published versions on the node of trainer 0.
-        """
-        spec, table = candidate.spec, {}
-        for pool, count in self.trainers(candidate):
-            rows = (
-                spec.task_size
-                * spec.tsp_batch
-                * self.blocks_at_once(candidate, pool)
-                * self.work.trained_passes
-            )
-            each = offloaded_bytes(self.work, rows, self.recompute(candidate, pool), spec.context)
-            table[pool.name] = min(pool.per_node, count) * each / GIB
-        table[next(iter(table))] += published_bytes(self.work, spec.async_steps) / GIB
-        return table
+    def _lent_bytes(self, candidate: Candidate) -> int:
+        return lent_bytes(self.work, candidate.spec, candidate.rollouts, self.shards(candidate))
 
     def cell_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of one trained step of a task on the slowest trainer, with its wait
@@ -402,9 +396,8 @@ class Costing:
             snapshot_seconds=costs.snapshot_seconds(trainer_pools) if candidate.rollouts else 0.0,
             publish_seconds=costs.publish_seconds(everyone, near) if candidate.rollouts else 0.0,
             deliver_seconds=costs.deliver_seconds(everyone, b),
-            switch_seconds=SWITCH_SECONDS,
+            switch_seconds=costs.switch_seconds(trainer_pools, self._lent_bytes(candidate)),
             useful=work.useful,
-            lends_between_updates=work.lora_rank is not None,
             static_claims=candidate.static_claims,
         )
 

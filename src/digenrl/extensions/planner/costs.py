@@ -47,11 +47,20 @@ CONDITION_WIDTH = 4096
 CONNECTION_GB_S = 1.2
 """GB/s of one TCP connection, from publishing to adopting (benchmarks/publish.py over loopback on
 two processor cores)."""
+CODEC_GB_S, CODED_SHARE = 0.2, 0.1
+"""GB/s at which one core writes a version as a difference, and the share of the bytes that is left
+(benchmarks/publish.py links=...: a twentieth of 16-bit values that move in one of twenty; the rest
+is an assumption)."""
 SWITCH_SECONDS = 0.02
 """Seconds of one switch between training and generation (an assumption). Caches are freed and
 adapters stay."""
 STAGES = ("encode", "generate", "decode", "score", "train", "network")
 MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
+
+
+def carries_differences(work: Workload, line: Line) -> bool:
+    """Return whether versions cross a line as differences (`transport/compress.py`)."""
+    return work.compressed and line.gb_s < CODEC_GB_S * (1.0 - CODED_SHARE)
 
 
 @dataclass(frozen=True)
@@ -302,6 +311,11 @@ class Costs:
         memory."""
         return version_bytes(self.work) / (min(reaches(pool).host_gb_s for pool in pools) * 1e9)
 
+    def switch_seconds(self, pools: list[Pool], copy: int) -> float:
+        """Return the seconds of one switch between training and generation. A `copy` of so many
+        bytes in host memory changes places with the weights in training."""
+        return SWITCH_SECONDS + 2 * copy / (min(reaches(pool).host_gb_s for pool in pools) * 1e9)
+
     def adopt_seconds(self) -> float:
         """Return the seconds in which one thread copies a version, in the rollouts' dtype, onto a
         rollout's GPU."""
@@ -328,8 +342,13 @@ class Costs:
 
     def fetch_seconds(self, line: Line, nodes: int) -> float:
         """Return the seconds of a version on the line between two places, with a copy for each of
-        `nodes` nodes."""
-        return line.seconds(nodes * version_bytes(self.work))
+        `nodes` nodes. Where that is sooner, the version travels as a difference
+        (`network.compress`)."""
+        size = nodes * version_bytes(self.work)
+        if not carries_differences(self.work, line):
+            return line.seconds(size)
+        # Each node's copy is coded in a thread of its own.
+        return size / nodes / (CODEC_GB_S * 1e9) + line.seconds(CODED_SHARE * size)
 
     def deliver_seconds(self, pools: list[Pool], task_size: int) -> float:
         """Return the seconds of a finished task through pinned memory and the network, and of its

@@ -7,6 +7,7 @@ measured on a two-core machine.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -37,15 +38,17 @@ class EmulatedLine(PeerLine):
     def __init__(self, fetch: float, send: float) -> None:
         self._fetch, self._send = fetch, send
 
-    def outgoing(self, message: Message) -> None:
+    def outgoing(self, message: Message) -> Message:
         """Wait while a task, finished or suspended, would be on its way."""
         time.sleep(self._send if message.kind in (MessageKind.CELLS, MessageKind.STATE) else 0.0)
+        return message
 
-    def incoming(self, message: Message) -> None:
+    def incoming(self, message: Message, sock: socket.socket) -> Message:
         """Wait at the end of a version while its buckets would be on their way."""
         time.sleep(
             self._fetch if message.kind is MessageKind.WEIGHTS and not message.tensors else 0.0
         )
+        return message
 
 
 class _Sleep(torch.autograd.Function):

@@ -46,7 +46,7 @@ class Memory:
     optimizer: int = 0
     """Bytes of two moments in fp32 (AdamW)."""
     copies: int = 0
-    """Bytes of the exponential average, and of the published weights that lending keeps."""
+    """Bytes of the exponential average, and of the published adapter that lending keeps."""
     reference: int = 0
     """Bytes of the frozen fp32 copy that the KL divergence needs when all weights are trained."""
     rewards: int = 0
@@ -167,6 +167,12 @@ def published_bytes(work: Workload, async_steps: int) -> int:
     return (1 + 2 * async_steps) * version_bytes(work)
 
 
+def lent_copy_bytes(work: Workload, shards: int) -> int:
+    """Return the bytes of a trainer's own part of the published weights, which it keeps between
+    updates to lend with: on the GPU those of an adapter, in host memory those of a whole model."""
+    return 4 * -(-work.trained_parameters // shards) * (work.updates > 1)
+
+
 def stored_bytes(work: Workload, rows: int) -> int:
     """Return the bytes of the latents of `rows` samples that a rollout keeps: at most those before
     and behind each trained step, and both stacked of the task before, which is being scored."""
@@ -213,7 +219,7 @@ def trainer_memory(
     tsp_batch: int,
     recompute: Recompute,
     generates: bool,
-    keeps_copy: bool,
+    lends: bool,
     encoders: bool = False,
     context: int = 1,
 ) -> Memory:
@@ -224,7 +230,7 @@ def trainer_memory(
         recompute: what the blocks keep for the backward pass.
         generates: whether it also generates (colocated, or lending), so that it needs room to
             encode and decode.
-        keeps_copy: whether it keeps the published trained weights between updates, for lending.
+        lends: whether it lends between updates, and so keeps the published adapter.
         encoders: whether text encoders and VAE stay on the GPUs that generate.
         context: number of ranks that share the tokens of a trained forward. Each generates and
             evaluates alone.
@@ -255,7 +261,7 @@ def trainer_memory(
         trained=4 * share,
         gradients=4 * (share if full else trained),
         optimizer=8 * share,
-        copies=4 * share * (int(work.ema) + int(keeps_copy)),
+        copies=4 * share * int(work.ema) + lent_copy_bytes(work, shards) * (lends and not full),
         reference=-(-4 * parameters // shards) if full and work.reference else 0,
         rewards=scorer_bytes(work, heldout=work.evaluated > 0) if makes else 0,
         gathered=gathered,

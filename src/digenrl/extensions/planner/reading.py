@@ -79,6 +79,7 @@ def workload(composed: Composed) -> Workload:
     embedded = None if branch_scale is None else float(branch_scale) > 1.0
     judged = tuple(name for _, name, _ in placed(settings.node("reward"), "managed"))
     drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(settings)]
+    kept = drawn_of(settings)
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     work = Workload(
         model=model_name,
@@ -105,6 +106,9 @@ def workload(composed: Composed) -> Workload:
         rewards=tuple(name for name in settings.reward.rewards or {} if name not in judged),
         judged=judged,
         heldout=tuple(name for name in settings.reward.get("heldout") or {} if name not in judged),
+        relayed=settings.launch != "ray",
+        compressed=settings.network.compress == "auto",
+        evaluated_samples=0 if kept is None else kept.prompts * kept.samples,
         evaluated=max((sampling.eval.batch or n for n in drawn), default=0),
         detached=guided and bool(algorithm.detach_uncond),
         engine="compiled" if model.compile else "eager",

@@ -93,9 +93,6 @@ class Cluster:
     """Seconds of one switch of a trainer between training and generation."""
     useful: float = 1.0
     """Share of a group's samples that are trained."""
-    lends_between_updates: bool = False
-    """Whether trainers keep a copy of the published weights, so that they may lend after the first
-    update of a batch."""
     static_claims: bool = False
     """Whether tasks are split equally beforehand (as in published colocated loops) instead of
     claimed."""

@@ -142,7 +142,6 @@ class _VirtualRun:
             len(cluster.rollouts),
             lockstep=cluster.lockstep,
             split=cluster.static_claims,
-            keeps_copy=cluster.lends_between_updates,
         )
         self.plan: Callable[[int], Sequence[Task]] = functools.cache(
             lambda version: queue(spec, version, last_step)

@@ -102,6 +102,13 @@ class Workload:
     """Rewards on GPUs that no rank has (placement managed); the other two fields lack them."""
     heldout: tuple[str, ...] = ()
     """Rewards that only evaluation uses."""
+    relayed: bool = True
+    """Whether one rollout of a machine receives versions for all (torchrun, SLURM). On Ray each
+    receives them, unless trainer 0 is on its machine."""
+    compressed: bool = False
+    """Whether slow connections carry differences (`network.compress`)."""
+    evaluated_samples: int = 0
+    """Samples of one evaluation; 0: none is made."""
     evaluated: int = 0
     """Samples that an evaluating rank makes at once; 0 = no evaluation. Trainers always have room
     for them, because they evaluate when no rollout is left."""

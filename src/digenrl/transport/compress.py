@@ -1,0 +1,149 @@
+"""Fewer bytes on slow connections, exact to the bit: `network.compress=auto`.
+
+    thread of the sender                                   reader thread of the receiver
+    version 1: as it is; tells the connection's speed -->  kept
+    version 2: its difference to version 1            -->  version 1 and the difference; digest of the whole
+    trajectories: without what was sent before        -->  completed
+
+Each connection decides for itself, before each version, by the measured speeds of the connection
+and of the codec. On a fast one nothing is coded, and nothing kept after the first version. Both
+ends see the same messages in the same order, so they hold the same earlier version.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import fcntl
+import math
+import socket
+import struct
+import termios
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from digenrl.transport.difference import difference, restored
+from digenrl.transport.link import PeerLine
+from digenrl.transport.repeated import Repeated
+from digenrl.transport.wire import Message, MessageKind, WireError, tensor_bytes
+
+_CODED = "coded"
+"""Key of a message's meta: how the receiver completes the message, and whether it keeps it."""
+_LEAST_S, _LEAST_BYTES = 0.05, 1 << 20
+"""What took fewer seconds and bytes says nothing about a connection's speed."""
+_DRAINED_S = 10.0
+"""Longest wait until the peer's kernel has what was written."""
+
+
+class CodedLine(PeerLine):
+    """One direction of a connection that sends differences while that is faster."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, Tensor]] = {}
+        """Bucket -> version and bytes that both ends hold."""
+        self._repeated = Repeated()
+        self.speed = 0.0
+        """Bytes a second of the connection; 0: not measured yet."""
+        self.codec_speed, self.left = 200e6, 0.3
+        """Bytes a second of the codec, and the share of the bytes that it leaves: guesses, until a
+        version was coded."""
+        self._began, self._busy_s, self._sent = 0.0, 0.0, 0
+        """Second at which the present write began; seconds and bytes of the writes since the last
+        measurement. Waits for the next message are left out."""
+        self._raw, self._coding_s = 0, 0.0
+        """Bytes that were coded since then, and the seconds that took."""
+
+    @property
+    def coding(self) -> bool:
+        """Whether the next version and trajectories are coded: whether 1/codec + left/speed is less
+        than 1/speed."""
+        return 0.0 < self.speed < self.codec_speed * (1.0 - self.left)
+
+    def outgoing(self, message: Message) -> Message:
+        if message.kind is MessageKind.CELLS and self.coding:
+            tensors, facts = self._repeated.without(message.tensors)
+            message = _marked(message, facts, tensors)
+        elif _is_bucket(message):
+            message = self._outgoing_bucket(message)
+        self._began = time.monotonic()
+        return message
+
+    def _outgoing_bucket(self, message: Message) -> Message:
+        number, index = message.meta["version"], message.meta["bucket"]
+        data, base = message.tensors["data"], self._kept.pop(index, None)
+        if self.speed and not self.coding:
+            return message
+        self._kept[index] = number, data
+        if not self.coding or base is None or len(base[1]) != len(data):
+            return _marked(message, {}, message.tensors)
+        began = time.monotonic()
+        payload, facts = difference(data, base[1])
+        self._coding_s += time.monotonic() - began
+        self._raw += len(data)
+        return _marked(message, facts | {"base": base[0]}, {"data": payload})
+
+    def written(self, message: Message, sock: socket.socket) -> None:
+        """Measure the connection after a version, or after a trajectory."""
+        self._sent += sum(tensor.nbytes for tensor in message.tensors.values())
+        self._busy_s += time.monotonic() - self._began
+        if "bucket" in message.meta:
+            return
+        began = time.monotonic()
+        while (waiting := _unconfirmed(sock)) and time.monotonic() < began + _DRAINED_S:
+            time.sleep(0.001)
+        seconds = self._busy_s + time.monotonic() - began
+        if waiting is None:
+            self.speed = math.inf
+        elif seconds > _LEAST_S or self._sent > _LEAST_BYTES:
+            speed = (self._sent - waiting) / max(seconds, 1e-6)
+            self.speed = 0.5 * (speed + (self.speed or speed))
+        if self._raw:
+            self.codec_speed, self.left = self._raw / self._coding_s, self._sent / self._raw
+        self._busy_s, self._sent, self._raw, self._coding_s = 0.0, 0, 0, 0.0
+
+    def incoming(self, message: Message, sock: socket.socket) -> Message:
+        coded = message.meta.get(_CODED)
+        if coded is None:
+            if _is_bucket(message):
+                self._kept.pop(message.meta["bucket"], None)
+            return message
+        meta = {key: value for key, value in message.meta.items() if key != _CODED}
+        try:
+            if message.kind is MessageKind.CELLS:
+                tensors = self._repeated.completed(message.tensors, coded)
+                return replace(message, meta=meta, tensors=tensors)
+            index, data, digest = int(meta["bucket"]), message.tensors["data"], message.digest
+            if "base" in coded:
+                number, base = self._kept[index]
+                if number != coded["base"]:
+                    raise KeyError(f"version {coded['base']}")
+                data = restored(data, coded, base)
+                digest = xxhash.xxh3_64_hexdigest(tensor_bytes(data))
+            self._kept[index] = int(meta["version"]), data
+        except (KeyError, TypeError, ValueError, zlib.error) as error:
+            raise WireError(f"a compressed message cannot be completed: {error!r}.") from error
+        return replace(message, meta=meta, tensors={"data": data}, digest=digest)
+
+
+def _is_bucket(message: Message) -> bool:
+    """Return whether a message is part of a version. Weights of an evaluation have no number, and
+    are near no version."""
+    known = message.kind is MessageKind.WEIGHTS and message.tensors.keys() == {"data"}
+    return known and "bucket" in message.meta and message.meta.get("version", -1) >= 0
+
+
+def _marked(message: Message, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Message:
+    return replace(message, meta={**message.meta, _CODED: dict(facts)}, tensors=tensors)
+
+
+def _unconfirmed(sock: socket.socket) -> int | None:
+    """Return how many written bytes the peer's kernel has not confirmed; None where the system does
+    not tell."""
+    with suppress(OSError):
+        return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
+    return None

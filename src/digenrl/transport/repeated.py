@@ -1,0 +1,85 @@
+"""Parts of trajectories that their receiver has already need not travel.
+
+- Tasks of a prompt carry the same encoded prompt: each part of it is sent once.
+- Where consecutive steps are trained, the latents after a step are those before the next one.
+
+What travels keeps its own precision.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from digenrl.transport.wire import tensor_bytes
+
+_REMEMBERED = 32
+"""Parts of encoded prompts that both ends of a connection remember."""
+
+
+class Repeated:
+    """What both ends of one direction of a connection remember. Both see the same messages in the
+    same order, so they forget alike."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Tensor] = OrderedDict()
+
+    def without(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors that must travel, and what `completed` must know."""
+        left, known = dict(tensors), dict[str, str]()
+        for name in _conditions(tensors):
+            digest = _digest(tensors[name])
+            if digest in self._known:
+                known[name] = digest
+                del left[name]
+            self._remember(digest, tensors[name])
+        before, after = tensors.get("latents"), tensors.get("next_latents")
+        chained = before is not None and after is not None and _chained(before, after)
+        if chained and after is not None:
+            left["next_latents"] = after[:, -1:]
+        return left, {"names": list(tensors), "known": known, "chained": chained}
+
+    def completed(self, left: Mapping[str, Tensor], facts: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Invert `without`.
+
+        Raises:
+            KeyError: `left` lacks what this end does not know.
+        """
+        tensors = dict(left)
+        for name in _conditions(facts["names"]):
+            if name in facts["known"]:
+                tensors[name] = self._known[facts["known"][name]]
+            self._remember(facts["known"].get(name) or _digest(tensors[name]), tensors[name])
+        if facts["chained"]:
+            latents = tensors["latents"]
+            tensors["next_latents"] = torch.cat([latents[:, 1:], tensors["next_latents"]], dim=1)
+        return {name: tensors[name] for name in facts["names"]}
+
+    def _remember(self, digest: str, tensor: Tensor) -> None:
+        self._known.setdefault(digest, tensor)
+        self._known.move_to_end(digest)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+
+def _conditions(names: Any) -> list[str]:
+    return [name for name in names if name.startswith("condition/")]
+
+
+def _chained(before: Tensor, after: Tensor) -> bool:
+    """Return whether [b, K, ...] `after` holds, at each step but the last, what `before` holds at
+    the next one: compared as bytes, since NaN would differ from itself."""
+    if before.shape != after.shape or before.dtype != after.dtype or before.shape[1] < 2:
+        return False
+    ours, theirs = before[:, 1:].contiguous(), after[:, :-1].contiguous()
+    return tensor_bytes(ours) == tensor_bytes(theirs)
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = xxhash.xxh3_128_hexdigest(tensor_bytes(tensor.contiguous()))
+    return f"{tensor.dtype} {tuple(tensor.shape)} {digest}"

@@ -1,0 +1,94 @@
+"""Sharded trainers lend between the updates of a batch as replicas do, and change no weights by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from digenrl import run
+from digenrl.cluster.world import World
+from digenrl.schedule.scheduler import Scheduler
+from tests.strategy.processes import (
+    FULL,
+    Cluster,
+    Job,
+    completed,
+    configured,
+    run_series,
+    slow_rollouts,
+)
+from tests.strategy.test_equality import LIGHT
+
+pytestmark = pytest.mark.processes
+
+WORDS = (
+    *LIGHT,
+    "schedule.gap=1",
+    "schedule.tsp.batch=1",
+    "data.prompts_per_batch=2",
+    "data.group_size=10",
+    "algorithm.updates_per_batch=2",
+)
+"""Each update has one fragment, so that sums have one order. A group has five tasks: an odd number,
+so that one of two trainers that lend together generates what is thrown away."""
+FSDP = "parallel.sharding=fsdp"
+HSDP = ("parallel.sharding=hsdp", "parallel.shard_group=2")
+
+
+def lend_after_an_update(rank: run.Rank, world: World) -> None:
+    """Let trainers lend between updates whatever the search says, while rollouts take their
+    time."""
+    strategy = rank.strategy
+    strategy.on_bubble = lambda board, pending: int(strategy.state.updates_done > 0)  # type: ignore[method-assign]
+    Scheduler.opens = lambda *args: 0  # type: ignore[method-assign, assignment]
+    slow_rollouts(rank, world, seconds=0.1)
+
+
+def lent_after_an_update(cluster: Cluster) -> int:
+    """Count the tasks that trainers generated between the two updates of a step."""
+    updated = [
+        (row["rank"], row["step"], row["end"])
+        for row in cluster.spans("optimizer")
+        if row.get("what") == "reduce"
+    ]
+    first = {(rank, step): end for rank, step, end in reversed(updated)}
+    return sum(
+        row["start"] > first[row["rank"], row["step"]]
+        for row in cluster.spans("lend")
+        if not row.get("discarded") and (row["rank"], row["step"]) in first
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainers", "choices"),
+    [
+        pytest.param(2, {"lora": (FSDP,), "full": (FSDP, *FULL)}, id="fsdp"),
+        pytest.param(4, {"lora": HSDP, "full": (*HSDP, *FULL)}, id="hsdp", marks=pytest.mark.slow),
+        pytest.param(2, {"lora": (), "full": FULL}, id="ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_lending_between_updates_leaves_every_bit_of_the_weights(
+    tmp_path: Path, trainers: int, choices: dict[str, tuple[str, ...]]
+) -> None:
+    jobs = [
+        Job(
+            f"{name}-{tag}",
+            configured(*WORDS, *words, f"schedule.tag={tag}"),
+            lend_after_an_update if tag == "true" else None,
+        )
+        for name, words in choices.items()
+        for tag in ("false", "true")
+    ]
+    weights, lent = {}, {}
+    for job, cluster in run_series(tmp_path, trainers, 1, jobs):
+        weights[job.name] = completed(cluster).weights
+        lent[job.name] = lent_after_an_update(cluster)
+    for name in choices:
+        assert lent[f"{name}-false"] == 0
+        assert lent[f"{name}-true"] > 0, "nobody lent between the updates"
+        plain = weights[f"{name}-false"]
+        assert plain
+        for parameter, tensor in plain.items():
+            assert torch.equal(weights[f"{name}-true"][parameter], tensor), (name, parameter)
