@@ -125,6 +125,17 @@ def test_shards_keep_their_dtypes_where_nothing_would_be_cast(lora: Any, dtype: 
     assert mixed_precision(policy) == MixedPrecisionPolicy(cast_forward_inputs=False)
 
 
+def test_an_older_torch_gathers_all_weights_in_fp32_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shard, "_PER_PARAMETER", False)
+    policy: Any = SimpleNamespace(adapter=SimpleNamespace(lora=None), dtype=torch.bfloat16)
+    assert mixed_precision(policy) == MixedPrecisionPolicy(cast_forward_inputs=False)
+    (said,) = caplog.messages
+    assert "in fp32: twice the bytes" in said
+    assert "install torch 2.15" in said
+
+
 def test_all_weights_in_16_bit_are_gathered_as_autocast_computes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ hsdp sharded inside a node, replicated between nodes.
 
 from __future__ import annotations
 
+import logging
 import math
 from datetime import timedelta
 
@@ -18,6 +19,7 @@ from digenrl.models.adapter import cast_parameters
 from digenrl.models.lora import wide
 from digenrl.models.policy import Policy
 
+_log = logging.getLogger(__name__)
 REPLICATE = "replicate"
 """Dimension of hsdp's mesh along which ranks hold the same part of the weights."""
 _PER_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
@@ -74,7 +76,15 @@ def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
     that takes PyTorch 2.15, whose policies can tell parameters apart. Before it, and wherever
     nothing would be cast, everything keeps its own dtype.
     """
-    if policy.adapter.lora is not None or policy.dtype == wide(policy.dtype) or not _PER_PARAMETER:
+    nothing_is_cast = policy.adapter.lora is not None or policy.dtype == wide(policy.dtype)
+    if nothing_is_cast:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    if not _PER_PARAMETER:
+        _log.warning(
+            "torch %s gathers all weights of sharded trainers in fp32: twice the bytes and a block "
+            "or two more memory than plans say; install torch 2.15 or newer",
+            torch.__version__,
+        )
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     cast = {id(parameter) for module in policy.modules() for parameter in cast_parameters(module)}
     return MixedPrecisionPolicy(
