@@ -56,7 +56,7 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
         f"tsp.shard={schedule.tsp.shard} "
         f"tag={schedule.tag} shares={schedule.shares} async_steps={schedule.async_steps}",
     ]
-    asked = votes_of_step(settings.node("reward"), prompts, data.group_size)
+    asked = votes_of_step(settings.tree)
     lines += [
         f"people    reward {name} asks for {votes} votes a step, on the page that "
         f"{shell_command('vote', [], run_dir)} opens; an evaluation asks for none"

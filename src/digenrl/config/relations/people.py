@@ -28,13 +28,22 @@ def asking(reward: object, group: str = "rewards") -> dict[str, Mapping[str, Any
     return found
 
 
-def votes_of_step(reward: object, groups: int, group_size: int) -> dict[str, int]:
-    """Return reward -> votes that one RL step asks people for."""
-    found = {}
-    for name, entry in asking(reward).items():
-        each = entry["scorer"].get("per_sample")
-        found[name] = groups * -(-group_size * (each if isinstance(each, int) else 2) // 2)
+def votes_of_step(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return reward -> votes that one RL step of a configuration asks people for. A stored
+    configuration may hold anything."""
+    data, found = config.get("data"), {}
+    sizes = [
+        _count(data.get(key) if isinstance(data, Mapping) else 0)
+        for key in ("prompts_per_batch", "oversample", "group_size")
+    ]
+    for name, entry in asking(config.get("reward")).items():
+        votes = sizes[2] * _count(entry["scorer"].get("per_sample"))
+        found[name] = (sizes[0] + sizes[1]) * -(-votes // 2)
     return found
+
+
+def _count(number: object) -> int:
+    return number if isinstance(number, int) and 0 <= number < 2**31 else 0
 
 
 def _whole_groups(get: View) -> Iterator[str]:

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from yaml import YAMLError
 
+from digenrl.config.relations import votes_of_step
 from digenrl.record.line_file import LineFile
-from digenrl.record.run_dir import own_folder
+from digenrl.record.run_dir import CONFIG, own_folder
+from digenrl.record.stored_yaml import read_plain
 from digenrl.report.find import open_own
 from digenrl.report.read_run import JsonlTail
 
@@ -71,6 +74,11 @@ class Ballots:
             with suppress(ValidationError):  # a crash tore it, or somebody wrote into the file
                 self._count(Vote.model_validate(row))
         return [*self._votes.get(group, {}).values()]
+
+    def total(self) -> int:
+        """Return how many votes there are in all, without skips, as of the last look."""
+        every = (vote for votes in self._votes.values() for vote in votes.values())
+        return sum(vote.choice != "skip" for vote in every)
 
     def add(self, vote: Vote) -> bool:
         """Append a vote, and return whether the file took it."""
@@ -190,3 +198,14 @@ def waiting(folder: Path) -> list[Waiting]:
                     group = Group.model_validate_json(file.read(1 << 20))
                     found.append((os.fstat(file.fileno()).st_mtime, Waiting(path, group)))
     return [each for _, each in sorted(found, key=lambda pair: (pair[0], pair[1].path.name))]
+
+
+def votes_wanted(run: Path) -> tuple[int, int]:
+    """Return (votes that an RL step asks for, RL steps) of a run; 0 of what nobody knows."""
+    config: object = None
+    with suppress(OSError, ValueError, YAMLError):
+        config = read_plain(run / CONFIG)
+    if not isinstance(config, Mapping):
+        return 0, 0
+    steps = config.get("max_rl_steps")
+    return sum(votes_of_step(config).values()), steps if isinstance(steps, int) else 0

@@ -44,12 +44,14 @@ class VotePage(Guard):
     Args:
         folder: the run's folder of votes.
         token: that requests must carry, except for the page without data.
-        run: name of the run, for the title.
+        a_step: votes that an RL step asks for.
+        steps: RL steps of the run.
     """
 
-    def __init__(self, folder: Path, token: str, run: str) -> None:
+    def __init__(self, folder: Path, token: str, a_step: int, steps: int) -> None:
         super().__init__(token)
-        self._folder, self._run, self._ballots = folder, run, Ballots(folder)
+        self._folder, self._ballots = folder, Ballots(folder)
+        self._run = {"run": folder.parent.name, "a_step": a_step, "in_all": a_step * steps}
         self._shown: dict[tuple[str, str], tuple[Pair, float]] = {}
         """(group, voter) -> pair that the voter looks at, and the time from which others get it."""
 
@@ -145,14 +147,15 @@ class VotePage(Guard):
             pair = self._chosen(each, votes, voter)
             if pair is not None:
                 given = len(each.group.verdicts(votes))
-                return JSONResponse(self._described(each, pair, given, len(groups)))
-        return JSONResponse({"waiting": len(groups), "run": self._run})
+                return JSONResponse(self._described(each, pair, given))
+        complete = sum(each.group.complete(self._ballots.of(each.path.name)) for each in groups)
+        return JSONResponse(self._stand() | {"waiting": len(groups), "judged": complete})
 
-    def _described(self, each: Waiting, pair: Pair, given: int, groups: int) -> dict[str, Any]:
+    def _described(self, each: Waiting, pair: Pair, given: int) -> dict[str, Any]:
         group = each.group
         media = [_address(group.mime, each.media(sample)) for sample in pair]
         source = _address("image/png", each.media(group.samples)) if group.source else None
-        return {
+        return self._stand() | {
             "group": each.path.name,
             "prompt": group.prompt,
             "left": pair[0],
@@ -162,9 +165,10 @@ class VotePage(Guard):
             "video": group.mime.startswith("video"),
             "given": given,
             "wanted": max(group.wanted, given + 1),
-            "waiting": groups,
-            "run": self._run,
         }
+
+    def _stand(self) -> dict[str, Any]:
+        return self._run | {"done": self._ballots.total()}
 
     def _chosen(self, each: Waiting, votes: list[Vote], voter: str) -> Pair | None:
         """Return the pair of a group that helps most, and remember who looks at it; None if the

@@ -26,7 +26,15 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.cluster.access import ACCESS, Access, write_access
-from digenrl.extensions.votes.ballots import FOLDER, MAX_PROMPT, Ballots, Group, keep, post
+from digenrl.extensions.votes.ballots import (
+    FOLDER,
+    MAX_PROMPT,
+    Ballots,
+    Group,
+    keep,
+    post,
+    votes_wanted,
+)
 from digenrl.extensions.votes.bradley_terry import fit_scores
 from digenrl.record.run_dir import own_folder
 from digenrl.report.media import mp4, to_uint8
@@ -184,7 +192,7 @@ def _host(folder: Path, port: int, closed: threading.Event) -> None:
                 return
         token = token_urlsafe(32)
         with _listener(port) as listener:
-            server = VotePage(folder, token, folder.parent.name).server()
+            server = VotePage(folder, token, *votes_wanted(folder.parent)).server()
             serving = threading.Thread(
                 target=server.run, kwargs={"sockets": [listener]}, daemon=True, name="votes page"
             )

@@ -21,11 +21,9 @@ import httpx
 from digenrl.cluster.access import ACCESS
 from digenrl.config.commands import to_continue
 from digenrl.config.help import Arguments, RunDirectory, own_command
-from digenrl.config.relations import votes_of_step
-from digenrl.extensions.votes.ballots import FOLDER
+from digenrl.extensions.votes.ballots import FOLDER, votes_wanted
 from digenrl.launchers.reaching import read_access
-from digenrl.record.run_dir import CONFIG, own_folder, printable, require_own
-from digenrl.record.stored_yaml import read_plain
+from digenrl.record.run_dir import own_folder, require_own
 
 _TOKEN = re.compile(r"[\w-]{20,64}")
 _OPENS = """<!DOCTYPE html><meta charset="utf-8"><meta name="referrer" content="no-referrer">
@@ -47,38 +45,18 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(request: VoteKeys, _: list[str]) -> None:
         require_own(request.run)
-        told = votes_asked(request.run)
+        a_step, steps = votes_wanted(request.run)
+        if not a_step:
+            raise ValueError(
+                f"{request.run}: is no run whose rewards ask people; train with reward=votes."
+            )
         address = page_address(request.run)
-        print(told, file=sys.stderr)
+        print(f"{a_step} votes an RL step, {a_step * steps} in all", file=sys.stderr)
         print(address, flush=True)
         if request.open and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             _open(request.run / FOLDER, address)
 
     return own_command(VoteKeys, __doc__, arguments, work)
-
-
-def votes_asked(run: Path) -> str:
-    """Return how many votes a run asks for, in words.
-
-    Raises:
-        ValueError: its rewards ask nobody.
-    """
-    config = read_plain(run / CONFIG)
-    data, steps = config.get("data"), config.get("max_rl_steps")
-    sizes = [
-        data.get(key) if isinstance(data, dict) else None
-        for key in ("prompts_per_batch", "oversample", "group_size")
-    ]
-    prompts, more, group = (size if isinstance(size, int) else 0 for size in sizes)
-    asked = votes_of_step(config.get("reward"), prompts + more, group)
-    if not asked:
-        raise ValueError(
-            f"{run}: its rewards ask nobody for votes; train with reward=votes, then vote."
-        )
-    return "; ".join(
-        printable(f"reward {name}: {votes} votes an RL step, {steps} steps")
-        for name, votes in asked.items()
-    )
 
 
 def page_address(run: Path) -> str:
