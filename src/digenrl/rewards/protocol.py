@@ -20,7 +20,7 @@ in the size of the media.
 
 A scorer that waits for people sets `asks_people = True` and has `join_run(run_dir, tick)`. The
 suite calls that method before the first batch, and the scorer calls `tick` while it waits. The
-suite asks it once for each sample, and never in an evaluation, where its scores are missing.
+suite asks it once for each sample, and never in an evaluation, which has no such reward.
 """
 
 from __future__ import annotations

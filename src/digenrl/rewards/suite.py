@@ -175,7 +175,7 @@ class RewardSuite:
             media: [B, C, H, W] or [B, F, C, H, W] in [0, 1].
             prompts: B prompts.
             heldout: also score the held-out rewards, as an evaluation does. People are not asked:
-                their scores are NaN and not counted.
+                their rewards are left out.
 
         Raises:
             ValueError: media or prompts do not fit the protocol.
@@ -184,10 +184,9 @@ class RewardSuite:
         """
         check_media(media, prompts)
         wanted = self.names + self.heldout if heldout else self.names
-        asked = [name for name in wanted if not (heldout and _asks_people(self._scorers[name]))]
-        scores = {name: self._score_one(name, media, prompts) for name in asked}
-        unasked = torch.full((len(prompts),), math.nan)
-        return {name: scores[name] if name in scores else unasked.clone() for name in wanted}
+        if heldout:
+            wanted = tuple(name for name in wanted if not _asks_people(self._scorers[name]))
+        return {name: self._score_one(name, media, prompts) for name in wanted}
 
     def _score_one(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         scores, cause = self._ask(name, media, prompts)

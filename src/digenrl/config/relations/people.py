@@ -49,12 +49,7 @@ def _count(number: object) -> int:
 def _whole_groups(get: View) -> Iterator[str]:
     size, group = get("sampling.task_size"), get("data.group_size")
     for name in asking(get("reward")):
-        if group < 2:
-            yield (
-                f"data.group_size = {group} with reward {name}: people compare two samples of a "
-                "prompt; set data.group_size to 2 or more."
-            )
-        elif size not in ("auto", group):
+        if size not in ("auto", group):
             yield (
                 f"sampling.task_size = {size} with reward {name}: people compare the "
                 f"data.group_size = {group} samples of a group, so they must meet in one task; set "

@@ -67,13 +67,17 @@ class Ballots:
 
     def of(self, group: str) -> list[Vote]:
         """Return the votes on a group, skips included, after a look at the file."""
+        self.look()
+        return [*self._votes.get(group, {}).values()]
+
+    def look(self) -> None:
+        """Read what the file has got since the last look."""
         with suppress(FileNotFoundError):
             if os.lstat(self._tail.path).st_size > 2 * MAX_BYTES:
                 raise OSError(f"{self._tail.path}: has more than {2 * MAX_BYTES} bytes; remove it.")
         for row in self._tail.read():
             with suppress(ValidationError):  # a crash tore it, or somebody wrote into the file
                 self._count(Vote.model_validate(row))
-        return [*self._votes.get(group, {}).values()]
 
     def total(self) -> int:
         """Return how many votes there are in all, without skips, as of the last look."""

@@ -1,6 +1,7 @@
 """The page on which people judge pairs of samples, and the service behind it.
 
     GET  /       the page itself, without data: it needs no token, and has that of its address.
+    GET  /state  how many votes there are and are wanted.
     GET  /next   the next pair for a voter, with both samples, or how things stand.
     POST /vote   a `Vote`; also "skip".
     POST /undo   takes the voter's newest vote back, and answers as /next does, with its pair.
@@ -33,8 +34,8 @@ from digenrl.rewards.service import Gate, Guard, Refused, Server, ServiceLimits,
 
 _LIMITS = ServiceLimits(max_body_bytes=4096, body_s=10.0)
 VOTER = re.compile(r"[0-9a-f]{8,32}")
-_SHOWN_S = 60.0
-"""Seconds for which a pair that a voter looks at is left to this voter."""
+_SHOWN_S = 15.0
+"""Seconds for which others get another pair than the one that a voter looks at."""
 Pair = tuple[int, int]
 
 
@@ -59,6 +60,7 @@ class VotePage(Guard):
         """Return a server for addresses of loopback alone."""
         routes = [
             Route("/", self._page),
+            Route("/state", self._guarded(self._state)),
             Route("/next", self._guarded(self._next)),
             Route("/vote", self._guarded(self._vote), methods=["POST"]),
             Route("/undo", self._guarded(self._undo), methods=["POST"]),
@@ -85,6 +87,10 @@ class VotePage(Guard):
         }
         page = pages.get_template("page.html.j2").render(nonce=nonce)
         return HTMLResponse(page, headers=headers)
+
+    async def _state(self, request: Request) -> Response:
+        self._ballots.look()
+        return JSONResponse(self._stand())
 
     async def _next(self, request: Request) -> Response:
         return self._answer(request.query_params.get("voter", ""))

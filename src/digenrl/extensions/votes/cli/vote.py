@@ -71,8 +71,8 @@ def page_address(run: Path) -> str:
         if not _TOKEN.fullmatch(access.token):
             raise ValueError(f"{run / FOLDER / ACCESS} has no token of a page.")
         asked = {"Authorization": f"Bearer {access.token}"}
-        url = f"{address}next?voter={'0' * 8}"
-        httpx.get(url, headers=asked, trust_env=False, timeout=5.0).raise_for_status()
+        answer = httpx.get(f"{address}state", headers=asked, trust_env=False, timeout=5.0)
+        answer.raise_for_status()
     except (OSError, httpx.HTTPError) as error:
         raise ValueError(
             f"{run}: no page is served, so this run is not running now, or has not begun to draw; "
