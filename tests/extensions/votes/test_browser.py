@@ -28,7 +28,7 @@ def opened(window, run, monkeypatch):
     opened = []
     monkeypatch.setattr(vote.webbrowser, "open", opened.append)
     person = Person(run)
-    vote._open(run / "votes", f"{person.url}/#{person.token}")
+    vote.open_page(run / "votes", f"{person.url}/#{person.token}")
     window.open(opened[0])
     return person
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import time
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from digenrl.extensions.votes import ballots
+from digenrl.extensions.votes.cli import vote
 from digenrl.extensions.votes.scorer import Votes
 from digenrl.rewards.protocol import RewardError, RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
@@ -256,6 +258,44 @@ def test_what_is_no_vote_is_refused(person, case):
 
 def test_others_of_this_machine_cannot_read_the_token(person, tmp_path):
     assert stat.S_IMODE((tmp_path / "votes" / "access.json").stat().st_mode) == 0o600
+
+
+# ---- the command
+
+
+def test_the_command_prints_the_address_and_opens_it_by_a_file_of_this_user(
+    person, tmp_path, monkeypatch, capsys
+):
+    votes = "{rewards: {v: {scorer: {_target_: x.Votes, per_sample: 2}}}}"
+    sizes = "{prompts_per_batch: 3, oversample: 1, group_size: 4}"
+    (tmp_path / "config.yaml").write_text(f"reward: {votes}\ndata: {sizes}\nmax_rl_steps: 10\n")
+    opened = []
+    monkeypatch.setattr(vote.webbrowser, "open", opened.append)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert vote.main([f"run={tmp_path}"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{person.url}/#{person.token}\n"
+    assert said.err == "16 votes an RL step, 160 in all\n"
+    assert person.token not in opened[0]
+    file = tmp_path / "votes" / "open.html"
+    assert opened == [file.as_uri()]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert vote.main([f"run={tmp_path}", "open=false"]) == 0
+    assert len(opened) == 1
+    monkeypatch.setattr(socket, "gethostname", lambda: "laptop")
+    assert vote.main([f"run={tmp_path}"]) == 0
+    assert "first: ssh -L" in capsys.readouterr().err
+    assert len(opened) == 1
+
+
+def test_the_command_says_that_a_run_has_ended(tmp_path, capsys):
+    with asking(tmp_path):
+        Person(tmp_path)
+    votes = "{rewards: {v: {scorer: {_target_: x.Votes, per_sample: 2}}}}"
+    data = "{prompts_per_batch: 3, group_size: 4}"
+    (tmp_path / "config.yaml").write_text(f"reward: {votes}\ndata: {data}\n")
+    assert vote.main([f"run={tmp_path}"]) == 2
+    assert "no page is served" in capsys.readouterr().err
 
 
 # ---- in a suite

@@ -197,7 +197,8 @@ def _host(folder: Path, port: int, closed: threading.Event) -> None:
                 target=server.run, kwargs={"sockets": [listener]}, daemon=True, name="votes page"
             )
             serving.start()
-            access = Access("127.0.0.1", listener.getsockname()[1], token, time.time())
+            port = listener.getsockname()[1]
+            access = Access(socket.gethostname(), port, token, time.time())
             write_access(folder, access)
             closed.wait()
             (folder / ACCESS).unlink(missing_ok=True)
