@@ -15,6 +15,7 @@ import torch
 
 from digenrl.extensions.votes import ballots
 from digenrl.extensions.votes.cli import vote
+from digenrl.extensions.votes.page import VotePage
 from digenrl.extensions.votes.scorer import Votes
 from digenrl.rewards.protocol import RewardError, RewardUnavailable
 from digenrl.rewards.suite import RewardSuite
@@ -137,6 +138,16 @@ def test_what_a_dead_rank_has_left_is_neither_shown_nor_kept(tmp_path):
     os.utime(path, (1, 1))
     assert ballots.waiting(folder) == []
     assert not path.exists()
+
+
+def test_no_sample_has_a_side_of_its_own(tmp_path):
+    """Somebody who always says left prefers no sample."""
+    page = VotePage(tmp_path, "token", 0, 0)
+    group = ballots.Group(prompt="p", mime="image/png", samples=2, per_sample=1)
+    names = [f"{number:032x}" for number in range(200)]
+    pairs = [page._chosen(ballots.Waiting(tmp_path / name, group), [], "voter") for name in names]
+    assert {*pairs} == {(0, 1), (1, 0)}
+    assert 70 < pairs.count((0, 1)) < 130
 
 
 HOSTILE_LINES = [
