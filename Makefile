@@ -29,7 +29,7 @@ PROFILE_WORDS := $(if $(HW),hardware=$(HW)) $(ARGS)
 WORDS := experiment=$(EXP) $(PROFILE_WORDS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-part test-all chaos soak storm fuzz gpus mutants coverage report eval benchmark export score serve-reward \
+.PHONY: help setup train fetch resume join sweep plan paper bench test test-fast test-part test-all chaos soak storm fuzz gpus mutants coverage report eval vote benchmark export score serve-reward \
         pretrain pretrain-scenes profile lint format types docs notebooks clean gpu gpu-wheels device
 
 define need
@@ -80,6 +80,10 @@ report: $(STAMP)  ## Rebuild summary, trace, pictures and report.html from a run
 eval: $(STAMP)  ## Evaluate a run's model again, with own prompts, steps or rewards. RUN= [STEP=base|last] [DATA=FILE]
 	$(call need,RUN,RUN=outputs/digits_flowgrpo/TIME-0)
 	@$(PY) -m digenrl eval "run=$$RUN" $(if $(STEP),"step=$$STEP") $(if $(DATA),"data=$$DATA") $(ARGS)
+
+vote: $(STAMP)  ## Address of the page on which people judge the samples of a run with reward=votes. RUN=
+	$(call need,RUN,RUN=outputs/scenes_fewstep/TIME-0)
+	@$(PY) -m digenrl vote "run=$$RUN" $(ARGS)
 
 benchmark: $(STAMP)  ## A standard benchmark of a run's checkpoint and its base. RUN= SUITE=geneval|dpg|parti|vbench|scenes [STEP=]
 	$(call need,SUITE,RUN=outputs/scenes_flowgrpo/TIME-0 SUITE=scenes)

@@ -23,6 +23,7 @@ from digenrl.config.help import show, wants_help
 from digenrl.config.help_pages import configuration_help
 from digenrl.config.loading import command_line_list, keys_set_by
 from digenrl.config.reaching import reaching_problems
+from digenrl.config.relations import asking
 from digenrl.config.settings import ScorerSettings
 from digenrl.config.words import quoted
 from digenrl.rewards.needs import require_weights
@@ -74,6 +75,11 @@ def reward_config(argv: Sequence[str], name: str) -> ScorerSettings:
     plain, unresolved = resolved(found)
     problems += problems_of(plain, unresolved, name, KnownKeys(found, name), found.allow_targets)
     problems += reaching_problems(plain, keys_set_by(words))
+    problems += [
+        f"reward.rewards.{asks}: asks people on the page of a run, and {name} has no run; name "
+        "another reward."
+        for asks in asking(plain.get("reward"))
+    ]
     if problems:
         raise ConfigError(problems)
     settings = scorer_settings_of(name).of(plain)

@@ -155,6 +155,7 @@ def _rewards(context: BuildContext) -> RewardSuite:
         append_event(context.session.run_dir, "missing", told)
 
     rewards.on_missing, rewards.stage = tell, context.session.progress.stage
+    rewards.run_dir, rewards.tick = context.session.run_dir, context.session.progress.tick
     return rewards
 
 

@@ -112,7 +112,7 @@ def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
     portion = settings.data.group_size // slices_of_group(
         settings.data.updates_split, settings.algorithm.updates_per_batch
     )
-    if needs_whole_groups(settings.algorithm.target):
+    if needs_whole_groups(settings.algorithm.target, settings.node("reward")):
         return composed.changed({"sampling.task_size": portion})
     sizes = [size for size in range(1, portion + 1) if portion % size == 0]
     return composed.changed({"sampling.task_size": advisor.task_size(composed, sizes)})

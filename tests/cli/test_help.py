@@ -36,6 +36,7 @@ COMMANDS = {
         "threshold = 0.3",
         "the base model",
     ),
+    "vote": ("run = required", "open = true", "opened in a browser"),
     "export": ("weights = evaluated", "evaluated | trained | average", "moving average"),
     "score": ("batch = 16", "whole number >= 1", "files read and scored together", "images "),
     "serve-reward": ("port = 8700", "whole number >= 0 and <= 65535", "limits.max_pending = 4"),

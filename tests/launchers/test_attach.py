@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from digenrl.cluster.access import Access, write_access
 from digenrl.hardware import parse_hardware
 from digenrl.launchers.job import find_place
 from digenrl.launchers.places import Place, check_allocation, numbering, place_of
+from digenrl.launchers.reaching import read_access
 from digenrl.strategy.checkpoint_io import newest_valid
 from tests.changed import hardware_settings
 from tests.conftest import ROOT
@@ -603,3 +606,23 @@ def test_a_rollout_leaves_a_run_that_vanished(
     print("seconds after the cut:", time.monotonic() - at)
     assert "the run has ended, or goes on without this rank" in processes.said(1, "err")
     assert run.poll() is None, "a run outlives a rollout that joined"
+
+
+def test_no_reader_sees_half_an_access_file(tmp_path):
+    write_access(tmp_path, Access("127.0.0.1", 1, "0" * 32, 0.0))
+    done = threading.Event()
+
+    def write_on() -> None:
+        while not done.is_set():
+            write_access(tmp_path, Access("127.0.0.1", 2, "1" * 32, 0.0))
+
+    writer = threading.Thread(target=write_on)
+    writer.start()
+    try:
+        tokens = {read_access(tmp_path).token for _ in range(400)}
+    finally:
+        done.set()
+        writer.join()
+    assert tokens <= {"0" * 32, "1" * 32}
+    assert [path.name for path in tmp_path.iterdir()] == ["access.json"]
+    assert stat.S_IMODE((tmp_path / "access.json").stat().st_mode) == 0o600

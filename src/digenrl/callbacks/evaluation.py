@@ -4,6 +4,7 @@ never optimised."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,7 +56,8 @@ def measure(
     """Return the numbers of an eval line.
 
     `reward/<name>` is the mean of an optimised reward, and `reward` the weighted sum of these
-    means. `heldout/<name>` is the mean of a reward without weight, and `heldout` repeats the first.
+    means. It is NaN where an evaluation does not ask for one of them, such as the votes of people.
+    `heldout/<name>` is the mean of a reward without weight, and `heldout` repeats the first.
     `missing` counts NaN scores, which no mean includes. `kl`, if it was measured, is in nats per
     sample between policy and base model. `noisy_detail`, if it was measured, is the detail of
     samples with the run's noise over that of clean ones (median).
@@ -67,9 +69,9 @@ def measure(
         name: float(torch.nanmean(scores.double())) for name, scores in pictures.rewards.items()
     }
     numbers: dict[str, float] = {
-        "reward": sum(weight * means[name] for name, weight in weights.items())
+        "reward": sum(weight * means.get(name, math.nan) for name, weight in weights.items())
     }
-    numbers |= {f"reward/{name}": means[name] for name in weights}
+    numbers |= {f"reward/{name}": means[name] for name in weights if name in means}
     unoptimised = [name for name in means if name not in weights]
     if unoptimised:
         numbers["heldout"] = means[unoptimised[0]]
@@ -344,7 +346,8 @@ class Evaluation(pl.Callback):
         events.jsonl."""
         looks = looks_of(pictures.media)
         if self._first is not None:
-            for alarm in of_pictures(self._first, looks, pictures, tuple(weights)):
+            scored = [name for name in weights if name in pictures.rewards]
+            for alarm in of_pictures(self._first, looks, pictures, scored):
                 append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
         self._first = self._first or looks
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,10 +35,15 @@ def open_door(run_dir: Path, host: str, port: int, token: str, epoch: float) -> 
 
 
 def write_access(run_dir: Path, access: Access) -> None:
-    """Write the access file, readable by this user alone."""
-    (run_dir / ACCESS).unlink(missing_ok=True)
+    """Write the access file, readable by this user alone. No reader ever sees half of it."""
+    temporary = run_dir / f".{ACCESS}.{secrets.token_hex(8)}.tmp"
     # O_EXCL with mode 600 from the start: the token is never in a file that somebody else made or
     # can read.
-    handle = os.open(run_dir / ACCESS, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        json.dump(asdict(access), file)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(asdict(access), file)
+        os.replace(temporary, run_dir / ACCESS)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

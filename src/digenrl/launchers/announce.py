@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from digenrl import devices
-from digenrl.config.relations import most_rollouts
+from digenrl.config.commands import shell_command
+from digenrl.config.relations import most_rollouts, votes_of_step
 from digenrl.launchers.job import Job
 from digenrl.record.run_dir import LAUNCH, append_event
 from digenrl.settle import evaluators
@@ -54,6 +55,13 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
         f"schedule  gap={schedule.gap} tsp.batch={schedule.tsp.batch} "
         f"tsp.shard={schedule.tsp.shard} "
         f"tag={schedule.tag} shares={schedule.shares} async_steps={schedule.async_steps}",
+    ]
+    asked = votes_of_step(settings.tree)
+    lines += [
+        f"people    reward {name} asks for {votes} votes a step, on the page that "
+        f"{shell_command('vote', [], run_dir)} opens; an evaluation asks for none"
+        for name, votes in asked.items()
+        if not settings.hardware.emulate
     ]
     evaluating = evaluators(settings, rollouts)
     lines += [f"evaluate  by {evaluating}"] if evaluating else []

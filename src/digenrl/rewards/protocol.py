@@ -17,6 +17,10 @@ Two methods are optional. The static `check_prompts(prompts)` raises ValueError 
 could never score. `close()` ends processes and connections. A scorer that looks at the images of
 prompts sets `reads_images = True`. Then a service gets the images, and `source_images` returns them
 in the size of the media.
+
+A scorer that waits for people sets `asks_people = True` and has `join_run(run_dir, tick)`. The
+suite calls that method before the first batch, and the scorer calls `tick` while it waits. The
+suite asks it once for each sample, and never in an evaluation, which has no such reward.
 """
 
 from __future__ import annotations

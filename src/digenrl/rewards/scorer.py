@@ -87,6 +87,7 @@ class AsyncScorer:
         """Cancel waiting tasks, let the running batch finish (up to `timeout_s`) and close the
         suite. Idempotent."""
         self._closed = True
+        self.suite.stop_waiting()
         if self._thread is not None and self._thread.is_alive():
             self._drain()
             self._queue.put(None)

@@ -106,7 +106,7 @@ class ServiceLimits:
                 )
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A request is answered with a status other than 200."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
@@ -114,19 +114,61 @@ class _Refused(Exception):
         self.status, self.headers = status, headers
 
 
-class RewardService:
+class Guard:
+    """Check of the token, and every refusal as JSON, around the handlers of a service.
+
+    Args:
+        token: bearer token that requests must carry; None = no token (loopback only, see `serve`).
+    """
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return `handler` with a check of the token and with every refusal as JSON."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._authorise(request)
+                return await handler(request)
+            except Refused as refused:
+                headers = dict(refused.headers or {})
+                if refused.status in _CLOSING:
+                    headers["Connection"] = "close"
+                return JSONResponse({"error": str(refused)}, refused.status, headers)
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                # The cause goes to the service's log; a caller learns only its kind.
+                log.exception("a request failed")
+                return JSONResponse({"error": f"the scorer failed: {type(error).__name__}"}, 500)
+
+        return guarded
+
+    def _authorise(self, request: Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            raise Refused(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+
+
+class RewardService(Guard):
     """Request handlers around one scorer.
 
     Args:
         scorer: scorer, which a single thread calls with one batch at a time.
         limits: bounds.
-        token: bearer token that requests must carry; None = no token (loopback only, see `serve`).
+        token: see `Guard`.
     """
 
     def __init__(
         self, scorer: Scorer, limits: ServiceLimits | None = None, token: str | None = None
     ) -> None:
-        self.scorer, self.limits, self._token = scorer, limits or ServiceLimits(), token
+        super().__init__(token)
+        self.scorer, self.limits = scorer, limits or ServiceLimits()
         self.identity: Identity = identity_of(scorer)
         self._pending, self._reading = 0, 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reward-service")
@@ -164,7 +206,7 @@ class RewardService:
             async with asyncio.timeout(self.limits.body_s):
                 asked, payload = await self._read(request)
         except TimeoutError as error:
-            raise _Refused(
+            raise Refused(
                 408, f"the body was not complete after {self.limits.body_s:g} s"
             ) from error
         self._require_place()
@@ -176,7 +218,7 @@ class RewardService:
             )
             done, _ = await asyncio.wait({running}, timeout=self.limits.score_s)
             if not done:
-                raise _Refused(504, f"scoring took longer than {self.limits.score_s:g} s")
+                raise Refused(504, f"scoring took longer than {self.limits.score_s:g} s")
             return Response(
                 frames.encode_response(asked, running.result(), self.identity),
                 media_type="application/json",
@@ -188,20 +230,20 @@ class RewardService:
                 running.add_done_callback(self._release)
 
     def _require_place(self) -> None:
-        """Raise _Refused while all places are taken."""
+        """Raise Refused while all places are taken."""
         if self._pending >= self.limits.max_pending:
             headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
-            raise _Refused(429, f"{self._pending} requests are under way; come back later", headers)
+            raise Refused(429, f"{self._pending} requests are under way; come back later", headers)
 
     def _release(self, _: object = None) -> None:
         self._pending -= 1
 
     async def _read(self, request: Request) -> tuple[frames.ScoreRequest, bytearray]:
-        """Return the request and its payload. Raises _Refused as soon as a limit is passed."""
+        """Return the request and its payload. Raises Refused as soon as a limit is passed."""
         limit = self.limits.max_body_bytes
         declared = request.headers.get("content-length")
         if declared is not None and (not declared.isdecimal() or int(declared) > limit):
-            raise _Refused(413, f"the body exceeds {limit} bytes")
+            raise Refused(413, f"the body exceeds {limit} bytes")
         raw, expected = bytearray(), limit
         try:
             return await self._frame(request, raw, expected)
@@ -216,29 +258,29 @@ class RewardService:
         async for chunk in request.stream():
             if self._reading + len(chunk) > limit * self.limits.max_pending:
                 headers = {"Retry-After": f"{self.limits.retry_after_s:g}"}
-                raise _Refused(429, "too many bodies are being read; come back later", headers)
+                raise Refused(429, "too many bodies are being read; come back later", headers)
             if len(raw) + len(chunk) > expected:
-                raise _Refused(413, f"the body exceeds {expected} bytes")
+                raise Refused(413, f"the body exceeds {expected} bytes")
             raw += chunk
             self._reading += len(chunk)
             if expected == limit and len(raw) >= frames.HEADER.size:
                 expected = frames.HEADER.size + sum(self._lengths(raw))
                 if expected > limit or len(raw) > expected:
-                    raise _Refused(
+                    raise Refused(
                         413, f"the frame declares {expected} bytes; at most {limit} are read"
                     )
         if len(raw) < frames.HEADER.size or len(raw) != expected:
-            raise _Refused(400, f"the body ends after {len(raw)} bytes, its frame is longer")
+            raise Refused(400, f"the body ends after {len(raw)} bytes, its frame is longer")
         json_bytes, payload_bytes = self._lengths(raw)
         head = frames.HEADER.size + json_bytes
         try:
             asked = frames.decode_request(bytes(raw[frames.HEADER.size : head]), payload_bytes)
         except frames.FrameError as error:
-            raise _Refused(422, str(error)) from error
+            raise Refused(422, str(error)) from error
         shape = asked.media.shape
         pixels = math.prod(shape[1:]) // shape[-3]
         if shape[0] > self.limits.max_samples or pixels > self.limits.max_pixels:
-            raise _Refused(
+            raise Refused(
                 413,
                 f"media {shape} exceeds {self.limits.max_samples} samples of "
                 f"{self.limits.max_pixels} pixels",
@@ -252,7 +294,7 @@ class RewardService:
         try:
             return frames.parse_header(bytes(raw[: frames.HEADER.size]))
         except frames.FrameError as error:
-            raise _Refused(422, str(error)) from error
+            raise Refused(422, str(error)) from error
 
     def _call(self, asked: frames.ScoreRequest, payload: bytearray) -> Tensor:
         try:
@@ -260,46 +302,16 @@ class RewardService:
             prompts = frames.decode_prompts(asked, payload, self.limits.max_pixels)
             check_media(media, prompts)
         except ValueError as error:  # of which WireError is one
-            raise _Refused(422, str(error)) from error
+            raise Refused(422, str(error)) from error
         try:
             with torch.no_grad(), contained(self.identity.model_id):
                 return check_scores(
                     self.identity.model_id, self.scorer(media, prompts), len(prompts)
                 )
         except RewardUnavailable as error:
-            raise _Refused(503, str(error)) from error
+            raise Refused(503, str(error)) from error
         except ValueError as error:
-            raise _Refused(422, str(error)) from error
-
-    def _guarded(
-        self, handler: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Return `handler` with a check of the token and with every refusal as JSON."""
-
-        async def guarded(request: Request) -> Response:
-            try:
-                self._authorise(request)
-                return await handler(request)
-            except _Refused as refused:
-                headers = dict(refused.headers or {})
-                if refused.status in _CLOSING:
-                    headers["Connection"] = "close"
-                return JSONResponse({"error": str(refused)}, refused.status, headers)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                # The cause goes to the service's log; a caller learns only its kind.
-                log.exception("scoring failed")
-                return JSONResponse({"error": f"the scorer failed: {type(error).__name__}"}, 500)
-
-        return guarded
-
-    def _authorise(self, request: Request) -> None:
-        if self._token is None:
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-            raise _Refused(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+            raise Refused(422, str(error)) from error
 
 
 class Gate:
@@ -309,14 +321,18 @@ class Gate:
         app: the application behind it.
         hosts: names and addresses by which clients may call this service, beside those of
             loopback, in small letters; None: any.
+        page: path of a page without data, which a browser may open from anywhere, and whose own
+            requests are then admitted; None: no request of a browser.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str] | None = None) -> None:
-        self._app, self._hosts = app, hosts
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str] | None = None, page: str | None = None
+    ) -> None:
+        self._app, self._hosts, self._page = app, hosts, page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or hand it on."""
-        refused = self._refusal(scope.get("headers", ())) if scope["type"] == "http" else None
+        refused = self._refusal(scope) if scope["type"] == "http" else None
         if refused is None:
             await self._app(scope, receive, send)
             return
@@ -324,20 +340,33 @@ class Gate:
         answer = JSONResponse({"error": message}, status, {"Connection": "close"})
         await answer(scope, receive, send)
 
-    def _refusal(self, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Return status and message for a request that is refused."""
+        headers: Sequence[tuple[bytes, bytes]] = scope.get("headers", ())
         names = [name.lower() for name, _ in headers]
         if {b"content-length", b"transfer-encoding"} <= {*names} or any(
             names.count(name) > 1 for name in (b"content-length", b"transfer-encoding", b"host")
         ):
             return 400, "the request says its length or its host in two ways"
-        if b"origin" in names or any(name.startswith(b"sec-fetch-") for name in names):
+        browser = b"origin" in names or any(name.startswith(b"sec-fetch-") for name in names)
+        if browser and self._page is None:
             return 403, "a browser is no client of this service"
+        if browser and not self._from_page(scope, headers):
+            return 403, "another page may not ask this service"
         asked = next((value for name, value in headers if name.lower() == b"host"), b"")
         name = host_of(asked.decode("latin-1"))
         if self._hosts is None or is_loopback(name) or name in self._hosts:
             return None
         return 421, "this service has another name; see the key `hosts` of serve-reward"
+
+    def _from_page(self, scope: Scope, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Return whether a browser opens the page of this service, or the page itself asks."""
+        said = {name.lower(): value.lower() for name, value in headers}
+        origin, site = said.get(b"origin"), said.get(b"sec-fetch-site", b"same-origin")
+        if origin is not None and origin != b"http://" + said.get(b"host", b""):
+            return False
+        opens = (scope["method"], said.get(b"sec-fetch-dest")) == ("GET", b"document")
+        return site == b"same-origin" or (opens and scope["path"] == self._page)
 
 
 def host_of(header: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,6 +139,10 @@ class RewardSuite:
         self.stage: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Context entered with "score NAME" around every call of a scorer, with which a run marks
         its stage."""
+        self.run_dir: Path | None = None
+        """Directory of the run; None outside of a run, where nobody asks people."""
+        self.tick: Callable[[], None] = lambda: None
+        """Called by a scorer that waits for people, with which a run sees that it lives."""
         self._failures = {name: FailureCount() for name in self._makers}
         self._lock = threading.Lock()
 
@@ -148,7 +153,11 @@ class RewardSuite:
         Building does not change training's random numbers.
         """
         with torch.random.fork_rng(devices=[]):
-            return {name: make() for name, make in self._makers.items()}
+            scorers = {name: make() for name, make in self._makers.items()}
+        for scorer in scorers.values():
+            if _asks_people(scorer) and self.run_dir is not None:
+                scorer.join_run(self.run_dir, self.tick)  # type: ignore[attr-defined]
+        return scorers
 
     def load(self) -> None:
         """Build the scorers now."""
@@ -159,12 +168,14 @@ class RewardSuite:
     ) -> dict[str, Tensor]:
         """Return raw scores: name -> [B] fp32 on the CPU, NaN = missing.
 
-        A sample without a score is asked for once more before it counts as missing.
+        A sample without a score is asked for once more before it counts as missing, except from
+        people.
 
         Args:
             media: [B, C, H, W] or [B, F, C, H, W] in [0, 1].
             prompts: B prompts.
-            heldout: also score the held-out rewards.
+            heldout: also score the held-out rewards, as an evaluation does. People are not asked:
+                their rewards are left out.
 
         Raises:
             ValueError: media or prompts do not fit the protocol.
@@ -173,12 +184,14 @@ class RewardSuite:
         """
         check_media(media, prompts)
         wanted = self.names + self.heldout if heldout else self.names
+        if heldout:
+            wanted = tuple(name for name in wanted if not _asks_people(self._scorers[name]))
         return {name: self._score_one(name, media, prompts) for name in wanted}
 
     def _score_one(self, name: str, media: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         scores, cause = self._ask(name, media, prompts)
         lost = scores.isnan()
-        if lost.any():
+        if lost.any() and not _asks_people(self._scorers[name]):
             asked = [prompt for prompt, gone in zip(prompts, lost.tolist(), strict=True) if gone]
             scores[lost], cause = self._ask(name, media[lost.to(media.device)], asked)
         missing = int(scores.isnan().sum())
@@ -256,6 +269,12 @@ class RewardSuite:
             if check := getattr(scorer, "check_prompts", None):
                 check(prompts)
 
+    def stop_waiting(self) -> None:
+        """End the wait of scorers that ask people; their samples are missing."""
+        for scorer in self.__dict__.get("_scorers", {}).values():
+            if _asks_people(scorer):
+                scorer.close()
+
     def close(self) -> None:
         """Stop processes and connections of the scorers. Idempotent."""
         for scorer in self.__dict__.get("_scorers", {}).values():  # those that were built
@@ -273,6 +292,10 @@ def combine(scores: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tenso
         raise KeyError(f"No scores for the optimised rewards {missing}; got {sorted(scores)}.")
     terms = [weight * scores[name] for name, weight in weights.items() if weight]
     return torch.stack(terms).sum(0)
+
+
+def _asks_people(scorer: Scorer) -> bool:
+    return bool(getattr(scorer, "asks_people", False))
 
 
 def _checked_weight(name: str, weight: object) -> float:

@@ -94,7 +94,7 @@ def _scouts(get: View) -> Iterator[str]:
             f"sampling.scouts.candidates = {candidates} with sampling.same_noise = true: scouts "
             "choose among initial noises, and there is one; set sampling.same_noise=false."
         )
-    if candidates > 1 and get("sampling.task_size") < 2:
+    if candidates > 1 and get("sampling.task_size") == 1:
         yield (
             f"sampling.scouts.candidates = {candidates} with sampling.task_size = 1: a task keeps "
             "its best and its worst samples, and has one; set sampling.task_size to 2 or more."

@@ -6,10 +6,11 @@ is checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from digenrl.config.relations.people import asking
 from digenrl.config.relations.view import Rule, View
 from digenrl.facts import file_beside, of_target
 from digenrl.images import PREFERENCE, SAMPLES
@@ -113,16 +114,16 @@ def _files(get: View) -> Iterator[str]:
                 return
 
 
-def needs_whole_groups(target: str) -> bool:
-    """Return whether the algorithm `target` compares all samples of a group in one forward, so that
-    a task holds a group."""
-    return target.endswith(_WHOLE_GROUPS)
+def needs_whole_groups(target: str, reward: Mapping[str, Any]) -> bool:
+    """Return whether a task holds a group: because the algorithm `target` compares all samples of a
+    group in one forward, or because people compare them (the group `reward`)."""
+    return target.endswith(_WHOLE_GROUPS) or bool(asking(reward))
 
 
 def _whole_groups(get: View) -> Iterator[str]:
     target = str(get("algorithm._target_"))
     size, group = get("sampling.task_size"), get("data.group_size")
-    if not needs_whole_groups(target) or size == "auto":
+    if not target.endswith(_WHOLE_GROUPS) or size == "auto":
         return
     if size != group:
         yield (

@@ -101,7 +101,7 @@ def workload(composed: Composed) -> Workload:
         most_text=model.get("max_sequence_length"),
         lora_targets="attn" if lora and lora.get("targets") == "attention" else "attn_ff",
         reference=(algorithm.kl_weight or 0.0) > 0.0,
-        whole_groups=needs_whole_groups(algorithm.target),
+        whole_groups=needs_whole_groups(algorithm.target, settings.node("reward")),
         ema=algorithm.get("ema") is not None,
         rewards=tuple(name for name in settings.reward.rewards or {} if name not in judged),
         judged=judged,
