@@ -67,7 +67,9 @@ def test_cells_follow_the_measured_speed_and_the_gradient_stays(
     cluster = run_cluster(tmp_path, 2, 1, config, after_build=slow_trainer)
     found, wanted = completed(cluster), reference_of(config)
     for mine, theirs in zip(found.gradients, wanted.gradients, strict=True):
-        assert relative(mine, theirs) <= 1e-12
+        # diffusers' RMSNorm takes its variance in fp32: where one rounds the other way, a token of a
+        # later version differs by 1e-9. A cell that is lost or doubled differs by 1e-2.
+        assert relative(mine, theirs) <= 1e-9
     assert all(len(ranks) == 1 for ranks in found.trained_by.values())
     assert found.trained_by.keys() == wanted.cells.keys()
     assert by_rank(found, 0) == [24, 24], "the profile says equal"
