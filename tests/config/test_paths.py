@@ -333,3 +333,13 @@ def test_what_was_masked_is_set_again_to_continue(here: Path) -> None:
         config.load([f"resume={run}"])
     again = config.load([f"resume={run}", f"model.path='~/{absent}'"])
     assert again.settings.tree.model.path == str(here / "home" / absent)
+
+
+@pytest.mark.heavy
+def test_a_path_that_an_interpolation_makes_is_absolute_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "thread.txt").write_text("".join(f"prompt {number}\n" for number in range(20)))
+    monkeypatch.chdir(tmp_path)
+    words = [f"hydra.run.dir={tmp_path}/run", "data.prompts=${reward.placement}.txt"]
+    assert config.load(words).settings.tree.data.prompts == str(tmp_path / "thread.txt")
