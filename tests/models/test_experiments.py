@@ -22,6 +22,10 @@ TINY_CHANGES = {
     "sampling.frames",
     "sampling.steps",
     "sampling.task_size",
+    "sampling.eval.steps",
+    "callbacks.evaluation.steps",
+    "callbacks.evaluation.max_prompts",
+    "callbacks.evaluation.samples_per_prompt",
     "data.prompts_per_batch",
     "data.group_size",
     "model.build",
@@ -63,7 +67,7 @@ def test_tiny_hardware_changes_sizes_and_nothing_else(experiment):
         if not key.startswith("hardware.")
         and key not in TINY_CHANGES
         and not key.endswith(SCORER_CHANGES)
-        and not key.startswith(("hydra", "parallel"))
+        and not key.startswith(("hydra", "parallel", "copies."))
     }
     assert unexpected == set()
     assert real["model.build"] == "real"
