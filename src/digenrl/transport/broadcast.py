@@ -43,6 +43,7 @@ from digenrl.cluster.store import StoreLost
 from digenrl.cluster.world import Session, World
 from digenrl.record.run_dir import append_event
 from digenrl.transport.link import RELAY, Routes, SocketLink, socket_link
+from digenrl.transport.weights import is_bucket
 from digenrl.transport.wire import Message, MessageKind, tensor_bytes
 
 _SHARED = "broadcast"
@@ -199,7 +200,7 @@ class BroadcastLink(SocketLink):
             self._announce({**message.meta, _SHARED: 0})
             self._agree()
             return True
-        if message.tensors.keys() != {"data"} or "bucket" not in message.meta:
+        if not is_bucket(message):
             return False
         data = message.tensors["data"]
         self._announce({**message.meta, _SHARED: len(data)})

@@ -30,6 +30,7 @@ from torch import Tensor
 from digenrl.transport.difference import difference, restored
 from digenrl.transport.link import PeerLine
 from digenrl.transport.repeated import Repeated
+from digenrl.transport.weights import is_bucket
 from digenrl.transport.wire import Message, MessageKind, WireError, tensor_bytes
 
 _CODED = "coded"
@@ -68,7 +69,7 @@ class CodedLine(PeerLine):
         if message.kind is MessageKind.CELLS and self.coding:
             tensors, facts = self._repeated.without(message.tensors)
             message = _marked(message, facts, tensors)
-        elif _is_bucket(message):
+        elif _is_numbered_bucket(message):
             message = self._outgoing_bucket(message)
         self._began = time.monotonic()
         return message
@@ -109,7 +110,7 @@ class CodedLine(PeerLine):
     def incoming(self, message: Message, sock: socket.socket) -> Message:
         coded = message.meta.get(_CODED)
         if coded is None:
-            if _is_bucket(message):
+            if _is_numbered_bucket(message):
                 self._kept.pop(message.meta["bucket"], None)
             return message
         meta = {key: value for key, value in message.meta.items() if key != _CODED}
@@ -130,11 +131,10 @@ class CodedLine(PeerLine):
         return replace(message, meta=meta, tensors={"data": data}, digest=digest)
 
 
-def _is_bucket(message: Message) -> bool:
+def _is_numbered_bucket(message: Message) -> bool:
     """Return whether a message is part of a version. Weights of an evaluation have no number, and
     are near no version."""
-    known = message.kind is MessageKind.WEIGHTS and message.tensors.keys() == {"data"}
-    return known and "bucket" in message.meta and message.meta.get("version", -1) >= 0
+    return is_bucket(message) and message.meta.get("version", -1) >= 0
 
 
 def _marked(message: Message, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Message:

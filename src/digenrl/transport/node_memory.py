@@ -26,7 +26,8 @@ import xxhash
 from torch import Tensor
 
 from digenrl.transport.link import PeerLine, write_message
-from digenrl.transport.wire import Message, MessageKind, tensor_bytes
+from digenrl.transport.weights import is_bucket
+from digenrl.transport.wire import Message, tensor_bytes
 
 SHARED = "shared"
 """Key of a message's meta: [process, descriptor, bytes] of the memory that holds its data."""
@@ -135,8 +136,7 @@ class SharedLine(PeerLine):
 
 
 def _is_large_bucket(message: Message) -> bool:
-    known = message.kind is MessageKind.WEIGHTS and message.tensors.keys() == {"data"}
-    return known and "bucket" in message.meta and len(message.tensors["data"]) >= _LEAST_BYTES
+    return is_bucket(message) and len(message.tensors["data"]) >= _LEAST_BYTES
 
 
 def _mapped(process: int, descriptor: int, size: int) -> Tensor:

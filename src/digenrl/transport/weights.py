@@ -134,6 +134,12 @@ def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def is_bucket(message: Message) -> bool:
+    """Return whether a message holds one bucket of a version's bytes."""
+    known = message.kind is MessageKind.WEIGHTS and message.tensors.keys() == {"data"}
+    return known and "bucket" in message.meta
+
+
 def own_part(parameter: Tensor) -> Tensor:
     """Return what this rank holds of a parameter, in the parameter's own memory: its shard, or all
     of it."""
