@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 from typing import BinaryIO
 
-from digenrl.images import open_regular
+from digenrl.record.small_file import open_small
 
 
 def open_own(path: Path) -> BinaryIO:
@@ -18,7 +18,7 @@ def open_own(path: Path) -> BinaryIO:
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "is a link, which is not followed", str(path))
-    return open_regular(path)
+    return open_small(path)
 
 
 def files_of(run: Path, folder: str, pattern: str) -> list[Path]:
