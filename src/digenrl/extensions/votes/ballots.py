@@ -124,16 +124,19 @@ class Group(BaseModel):
 
     def judged(self, votes: Sequence[Vote]) -> Counter[int]:
         """Return how many votes each sample has; a skip is none."""
-        given = [vote for vote in votes if vote.choice != "skip" and self._has(vote)]
+        given = self._without_skips(votes)
         return Counter(sample for vote in given for sample in (vote.left, vote.right))
-
-    def _has(self, vote: Vote) -> bool:
-        return max(vote.left, vote.right) < self.samples and vote.left != vote.right
 
     def verdicts(self, votes: Sequence[Vote]) -> list[tuple[int, int, str]]:
         """Return the votes as `bradley_terry.fit_scores` takes them."""
-        given = [vote for vote in votes if vote.choice != "skip" and self._has(vote)]
-        return [(vote.left, vote.right, vote.choice) for vote in given]
+        return [(vote.left, vote.right, vote.choice) for vote in self._without_skips(votes)]
+
+    def has_pair(self, vote: Vote) -> bool:
+        """Return whether a vote names two samples of this group."""
+        return max(vote.left, vote.right) < self.samples and vote.left != vote.right
+
+    def _without_skips(self, votes: Sequence[Vote]) -> list[Vote]:
+        return [vote for vote in votes if vote.choice != "skip" and self.has_pair(vote)]
 
     def complete(self, votes: Sequence[Vote]) -> bool:
         """Return whether no further vote is asked for: every sample has enough, or the group was

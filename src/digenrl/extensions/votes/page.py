@@ -123,7 +123,7 @@ class VotePage(Guard):
         groups = {each.path.name: each.group for each in waiting(self._folder)}
         if vote.group not in groups:
             raise Refused(409, "this group has its scores already")
-        if not vote.left != vote.right or max(vote.left, vote.right) >= groups[vote.group].samples:
+        if not groups[vote.group].has_pair(vote):
             raise Refused(422, "there is no such pair in this group")
 
     async def _read(self, request: Request) -> Vote:
