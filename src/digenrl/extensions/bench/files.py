@@ -192,12 +192,14 @@ def scene_rules(scene: Scene) -> Rules:
             "exclude": exclude,
         }
     same = len({shape for _, shape in scene.kinds}) == 1
-    first, second = (_one(colour, shape, named_together=same) for colour, shape in scene.kinds)
+    first, second = (
+        _clause_of(colour, shape, named_together=same) for colour, shape in scene.kinds
+    )
     first["position"] = [scene.relation, 0]
     return {"tag": "position", "include": [second, first], "exclude": exclude}
 
 
-def _one(colour: str, shape: str, named_together: bool) -> Clause:
+def _clause_of(colour: str, shape: str, named_together: bool) -> Clause:
     if named_together:
         return {"class": f"{colour} {shape}", "count": 1}
     return {"class": shape, "count": 1, "color": colour}
