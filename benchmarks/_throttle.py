@@ -24,9 +24,13 @@ class Throttle:
         self._listener.bind((HOST, 0))
         self._listener.listen()
         self.port = self._listener.getsockname()[1]
-        self.carried = 0
-        """Bytes so far, of both directions."""
+        self._carried: list[list[int]] = []
         threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def carried(self) -> int:
+        """Bytes so far, of both directions; what a receiver has is counted."""
+        return sum(count for (count,) in self._carried)
 
     def close(self) -> None:
         self._listener.close()
@@ -40,11 +44,12 @@ class Throttle:
                     threading.Thread(target=self._forward, args=pair, daemon=True).start()
 
     def _forward(self, source: socket.socket, target: socket.socket) -> None:
-        free = time.monotonic()
+        free, count = time.monotonic(), [0]
+        self._carried.append(count)  # one for each thread: `+=` of two threads loses some
         with suppress(OSError):
             while piece := source.recv(self._piece):
                 free = max(free, time.monotonic()) + len(piece) / self._bytes_s
                 time.sleep(max(0.0, free - time.monotonic()))
+                count[0] += len(piece)
                 target.sendall(piece)
-                self.carried += len(piece)
             target.shutdown(socket.SHUT_WR)
