@@ -1,4 +1,4 @@
-"""Samples with the run's own noise beside clean ones, at the first evaluation of a process."""
+"""Samples with the run's own noise beside clean ones, at the first evaluation of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def drawn(*words: str) -> tuple[FixedSamples, RolloutEngine]:
 )
 def test_noise_that_destroys_the_pictures_is_told(words: list[str], alarms: bool) -> None:
     fixed, engine = drawn(*words)
-    pictures = fixed.draw(engine, range(6))
+    pictures = fixed.draw(engine, range(6), noise=True)
     measured = pictures.noisy[~pictures.noisy.isnan()]
     assert len(measured) == 6  # a sample of each piece, which is a prompt
     told = destroyed(float(measured.median()))
@@ -51,7 +51,7 @@ def test_noise_that_destroys_the_pictures_is_told(words: list[str], alarms: bool
     if told is not None:
         assert "algorithm.sde.noise_level" in told
     again = fixed.draw(engine, range(6))
-    assert bool(again.noisy.isnan().all())  # once a process
+    assert bool(again.noisy.isnan().all())
     assert torch.equal(again.media, pictures.media)
     sent = pictures_of(tensors_of(pictures), fixed.prompts)
     assert torch.equal(sent.noisy.nan_to_num(), pictures.noisy.nan_to_num())
@@ -60,7 +60,7 @@ def test_noise_that_destroys_the_pictures_is_told(words: list[str], alarms: bool
 @pytest.mark.heavy
 def test_a_run_without_noise_draws_nothing_more() -> None:
     fixed, engine = drawn("experiment=digits_nft")
-    assert bool(fixed.draw(engine, range(2)).noisy.isnan().all())
+    assert bool(fixed.draw(engine, range(2), noise=True).noisy.isnan().all())
 
 
 def test_both_sides_of_the_bound() -> None:

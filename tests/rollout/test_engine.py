@@ -15,7 +15,7 @@ from digenrl.extensions.methods.noise_levels import NoiseLevels
 from digenrl.extensions.tasks.digits import DigitsPolicy
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.suite import RewardSuite
-from digenrl.rollout import divergence
+from digenrl.rollout import divergence, evaluation
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec, fixed_batches
 from digenrl.rollout.evaluation import FixedSamples, joined, pictures_of, tensors_of
 from digenrl.schedule import Task
@@ -199,6 +199,27 @@ def test_a_piece_that_was_sent_is_the_piece_that_was_made() -> None:
         assert other.rewards.keys() == {"bright", "dark"}
         assert all(torch.equal(other.rewards[name], both.rewards[name]) for name in other.rewards)
         assert torch.equal(other.kl.isnan(), both.kl.isnan())
+
+
+@pytest.mark.parametrize("shares", [[[0, 1, 2]], [[0, 1], [2, 0]], [[2], [1], [0]]])
+def test_the_noise_of_a_run_is_compared_alike_whoever_draws_which_pieces(
+    shares: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "NOISY_PIECES", 2)
+    drawn, steps = FixedSamples((SEVEN, ONE, Prompt("number three")), 1, 9, 2, 0), list[int]()
+    noisy = {}
+    for rank, share in enumerate(shares):
+        count = lambda rank=rank: steps.append(rank)  # noqa: E731
+        noisy |= dict(
+            zip(share, drawn.draw(engine_of(), share, count, noise=True).noisy, strict=True)
+        )
+    for number, prompt in enumerate((SEVEN, ONE)):
+        alone = engine_of().evaluate((prompt,), 1, 9, 2, noisy_too=True).noisy
+        torch.testing.assert_close(noisy[number], alone[0], rtol=1e-6, atol=0.0)
+    assert noisy[2].isnan()
+    for rank, share in enumerate(shares):  # as sharded weights need it
+        assert steps.count(rank) == 2 * len(share) + 3 * min(2, len(share))
+    assert drawn.draw(engine_of(), [0]).noisy.isnan().all()
 
 
 def test_scores_that_are_missing_too_often_are_trouble() -> None:

@@ -279,21 +279,22 @@ class Evaluation(pl.Callback):
         """Write the evaluation of `pieces` on trainer 0. None: trainers make the pieces first."""
         engine = _engine(trainer)
         with _marked(trainer, "span", "eval", step=rl_step):
-            own = self._sampled(trainer) if pieces is None else None
+            own = self._sampled(trainer, rl_step) if pieces is None else None
             if not trainer.is_global_zero:
                 return
             pictures = own or joined([piece for _, piece in sorted((pieces or {}).items())])
             numbers = self.measure(engine, pictures)
         self._tell(trainer, rl_step, pictures, numbers)
 
-    def _sampled(self, trainer: pl.Trainer) -> Pictures:
+    def _sampled(self, trainer: pl.Trainer, rl_step: int) -> Pictures:
         """Sample all prompts with all trainers together, and return the pictures on trainer 0."""
         parts: Any = getattr(trainer.strategy, "parts", None)
         begin = (lambda: None) if parts is None else parts.stop_vote.begin
         with getattr(
             trainer.lightning_module, "averaged", nullcontext
         )():  # the moving average, where there is one
-            local = self.sample(_engine(trainer), trainer.global_rank, trainer.world_size, begin)
+            share = trainer.global_rank, trainer.world_size
+            local = self.sample(_engine(trainer), *share, begin, noise=rl_step == 0)
         begin()
         return self._gather(trainer, local)
 
@@ -357,15 +358,16 @@ class Evaluation(pl.Callback):
         rank: int = 0,
         ranks: int = 1,
         before_step: Callable[[], None] = lambda: None,
+        noise: bool = False,
     ) -> Pictures:
-        """Sample rank `rank`'s share of the prompts. `before_step` is as in
-        `RolloutEngine.evaluate`."""
+        """Sample rank `rank`'s share of the prompts. `before_step` and `noise` are as in
+        `FixedSamples.draw`."""
         pieces = len(self.drawn.pieces)
         share = -(-pieces // ranks)
         # A rank without a piece of its own repeats one: sharded weights need the same forwards
         # everywhere.
         mine = [(rank * share + i) % pieces for i in range(share)]
-        return self.drawn.draw(engine, mine, before_step)
+        return self.drawn.draw(engine, mine, before_step, noise)
 
     def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
         """Return the numbers of an eval line; see the function `measure`."""

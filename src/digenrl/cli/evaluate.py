@@ -110,7 +110,7 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         "steps": drawn.steps or settings.sampling.eval.steps or settings.sampling.steps,
         "seed": drawn.seed,
     }
-    pictures: dict[str, Pictures] = {"base": evaluation.sample(engine)}
+    pictures: dict[str, Pictures] = {"base": evaluation.sample(engine, noise=True)}
     if checkpoint is not None:
         result["rl_step"] = rl_step
         restore(module, checkpoint)

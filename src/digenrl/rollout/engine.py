@@ -165,8 +165,6 @@ class RolloutEngine:
         self.grid = policy.sigma_grid(sampling.steps)
         self._read: tuple[Prompt, dict[str, Tensor], Tensor] | None = None
         self._scorer = AsyncScorer(rewards)
-        self.noise_compared = False
-        """Whether an evaluation of this process has drawn with the run's own noise too."""
 
     @property
     def reward_weights(self) -> dict[str, float]:

@@ -18,6 +18,9 @@ from digenrl.rollout.engine import Pictures as Pictures
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.types import Prompt
 
+NOISY_PIECES = 6
+"""Pieces whose first prompt is drawn with the run's own noise too, where that is asked for."""
+
 
 def joined(parts: Sequence[Pictures]) -> Pictures:
     """Concatenate `parts` in their order."""
@@ -61,17 +64,26 @@ class FixedSamples:
         engine: RolloutEngine,
         numbers: Sequence[int],
         before_step: Callable[[], None] = lambda: None,
+        noise: bool = False,
     ) -> Pictures:
-        """The pieces `numbers`, by the weights that `engine` has. `before_step`: as in
-        `RolloutEngine.evaluate`."""
+        """Return the pieces `numbers`, by the weights that `engine` has.
+
+        Args:
+            before_step: as in `RolloutEngine.evaluate`.
+            noise: beside each of the first `NOISY_PIECES` of `numbers`, a sample is drawn as
+                rollouts draw it. The evaluation's own first pieces alone keep it
+                (`Pictures.noisy`), so that it does not matter who draws which; the others draw it
+                because sharded weights need the same forwards everywhere.
+        """
         parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
-        for number in numbers:
+        for place, number in enumerate(numbers):
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
-            made = engine.evaluate(*asked, before_step, compared, not engine.noise_compared)
+            made = engine.evaluate(*asked, before_step, compared, noise and place < NOISY_PIECES)
+            if number >= NOISY_PIECES:
+                made = replace(made, noisy=torch.full_like(made.noisy, torch.nan))
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(replace(made, media=media, rewards=scores))
-        engine.noise_compared = True
         return joined(parts)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from digenrl.rollout.engine import Pictures, RolloutEngine
-from digenrl.rollout.evaluation import FixedSamples, pictures_of, tensors_of
+from digenrl.rollout.evaluation import NOISY_PIECES, FixedSamples, pictures_of, tensors_of
 from digenrl.schedule.claims import Claim, Claims, evaluation_pieces, evaluation_queue
 from digenrl.strategy.setup import RankRuntime
 from digenrl.strategy.step_ledger import StepLedger
@@ -92,13 +92,13 @@ class EvaluationWorker:
             self._runner.settle(wait=True)
         try:
             with self._spans.span("eval", step=version, piece=claim.position):
-                pictures = self._draw(claim.position, receive)
+                pictures = self._draw(version, claim.position, receive)
                 facts = {"version": version, "piece": claim.position}
                 self._link.send(0, Message(MessageKind.EVALUATION, facts, tensors_of(pictures)))
         except _Leaving:
             self._claims.release(evaluation_queue(version), claim)
 
-    def _draw(self, number: int, receive: Callable[[], None]) -> Pictures:
+    def _draw(self, version: int, number: int, receive: Callable[[], None]) -> Pictures:
         """Draw the samples of piece `number` with the weights of the open evaluation.
 
         Raises:
@@ -114,7 +114,8 @@ class EvaluationWorker:
                 raise _Leaving
 
         with self._in_use():
-            return self._drawn.draw(self._engine, [number], before_step)
+            noise = version == 0 and number < NOISY_PIECES
+            return self._drawn.draw(self._engine, [number], before_step, noise)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
