@@ -208,3 +208,19 @@ def test_yaml_has_bounds(tmp_path: Path, content: bytes) -> None:
     file.symlink_to("/etc/hostname")
     with pytest.raises(OSError, match="symbolic"):
         checked_text(file)
+
+
+def test_samples_whose_bytes_were_changed_are_damaged_or_read(tmp_path: Path) -> None:
+    file, chance = tmp_path / "eval-3.npz", np.random.default_rng(1)
+    media = chance.integers(0, 255, (2, 3, 4, 4), dtype=np.uint8)
+    np.savez_compressed(file, media=media, prompts=np.array(["a", "b"]), r=np.zeros(2))
+    whole, refused = file.read_bytes(), 0
+    for _ in range(600):
+        changed = np.frombuffer(whole, dtype=np.uint8).copy()
+        changed[chance.integers(0, len(whole), 2)] = chance.choice([0, 128, 255])
+        file.write_bytes(changed.tobytes())
+        try:
+            read_samples(file)
+        except ValueError:
+            refused += 1
+    assert refused > 100

@@ -99,37 +99,37 @@ def read_samples(path: str | os.PathLike[str]) -> Samples:
         ValueError: the file is damaged, lacks `media` or `prompts`, or their shapes do not fit.
     """
     path = Path(path)
-    try:
-        return _read_samples(path)
-    except (*_DAMAGES, zlib.error) as error:
-        raise ValueError(f"{path.name}: is damaged ({error})") from error
-
-
-def _read_samples(path: Path) -> Samples:
-    number = re.search(r"(\d+)$", path.stem)
     with open_own(path) as file:
-        headers = _headers(file, path.name)
-        missing = {"media", "prompts"} - headers.keys()
-        if missing:
-            raise ValueError(
-                f"{path.name}: lacks {', '.join(sorted(missing))}; it holds "
-                f"{printable(', '.join(headers))[:200]}"
-            )
-        arrays = np.load(file, allow_pickle=False)
-        media = arrays["media"]
-        prompts = tuple(str(text) for text in arrays["prompts"])
-        scores = {
-            name: arrays[name]
-            for name, (shape, dtype) in headers.items()
-            if shape == (len(prompts),) and dtype.kind == "f"
-        }
-        sources = arrays["sources"] if "sources" in headers else None
-        if sources is not None and (
-            sources.dtype != np.uint8 or sources.shape != (len(prompts), 3, *media.shape[-2:])
-        ):
-            raise ValueError(
-                f"{path.name}: sources is {sources.dtype} {sources.shape}; use uint8 [N, 3, H, W]"
-            )
+        try:
+            return _read_samples(file, path)
+        except (*_DAMAGES, OSError, zlib.error) as error:  # OSError: a place before the file
+            raise ValueError(f"{path.name}: is damaged ({error})") from error
+
+
+def _read_samples(file: BinaryIO, path: Path) -> Samples:
+    number = re.search(r"(\d+)$", path.stem)
+    headers = _headers(file, path.name)
+    missing = {"media", "prompts"} - headers.keys()
+    if missing:
+        raise ValueError(
+            f"{path.name}: lacks {', '.join(sorted(missing))}; it holds "
+            f"{printable(', '.join(headers))[:200]}"
+        )
+    arrays = np.load(file, allow_pickle=False)
+    media = arrays["media"]
+    prompts = tuple(str(text) for text in arrays["prompts"])
+    scores = {
+        name: arrays[name]
+        for name, (shape, dtype) in headers.items()
+        if shape == (len(prompts),) and dtype.kind == "f"
+    }
+    sources = arrays["sources"] if "sources" in headers else None
+    if sources is not None and (
+        sources.dtype != np.uint8 or sources.shape != (len(prompts), 3, *media.shape[-2:])
+    ):
+        raise ValueError(
+            f"{path.name}: sources is {sources.dtype} {sources.shape}; use uint8 [N, 3, H, W]"
+        )
     if media.dtype != np.uint8 or media.ndim not in (4, 5) or len(media) != len(prompts):
         raise ValueError(
             f"{path.name}: media is {media.dtype} {media.shape} for {len(prompts)} prompts; "
