@@ -309,11 +309,45 @@ def test_values_and_shapes_are_looked_at(flux: Path, tmp_path: Path) -> None:
     for value, said in (
         (torch.full_like(tensors[name], torch.nan), "no finite"),
         (torch.zeros_like(tensors[name]).int(), "no finite floating-point"),
+        (tensors[name].to(torch.complex64), "no finite floating-point"),
         (tensors[name][:-1], "the layer takes"),
         (tensors[name][:, :3], "the layer takes"),
     ):
         save_file(tensors | {name: value.contiguous()}, tmp_path / "wrong.safetensors")
         assert said in refusal(tmp_path / "wrong.safetensors", alpha=4)
+
+
+PACKED = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "read"),
+    [
+        (torch.tensor(8), True),
+        (torch.tensor([8.0]).half(), True),
+        (torch.tensor(8.0 + 1j), False),
+        (torch.tensor([8.0, 8.0]), False),
+        (torch.tensor(torch.inf), False),
+        (PACKED, False),
+    ],
+)
+def test_an_alpha_is_one_finite_number(tmp_path: Path, alpha: Tensor, read: bool) -> None:
+    lora, tensors = {**LORA, "targets": ["attn.to_q"]}, {}
+    policy = make("sd3", lora)
+    width = policy.transformer.get_submodule("transformer_blocks.0.attn.to_q").in_features
+    for block in range(len(policy.transformer.transformer_blocks)):
+        stem = f"lora_unet_joint_blocks_{block}_x_block_attn_qkv"
+        tensors[f"{stem}.lora_down.weight"] = torch.ones(4, width)
+        tensors[f"{stem}.lora_up.weight"] = torch.ones(3 * width, 4)
+        tensors[f"{stem}.alpha"] = alpha.clone()
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    lora |= {"targets": ["attn.to_q", "attn.to_k", "attn.to_v"], "alpha": 8}
+    lora["path"] = str(tmp_path / "kohya.safetensors")
+    if read:
+        make("sd3", lora)
+    else:
+        with pytest.raises(ValueError, match=r"scale nan"):
+            make("sd3", lora)
 
 
 def test_a_configuration_of_peft_is_needed_and_read(tmp_path: Path) -> None:

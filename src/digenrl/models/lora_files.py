@@ -235,17 +235,17 @@ def _add(
     if down_size[0] > 4096:
         found.wrong.append(f"{told}: rank {down_size[0]}, at most 4096")
         return
-    down, up = (opened.get_tensor(key) for key in (layer.down, layer.up))
-    if not all(part.is_floating_point() and part.float().isfinite().all() for part in (down, up)):
+    factors = [opened.get_tensor(key) for key in (layer.down, layer.up)]
+    down, up = (_real_numbers(each) if each.is_floating_point() else None for each in factors)
+    if down is None or up is None:
         found.wrong.append(f"{told}: values that are no finite floating-point numbers")
         return
-    down, up = down.float(), up.float()
     if turned:
         up = torch.cat(up.chunk(2)[::-1])
     scale = stated if stated is not None else 1.0
     if layer.alpha:
-        alpha = opened.get_tensor(layer.alpha)
-        scale = float(alpha) / down_size[0] if alpha.numel() == 1 else math.nan
+        alpha = _real_numbers(opened.get_tensor(layer.alpha))
+        scale = math.nan if alpha is None or alpha.numel() != 1 else float(alpha) / down_size[0]
     start = 0
     for member in members:
         rows = up[start : start + linears[member][1]]
@@ -263,6 +263,15 @@ def _add(
             found.wrong.append(f"{prefix}{member}: given twice")
         else:
             found.factors[prefix + member] = own_down.contiguous(), own_up.contiguous()
+
+
+def _real_numbers(value: Tensor) -> Tensor | None:
+    """Return `value` in fp32; None where it holds anything but finite real numbers, or packs
+    several of them into a byte."""
+    if value.is_complex() or value.dtype == torch.float4_e2m1fn_x2:
+        return None
+    value = value.float()
+    return value if bool(value.isfinite().all()) else None
 
 
 def _trimmed(down: Tensor, up: Tensor, rank: int) -> tuple[Tensor, Tensor]:
