@@ -3,13 +3,17 @@ policy draws."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -147,6 +151,41 @@ def test_card_shows_numbers_pictures_and_how_to_load(tmp_path):
     assert "load_lora_weights" in text
     assert (out / "reward.png").exists()
     assert "![before_after](before_after.png)" in text
+
+
+HOSTILE = 'x"); import os  # `\n---\nlicense: mine\n```\n<b>[a](http://evil)'
+
+
+def test_the_words_of_a_run_stay_words_in_its_card(tmp_path: Path) -> None:
+    """In YAML, Python and Markdown."""
+    policy, run = make("flux"), tmp_path / "run"
+    (run / "plots").mkdir(parents=True)
+    name = "](javascript:x) <b>.png"
+    (run / "plots" / name).write_bytes(b"")
+    (run / "summary.json").write_text(json.dumps({"status": HOSTILE}))
+    config = dict.fromkeys(("algorithm", "sampling", "data", "reward", "seed"), HOSTILE) | {
+        "experiment_name": HOSTILE,
+        "model": {"path": HOSTILE, "build": "real", "lora": {"rank": 4, "alpha": 8}},
+    }
+    text = write_card(tmp_path, run, config, policy, "trained").read_text()
+    _, front, card = re.split(r"^---$", text, maxsplit=2, flags=re.MULTILINE)
+    assert yaml.safe_load(front)["base_model"] == HOSTILE
+    assert "license" not in yaml.safe_load(front)
+    (code,) = re.findall(r"^```python$(.*?)^```$", card, re.MULTILINE | re.DOTALL)
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    assert HOSTILE in [
+        node.args[0].value for node in calls if isinstance(node.args[0], ast.Constant)
+    ]
+    assert not any(
+        isinstance(node, ast.Import) and node.names[0].name == "os"
+        for node in ast.walk(ast.parse(code))
+    )
+    (settings,) = re.findall(r"^```json$(.*?)^```$", card, re.MULTILINE | re.DOTALL)
+    assert json.loads(settings)["seed"] == HOSTILE
+    prose = re.sub(r"^```.*?^```$", "", card, flags=re.MULTILINE | re.DOTALL)
+    assert "<b>" not in prose.replace("\\<b\\>", "")
+    assert "[a](" not in prose.replace("\\[a\\](", "")
+    assert "![\\](javascript:x) \\<b\\>](%5D%28javascript%3Ax%29%20%3Cb%3E.png)" in prose
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from digenrl.extensions.export.diffusers_export import lora_file, part
 from digenrl.models.policy import Policy
-from digenrl.record.run_dir import replaced
+from digenrl.record.run_dir import printable, replaced
 from digenrl.record.small_file import json_of, read_text
 
 
@@ -43,6 +44,8 @@ def write_card(
         trim_blocks=True,
         undefined=StrictUndefined,
     )
+    # A run may be foreign: its words stay words in YAML, Python and Markdown.
+    templates.filters |= {"quoted": json.dumps, "plain": _plain}
     text = templates.get_template("card.md.j2").render(
         config=config,
         base=config["model"].get(
@@ -51,7 +54,7 @@ def write_card(
         build=config["model"].get("build"),
         source=f'ensure("{policy.family}")'
         if config["model"].get("build") == "tiny"
-        else f'"{config["model"].get("path")}"',
+        else json.dumps(config["model"].get("path")),
         lora=config["model"].get("lora"),
         adapter=policy.adapter.lora is not None,
         files={subfolder: lora_file(subfolder) for subfolder in policy.components},
@@ -59,7 +62,7 @@ def write_card(
         pictures=shown,
         pipeline=pipeline,
         by_pipeline=hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"),
-        settings=json.dumps(settings, indent=2),
+        settings=json.dumps(settings, indent=2).replace("`", r"\u0060"),
         transformer=type(part(policy, next(iter(policy.components.values())))).__name__,
         weights=weights,
     )
@@ -67,3 +70,9 @@ def write_card(
     with replaced(card) as unfinished:
         unfinished.write_text(text + "\n", encoding="utf-8")
     return card
+
+
+def _plain(value: object) -> str:
+    """Return `value` as Markdown that shows it, on one line."""
+    text = " ".join(printable(str(value)).split())
+    return re.sub(r"([\\`*\[\]<>#|~&]|\b_|_\b)", r"\\\1", text)
