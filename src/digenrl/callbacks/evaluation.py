@@ -168,11 +168,11 @@ class Evaluation(pl.Callback):
             `reward_models.digit_judge.DigitStatistics`.
         saved_per_prompt: pictures of each prompt in the npz file.
         shown_prompts: number of first prompts whose pictures go to the loggers, with the best and
-            worst samples; 0 = no pictures. The extension `page` draws them.
+            worst samples; 0 = no pictures. `report/page/logged.py` draws them.
         shown_samples: pictures of each shown prompt, of the best samples and of the worst.
         kl_samples: samples of each prompt (at most all) from which `kl`, the divergence from the
             base model, is measured. They are trajectories with noise and take two forwards a step
-            (the extension `divergence`). 0 = `kl` is not measured. It is not measured either
+            (`rollout/divergence.py`). 0 = `kl` is not measured. It is not measured either
             without a base model (all weights are trained and `model.keep_reference` is false).
         batch: samples that are drawn together, of one or more prompts; None = those of a prompt.
 

@@ -1,4 +1,4 @@
-"""Read the samples that each evaluation of a run kept. The extension `page` draws them."""
+"""Read the samples that each evaluation of a run kept. `report/page` draws them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Pictures:
     rewards: dict[str, Tensor]
     """name -> [N] fp32, held-out rewards included; NaN = missing."""
     kl: Tensor
-    """[N] nats between policy and base model, on CPU (the extension `divergence`); NaN = not
+    """[N] nats between policy and base model, on CPU (`rollout/divergence.py`); NaN = not
     measured."""
     noisy: Tensor
     """[N] detail of a sample of the row's prompt with the run's own noise, over that of the row;
