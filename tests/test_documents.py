@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 DESIGN, ALGORITHMS = ROOT / "docs" / "design.md", ROOT / "docs" / "algorithms.md"
+PROMISES = ROOT / "docs" / "invariants.md"
 FAULTS = ROOT / "docs" / "faults.md"
 FOLDERS = (
     "src",
@@ -187,8 +188,8 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("document", "letter", "numbers"),
-    [(DESIGN, "I", INVARIANTS), (FAULTS, "F", range(1, 42))],
-    ids=["design", "faults"],
+    [(PROMISES, "I", INVARIANTS), (FAULTS, "F", range(1, 42))],
+    ids=["invariants", "faults"],
 )
 def test_each_invariant_and_fault_names_a_test_that_exists(
     document: Path, letter: str, numbers: Sequence[int]
