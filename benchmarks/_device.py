@@ -21,7 +21,7 @@ from digenrl.extensions.planner.memory import GIB
 
 def find() -> torch.device:
     """The first GPU that torch sees, else the processor."""
-    own = accelerator.kind()
+    own = accelerator.device_kind()
     return torch.device("cpu") if own == "cpu" else torch.device(own, 0)
 
 

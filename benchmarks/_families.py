@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import digenrl
-from digenrl.facts import ENDING, Facts, families
+from digenrl.facts import ENDING, Facts, facts_by_family
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 
@@ -24,7 +24,7 @@ Grid = tuple[int, int, int]
 def models() -> dict[str, Facts]:
     """Return model -> facts of its family, for every option of configs/model that has a published
     size."""
-    return {model: facts for facts in families().values() for model in facts.models}
+    return {model: facts for facts in facts_by_family().values() for model in facts.models}
 
 
 def adapter(facts: Facts) -> type[DiffusersPolicy]:

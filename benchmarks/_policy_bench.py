@@ -36,7 +36,7 @@ from digenrl.extensions.planner.memory import (
     trainer_memory,
 )
 from digenrl.extensions.planner.reading import workload
-from digenrl.facts import families
+from digenrl.facts import facts_by_family
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
@@ -45,9 +45,9 @@ from digenrl.recompute import parse_recompute
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.schedule import Task
 from digenrl.transport.weights import adopt, publish
-from digenrl.types import CellBlock, Prompt, TrainBatch, move
+from digenrl.types import CellBlock, Prompt, TrainBatch, move_tensors
 
-EXPERIMENTS = {model: families()[family].measured["experiment"] for model, family in FAMILY.items()}
+EXPERIMENTS = {model: facts_by_family()[family].measured["experiment"] for model, family in FAMILY.items()}
 """Model -> experiment whose sizes, guidance and loss are measured."""
 EAGER, COMPILED = ENGINES = ("eager", "compiled")
 GRADES = {"all": "false", "products": "products", "attention": "attention", "inputs": "true"}
@@ -143,13 +143,13 @@ class Bench:
         """Samples before their first step."""
         key = denoise.SampleKey(0, 0, PROMPT.uid, tuple(range(samples)))
         dtype = getattr(torch, self.composed.settings.sampling.storage_dtype)
-        return denoise.start(key, self.policy.latent_shape, dtype, self.device)
+        return denoise.initial_state(key, self.policy.latent_shape, dtype, self.device)
 
     def advance(self, state: denoise.SampleState, trained: int = 1) -> denoise.SampleState:
         """One denoising step as a rollout makes it; the first `trained` steps are kept."""
         steps = tuple(range(trained))
         means = self.module.needs_means
-        return denoise.advance(
+        return denoise.advance_state(
             self.policy,
             self.condition,
             state,
@@ -394,9 +394,9 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
             group, first = divmod(index * spec.task_size, spec.group_size)
             task = Task(0, index, group % spec.prompts, first, spec.task_size, 0)
             with torch.no_grad(), part("generate"):
-                generation = engine.begin(task, prompts[task.group])
+                generation = engine.begin_task(task, prompts[task.group])
                 while engine.steps_left(generation):
-                    generation = engine.advance(generation)
+                    generation = engine.take_step(generation)
             with part("decode"):
                 media = engine.decode(generation)
             futures.append(engine.score(generation, media))
@@ -404,7 +404,7 @@ def rl_step(bench: Bench, unit: Unit) -> Row:
             trajectories = [future.result() for future in futures]
         for trajectory in trajectories:
             with part("train"):
-                batch = training_batch(move(trajectory, "cpu"), spec, engine.reward_weights).to(
+                batch = training_batch(move_tensors(trajectory, "cpu"), spec, engine.reward_weights).to(
                     device
                 )
                 module.training_step(batch, 0).backward()

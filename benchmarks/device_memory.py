@@ -53,7 +53,7 @@ from digenrl.extensions.planner.memory import (
 )
 from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.planner.workload import Workload, counted
-from digenrl.facts import Facts, families, of_module
+from digenrl.facts import Facts, facts_by_family, of_module
 from digenrl.models import pipeline_codec
 from digenrl.models import tiny as builds
 from digenrl.models.pipeline import DiffusersPolicy
@@ -175,7 +175,7 @@ def _known(facts: Facts, model: str, sizes: dict[str, Any]) -> Facts:
     """Return the facts with these sizes of `model`, known under its name in this process."""
     wide = replace(facts, models={model: sizes})
     beside = of_module(_families.adapter(facts).__module__)
-    for known, name in ((beside, wide.family), (families(), wide.family), (counted(), model)):
+    for known, name in ((beside, wide.family), (facts_by_family(), wide.family), (counted(), model)):
         known[name] = wide  # type: ignore[index]
     _families.models()[model] = wide
     return wide
@@ -285,7 +285,7 @@ def watched(rank: run.Rank, world: World) -> None:
     strict = torch.get_device_module()
     strict.reset_peak_memory_stats()
     fit: Any = run.Rank.fit
-    advance: Any = RolloutEngine.advance
+    advance: Any = RolloutEngine.take_step
     peaks = [0]
 
     def forwards(engine: RolloutEngine, *args: Any) -> Any:
@@ -298,9 +298,9 @@ def watched(rank: run.Rank, world: World) -> None:
         fit(self, *args)
         peak = strict.max_memory_allocated() if world.is_trainer else max(peaks)
         (self.strategy.session.run_dir / f"peak-{world.rank}").write_text(str(peak))
-        run.Rank.fit, RolloutEngine.advance = fit, advance  # type: ignore[method-assign]
+        run.Rank.fit, RolloutEngine.take_step = fit, advance  # type: ignore[method-assign]
 
-    run.Rank.fit, RolloutEngine.advance = to_the_end, forwards  # type: ignore[method-assign, assignment]
+    run.Rank.fit, RolloutEngine.take_step = to_the_end, forwards  # type: ignore[method-assign, assignment]
 
 
 def measured(experiment: str, cases: Mapping[str, Case]) -> Iterator[tuple[str, dict[str, int]]]:
@@ -324,7 +324,7 @@ def measured(experiment: str, cases: Mapping[str, Case]) -> Iterator[tuple[str, 
 def take(kept: Kept, experiment: str, again: str) -> None:
     """Count and run what is not kept of an experiment's model."""
     chosen = {case.name: case for case in (FEW if experiment in OTHERS else CASES)}
-    grades = {parse(case.keeps).modes(1)[0] for case in chosen.values()}
+    grades = {parse(case.keeps).modes_of(1)[0] for case in chosen.values()}
     count_facts.MODES = tuple(mode for mode in MODES if mode in grades)  # type: ignore[assignment]
     for name in chosen if again == "held" else ():
         kept.pop((experiment, name), None)

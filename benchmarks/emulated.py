@@ -52,7 +52,7 @@ from digenrl.extensions.planner.outcome import CandidateOutcome, evaluate
 from digenrl.extensions.planner.plan_text import overrides
 from digenrl.extensions.planner.virtual_cluster import Cluster
 from digenrl.extensions.planner.virtual_run import simulate
-from digenrl.schedule import place
+from digenrl.schedule import place_fragment
 from digenrl.settle import trained_steps
 
 MODELS = ("qwen_image_flowgrpo", "flux1_flowgrpo")
@@ -332,7 +332,7 @@ def overheads(testbed: str, colocated: bool, output: Path) -> Overheads:
             tasks.append(later["start"] - earlier["end"] - sleep.decode - encoded)
     micro = []
     for span in spans["trainer", "train"]:
-        own = place(spec, trainers, (span["group"],))[span["rank"]]
+        own = place_fragment(spec, trainers, (span["group"],))[span["rank"]]
         slept = sleeps[span["rank"]].cell * sum(
             len(block.steps) for blocks in own for block in blocks
         )

@@ -343,11 +343,11 @@ def ratio(name: str, *more: str) -> Ratio:
     prompt = PromptData(config.data, config.seed).sampler.batch(0)[0]
     condition = policy.codec.encode([prompt])
     task = Task(step=0, index=0, group=0, first_sample=0, samples=spec.task_size, version=0)
-    held: list[Any] = [engine.begin(task, prompt)]
+    held: list[Any] = [engine.begin_task(task, prompt)]
 
     def generate() -> None:
         while engine.steps_left(held[0]):
-            held[0] = engine.advance(held[0])
+            held[0] = engine.take_step(held[0])
 
     with sdpa_kernel(SDPBackend.MATH), watched(policy) as made:
         generating = counted(generate)

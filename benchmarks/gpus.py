@@ -218,7 +218,7 @@ def machine(device: str) -> str:
 def main(given: Mapping[str, str]) -> int:
     """Run the steps that fit, print the page and keep it; return the exit code."""
     device = given["device"]
-    gpus = int(given["gpus"]) or accelerator.count()
+    gpus = int(given["gpus"]) or accelerator.device_count()
     words = (
         ["trainer.accelerator=cpu", "model.dtype=float32"]
         if device == "cpu"

@@ -26,7 +26,7 @@ from digenrl.config.stored import read_stored
 from digenrl.data import load_prompts
 from digenrl.diffusion.sde import Kernel
 from digenrl.extensions.tasks.mixture import MixtureFlow, MixturePolicy
-from digenrl.rollout.divergence import trajectories
+from digenrl.rollout.divergence import noisy_trajectories
 
 BASE_SAMPLES = 5_000
 """Of each prompt, for the base's own distribution of rewards."""
@@ -105,7 +105,7 @@ def rolled(
         return torch.randn(directions.shape, generator=generator)
 
     with nullcontext() if trained else policy.adapter.reference():
-        return trajectories(
+        return noisy_trajectories(
             policy, {"direction": directions}, policy.sigma_grid(steps), draw, kernel
         )
 

@@ -324,7 +324,7 @@ class Loop:
         for members in torch.arange(len(self.directions)).chunk(self.module.updates_per_batch):
             alike: dict[StepPlan, list[int]] = {}
             for group in members.tolist():
-                plan = self.module.train_steps.plan(self.seed, step, STEPS, group)
+                plan = self.module.train_steps.plan_steps(self.seed, step, STEPS, group)
                 alike.setdefault(plan, []).append(group)
             made = [self.block(step, version, plan, groups) for plan, groups in alike.items()]
             for block, groups in zip(made, alike.values(), strict=True):
@@ -655,7 +655,7 @@ def made(
             judging, began = judge(setting.base), time.process_time()
             loop = Loop(setting, seed)
             loop.run(steps)
-            clipped = loop.module.collected().get("clip_fraction", torch.tensor(math.nan))
+            clipped = loop.module.collect_metrics().get("clip_fraction", torch.tensor(math.nan))
             row = own | asdict(judging.measured(loop.policy))
             row |= {"clip_fraction": float(clipped), "cpu_s": round(time.process_time() - began, 3)}
             if keep:

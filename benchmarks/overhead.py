@@ -33,10 +33,10 @@ from digenrl.diffusion.denoise import SampleKey, SampleState
 from digenrl.record.decisions import DecisionLog
 from digenrl.record.span_log import SpanLog
 from digenrl.rollout.engine import Generation, RolloutEngine
-from digenrl.schedule import ScheduleSpec, Task, next_fragment, place, queue
+from digenrl.schedule import ScheduleSpec, Task, next_fragment, place_fragment, version_queue
 from digenrl.schedule.claims import Claim, Claims
 from digenrl.schedule.ranks import Roles
-from digenrl.schedule.scheduler import Scheduler, header
+from digenrl.schedule.scheduler import Scheduler, record_header
 from digenrl.strategy.rollout_loop import finish_task
 from digenrl.strategy.tasks import TaskRunner
 from digenrl.transport.cells import Part, Placement, StepBoard, pack
@@ -61,7 +61,7 @@ SPEC = ScheduleSpec(
 
 def one_trainer(fragment: tuple[int, ...], step: int = 0) -> Placement:
     """The only trainer rank trains everything."""
-    return place(SPEC, 1, fragment)
+    return place_fragment(SPEC, 1, fragment)
 
 
 class Idle:
@@ -73,7 +73,7 @@ class Idle:
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory, self._scorer = trajectory, ThreadPoolExecutor(1)
 
-    def begin(self, task: Task, prompt: Prompt) -> Generation:
+    def begin_task(self, task: Task, prompt: Prompt) -> Generation:
         rows = tuple(range(task.first_sample, task.first_sample + task.samples))
         return Generation(
             task, prompt, SampleState(SampleKey(0, task.step, prompt.uid, rows), torch.zeros(ROWS))
@@ -82,7 +82,7 @@ class Idle:
     def steps_left(self, generation: Generation) -> int:
         return STEPS - generation.state.next_step
 
-    def advance(self, generation: Generation) -> Generation:
+    def take_step(self, generation: Generation) -> Generation:
         return replace(
             generation, state=replace(generation.state, next_step=generation.state.next_step + 1)
         )
@@ -134,10 +134,10 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
     folder = Path(tempfile.mkdtemp())
 
     def plan(version: int) -> tuple[Task, ...]:
-        return tuple(replace(task, version=version) for task in queue(SPEC, 0, 1))
+        return tuple(replace(task, version=version) for task in version_queue(SPEC, 0, 1))
 
     roles = Roles(1, 1)
-    decisions = DecisionLog(folder / "decisions.jsonl", header(SPEC, roles, 1))
+    decisions = DecisionLog(folder / "decisions.jsonl", record_header(SPEC, roles, 1))
     runner = TaskRunner(
         SPEC,
         World(here.rank, 1, 1),
@@ -154,7 +154,7 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
 
     def answered() -> None:
         while here.link.receive(0.2) is None:
-            runner.settle()  # raises what kept a task from being sent
+            runner.settle_sends()  # raises what kept a task from being sent
 
     rows = []
     for number in range((groups + 1) * SPEC.tasks):
@@ -163,14 +163,14 @@ def rollout(here: BenchRank, groups: int, size: int) -> list[tuple[float, ...]]:
         answered()
         sent = time.perf_counter()
         version = size + number // SPEC.tasks  # every group has a queue of its own
-        task = runner.claim(version) if runner.takes(version) else None
+        task = runner.claim_task(version) if runner.takes_next_task(version) else None
         claimed = time.perf_counter()
         if task is None:
             raise SystemExit("the queue was empty too early")
-        finish_task(runner, runner.begin(task), "generate")
+        finish_task(runner, runner.begin_task(task), "generate")
         answered()
         ended = time.perf_counter()
-        runner.settle(wait=True)
+        runner.settle_sends(wait=True)
         rows.append(
             tuple(1e3 * seconds for seconds in (sent - began, claimed - sent, ended - sent))
         )
@@ -195,8 +195,8 @@ def trainer(here: BenchRank, groups: int, size: int) -> float:
             message = here.receive()
             began = time.perf_counter()
             part = Part(message)
-            if claims.accepts(version, part.claim) and board.add(part):
-                claims.received(version, part.claim.position)
+            if claims.accepts_result(version, part.claim) and board.add(part):
+                claims.mark_received(version, part.claim.position)
             complete = next_fragment(SPEC, [(0,)], board.completed)
             here.control.check()
             seconds.append(1e3 * (time.perf_counter() - began))

@@ -37,7 +37,7 @@ from digenrl.advisor import PlainAdvisor
 from digenrl.data import load_prompts
 from digenrl.diffusion.denoise import SampleKey, replay
 from digenrl.models import tiny as tiny_builds
-from digenrl.settle import settled
+from digenrl.settle import with_allocation
 from digenrl.types import CellBlock, Prompt, TrainBatch
 from tests.sampling import sample
 
@@ -105,7 +105,7 @@ class Loop:
         composed = configuration.load(
             [*words, f"sampling.steps={STEPS}", "sampling.guidance_scale=1"]
         )
-        settings = settled(composed, 1, 0, PlainAdvisor()).settings
+        settings = with_allocation(composed, 1, 0, PlainAdvisor()).settings
         self.policy = settings.build("model")
         self.module = settings.build("algorithm", policy=self.policy)
         self.clip_range = float(settings.node("algorithm.clip_range"))

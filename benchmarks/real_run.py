@@ -31,7 +31,7 @@ from benchmarks._policy_bench import EXPERIMENTS
 from benchmarks._random_builds import FAMILY, REAL, TINY, encoder, fill, published
 from benchmarks._shared import Report, options, require_known
 from digenrl.extensions.planner.measured import same_gpu
-from digenrl.facts import families
+from digenrl.facts import facts_by_family
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.pretrained import model_index
 from digenrl.rounding import HALF_BOUND
@@ -53,7 +53,7 @@ def checkpoint(model: str, folder: Path, device: torch.device) -> Path:
     family, target = FAMILY[model], folder / model
     if target.exists():
         return target
-    facts, unfinished = families()[family], target.with_suffix(".tmp")
+    facts, unfinished = facts_by_family()[family], target.with_suffix(".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(tiny_builds.ensure(family), unfinished)
     for name in model_index(str(unfinished)):

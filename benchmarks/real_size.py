@@ -51,7 +51,7 @@ from digenrl.extensions.planner.costs import Costs
 from digenrl.extensions.planner.gpus import known
 from digenrl.extensions.planner.measured import computed_seconds
 from digenrl.extensions.planner.reading import workload
-from digenrl.facts import families
+from digenrl.facts import facts_by_family
 from digenrl.hardware import parse_hardware
 
 ROOT = Path(__file__).parents[1]
@@ -68,9 +68,9 @@ MARGIN_S = 75.0
 RECOMPILATIONS = 64
 """Torch's own limit of 8 graphs per block is less than the shapes that are measured here."""
 PUBLISHED = {
-    model: families()[family].measured
+    model: facts_by_family()[family].measured
     for model, family in FAMILY.items()
-    if "images_per_s" in families()[family].measured
+    if "images_per_s" in facts_by_family()[family].measured
 }
 """Model -> published images per GPU-second of an RL step, and their source."""
 COLUMNS = ("        model", "   stage", "         engine", "       keeps", "samples", "steps", " seconds", "planned",

@@ -35,7 +35,7 @@ try:
     from rapidfuzz.distance import Levenshtein
 except ImportError as error:
     raise ImportError(
-        f"the ocr reward needs rapidocr and rapidfuzz: {extras.command('ocr')}"
+        f"the ocr reward needs rapidocr and rapidfuzz: {extras.install_command('ocr')}"
     ) from error
 
 LINE_HEIGHT = 64

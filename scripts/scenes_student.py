@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from digenrl.extensions.tasks.scenes import BASE_FILE, ScenesPolicy, ScenesStudentPolicy
-from digenrl.rollout.engine import detail
+from digenrl.rollout.engine import picture_detail
 from reward_models.drawn_scenes import SCENES
 from reward_models.scene_judges import SceneDetector, SceneJudge, spread
 from scripts.pretrain_scenes import (
@@ -119,5 +119,5 @@ def compare_student(student: ScenesPolicy, settings: Settings) -> None:
             f"{name}, {steps} steps: all assertions hold in "
             f"{detector.judge(pictures, scenes).mean():.3f}, by the judge "
             f"{SceneJudge(settings.judge).judge(pictures, scenes).mean():.3f}; detail "
-            f"{detail(pictures).mean():.3f}; centres spread by {spread(pictures, scenes)[1]:.2f}"
+            f"{picture_detail(pictures).mean():.3f}; centres spread by {spread(pictures, scenes)[1]:.2f}"
         )

@@ -64,7 +64,7 @@ from digenrl.report.read_run import read_run
 from digenrl.report.summary import build_summary
 from digenrl.rewards import frames
 from digenrl.rewards.service import RewardService, ServiceLimits
-from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, verify
+from digenrl.strategy.checkpoint_io import CheckpointError, DirectoryCheckpointIO, verify_checkpoint
 from digenrl.transport.wire import Message, MessageKind, WireError, decode
 from digenrl.types import Prompt
 from tests.reachable import constructor_arguments
@@ -264,7 +264,7 @@ def checkpoint(root: Path) -> Attack:
         name = chance.choice(sorted(whole))
         (path / name).write_bytes(data := mutated(whole[name], chance))
         try:
-            verify(path)
+            verify_checkpoint(path)
         except CheckpointError:
             return False
         assert data == whole[name], f"{name} was changed and is taken"

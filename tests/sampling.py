@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from digenrl.diffusion.denoise import FinishedSamples, SampleKey, advance, finish, start
+from digenrl.diffusion.denoise import FinishedSamples, SampleKey, advance_state, finished_samples, initial_state
 from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.steps import StepPlan
 from digenrl.models.policy import Policy
@@ -24,7 +24,7 @@ def sample(
     keep_means: bool = False,
 ) -> FinishedSamples:
     """Run start, then advance through all T steps, then finish."""
-    state = start(key, policy.latent_shape, storage_dtype, device, same_noise)
+    state = initial_state(key, policy.latent_shape, storage_dtype, device, same_noise)
     for _ in range(sigmas.numel() - 1):
-        state = advance(policy, condition, state, sigmas, kernel, plan, keep_means)
-    return finish(state, plan)
+        state = advance_state(policy, condition, state, sigmas, kernel, plan, keep_means)
+    return finished_samples(state, plan)

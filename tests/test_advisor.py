@@ -73,7 +73,7 @@ def test_the_largest_small_task_is_taken() -> None:
     assert PlainAdvisor().task_size(composed, [1, 2, 4, 8, 16]) == 8
     assert PlainAdvisor().task_size(composed, [1, 3]) == 3
     usual = ModelPlacement("ddp", 2, False)
-    assert PlainAdvisor().hold(composed, 1, 1, usual) == usual
+    assert PlainAdvisor().place_model(composed, 1, 1, usual) == usual
 
 
 def test_a_rank_that_joined_stands_in_as_the_last_one() -> None:

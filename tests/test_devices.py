@@ -77,7 +77,7 @@ def built(
 
     monkeypatch.setattr(Settings, "build", build)
     world = World(rank, 1, 1, local_rank=7)
-    engine = run.build(config, world, session(tmp_path)).strategy.engine
+    engine = run.build_rank(config, world, session(tmp_path)).strategy.engine
     events = (tmp_path / "events.jsonl").read_text() if (tmp_path / "events.jsonl").exists() else ""
     return (
         placed,
@@ -138,9 +138,9 @@ def test_a_kind_of_device_decides(
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: found
     )
-    assert accelerator.kind() == kind
+    assert accelerator.device_kind() == kind
     assert accelerator.is_own(torch.device(present or "cpu")) == (kind != "cpu")
-    made = devices.lightning()
+    made = devices.lightning_accelerator()
     assert made == lightning or isinstance(made, OtherAccelerator)
     if isinstance(made, OtherAccelerator):
         assert made.get_parallel_devices(made.parse_devices(2)) == [
@@ -159,19 +159,19 @@ def test_gpus_are_counted_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
         return asked(number)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    devices.found.cache_clear()
+    devices.usable_gpus.cache_clear()
     try:
-        assert devices.found() == (Device("NVIDIA L40", 44.5),) * 2
-        devices.found.cache_clear()
+        assert devices.usable_gpus() == (Device("NVIDIA L40", 44.5),) * 2
+        devices.usable_gpus.cache_clear()
 
         def poisoned(number: int) -> SimpleNamespace:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
 
         monkeypatch.setattr(torch.cuda, "get_device_properties", poisoned)
         with pytest.raises(ValueError, match=r"(?s)Cannot re-initialize CUDA.*NVML.*MIG.*torchrun"):
-            devices.found()
+            devices.usable_gpus()
     finally:
-        devices.found.cache_clear()
+        devices.usable_gpus.cache_clear()
 
 
 SMALL = ("hardware=l40x32", "allocation.trainers=1", "allocation.rollouts=1")
@@ -231,11 +231,11 @@ def test_ranks_without_their_device_are_refused(
     settled = (*words, "allocation.trainers=1", f"allocation.rollouts={max(1, processes - 1)}")
     config = configured(*settled)
     if message is None:
-        devices.check(config, seats, processes, present)
+        devices.check_gpus(config, seats, processes, present)
         return
     with pytest.raises(ValueError, match=message):
-        devices.check(config, seats, processes, present)
-    devices.check(configured(*settled, "hardware.emulate=true"), seats, processes, present)
+        devices.check_gpus(config, seats, processes, present)
+    devices.check_gpus(configured(*settled, "hardware.emulate=true"), seats, processes, present)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +254,9 @@ def test_a_gpu_is_known_by_its_model(profile: str, name: str, same: bool) -> Non
     config = configured(*words)
     seats, present = {0: 0}, (Device(name, 200.0),) * 2
     if same:
-        return devices.check(config, seats, 2, present)
+        return devices.check_gpus(config, seats, 2, present)
     with pytest.raises(ValueError, match=f"its GPU is {name}"):
-        devices.check(config, seats, 2, present)
+        devices.check_gpus(config, seats, 2, present)
 
 
 def test_one_gpu_is_dealt_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_one_gpu_is_dealt_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     handshake = Handshake()
     store = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
     Gpus(monkeypatch, 1)
-    devices.claim(session(tmp_path, store.port, handshake), 0)
+    devices.claim_gpu(session(tmp_path, store.port, handshake), 0)
     with pytest.raises(ValueError, match=r"ranks 0 and 1 were given one GPU \(NVIDIA L40, GPU-0\)"):
-        devices.claim(session(tmp_path, store.port, handshake), 1)
+        devices.claim_gpu(session(tmp_path, store.port, handshake), 1)
     store.close()

@@ -90,7 +90,7 @@ def test_a_resume_that_cannot_load_its_checkpoint_is_a_failed_attempt_and_change
     for manifest in run.glob(f"checkpoints/step-*/{MANIFEST}"):
         facts = json.loads(manifest.read_text())
         facts = {key: value for key, value in facts.items() if key not in ("tie", "xxh3")}
-        manifest.write_text(checkpoint_io._manifest(facts))
+        manifest.write_text(checkpoint_io._manifest_text(facts))
     kept = [path for path in tree(run) if "/checkpoints/" in path or path.endswith("config.yaml")]
     before = {path: tree(run)[path] for path in kept}
     failing = running(f"resume={run}", "max_rl_steps=3", tiny=(), fork=True)
@@ -105,14 +105,14 @@ def test_a_manifest_without_files_falls_back_to_the_older_checkpoint(
     running: Any, run: Path
 ) -> None:
     newest = run / "checkpoints" / "step-000002"
-    (newest / MANIFEST).write_text(checkpoint_io._manifest({"epoch": 1, "files": {}}))
+    (newest / MANIFEST).write_text(checkpoint_io._manifest_text({"epoch": 1, "files": {}}))
     resumed = running(f"resume={run}", tiny=(), fork=True)
     assert resumed.finish() == 0, resumed.stderr
     assert f"passed over for step-000001: {newest / MANIFEST} does not list" in resumed.stderr
     assert json.loads((run / "summary.json").read_text())["rl_steps"] == 2
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [row["rl_step"] for row in rows if row["kind"] == "resume"] == [1]
-    checkpoint_io.verify(newest)
+    checkpoint_io.verify_checkpoint(newest)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from digenrl.cli.extensions import choose_advisor
 from digenrl.config import Composed
 from digenrl.extensions.planner.reading import workload as work_of
 from digenrl.rounding import first_ratio_bound, most_steps_per_forward, replay_rounding
-from digenrl.settle import settle, steps_within_bound, trained_steps
+from digenrl.settle import settle_run, steps_within_bound, trained_steps
 
 
 def test_the_examples_of_the_docstrings() -> None:
@@ -59,7 +59,7 @@ def test_rounding_falls_with_the_root_of_the_dimensions() -> None:
 
 
 def settled(*words: str) -> Composed:
-    return settle(config.load(list(words)), choose_advisor())
+    return settle_run(config.load(list(words)), choose_advisor())
 
 
 @pytest.mark.parametrize(

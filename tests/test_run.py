@@ -51,8 +51,8 @@ def test_a_schedule_is_the_one_that_its_overrides_give(schedule: str) -> None:
     words = (f"schedule={schedule}", "schedule.tsp.batch=2", "schedule.shares=[2,1]")
     spec = schedule_of(configured(*words), 3)
     assert spec.shares == (2.0, 1.0)
-    assert schedule_of(configured(*spec.overrides()), 3) == spec
-    told = {word.partition("=")[0] for word in spec.overrides()}
+    assert schedule_of(configured(*spec.override_words()), 3) == spec
+    told = {word.partition("=")[0] for word in spec.override_words()}
     assert told == {key for key in keys_of(Settings) if key.startswith("schedule.")} - {
         "schedule.auto",
         "schedule.claims",
@@ -79,7 +79,7 @@ def test_a_rank_is_assembled_from_the_configuration_alone(tmp_path: Path) -> Non
         "callbacks.checkpoint.every=3",
     )
     session = Session("127.0.0.1", 0, Handshake(), tmp_path, time.time())
-    rank = run.build(config, World(0, 1, 1), session)
+    rank = run.build_rank(config, World(0, 1, 1), session)
     assert rank.trainer.max_epochs == 7
     assert rank.strategy.world.role == "trainer"
     assert (
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_built_is_refused_before_any_rank_starts(
 ) -> None:
     composed = configuration.load(["experiment=flux1_flowgrpo", "hardware=cpu_tiny", *words])
     with pytest.raises(ValueError, match=message):
-        parts.check(composed.settings)
+        parts.check_parts(composed.settings)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_an_algorithm_that_cannot_train_is_refused_before_any_rank_starts(
 ) -> None:
     composed = configuration.load(["experiment=digits_flowgrpo", *words])
     with pytest.raises(ValueError, match=message):
-        parts.check(composed.settings)
+        parts.check_parts(composed.settings)
 
 
 def test_warnings_of_the_first_rank_become_events(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_rollout_of_all_weights_holds_no_value_before_the_cast(tmp_path: Path)
     policy = configuration.instantiate(parts.model_of(config, rollout))
     assert all(value.is_meta for value in policy.transformer.parameters())
     session = Session("127.0.0.1", 0, Handshake(), tmp_path, time.time())
-    read = run._policy(run.BuildContext(config, rollout, session, Advice()))
+    read = run._build_policy(run.BuildContext(config, rollout, session, Advice()))
     usual = config.build("model")
     usual.adapter.only_generate()
     before, after = (dict(each.transformer.named_parameters()) for each in (usual, read))

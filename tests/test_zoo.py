@@ -31,7 +31,7 @@ from digenrl.extensions.export.cli.export import read_weights
 from digenrl.extensions.export.diffusers_export import export_policy
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.models.policy import Policy
-from digenrl.settle import allocation
+from digenrl.settle import allocated_ranks
 from tests.models.families import experiments
 from tests.models.tiny_policies import exported, prompt
 from tests.strategy.processes import logs
@@ -123,9 +123,9 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
         callbacks = (
             [Probe(directory)] if world.rank == 0 and config.parallel.sharding != "fsdp" else []
         )
-        run.build(config, world, session, callbacks=callbacks).fit()
+        run.build_rank(config, world, session, callbacks=callbacks).fit()
 
-    outcome = launch(Launch(*allocation(config), rank_main, directory))
+    outcome = launch(Launch(*allocated_ranks(config), rank_main, directory))
     return Run(config, outcome, directory), policy
 
 
@@ -135,7 +135,7 @@ def execute(experiment: str, directory: Path, *words: str) -> tuple[Run, Policy]
 )
 def test_experiment_runs_from_launch_to_export(experiment: str, tmp_path: Path) -> None:
     finished, policy = execute(experiment, tmp_path)
-    assert allocation(finished.config) == (1, 1)
+    assert allocated_ranks(finished.config) == (1, 1)
     assert finished.outcome.status == "completed", f"{finished.outcome.cause}\n{logs(tmp_path)}"
     steps = [row for row in finished.rows("metrics.jsonl") if row["kind"] == "step"]
     assert [row["rl_step"] for row in steps] == list(range(1, STEPS + 1))

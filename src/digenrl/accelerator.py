@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 
-def kind() -> str:
+def device_kind() -> str:
     """Return the type of the devices that this process computes on, as torch names it; `cpu`
     without an accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -17,14 +17,14 @@ def kind() -> str:
     return "cpu" if found is None or found.type == "mps" else found.type
 
 
-def count() -> int:
+def device_count() -> int:
     """Return the number of accelerators that this process sees; 0 on processors."""
-    return 0 if kind() == "cpu" else torch.accelerator.device_count()
+    return 0 if device_kind() == "cpu" else torch.accelerator.device_count()
 
 
-def current() -> torch.device:
+def current_device() -> torch.device:
     """Return the current accelerator with its number, or the CPU."""
-    own = kind()
+    own = device_kind()
     return torch.device(
         *(own,) if own == "cpu" else (own, torch.accelerator.current_device_index())
     )
@@ -33,11 +33,11 @@ def current() -> torch.device:
 def is_own(device: torch.device) -> bool:
     """Return whether `device` is an accelerator of this process: it has streams, and copies to it
     start in pinned memory."""
-    return device.type != "cpu" and device.type == kind()
+    return device.type != "cpu" and device.type == device_kind()
 
 
-def mark() -> torch.Event | None:
+def mark_work() -> torch.Event | None:
     """Mark the end of the work given so far to the current stream, to be read when it is done.
     Return None on processors, where work is done when it is given."""
-    event = None if kind() == "cpu" else torch.Event(kind(), enable_timing=True)
+    event = None if device_kind() == "cpu" else torch.Event(device_kind(), enable_timing=True)
     return event and torch.accelerator.current_stream().record_event(event)

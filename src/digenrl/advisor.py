@@ -51,13 +51,13 @@ class StandIn(Protocol):
     """What an emulated rank builds in place of the configured model and rewards
     (`hardware.emulate`)."""
 
-    def policy(self) -> Policy:
+    def build_policy(self) -> Policy:
         """Return what stands in for the network."""
 
-    def rewards(self) -> RewardSuite:
+    def build_rewards(self) -> RewardSuite:
         """Return what stands in for the configured rewards."""
 
-    def line(self, peer: int) -> PeerLine:
+    def line_to(self, peer: int) -> PeerLine:
         """Return what becomes of messages between this rank and `peer`, in one direction."""
 
 
@@ -86,7 +86,7 @@ class Advisor(Protocol):
     def task_size(self, composed: Composed, sizes: Sequence[int]) -> int:
         """Return the one of `sizes` (ascending) for `sampling.task_size=auto`."""
 
-    def choose(self, composed: Composed, processes: int | None) -> Composed:
+    def choose_schedule(self, composed: Composed, processes: int | None) -> Composed:
         """Return the configuration with a schedule in place of `schedule.auto`, and with the best
         split of the ranks where nothing else says one. Notes tell the user what was chosen.
 
@@ -94,7 +94,7 @@ class Advisor(Protocol):
             processes: ranks that somebody else started; None: the hardware profile's.
         """
 
-    def hold(
+    def place_model(
         self, composed: Composed, trainers: int, rollouts: int, usual: ModelPlacement
     ) -> ModelPlacement:
         """Return how the ranks hold the model; `usual` is for a model whose sizes nobody has
@@ -105,7 +105,7 @@ class Advisor(Protocol):
                 there is one.
         """
 
-    def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
+    def advise_ranks(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
         """Return what the ranks of a settled run are told.
 
         Raises:
@@ -125,13 +125,13 @@ class PlainAdvisor:
         """Return the largest size up to SMALL_TASK."""
         return max(size for size in sizes if size <= SMALL_TASK)
 
-    def choose(self, composed: Composed, processes: int | None) -> Composed:
+    def choose_schedule(self, composed: Composed, processes: int | None) -> Composed:
         """Return `composed` with groups that are trained as they complete, where advantages allow
         it."""
         if not composed.settings.schedule.auto:
             return composed
         words = ["schedule.auto=false"]
-        if "schedule.gap" not in named(composed) and not needs_whole_batch(
+        if "schedule.gap" not in named_keys(composed) and not needs_whole_batch(
             composed.settings.node("algorithm.advantage")
         ):
             words.append("schedule.gap=1")
@@ -139,15 +139,15 @@ class PlainAdvisor:
             "schedule=auto: nothing is known to plan with here (docs/planner.md): "
             f"{' '.join(words)}."
         )
-        return replace(changed(composed, words), notes=(*composed.notes, said))
+        return replace(with_words(composed, words), notes=(*composed.notes, said))
 
-    def hold(
+    def place_model(
         self, composed: Composed, trainers: int, rollouts: int, usual: ModelPlacement
     ) -> ModelPlacement:
         """Return `usual`."""
         return usual
 
-    def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
+    def advise_ranks(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
         """Return nothing to expect; refuse emulation."""
         if composed.settings.hardware.emulate:
             raise ValueError(
@@ -161,12 +161,12 @@ class PlainAdvisor:
         return []
 
 
-def named(composed: Composed) -> set[str]:
+def named_keys(composed: Composed) -> set[str]:
     """Return the keys of the command line, which no advisor changes."""
     return {word.lstrip("+").partition("=")[0] for word in composed.overrides} - {"schedule.auto"}
 
 
-def changed(composed: Composed, words: Sequence[str]) -> Composed:
+def with_words(composed: Composed, words: Sequence[str]) -> Composed:
     """Return the configuration, changed by the words of a command line.
 
     Raises:

@@ -37,15 +37,15 @@ class Device:
     memory_gib: float
 
 
-def take(local_rank: int) -> int | None:
+def take_gpu(local_rank: int) -> int | None:
     """Make this process's GPU the current GPU, before anything is built. Return its number; None on
     processors.
 
     A scheduler that gives each process a GPU of its own lets the process see only that GPU.
     """
-    if accelerator.kind() == "cpu":
+    if accelerator.device_kind() == "cpu":
         return None
-    number = 0 if accelerator.count() == 1 else local_rank
+    number = 0 if accelerator.device_count() == 1 else local_rank
     torch.accelerator.set_device_index(number)
     return number
 
@@ -60,7 +60,7 @@ def peak_bytes(number: int) -> int:
     return most
 
 
-def _numbers(devices: int | Sequence[int]) -> Sequence[int]:
+def _device_numbers(devices: int | Sequence[int]) -> Sequence[int]:
     return range(devices) if isinstance(devices, int) else devices
 
 
@@ -68,13 +68,13 @@ class OtherAccelerator(Accelerator):
     """Lightning's view of a kind of device that Lightning does not know (XPU, NPU), through
     `torch.accelerator`."""
 
-    parse_devices = staticmethod(_numbers)
+    parse_devices = staticmethod(_device_numbers)
     get_parallel_devices = staticmethod(
-        lambda devices: [torch.device(accelerator.kind(), number) for number in devices]
+        lambda devices: [torch.device(accelerator.device_kind(), number) for number in devices]
     )
-    auto_device_count = staticmethod(accelerator.count)
-    is_available = staticmethod(lambda: accelerator.count() > 0)
-    name = staticmethod(accelerator.kind)
+    auto_device_count = staticmethod(accelerator.device_count)
+    is_available = staticmethod(lambda: accelerator.device_count() > 0)
+    name = staticmethod(accelerator.device_kind)
 
     def setup_device(self, device: torch.device) -> None:
         """Make `device` the current one."""
@@ -83,23 +83,23 @@ class OtherAccelerator(Accelerator):
     teardown = staticmethod(torch.accelerator.empty_cache)
 
 
-def lightning(asked: str = "auto") -> Any:
+def lightning_accelerator(asked: str = "auto") -> Any:
     """Return what Lightning's `accelerator` argument takes: for `auto` this process's kind."""
-    own = accelerator.kind() if asked == "auto" else asked
+    own = accelerator.device_kind() if asked == "auto" else asked
     if own in ("cpu", "cuda") or asked != "auto":  # Lightning has classes of its own
         return own
     return OtherAccelerator()
 
 
-def claim(session: Session, rank: int) -> None:
+def claim_gpu(session: Session, rank: int) -> None:
     """Tell the other ranks which GPU this rank has taken, if a scheduler assigned the GPUs.
 
     Raises:
         ValueError: another rank has the same GPU.
     """
-    if accelerator.kind() == "cpu":
+    if accelerator.device_kind() == "cpu":
         return
-    facts = torch.get_device_module().get_device_properties(accelerator.current().index)
+    facts = torch.get_device_module().get_device_properties(accelerator.current_device().index)
     uuid = getattr(facts, "uuid", None)
     if "MIG" in facts.name or uuid is None:  # slices share a number; not every kind has one
         return
@@ -113,7 +113,7 @@ def claim(session: Session, rank: int) -> None:
 
 
 @lru_cache(maxsize=1)
-def found() -> tuple[Device, ...]:
+def usable_gpus() -> tuple[Device, ...]:
     """Return the GPUs that ranks forked from this process can use; () without any.
 
     Raises:
@@ -121,7 +121,7 @@ def found() -> tuple[Device, ...]:
     """
     # A forked child asks the driver and exits, so that this process can still fork ranks.
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_ask, args=(theirs,))
+    process = multiprocessing.get_context("fork").Process(target=_send_gpus, args=(theirs,))
     process.start()
     # With its own copy open, this process would never see the end of a child that died.
     theirs.close()
@@ -141,23 +141,23 @@ def found() -> tuple[Device, ...]:
     return tuple(Device(*facts) for facts in answer)
 
 
-def seen() -> tuple[Device, ...]:
+def visible_gpus() -> tuple[Device, ...]:
     """Return the GPUs of this process. It asks the driver itself, and must therefore fork no rank
     that uses GPUs."""
     # Without any, torch's module may be that of processors, which knows no devices.
-    facts = (torch.get_device_module().get_device_properties(n) for n in range(accelerator.count()))
+    facts = (torch.get_device_module().get_device_properties(n) for n in range(accelerator.device_count()))
     return tuple(Device(fact.name, fact.total_memory / 2**30) for fact in facts)
 
 
-def _ask(pipe: Connection) -> None:
+def _send_gpus(pipe: Connection) -> None:
     """Send (name, GiB) of every GPU, or the error that prevents it."""
     try:
-        pipe.send([(device.name, device.memory_gib) for device in seen()])
+        pipe.send([(device.name, device.memory_gib) for device in visible_gpus()])
     except Exception as error:  # whatever the driver says goes into the message
         pipe.send(f"{' '.join(str(error).split())}.")
 
 
-def check(
+def check_gpus(
     settings: Settings, seats: Mapping[int, int], processes: int, devices: Sequence[Device]
 ) -> None:
     """Refuse a run whose ranks cannot have the GPUs that the hardware profile gives them. Emulated
@@ -198,11 +198,11 @@ def check(
         for rank, local_rank in seats.items():
             pool = hardware.pool(places[rank][0])
             if pool.gpu != "cpu":
-                _compare(rank, pool, devices[0 if len(devices) == 1 else local_rank])
+                _compare_gpu(rank, pool, devices[0 if len(devices) == 1 else local_rank])
 
 
-def _compare(rank: int, pool: Pool, device: Device) -> None:
-    wanted, given = _model(pool.gpu), _model(device.name)
+def _compare_gpu(rank: int, pool: Pool, device: Device) -> None:
+    wanted, given = _model_in_name(pool.gpu), _model_in_name(device.name)
     if wanted and given and wanted != given:
         raise ValueError(
             f"rank {rank} belongs to pool {pool.name} of the hardware profile ({pool.gpu}), but "
@@ -218,7 +218,7 @@ def _compare(rank: int, pool: Pool, device: Device) -> None:
         )
 
 
-def _model(name: str) -> str | None:
+def _model_in_name(name: str) -> str | None:
     """Return the part of a GPU's name that tells its model: `NVIDIA A100-SXM4-80GB` -> `A100`; None
     without one."""
     parts = re.split(r"[^A-Z0-9]+", name.upper())

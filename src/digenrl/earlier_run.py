@@ -70,7 +70,7 @@ def last_checkpoint(
         raise NoCheckpoint(str(error)) from error
 
 
-def restore(module: Any, checkpoint: dict[str, Any]) -> None:
+def restore_module(module: Any, checkpoint: dict[str, Any]) -> None:
     """Give an algorithm's module the weights, averages and counters of a checkpoint.
 
     Evaluations use the average. A message is printed if the average has not moved yet.

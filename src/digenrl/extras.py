@@ -7,15 +7,15 @@ from importlib import metadata
 from pathlib import Path
 
 
-def command(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the command that installs an extra: of this checkout, else its packages by name."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}[{extra}]'"
-    return "pip install " + " ".join(f"'{package}'" for package in packages(extra))
+    return "pip install " + " ".join(f"'{package}'" for package in packages_of(extra))
 
 
-def packages(extra: str) -> list[str]:
+def packages_of(extra: str) -> list[str]:
     """Return the packages of an extra, those of extras that it names included."""
     found: list[str] = []
     for wanted in metadata.requires("digenrl") or ():
@@ -24,6 +24,6 @@ def packages(extra: str) -> list[str]:
             continue
         inner = re.match(r"digenrl\[([\w,]+)\]", package)
         for name in inner[1].split(",") if inner else ():
-            found += packages(name)
+            found += packages_of(name)
         found += [] if inner else [package.strip()]
     return found

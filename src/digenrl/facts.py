@@ -86,7 +86,7 @@ def of_module(module: str) -> Mapping[str, Facts]:
     beside the module."""
     name = module.rpartition(".")[2] + ENDING
     paths = (folder / name for folder in _folders_of(module))
-    return next((_read(path) for path in paths if path.is_file()), {})
+    return next((_read_facts(path) for path in paths if path.is_file()), {})
 
 
 def file_beside(target: str, name: str) -> Path:
@@ -123,10 +123,10 @@ def of_target(target: str) -> Facts | None:
 
 
 @cache
-def families() -> Mapping[str, Facts]:
+def facts_by_family() -> Mapping[str, Facts]:
     """Return family -> facts of every adapter in this package."""
     files = sorted(Path(__file__).parent.rglob(f"*{ENDING}"))
-    return {family: facts for path in files for family, facts in _read(path).items()}
+    return {family: facts for path in files for family, facts in _read_facts(path).items()}
 
 
 def cpu_tiny(target: str | None, key: str, usual: int) -> int:
@@ -136,7 +136,7 @@ def cpu_tiny(target: str | None, key: str, usual: int) -> int:
 
 
 @cache
-def _read(path: Path) -> Mapping[str, Facts]:
+def _read_facts(path: Path) -> Mapping[str, Facts]:
     documents = list(yaml.load_all(path.read_text(encoding="utf-8"), Loader=_LOADER))
     written, counts = documents[0], documents[1] if len(documents) > 1 else {}
     found = {}

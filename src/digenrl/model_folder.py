@@ -45,11 +45,11 @@ def require_data(folder: str | Path) -> None:
     own = [file for file in files if _CONFIGS.fullmatch(file.name)]
     own = [file for file in own if not file.name.endswith(_NO_CONFIG) and file.is_file()]
     facts = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(own))
-    _check(facts)
+    _check_files(facts)
 
 
 @functools.lru_cache(maxsize=256)
-def _check(files: tuple[tuple[str, int, int], ...]) -> None:
+def _check_files(files: tuple[tuple[str, int, int], ...]) -> None:
     for name, _, size in files:
         file = Path(name)
         if size > _LONGEST:
@@ -58,7 +58,7 @@ def _check(files: tuple[tuple[str, int, int], ...]) -> None:
             content = json.loads(file.read_bytes())
         except (ValueError, RecursionError, OSError):
             continue  # whoever reads it says so
-        found = [*_kernels(content), *(_libraries(content) if file.name in _INDICES else ())]
+        found = [*_named_kernels(content), *(_foreign_libraries(content) if file.name in _INDICES else ())]
         if file.name == "adapter_config.json" and isinstance(content, dict):
             found += [("base_model_name_or_path", content.get("base_model_name_or_path"))]
         for key, value in found:
@@ -69,7 +69,7 @@ def _check(files: tuple[tuple[str, int, int], ...]) -> None:
             )
 
 
-def _kernels(node: object) -> Iterator[tuple[str, object]]:
+def _named_kernels(node: object) -> Iterator[tuple[str, object]]:
     """Yield every key that names an implementation which is not built into transformers."""
     if isinstance(node, dict):
         for key, value in node.items():
@@ -80,10 +80,10 @@ def _kernels(node: object) -> Iterator[tuple[str, object]]:
             elif key in ("use_kernels", "kernel_config") and value:
                 yield key, value
             else:
-                yield from _kernels(value)
+                yield from _named_kernels(value)
     elif isinstance(node, list):
         for value in node:
-            yield from _kernels(value)
+            yield from _named_kernels(value)
 
 
 def _is_plain(value: object) -> bool:
@@ -93,7 +93,7 @@ def _is_plain(value: object) -> bool:
     return value is None or value in _PLAIN or installed
 
 
-def _libraries(index: object) -> Iterator[tuple[str, object]]:
+def _foreign_libraries(index: object) -> Iterator[tuple[str, object]]:
     """Yield every component of a pipeline's index whose library is none of `_LIBRARIES`, nor a
     pipeline of diffusers."""
     if not isinstance(index, dict):
@@ -117,11 +117,11 @@ def _is_library(name: object) -> bool:
     if not isinstance(name, str):
         return not isinstance(name, (list, dict))  # numbers of a list that names no component
     head = name.partition(".")[0]
-    return head in _LIBRARIES or (name.isidentifier() and name in _pipelines())
+    return head in _LIBRARIES or (name.isidentifier() and name in _pipeline_folders())
 
 
 @functools.cache
-def _pipelines() -> frozenset[str]:
+def _pipeline_folders() -> frozenset[str]:
     """Return the names of the folders of diffusers.pipelines, which an index may name."""
     spec = importlib.util.find_spec("diffusers")
     if spec is None or not spec.submodule_search_locations:

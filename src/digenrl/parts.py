@@ -35,8 +35,8 @@ from digenrl.record.run_dir import append_event
 from digenrl.rewards.needs import unscorable
 from digenrl.rollout.engine import SamplingSpec
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.speeds import relative
-from digenrl.settle import schedule_of, sharding
+from digenrl.schedule.speeds import relative_shares
+from digenrl.settle import schedule_of, sharding_mode
 from digenrl.strategy.checkpoint_io import tie_again
 from digenrl.strategy.context import check_model
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
@@ -63,17 +63,17 @@ class BuildContext:
 
 def link_maker(settings: Settings, rollouts: int, stand_in: StandIn | None = None) -> LinkMaker:
     """Return what makes the link of each rank of a run that begins with `rollouts` rollouts."""
-    make = broadcast_link if broadcasts(settings, rollouts) else socket_link
+    make = broadcast_link if publishes_by_broadcast(settings, rollouts) else socket_link
     compress = settings.network.compress == "auto"
 
-    def link(control: Control, world: World, session: Session, device: torch.device) -> Link:
-        lines = chosen_lines(control, world.rank, compress) if stand_in is None else stand_in.line
+    def make_link(control: Control, world: World, session: Session, device: torch.device) -> Link:
+        lines = chosen_lines(control, world.rank, compress) if stand_in is None else stand_in.line_to
         return make(control, world, session, device, lines=lines)
 
-    return link
+    return make_link
 
 
-def broadcasts(settings: Settings, rollouts: int) -> bool:
+def publishes_by_broadcast(settings: Settings, rollouts: int) -> bool:
     """Return whether a settled run with `rollouts` rollouts publishes by broadcast.
 
     `network.publication=auto` means a broadcast between GPUs in one place, of a fixed number of
@@ -103,7 +103,7 @@ def schedule_spec(
     shares: tuple[float, ...] = ()
     if settings.schedule.shares == "measured":
         profile = parse_hardware(settings.hardware)
-        shares = relative(trainer_speeds(profile, trainers, rollouts))
+        shares = relative_shares(trainer_speeds(profile, trainers, rollouts))
     return schedule_of(settings, trained_steps, shares)
 
 
@@ -139,8 +139,8 @@ def model_of(settings: Settings, world: World) -> DictConfig:
     than they are stored in; no reference copy and nothing for a backward pass on a rollout.
     """
     own: dict[str, Any] = {}
-    model = _target(settings, "model")
-    shards = world.is_trainer and sharding(settings) != "ddp"
+    model = _import_target(settings, "model")
+    shards = world.is_trainer and sharding_mode(settings) != "ddp"
     casts = not world.is_trainer and settings.model.lora is None  # half of what is stored
     diffusers = isinstance(model, type) and issubclass(model, DiffusersPolicy)
     if (shards or casts) and diffusers:
@@ -159,7 +159,7 @@ def model_of(settings: Settings, world: World) -> DictConfig:
     return merged
 
 
-def loggers(settings: Settings, run_dir: Path) -> list[Logger]:
+def run_loggers(settings: Settings, run_dir: Path) -> list[Logger]:
     """Return the run's loggers, each in a thread of its own, so that none can hold up or end the
     run. They get the settled configuration first."""
     makers = {key: settings.build(f"logger.{key}") for key in settings.logger or {}}
@@ -208,10 +208,10 @@ class WarningEvents(logging.Handler):
         append_event(self._run_dir, "warning", {"message": record.getMessage()})
 
 
-def check(settings: Settings) -> None:
+def check_parts(settings: Settings) -> None:
     """Raise ValueError for a model or an algorithm that cannot be built, or a prompt that a reward
     could never score, before anything is written or started."""
-    model, strategy = _target(settings, "model"), _target(settings, "strategy")
+    model, strategy = _import_target(settings, "model"), _import_target(settings, "strategy")
     if not settings.hardware.emulate and isinstance(model, type) and issubclass(model, Policy):
         model.check(settings.node("model"))
         _check_lora(model, settings.node("model"))
@@ -263,7 +263,7 @@ def _check_lora(model: type[Policy], node: Mapping[str, Any]) -> None:
             raise ValueError(f"model.lora.targets: {error}") from error
 
 
-def _target(settings: Settings, group: str) -> Any:
+def _import_target(settings: Settings, group: str) -> Any:
     """What `_target_` of a group names."""
     name = settings.node(group)["_target_"]
     try:

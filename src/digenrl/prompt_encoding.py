@@ -28,7 +28,7 @@ from digenrl.record.run_dir import PROMPT_STORE, append_event, free_space
 from digenrl.types import Prompt
 
 
-def encode(
+def encode_run_prompts(
     context: BuildContext, policy: Policy, data: PromptData, callbacks: Sequence[pl.Callback]
 ) -> None:
     """Fill the prompt store while the network is not on the device yet; the run goes on over one
@@ -95,7 +95,7 @@ def fill_prompt_store(
         with policy.guided(
             max(policy.guidance_scale, settings.sampling.eval.guidance_scale or 0.0)
         ):
-            found = fill(policy.codec, root, wanted, accelerator.current(), progress)
+            found = store_conditioning(policy.codec, root, wanted, accelerator.current_device(), progress)
     except OSError as error:
         raise OSError(
             f"data.prompt_store = {root}: cannot be used ({error.strerror or error}, "
@@ -106,7 +106,7 @@ def fill_prompt_store(
     return Filled(str(root), *found)
 
 
-def fill(
+def store_conditioning(
     codec: DiffusersCodec,
     root: Path,
     prompts: Iterable[Prompt],

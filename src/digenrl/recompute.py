@@ -67,7 +67,7 @@ class Recompute:
             return True if mode == INPUTS else mode
         return some
 
-    def modes(self, blocks: int) -> tuple[str, ...]:
+    def modes_of(self, blocks: int) -> tuple[str, ...]:
         """What each of `blocks` keeps, every mode spread evenly over the depth."""
         credit = dict.fromkeys(self.shares, 0.0)
         chosen = []

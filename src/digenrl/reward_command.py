@@ -68,7 +68,7 @@ def reward_config(argv: Sequence[str], name: str) -> ScorerSettings:
     if not any(word.startswith("reward=") for word in words):
         known = ", ".join(group_options(config_directory(), *own_directories(words))["reward"])
         raise ConfigError([f"reward=... is missing; known: {known}."])
-    tree, problems = compose_words([_literal(word) for word in words], name)
+    tree, problems = compose_words([_quote_path(word) for word in words], name)
     found = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     OmegaConf.set_struct(found, False)
     found.allow_targets = command_line_list("allow_targets", words, found)
@@ -101,7 +101,7 @@ def reward_suite(settings: ScorerSettings) -> RewardSuite:
         raise ValueError(f"reward: {error}") from error
 
 
-def _literal(word: str) -> str:
+def _quote_path(word: str) -> str:
     """Return a path in a form that Hydra reads literally."""
     key, _, value = word.partition("=")
     plain = key not in _PATH_KEYS or re.fullmatch(r"[\w./-]+|'.*'|\".*\"", value)

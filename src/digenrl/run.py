@@ -36,7 +36,7 @@ from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.files import FileEngine
 from digenrl.rollout.scouts import ScoutingEngine
-from digenrl.settle import shard_group, sharding, trainers_must_evaluate
+from digenrl.settle import shard_group, sharding_mode, trainers_must_evaluate
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.disaggregated import DisaggregatedStrategy
 from digenrl.strategy.setup import RankSetup
@@ -60,7 +60,7 @@ class Rank:
             self.trainer.fit(self.module, datamodule=self.data, ckpt_path=own)
 
 
-def fit(
+def fit_rank(
     settings: Settings,
     checkpoint: Path | None,
     advice: Advice,
@@ -70,13 +70,13 @@ def fit(
     """Be one rank from its assembly to the end of the run."""
     if world.rank == 0:
         logging.getLogger("digenrl").addHandler(parts.WarningEvents(session.run_dir))
-    rank = build(settings, world, session, advice=advice)
+    rank = build_rank(settings, world, session, advice=advice)
     if world.rank == 0 and checkpoint is not None:
         rank.trainer.callbacks.insert(0, parts.Resumed(settings, checkpoint))  # type: ignore[attr-defined]
     rank.fit(checkpoint)
 
 
-def build(
+def build_rank(
     settings: Settings,
     world: World,
     session: Session,
@@ -97,20 +97,20 @@ def build(
     context = BuildContext(settings, world, session, advice or Advice())
     # First: reward models, streams and contexts are made on the current device.
     device = _prepare_process(context)
-    policy, rewards = _policy(context), _rewards(context)
-    if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current())):
+    policy, rewards = _build_policy(context), _build_rewards(context)
+    if world.rank in (0, world.trainers) and (used := policy.attention_used(accelerator.current_device())):
         append_event(session.run_dir, "attention", {"rank": world.rank, **used})
     for told in known_traps(settings) if world.rank == 0 else ():
         append_event(session.run_dir, "warning", {"message": told})
     module = settings.build("algorithm", policy=policy)
     engine, data = engine_of(settings, module, rewards), PromptData(settings.data, settings.seed)
     named = [settings.build(f"callbacks.{name}") for name in settings.callbacks or {}]
-    setup = _setup(context, module, engine, data, named)
+    setup = _build_setup(context, module, engine, data, named)
     _check_rewards(context, setup, rewards, data, named)
     checkpoint_io = DirectoryCheckpointIO(tie=tie_of(settings.tree))
     strategy = settings.build("strategy")(setup, checkpoint_io)
-    trainer = _trainer(context, setup, strategy, [*named, *callbacks], device)
-    prompt_encoding.encode(context, policy, data, named)
+    trainer = _build_trainer(context, setup, strategy, [*named, *callbacks], device)
+    prompt_encoding.encode_run_prompts(context, policy, data, named)
     return Rank(trainer, module, data, strategy)
 
 
@@ -123,19 +123,19 @@ def _prepare_process(context: BuildContext) -> int | None:
     # Modules reduce their own metrics; Lightning reads its checkpoints through our CheckpointIO,
     # weights only.
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    device = devices.take(context.world.local_rank) if context.stand_in is None else None
+    device = devices.take_gpu(context.world.local_rank) if context.stand_in is None else None
     if device is not None:
         context.session.progress.gauge = partial(devices.peak_bytes, device)
     return device
 
 
-def _policy(context: BuildContext) -> Policy:
+def _build_policy(context: BuildContext) -> Policy:
     """Return the network of this rank; a rank that only generates keeps nothing for training."""
     stand_in = context.stand_in
     policy: Policy = (
         configuration.instantiate(parts.model_of(context.settings, context.world))
         if stand_in is None
-        else stand_in.policy()
+        else stand_in.build_policy()
     )
     if not context.world.is_trainer:
         policy.adapter.only_generate()
@@ -143,23 +143,23 @@ def _policy(context: BuildContext) -> Policy:
     return policy
 
 
-def _rewards(context: BuildContext) -> RewardSuite:
+def _build_rewards(context: BuildContext) -> RewardSuite:
     """Return the rewards, which record what they could not score and tell their stages."""
     stand_in = context.stand_in
     rewards: RewardSuite = (
-        context.settings.build("reward") if stand_in is None else stand_in.rewards()
+        context.settings.build("reward") if stand_in is None else stand_in.build_rewards()
     )
 
-    def tell(reward: str, samples: int, cause: str) -> None:
+    def record_missing(reward: str, samples: int, cause: str) -> None:
         told = {"rank": context.world.rank, "reward": reward, "samples": samples, "cause": cause}
         append_event(context.session.run_dir, "missing", told)
 
-    rewards.on_missing, rewards.stage = tell, context.session.progress.stage
+    rewards.on_missing, rewards.stage = record_missing, context.session.progress.stage
     rewards.run_dir, rewards.tick = context.session.run_dir, context.session.progress.tick
     return rewards
 
 
-def _setup(
+def _build_setup(
     context: BuildContext,
     module: Any,
     engine: RolloutEngine,
@@ -180,7 +180,7 @@ def _setup(
         engine,
         data.sampler,
         last_step=settings.max_rl_steps - 1,
-        sharding=sharding(settings),
+        sharding=sharding_mode(settings),
         shard_group=shard_group(settings, world.trainers),
         unequal_gpus=len(parts.kinds_of_trainers(settings, world)) > 1,
         split_claims=settings.schedule.claims == "split",
@@ -213,7 +213,7 @@ def _check_rewards(
         append_event(context.session.run_dir, "rewards", {"identities": identities})
 
 
-def _trainer(
+def _build_trainer(
     context: BuildContext,
     setup: RankSetup,
     strategy: DisaggregatedStrategy,
@@ -225,13 +225,13 @@ def _trainer(
     settings, run_dir = context.settings, context.session.run_dir
     trainer: pl.Trainer = settings.build(
         "trainer",
-        accelerator=devices.lightning(settings.trainer["accelerator"]),
+        accelerator=devices.lightning_accelerator(settings.trainer["accelerator"]),
         devices=1 if device is None else [device],
         strategy=strategy,
         max_epochs=settings.max_rl_steps,
         accumulate_grad_batches=setup.micro_batches_per_update,
         callbacks=list(callbacks),
-        logger=parts.loggers(settings, run_dir)
+        logger=parts.run_loggers(settings, run_dir)
         if context.world.rank == 0
         else parts.silent_loggers(settings),
         default_root_dir=str(run_dir),

@@ -37,7 +37,7 @@ ROLLOUTS = "rollouts, while trainers go on"
 """Words of a run's announcement for the ranks that evaluate."""
 
 
-def settle(composed: Composed, advisor: Advisor, processes: int | None = None) -> Composed:
+def settle_run(composed: Composed, advisor: Advisor, processes: int | None = None) -> Composed:
     """Return the settled configuration of a run: every `auto` is a value, and notes say what was
     chosen.
 
@@ -49,11 +49,11 @@ def settle(composed: Composed, advisor: Advisor, processes: int | None = None) -
     Raises:
         ValueError: as `allocation` and `settled`.
     """
-    composed = advisor.choose(with_task_size(composed, advisor), processes)
-    return settled(composed, *allocation(composed.settings, processes), advisor)
+    composed = advisor.choose_schedule(with_task_size(composed, advisor), processes)
+    return with_allocation(composed, *allocated_ranks(composed.settings, processes), advisor)
 
 
-def allocation(settings: Settings, processes: int | None = None) -> tuple[int, int]:
+def allocated_ranks(settings: Settings, processes: int | None = None) -> tuple[int, int]:
     """Return (trainers, rollouts) with every `auto` as a number. {min, max} counts as max.
 
     Without `processes`, the pools of the hardware profile say how many there are. A pool's role
@@ -118,7 +118,7 @@ def with_task_size(composed: Composed, advisor: Advisor) -> Composed:
     return composed.changed({"sampling.task_size": advisor.task_size(composed, sizes)})
 
 
-def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) -> Composed:
+def with_allocation(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) -> Composed:
     """Return the configuration with this allocation, and with values for `parallel.sharding`,
     `schedule.tsp.batch`, `model.gradient_checkpointing` and `allocation.evaluation`.
 
@@ -134,7 +134,7 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
     numbers: dict[str, Any] = {"allocation.trainers": trainers}
     if most_rollouts(settings.allocation.rollouts) != rollouts:  # auto; {min, max} stays
         numbers["allocation.rollouts"] = rollouts
-    evaluate = evaluators(settings, rollouts)
+    evaluate = evaluating_ranks(settings, rollouts)
     if wrong := relation_problems(settings.changed(numbers).plain()):
         raise ValueError("\n".join(wrong))
     steps = steps_per_forward(settings.schedule.tsp.batch, trained_steps(settings))
@@ -143,13 +143,13 @@ def settled(composed: Composed, trainers: int, rollouts: int, advisor: Advisor) 
         steps = steps_within_bound(settings, TINY_DIMENSIONS if tiny else MEASURED_DIMENSIONS)
     few = settings.allocation.evaluation == AUTO and trainers > MOST_WAITING * rollouts
     usual = ModelPlacement(
-        sharding(settings),
+        sharding_mode(settings),
         steps,
         settings.hardware.build == "real",
         rollouts_evaluate=not few,
         why=f"{trainers} trainers would wait for {rollouts} rollouts",
     )
-    held, notes = advisor.hold(composed, trainers, rollouts, usual), composed.notes
+    held, notes = advisor.place_model(composed, trainers, rollouts, usual), composed.notes
     numbers |= {"parallel.sharding": held.sharding, "schedule.tsp.batch": held.tsp_batch}
     if settings.model.gradient_checkpointing == AUTO:
         numbers["model.gradient_checkpointing"] = held.gradient_checkpointing
@@ -212,14 +212,14 @@ def compute_dtype(settings: Settings) -> str:
     return ("float32" if tiny else "bfloat16") if dtype == AUTO else dtype
 
 
-def evaluators(settings: Settings, rollouts: int) -> str | None:
+def evaluating_ranks(settings: Settings, rollouts: int) -> str | None:
     """Return the ranks that evaluate, in words, with the reason where trainers do; None when no
     rank evaluates.
 
     Raises:
         ValueError: rollouts are asked to, and cannot.
     """
-    if not evaluations(settings):
+    if not evaluation_nodes(settings):
         return None
     cause = trainers_must_evaluate(settings, rollouts)
     if cause is not None and settings.allocation.evaluation == "rollouts":
@@ -238,13 +238,13 @@ def trainers_must_evaluate(settings: Settings, rollouts: int) -> str | None:
         return "allocation.evaluation=trainers says so"
     if rollouts == 0:
         return "no rank only generates"
-    if len(evaluations(settings)) > 1:
+    if len(evaluation_nodes(settings)) > 1:
         return (
-            f"there are {len(evaluations(settings))} evaluations among the callbacks, and rollouts "
+            f"there are {len(evaluation_nodes(settings))} evaluations among the callbacks, and rollouts "
             "make one"
         )
     copied = settings.model.get("keep_reference") and settings.model.lora is None
-    if copied and any(node.get("kl_samples", 1) for node in evaluations(settings)):
+    if copied and any(node.get("kl_samples", 1) for node in evaluation_nodes(settings)):
         return (
             "trainers alone keep the base model, and callbacks.evaluation.kl_samples asks for the "
             "distance to it"
@@ -252,7 +252,7 @@ def trainers_must_evaluate(settings: Settings, rollouts: int) -> str | None:
     return None
 
 
-def evaluations(settings: Settings) -> list[Any]:
+def evaluation_nodes(settings: Settings) -> list[Any]:
     """Return the evaluations among the callbacks."""
     return [
         node
@@ -261,7 +261,7 @@ def evaluations(settings: Settings) -> list[Any]:
     ]
 
 
-def sharding(settings: Settings) -> str:
+def sharding_mode(settings: Settings) -> str:
     """`parallel.sharding`; replicas where nobody has settled `auto`."""
     return "ddp" if settings.parallel.sharding == AUTO else str(settings.parallel.sharding)
 

@@ -90,7 +90,7 @@ class CellBlock(Transitions):
         """The sample of the group that each row is."""
         return self.rows or tuple(range(self.first_sample, self.first_sample + self.samples))
 
-    def narrowed(self, keep: Tensor) -> CellBlock:
+    def select_rows(self, keep: Tensor) -> CellBlock:
         """Return the rows at `keep` ([b] bool); all of them without a copy."""
         if bool(keep.all()):
             return self
@@ -128,7 +128,7 @@ class TrainBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TrainBatch:
         """The batch with every tensor on `device` (Lightning's batch transfer calls this)."""
-        return move(self, device, non_blocking)
+        return move_tensors(self, device, non_blocking)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,17 +141,17 @@ class Trajectory(Transitions):
     """name -> [b] fp32; NaN = missing (never 0 for a failed score)."""
 
 
-def move(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
+def move_tensors(value: _T, device: torch.device | str, non_blocking: bool = False) -> _T:
     """`value` with every tensor inside dataclasses, dicts and tuples on `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)  # type: ignore[return-value]
     if isinstance(value, dict):
-        return {key: move(item, device, non_blocking) for key, item in value.items()}  # type: ignore[return-value]
+        return {key: move_tensors(item, device, non_blocking) for key, item in value.items()}  # type: ignore[return-value]
     if isinstance(value, tuple):
-        return tuple(move(item, device, non_blocking) for item in value)  # type: ignore[return-value]
+        return tuple(move_tensors(item, device, non_blocking) for item in value)  # type: ignore[return-value]
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value,
-            **{f.name: move(getattr(value, f.name), device, non_blocking) for f in fields(value)},
+            **{f.name: move_tensors(getattr(value, f.name), device, non_blocking) for f in fields(value)},
         )
     return value

@@ -259,7 +259,7 @@ def test_all_options_together_are_those_of_a_reference(whole: bool) -> None:
         assert made.zero_variance.tolist() == alike, rule
         if whole:
             told = [True, True, True, rule.combine == "per_reward"]  # the last is alike in the sum
-            assert rule.teaches(tables, WEIGHTS).tolist() == told
+            assert rule.teaching_groups(tables, WEIGHTS).tolist() == told
 
 
 def test_bad_options_are_named() -> None:

@@ -25,12 +25,12 @@ def test_decay_sequence() -> None:
 
 def test_average_follows_every_kth_step() -> None:
     own, ema = parameters(), Ema(decay=0.9, every=3)
-    ema.begin(own)
+    ema.begin_average(own)
     expected = own["a"].detach().clone()
     for n in range(1, 7):
         with torch.no_grad():
             own["a"].add_(1.0)
-        ema.update(own)
+        ema.update_average(own)
         if n in (2, 5):
             decay = min((1 + n) / (10 + n), 0.9)
             expected = decay * expected + (1 - decay) * own["a"].detach()
@@ -40,14 +40,14 @@ def test_average_follows_every_kth_step() -> None:
 
 def check_swap(copy: ParameterCopy) -> None:
     own = parameters()
-    copy.follow(own, 0.0)
+    copy.follow_parameters(own, 0.0)
     frozen = {name: value.clone() for name, value in copy.tensors.items()}
     with torch.no_grad():
         for value in own.values():
             value.mul_(1.1)
     before = {name: value.detach().clone() for name, value in own.items()}
     storage = own["a"].data_ptr()
-    with copy.swapped(own):
+    with copy.swapped_into(own):
         assert all(torch.equal(own[name], frozen[name]) for name in own)
     assert all(torch.equal(own[name], before[name]) for name in own)
     assert own["a"].data_ptr() == storage
@@ -69,12 +69,12 @@ def test_swap_in_and_out_restores_bits() -> None:
 def test_swap_restores_after_an_exception_and_an_empty_copy_changes_nothing() -> None:
     own, copy = parameters(), ParameterCopy()
     before = own["a"].detach().clone()
-    with copy.swapped(own):
+    with copy.swapped_into(own):
         assert torch.equal(own["a"], before)
     copy.load_state_dict({name: torch.zeros(3, 2) for name in own})
 
     def fail() -> None:
-        with copy.swapped(own):
+        with copy.swapped_into(own):
             assert float(own["a"].detach().abs().sum()) == 0.0
             raise RuntimeError("inside")
 
@@ -92,7 +92,7 @@ def test_a_swap_between_forward_and_backward_leaves_gradients_alone() -> None:
         (x @ own["a"] @ own["b"].T).square().sum(), [own["a"], own["b"]]
     )
     loss = (x @ own["a"] @ own["b"].T).square().sum()
-    with torch.no_grad(), copy.swapped(own):
+    with torch.no_grad(), copy.swapped_into(own):
         assert float((x @ own["a"]).sum()) == 0.0
     for got, expected in zip(
         torch.autograd.grad(loss, [own["a"], own["b"]]), reference, strict=True
@@ -102,7 +102,7 @@ def test_a_swap_between_forward_and_backward_leaves_gradients_alone() -> None:
 
 def test_state_survives_a_checkpoint() -> None:
     own, copy, other = parameters(), ParameterCopy(), ParameterCopy()
-    copy.follow(own, 0.0)
+    copy.follow_parameters(own, 0.0)
     state = copy.state_dict()
     other.load_state_dict(state)
     state["a"].zero_()

@@ -44,18 +44,18 @@ def test_the_largest_deviation_of_all_ranks_may_reach_the_bound(
 ) -> None:
     ratios = FirstRatios(torch.float32, bound=0.5)
     for deviation in own:
-        ratios.keep(torch.tensor([[deviation]]))
-    assert ratios.largest(beside(other)) == found
-    assert ratios.largest(beside([])) is None
+        ratios.keep_deviations(torch.tensor([[deviation]]))
+    assert ratios.largest_deviation(beside(other)) == found
+    assert ratios.largest_deviation(beside([])) is None
 
 
 @pytest.mark.parametrize(("most", "says"), [(0.5, "ratio_bound=2"), (0.75, "use equal weights")])
 def test_a_few_wrong_cells_are_called_rounding_and_many_are_not(most: float, says: str) -> None:
     """The quantile .999 of 1,001 deviations is the second largest."""
     ratios = FirstRatios(torch.float32, bound=0.5)
-    ratios.keep(torch.tensor([1.0, most, *[0.0] * 999]))
+    ratios.keep_deviations(torch.tensor([1.0, most, *[0.0] * 999]))
     with pytest.raises(RuntimeError, match=says):
-        ratios.largest(beside([]))
+        ratios.largest_deviation(beside([]))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_a_few_wrong_cells_are_called_rounding_and_many_are_not(most: float, say
 )
 def test_what_is_rounding_depends_on_the_dtype(dtype: torch.dtype, bound: float) -> None:
     ratios = FirstRatios(dtype)
-    ratios.keep(torch.tensor([0.9 * bound]))
-    assert ratios.largest(beside([])) == pytest.approx(0.9 * bound)
-    ratios.keep(torch.tensor([1.1 * bound]))
+    ratios.keep_deviations(torch.tensor([0.9 * bound]))
+    assert ratios.largest_deviation(beside([])) == pytest.approx(0.9 * bound)
+    ratios.keep_deviations(torch.tensor([1.1 * bound]))
     with pytest.raises(RuntimeError, match="does not reproduce the rollout"):
-        ratios.largest(beside([]))
+        ratios.largest_deviation(beside([]))

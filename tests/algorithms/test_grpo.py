@@ -188,9 +188,9 @@ def test_proximal_log_probs_are_those_of_the_weights_that_a_batch_begins_with() 
 def test_cells_without_an_advantage_are_useful_to_a_kl_alone() -> None:
     rewards = {"r": torch.tensor([[0.1, 0.1, 0.1], [0.0, 0.5, 1.0]])}
     without, with_kl = grpo(ToyPolicy()), grpo(ToyPolicy(), kl_weight=0.5)
-    assert without.useful(rewards, {"r": 1.0}).tolist() == [[False] * 3, [True, False, True]]
-    assert with_kl.useful(rewards, {"r": 1.0}).tolist() == [[True] * 3] * 2
-    assert without.teaches(rewards, {"r": 1.0}).tolist() == [False, True]
+    assert without.useful_samples(rewards, {"r": 1.0}).tolist() == [[False] * 3, [True, False, True]]
+    assert with_kl.useful_samples(rewards, {"r": 1.0}).tolist() == [[True] * 3] * 2
+    assert without.teaching_groups(rewards, {"r": 1.0}).tolist() == [False, True]
     assert not without.needs_means
 
 
@@ -200,18 +200,18 @@ def test_effective_samples_are_kishs_share_of_joint_ratios() -> None:
     blocks = roll(policy, groups=1)
     module = grpo(policy)
     module.training_step(batch(blocks), 0)
-    assert float(module.collected()["effective_samples"]) == pytest.approx(1.0, abs=1e-4)
+    assert float(module.collect_metrics()["effective_samples"]) == pytest.approx(1.0, abs=1e-4)
     shift = torch.zeros_like(blocks[0].log_probs)
     shift[0, 0] = 3.0  # times 12 dimensions
     module.training_step(batch([replace(blocks[0], log_probs=blocks[0].log_probs - shift)]), 0)
-    found = module.collected()
+    found = module.collect_metrics()
     assert float(found["effective_samples"]) == pytest.approx(1 / shift.numel(), rel=1e-3)
     assert "joint_ratio" not in found
     shift[0, :2] = torch.tensor([100.0, 39.0]) / 12  # one beyond e^40 counts as e^40
     module.training_step(batch([replace(blocks[0], log_probs=blocks[0].log_probs - shift)]), 0)
     e = math.exp(-1.0)
     wanted = (1 + e) ** 2 / (1 + e**2) / shift.numel()
-    assert float(module.collected()["effective_samples"]) == pytest.approx(wanted, rel=1e-3)
+    assert float(module.collect_metrics()["effective_samples"]) == pytest.approx(wanted, rel=1e-3)
 
 
 def test_a_block_of_weight_zero_changes_nothing_even_if_it_holds_nan(moved: tuple) -> None:
@@ -263,11 +263,11 @@ def test_clip_fraction_after_one_step() -> None:
         module = grpo(policy, clip_range=clip, updates_per_batch=2)
         optimizer = module.configure_optimizers()
         for update in range(2):
-            module._meters.collect()
+            module._meters.collect_metrics()
             optimizer.zero_grad()
             module.training_step(batch(blocks, update=update), update).backward()
             optimizer.step()
-        found[clip] = {name: float(value) for name, value in module._meters.collect().items()}
+        found[clip] = {name: float(value) for name, value in module._meters.collect_metrics().items()}
     assert found[1e-5]["clip_fraction"] > 0.5
     assert found[0.9]["clip_fraction"] == 0.0
     assert found[0.9]["ratio_max_dev"] > 1e-5
@@ -281,7 +281,7 @@ def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(mo
     dead = replace(blocks[1], weight=0.0, log_probs=blocks[1].log_probs + 5.0)
     module = grpo(policy, kl_weight=0.1, clip_range=[1e-4, 2e-3], ratio_bound=1.0)
     loss = module.training_step(batch([fresh, stale, dead], rewards, 50.0, version=1), 0)
-    found = {name: float(value) for name, value in module.collected().items()}
+    found = {name: float(value) for name, value in module.collect_metrics().items()}
     a = rewards.double() - rewards.double().mean(1, keepdim=True)
     a = (a / (rewards.double().std(1, unbiased=False, keepdim=True) + 1e-4)).float()
     ratios, cut, base_kl = [], [], []
@@ -313,12 +313,12 @@ def test_metrics_are_of_live_cells_and_told_apart_by_the_age_of_their_weights(mo
             f"ratio_max_dev/stale_{age}": float((ratio - 1).abs().max()),
         }
     assert found == {name: pytest.approx(value, rel=1e-5) for name, value in wanted.items()}
-    assert module.collected() == {}
+    assert module.collect_metrics() == {}
     alone: Any = SimpleNamespace(device="cpu", all_gather=lambda mine: mine[None])
-    module.first_ratio_max_dev = module._first_ratios.largest(alone)
+    module.first_ratio_max_dev = module._first_ratios.largest_deviation(alone)
     assert module.first_ratio_max_dev == pytest.approx(wanted["ratio_max_dev"], rel=1e-5)
     module.training_step(batch([fresh], rewards), 0)  # after the first update nothing is kept
-    assert module._first_ratios.largest(alone) is None
+    assert module._first_ratios.largest_deviation(alone) is None
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "h_free", "mean_square"])
@@ -333,7 +333,7 @@ def test_each_kl_is_its_own(kind: str, moved: tuple) -> None:
             old = denoise.replay(policy, blocks[0], FlowSDE(0.7))
     over = {"gaussian": 2 * new.scale**2, "h_free": 2 * new.std**2, "mean_square": 1.0}[kind]
     wanted = ((new.mean - old.mean) ** 2).flatten(2).mean(2) / over
-    assert float(module.collected()["kl"]) == pytest.approx(float(wanted.mean()), rel=1e-5)
+    assert float(module.collect_metrics()["kl"]) == pytest.approx(float(wanted.mean()), rel=1e-5)
 
 
 def two_updates(blocks: list[CellBlock], rewards: Tensor, step: int) -> list[TrainBatch]:
@@ -496,7 +496,7 @@ def test_an_update_clips_what_it_steps_with_and_reports_both(most: float | None)
     module.training_step(batch([], torch.zeros(2, 4), 1.0), 0).backward()
     module.configure_gradient_clipping(optimizer)  # this rank has no cells, and so no complaint
     assert all(not bool(p.grad.any()) for p in policy.adapter.trained_parameters().values())
-    module.collected()
+    module.collect_metrics()
     optimizer.zero_grad()
     module.training_step(batch(blocks), 0).backward()
     before = [p.grad.clone() for p in policy.adapter.trained_parameters().values()]
@@ -505,7 +505,7 @@ def test_an_update_clips_what_it_steps_with_and_reports_both(most: float | None)
     left = min(1.0, (most or 1.0) / norm)
     for own, parameter in zip(before, policy.adapter.trained_parameters().values(), strict=True):
         torch.testing.assert_close(parameter.grad, left * own, rtol=2e-3, atol=0)
-    found = module.collected()
+    found = module.collect_metrics()
     assert float(found["update_skipped"]) == 0.0
     assert float(found["grad_norm"]) == pytest.approx(norm, rel=1e-5)
     assert float(found["grad_norm_clipped"]) == pytest.approx(left * norm, rel=1e-5)
@@ -515,7 +515,7 @@ def test_an_update_clips_what_it_steps_with_and_reports_both(most: float | None)
     module.configure_gradient_clipping(optimizer)
     first.grad = torch.full_like(first, torch.nan)
     module.configure_gradient_clipping(optimizer)
-    assert float(module.collected()["update_skipped"]) == 0.5
+    assert float(module.collect_metrics()["update_skipped"]) == 0.5
 
 
 @pytest.mark.parametrize("ema", [None, Ema(0.5, 1)])
@@ -583,7 +583,7 @@ def test_stale_cells_are_counted_apart() -> None:
     with torch.no_grad():
         policy.transformer[2].bias.add_(0.02)
     module.training_step(batch(blocks, version=1), 0)
-    found = module._meters.collect()
+    found = module._meters.collect_metrics()
     assert float(found["ratio_max_dev/stale_1"]) > 0
     assert "ratio_max_dev/stale_0" not in found
 

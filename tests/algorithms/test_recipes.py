@@ -51,7 +51,7 @@ def build(recipe: str, *overrides: str) -> PolicyModule:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_builds(recipe: str) -> None:
     module = build(recipe)
-    assert module.train_steps.count(20) >= 1
+    assert module.train_steps.count_trained(20) >= 1
     assert module.configure_optimizers().param_groups[0]["lr"] > 0
 
 

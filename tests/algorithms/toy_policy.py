@@ -113,7 +113,7 @@ def roll(
     """One block of all trained steps per group, with means and finals."""
     kernel, selection = kernel or FlowSDE(0.7), selection or AllButLast()
     grid = static_grid(steps, 3.0) if sigmas is None else sigmas
-    plan = selection.plan(seed, step, steps)
+    plan = selection.plan_steps(seed, step, steps)
     blocks = []
     for group in range(groups):
         key = denoise.SampleKey(seed, step, 100 + group, tuple(range(samples)))

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from digenrl.callbacks import evaluation
-from digenrl.callbacks.evaluation import Evaluation, measure, save_pictures
+from digenrl.callbacks.evaluation import Evaluation, eval_numbers, save_pictures
 from digenrl.diffusion.sde import FlowSDE
 from digenrl.diffusion.steps import AllButLast
 from digenrl.extensions.tasks.digits import DigitsPolicy
@@ -140,7 +140,7 @@ def test_the_same_noise_every_time_and_no_trace_in_training(
     for left, right in zip(plain.parameters(), watched.parameters(), strict=True):
         assert torch.equal(left, right)
     engine = engine_of(DigitsPolicy())
-    again = Evaluation(prompt_file, samples_per_prompt=2).sample(engine)
+    again = Evaluation(prompt_file, samples_per_prompt=2).sample_share(engine)
     with np.load(tmp_path / "watched" / "samples" / "eval-0.npz") as stored:
         assert np.array_equal(stored["media"], again.media.numpy())
         assert not np.array_equal(
@@ -153,8 +153,8 @@ def test_ranks_share_the_prompts_equally_and_together_give_one_ranks_pictures(
     prompt_file: Path, ranks: int
 ) -> None:
     evaluation, engine = Evaluation(prompt_file, samples_per_prompt=2), engine_of(DigitsPolicy())
-    whole = evaluation.sample(engine)
-    parts = [evaluation.sample(engine, rank, ranks) for rank in range(ranks)]
+    whole = evaluation.sample_share(engine)
+    parts = [evaluation.sample_share(engine, rank, ranks) for rank in range(ranks)]
     assert len({len(part.prompts) for part in parts}) == 1
     joined = torch.cat([part.media for part in parts])[: len(whole.prompts)]
     assert torch.equal(joined, whole.media)
@@ -165,8 +165,8 @@ def test_sampling_eval_decides_steps_and_solver(prompt_file: Path) -> None:
     engine, found = engine_of(DigitsPolicy()), []
     for changes in ({"eval_steps": 5}, {"eval_solver": "dpm2"}, {"eval_steps": 6}):
         engine.sampling = replace(engine.sampling, **changes)
-        found.append(Evaluation(prompt_file, samples_per_prompt=2).sample(engine).media)
-    found.append(Evaluation(prompt_file, samples_per_prompt=2, steps=5).sample(engine).media)
+        found.append(Evaluation(prompt_file, samples_per_prompt=2).sample_share(engine).media)
+    found.append(Evaluation(prompt_file, samples_per_prompt=2, steps=5).sample_share(engine).media)
     assert not any(torch.equal(found[0], other) for other in found[1:3])
     assert torch.equal(found[3], found[1])
 
@@ -180,7 +180,7 @@ def test_sampling_eval_decides_how_many_are_made_at_once(prompt_file: Path) -> N
     )
     for batch in (None, 2):
         engine.sampling = replace(engine.sampling, eval_batch=batch)
-        found.append(Evaluation(prompt_file, samples_per_prompt=5).sample(engine).media.int())
+        found.append(Evaluation(prompt_file, samples_per_prompt=5).sample_share(engine).media.int())
     assert (found[0] - found[1]).abs().max() <= 1
     assert set(rows) == {5, 2, 1}
 
@@ -202,7 +202,7 @@ def test_a_batch_may_have_several_prompts(prompt_file: Path) -> None:
         engine.sampling = replace(engine.sampling, eval_batch=batch)
         evaluation = Evaluation(prompt_file, samples_per_prompt=2, batch=batch)
         pieces.append([len(piece) for piece in evaluation.drawn.pieces])
-        found.append(evaluation.sample(engine))
+        found.append(evaluation.sample_share(engine))
     assert pieces == [[1, 1, 1], [1, 1, 1], [3], [3]]
     assert set(rows) == {1, 2, 3, 6}
     for other in found[1:]:
@@ -238,17 +238,17 @@ def test_measure_leaves_missing_scores_out_and_counts_them() -> None:
         torch.tensor([1.0, torch.nan]),
         torch.tensor([2.5, torch.nan]),
     )
-    numbers = measure(pictures, {"x": 0.5})
+    numbers = eval_numbers(pictures, {"x": 0.5})
     assert numbers["reward"] == 0.5
     assert numbers["missing"] == 1
     assert numbers["kl"] == 1.0
     assert numbers["noisy_detail"] == 2.5
-    assert "kl" not in measure(replace(pictures, kl=pictures.kl.fill_(torch.nan)), {"x": 0.5})
+    assert "kl" not in eval_numbers(replace(pictures, kl=pictures.kl.fill_(torch.nan)), {"x": 0.5})
     assert (numbers["heldout"], numbers["heldout/y"]) == (0.5, 0.5)
     assert "heldout/x" not in numbers
     assert numbers["heldout/z"] == 0.5
     with pytest.raises(ValueError, match=r"\['reward'\]"):
-        measure(pictures, {"x": 0.5}, statistics=[lambda media, rows: {"reward": 0.0}])
+        eval_numbers(pictures, {"x": 0.5}, statistics=[lambda media, rows: {"reward": 0.0}])
 
 
 def test_saved_pictures_keep_the_first_of_each_prompt_in_any_order(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_videos_are_gathered_in_parts_and_kept_by_trainer_0(
 
     strategy = SimpleNamespace(all_gather=all_gather, root_device=torch.device("cpu"))
     trainer: Any = SimpleNamespace(world_size=2, is_global_zero=zero, strategy=strategy)
-    found = evaluation._gathered(trainer, local)
+    found = evaluation._gather_rows(trainer, local)
     assert sent == [6_000, 6_000, 3_000]
     assert torch.equal(found, torch.cat([local, local + 100]) if zero else local)
 
@@ -334,9 +334,9 @@ def test_videos_become_floats_for_a_statistic_alone(monkeypatch: pytest.MonkeyPa
     largest: list[int] = []
     usual = Tensor.float
     monkeypatch.setattr(Tensor, "float", lambda own: largest.append(own.numel()) or usual(own))
-    measure(pictures, {"r": 1.0})
+    eval_numbers(pictures, {"r": 1.0})
     assert clips.numel() not in largest
-    measure(pictures, {"r": 1.0}, [lambda media, prompts: {"mean": float(media.mean())}])
+    eval_numbers(pictures, {"r": 1.0}, [lambda media, prompts: {"mean": float(media.mean())}])
     assert clips.numel() in largest
 
 
@@ -371,5 +371,5 @@ def test_a_resumed_run_finds_its_evaluations_in_a_record_with_damaged_lines(
     whole = b'{"kind": "eval", "rl_step": 10}\n'
     for lines in (whole + damage, damage.rstrip(b"\n") + b"\n" + whole):
         (tmp_path / "metrics.jsonl").write_bytes(lines)
-        assert not evaluation._lacks(trainer, 10)
-        assert evaluation._lacks(trainer, 20)
+        assert not evaluation._lacks_evaluation(trainer, 10)
+        assert evaluation._lacks_evaluation(trainer, 20)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from digenrl import config as configuration
-from digenrl.callbacks.picture_alarms import NOISE_RATIO, destroyed
+from digenrl.callbacks.picture_alarms import NOISE_RATIO, destroyed_warning
 from digenrl.parts import sampling_spec
 from digenrl.rollout.engine import RolloutEngine
 from digenrl.rollout.evaluation import FixedSamples, pictures_of, tensors_of
@@ -43,14 +43,14 @@ def drawn(*words: str) -> tuple[FixedSamples, RolloutEngine]:
 )
 def test_noise_that_destroys_the_pictures_is_told(words: list[str], alarms: bool) -> None:
     fixed, engine = drawn(*words)
-    pictures = fixed.draw(engine, range(6), noise=True)
+    pictures = fixed.draw_pieces(engine, range(6), noise=True)
     measured = pictures.noisy[~pictures.noisy.isnan()]
     assert len(measured) == 6  # a sample of each piece, which is a prompt
-    told = destroyed(float(measured.median()))
+    told = destroyed_warning(float(measured.median()))
     assert (told is not None) is alarms, float(measured.median())
     if told is not None:
         assert "algorithm.sde.noise_level" in told
-    again = fixed.draw(engine, range(6))
+    again = fixed.draw_pieces(engine, range(6))
     assert bool(again.noisy.isnan().all())
     assert torch.equal(again.media, pictures.media)
     sent = pictures_of(tensors_of(pictures), fixed.prompts)
@@ -60,12 +60,12 @@ def test_noise_that_destroys_the_pictures_is_told(words: list[str], alarms: bool
 @pytest.mark.heavy
 def test_a_run_without_noise_draws_nothing_more() -> None:
     fixed, engine = drawn("experiment=digits_nft")
-    assert bool(fixed.draw(engine, range(2), noise=True).noisy.isnan().all())
+    assert bool(fixed.draw_pieces(engine, range(2), noise=True).noisy.isnan().all())
 
 
 def test_both_sides_of_the_bound() -> None:
-    assert destroyed(None) is None
-    assert destroyed(NOISE_RATIO) is None
-    assert destroyed(1 / NOISE_RATIO) is None
-    assert "rollouts draw noise" in str(destroyed(NOISE_RATIO * 1.01))
-    assert "nearly nothing" in str(destroyed(0.99 / NOISE_RATIO))
+    assert destroyed_warning(None) is None
+    assert destroyed_warning(NOISE_RATIO) is None
+    assert destroyed_warning(1 / NOISE_RATIO) is None
+    assert "rollouts draw noise" in str(destroyed_warning(NOISE_RATIO * 1.01))
+    assert "nearly nothing" in str(destroyed_warning(0.99 / NOISE_RATIO))

@@ -46,10 +46,10 @@ def test_groups_count_from_two_known_members_on():
 
 def test_blur_is_seen_and_equal_detail_is_not():
     sharp, soft = looks(PICTURES), looks(smooth(NOISE, 6))
-    assert alarms.blur(sharp, looks(PICTURES.flip(0))) is None
-    assert alarms.blur(sharp, soft).name == "blur"
-    assert alarms.blur(soft, sharp) is None
-    assert alarms.blur(looks(PICTURES[:, None].expand(6, 3, 3, 64, 64)), soft) is not None
+    assert alarms.blur_alarm(sharp, looks(PICTURES.flip(0))) is None
+    assert alarms.blur_alarm(sharp, soft).name == "blur"
+    assert alarms.blur_alarm(soft, sharp) is None
+    assert alarms.blur_alarm(looks(PICTURES[:, None].expand(6, 3, 3, 64, 64)), soft) is not None
 
 
 @pytest.mark.parametrize("period", [2, 4, 8])
@@ -57,12 +57,12 @@ def test_a_faint_grid_is_seen_and_pictures_or_noise_are_not(period):
     wave = 0.04 * torch.cos(2 * math.pi * torch.arange(64) / period)
     gridded = (PICTURES + wave).clamp(0, 1)
     before = looks(PICTURES)
-    assert alarms.grid(before, looks(gridded)).name == "grid"
-    assert alarms.grid(before, looks(PICTURES.flip(0))) is None
-    assert alarms.grid(before, looks(NOISE)) is None
-    assert alarms.grid(looks(gridded), looks(gridded)) is None
+    assert alarms.grid_alarm(before, looks(gridded)).name == "grid"
+    assert alarms.grid_alarm(before, looks(PICTURES.flip(0))) is None
+    assert alarms.grid_alarm(before, looks(NOISE)) is None
+    assert alarms.grid_alarm(looks(gridded), looks(gridded)) is None
     assert alarms.grid_strength(torch.full((2, 3, 8, 8), 0.5)).tolist() == [1, 1]
-    assert alarms.grid(before, looks(torch.full_like(PICTURES, 0.5))) is None
+    assert alarms.grid_alarm(before, looks(torch.full_like(PICTURES, 0.5))) is None
 
 
 def test_two_evaluations_are_searched_for_everything_that_they_can_show():

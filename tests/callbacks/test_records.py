@@ -199,7 +199,7 @@ def test_a_configuration_in_a_logger_holds_no_secret(
     monkeypatch.setenv("MY_TOKEN", "canary-canary")
     words = ["experiment=digits_flowgrpo", "logger=csv", "experiment_name=x"]
     settings = config.load(words).settings.changed({"output_root": "/canary-canary/x"})
-    for logger in parts.loggers(settings, tmp_path):
+    for logger in parts.run_loggers(settings, tmp_path):
         logger.save()
         logger.finalize("success")
     assert "canary" not in (tmp_path / "csv/hparams.yaml").read_text()

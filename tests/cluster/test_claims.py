@@ -16,7 +16,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.world import World
-from digenrl.schedule import ScheduleSpec, Task, queue
+from digenrl.schedule import ScheduleSpec, Task, version_queue
 from digenrl.schedule.claims import Claim, ClaimError, Claims, MemoryClaims
 from digenrl.schedule.ranks import Roles, Work
 from digenrl.schedule.scheduler import Scheduler
@@ -24,7 +24,7 @@ from digenrl.strategy.tasks import TaskRunner
 from tests.schedule.test_figures import Drawing, life_of_claims
 
 SPEC = ScheduleSpec(prompts=3, group_size=4, task_size=2, denoise_steps=4, trained_steps=3)
-TASKS = queue(SPEC, 0, 0)
+TASKS = version_queue(SPEC, 0, 0)
 WHOLE = range(len(TASKS))
 TRAINERS = 2
 
@@ -65,12 +65,12 @@ def ranks_of(store: Store, ranks: int = 4) -> tuple[Claims, list[Claims], Contro
 
 def lose(launcher: Claims, control: Control, rank: int) -> list[str]:
     control.lose(rank)
-    return launcher.lose(rank, "was killed", TRAINERS)
+    return launcher.return_lost_tasks(rank, "was killed", TRAINERS)
 
 
 def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None:
     _, (a, b, *_), _ = ranks_of(store)
-    taken = [claims.take(0, TASKS, WHOLE) for claims in (a, b, a, b, b, a, a, b)]
+    taken = [claims.take_next_task(0, TASKS, WHOLE) for claims in (a, b, a, b, b, a, a, b)]
     assert [None if claim is None else claim.position for claim in taken] == [
         0,
         1,
@@ -81,54 +81,54 @@ def test_every_task_has_one_owner_and_two_parts_never_meet(store: Store) -> None
         None,
         None,
     ]
-    assert a.left(0, len(TASKS), WHOLE) == 0
+    assert a.unclaimed_tasks(0, len(TASKS), WHOLE) == 0
     halves = [range(0, 3), range(3, 6)]
     mine = [
-        [c.take(1, TASKS, part) for _ in range(4)] for c, part in zip((a, b), halves, strict=True)
+        [c.take_next_task(1, TASKS, part) for _ in range(4)] for c, part in zip((a, b), halves, strict=True)
     ]
     assert [[c.position for c in own if c is not None] for own in mine] == [[0, 1, 2], [3, 4, 5]]
     a.begin_behind(2, 2)
-    headed = [b.take(2, TASKS, WHOLE), a.take(2, TASKS, WHOLE, ahead=True)]
+    headed = [b.take_next_task(2, TASKS, WHOLE), a.take_next_task(2, TASKS, WHOLE, ahead=True)]
     assert [claim and claim.position for claim in headed] == [2, 0]
-    assert (b.head_left(2), b.left(2, len(TASKS), WHOLE)) == (1, 4)
+    assert (b.head_left(2), b.unclaimed_tasks(2, len(TASKS), WHOLE)) == (1, 4)
 
 
 def test_a_lost_owners_task_goes_back_once_and_its_late_result_is_refused(store: Store) -> None:
     launcher, (trainer, other, dead, receiver), control = ranks_of(store)
     first, second, third = (
-        dead.take(0, TASKS, WHOLE),
-        dead.take(0, TASKS, WHOLE),
-        receiver.take(0, TASKS, WHOLE),
+        dead.take_next_task(0, TASKS, WHOLE),
+        dead.take_next_task(0, TASKS, WHOLE),
+        receiver.take_next_task(0, TASKS, WHOLE),
     )
     assert first is not None
     assert second is not None
     assert third is not None
     for claims in (trainer, other):  # the first task arrived at both trainers, the second at one
-        assert claims.accepts(0, first)
-        claims.received(0, first.position)
-    trainer.received(0, second.position)
+        assert claims.accepts_result(0, first)
+        claims.mark_received(0, first.position)
+    trainer.mark_received(0, second.position)
     assert lose(launcher, control, 2) == ["task 1 of step 0 (group 0)"]
     assert lose(launcher, control, 2) == []
-    assert not other.accepts(0, second), "the old owner's late result"
-    assert receiver.left(0, len(TASKS), WHOLE) == len(TASKS) - 2
-    again = receiver.take(0, TASKS, WHOLE)
+    assert not other.accepts_result(0, second), "the old owner's late result"
+    assert receiver.unclaimed_tasks(0, len(TASKS), WHOLE) == len(TASKS) - 2
+    again = receiver.take_next_task(0, TASKS, WHOLE)
     assert again == Claim(second.position, 3, attempt=1)
-    assert other.accepts(0, again)
-    assert not other.accepts(0, second)
-    assert other.accepts(0, third), "what others own is not touched"
-    assert receiver.take(0, TASKS, WHOLE) == Claim(3, 3, attempt=0)
+    assert other.accepts_result(0, again)
+    assert not other.accepts_result(0, second)
+    assert other.accepts_result(0, third), "what others own is not touched"
+    assert receiver.take_next_task(0, TASKS, WHOLE) == Claim(3, 3, attempt=0)
 
 
 def test_a_task_that_loses_its_second_owner_is_named_as_the_cause(store: Store) -> None:
     launcher, (_, one, two, three), control = ranks_of(store)
-    one.take(0, TASKS, WHOLE)
+    one.take_next_task(0, TASKS, WHOLE)
     lose(launcher, control, 1)
-    assert two.take(0, TASKS, WHOLE) == Claim(0, 2, attempt=1)
+    assert two.take_next_task(0, TASKS, WHOLE) == Claim(0, 2, attempt=1)
     with pytest.raises(
         ClaimError, match=r"task 0 of step 0 \(group 0\) lost 2 owners, the last being rank 2"
     ):
         lose(launcher, control, 2)
-    assert three.take(0, TASKS, WHOLE) == Claim(1, 3, attempt=0)
+    assert three.take_next_task(0, TASKS, WHOLE) == Claim(1, 3, attempt=0)
 
 
 def test_a_claim_that_was_not_noted_yet_is_made_anew(store: Store) -> None:
@@ -136,56 +136,56 @@ def test_a_claim_that_was_not_noted_yet_is_made_anew(store: Store) -> None:
     launcher, (_, alive, _, _), control = ranks_of(store)
     control.add("claim/v0", 1)
     assert lose(launcher, control, 2) == []
-    assert [alive.take(0, TASKS, WHOLE) for _ in range(2)] == [Claim(0, 1, 0), Claim(1, 1, 0)]
+    assert [alive.take_next_task(0, TASKS, WHOLE) for _ in range(2)] == [Claim(0, 1, 0), Claim(1, 1, 0)]
 
 
 @pytest.mark.parametrize("died", ["giver", "receiver"])
 def test_a_task_handed_over_outlives_either_death(store: Store, died: str) -> None:
     launcher, (trainer, giver, receiver, third), control = ranks_of(store)
-    claim = giver.take(0, TASKS, WHOLE)
+    claim = giver.take_next_task(0, TASKS, WHOLE)
     assert claim is not None
-    assert giver.give(0, claim, 2)
-    assert not trainer.accepts(0, claim), "the giver's own result no longer counts"
+    assert giver.give_task(0, claim, 2)
+    assert not trainer.accepts_result(0, claim), "the giver's own result no longer counts"
     lose(launcher, control, {"giver": 1, "receiver": 2}[died])
-    assert receiver.confirm(0, 0, 0) is None, "on its way when it was given to somebody else"
-    assert third.take(0, TASKS, WHOLE) == Claim(0, 3, attempt=1)
+    assert receiver.confirm_claim(0, 0, 0) is None, "on its way when it was given to somebody else"
+    assert third.take_next_task(0, TASKS, WHOLE) == Claim(0, 3, attempt=1)
 
 
 def test_a_task_handed_over_and_confirmed_belongs_to_its_heir(store: Store) -> None:
     launcher, (trainer, giver, receiver, _), control = ranks_of(store)
-    claim = giver.take(0, TASKS, WHOLE)
+    claim = giver.take_next_task(0, TASKS, WHOLE)
     assert claim is not None
-    assert giver.give(0, claim, 2)
-    confirmed = receiver.confirm(0, 0, 0)
+    assert giver.give_task(0, claim, 2)
+    confirmed = receiver.confirm_claim(0, 0, 0)
     assert confirmed == Claim(0, 2, 0)
     assert lose(launcher, control, 1) == []
-    assert trainer.accepts(0, confirmed)
+    assert trainer.accepts_result(0, confirmed)
 
 
 def test_nothing_is_given_to_a_lost_rank(store: Store) -> None:
     _, (trainer, giver, *_), control = ranks_of(store)
-    claim = giver.take(0, TASKS, WHOLE)
+    claim = giver.take_next_task(0, TASKS, WHOLE)
     assert claim is not None
     control.lose(2)
-    assert not giver.give(0, claim, 2)
-    assert trainer.accepts(0, claim)
+    assert not giver.give_task(0, claim, 2)
+    assert trainer.accepts_result(0, claim)
 
 
 def test_old_queues_leave_the_store(store: Store) -> None:
     _, (trainer, rollout, *_), control = ranks_of(store)
-    claim = rollout.take(0, TASKS, WHOLE)
+    claim = rollout.take_next_task(0, TASKS, WHOLE)
     assert claim is not None
-    trainer.received(0, 0)
-    trainer.forget(1)
-    assert trainer.accepts(0, claim)
-    trainer.forget(2)
-    assert not trainer.accepts(0, claim)
+    trainer.mark_received(0, 0)
+    trainer.forget_old_queues(1)
+    assert trainer.accepts_result(0, claim)
+    trainer.forget_old_queues(2)
+    assert not trainer.accepts_result(0, claim)
     assert control.get("owner/v0/0") is None
     assert control.get("got/v0/0") is None
     control.set("returned/v0", "0")
-    trainer.forget(999)
+    trainer.forget_old_queues(999)
     assert control.get("claim/v0") == "1", "a rank that slept must not start the counter again"
-    trainer.forget(1000)
+    trainer.forget_old_queues(1000)
     assert control.get("claim/v0") is None
     assert control.get("returned/v0") is None
 
@@ -203,7 +203,7 @@ def test_a_store_of_a_run_answers_as_one_in_memory(store: Store, seed: int) -> N
     one, other = lives
     assert one == other
     stored.forget_queue(0)
-    assert [*map(stored.count, ("claim/v0", "head/v0", "ahead/v0")), *stored.returned(0)] == [
+    assert [*map(stored.add_to_counter, ("claim/v0", "head/v0", "ahead/v0")), *stored.returned_positions(0)] == [
         0,
         0,
         0,
@@ -260,7 +260,7 @@ def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], gro
 
     The worker's own claim and decline, in virtual time."""
     spec = ScheduleSpec(prompts=groups, group_size=2, task_size=2, denoise_steps=4, trained_steps=3)
-    tasks, clock = queue(spec, 0, 0), Clock()
+    tasks, clock = version_queue(spec, 0, 0), Clock()
     controls = store.controls(len(seconds))[1]
     runners = [
         runner_of(spec, tasks, control, rank, len(seconds), clock)
@@ -268,23 +268,23 @@ def test_decline_makespan_of_the_runtime(store: Store, seconds: list[float], gro
     ]
     for runner, cost in zip(runners, seconds, strict=True):
         runner._task_seconds = cost
-        runner.announce(version=0)
+        runner.announce_work(version=0)
     busy_until = dict.fromkeys(range(len(seconds)), 0.0)
-    while runners[0].left(0):
+    while runners[0].unclaimed_tasks(0):
         for rank, runner in enumerate(runners):
             if (
                 busy_until[rank] <= clock.time
-                and runner.takes(0)
-                and (task := runner.claim(0)) is not None
+                and runner.takes_next_task(0)
+                and (task := runner.claim_task(0)) is not None
             ):
-                runner.announce(0, task, share=1.0)
+                runner.announce_work(0, task, share=1.0)
                 busy_until[rank] = clock.time + seconds[rank]
         later = [time for time in busy_until.values() if time > clock.time]
         assert later, "every rank declined: the queue stands still"
         clock.time = min(later)
         for rank, runner in enumerate(runners):
             if busy_until[rank] <= clock.time:
-                runner.announce(0)
+                runner.announce_work(0)
     bound = len(tasks) / sum(1.0 / cost for cost in seconds)
     assert max(busy_until.values()) <= (1 + (len(seconds) - 1) / len(tasks)) * bound * (1 + 1e-9)
 
@@ -298,15 +298,15 @@ def test_a_rank_declines_only_for_ranks_that_can_take_the_task(store: Store) -> 
         runner_of(SPEC, TASKS[:1], control, rank, 2, clock) for rank, control in enumerate(controls)
     )
     slow._task_seconds = 10.0
-    slow.announce(0)
-    assert slow.takes(0), "nobody knows how fast the other is"
+    slow.announce_work(0)
+    assert slow.takes_next_task(0), "nobody knows how fast the other is"
     fast._task_seconds = 1.0
-    fast.announce(0)
-    assert not slow.takes(0)
-    assert fast.takes(0)
-    fast.announce(1)
-    assert slow.takes(0)
-    fast.announce(-1)
-    assert not slow.takes(0), "it has yet to adopt the version"
+    fast.announce_work(0)
+    assert not slow.takes_next_task(0)
+    assert fast.takes_next_task(0)
+    fast.announce_work(1)
+    assert slow.takes_next_task(0)
+    fast.announce_work(-1)
+    assert not slow.takes_next_task(0), "it has yet to adopt the version"
     controls[0].lose(1)
-    assert slow.takes(0)
+    assert slow.takes_next_task(0)

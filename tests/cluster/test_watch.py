@@ -27,10 +27,10 @@ from digenrl.cluster.limits import Limits
 from digenrl.cluster.members import Members, end_key
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.cluster.vitals import heartbeat_key, watch_key
-from digenrl.schedule import ScheduleSpec, queue
+from digenrl.schedule import ScheduleSpec, version_queue
 from digenrl.schedule.claims import Claims
 
-TASKS = queue(ScheduleSpec(2, 2, 2, 4, 3), 0, 0)
+TASKS = version_queue(ScheduleSpec(2, 2, 2, 4, 3), 0, 0)
 LIMITS = Limits(stage_factor=None, silent_s=8.0, join_s=20.0, stage_floor_s=40.0, absent_s=5.0)
 TERM, LAST = signal.SIGTERM, "the last rollout"
 KILLED = "was killed by signal 9 (SIGKILL; sent from outside, not for lack of memory)"
@@ -132,7 +132,7 @@ class Run:
 
 def takes(rank: int) -> Callable[[Run], object]:
     """Claim a task of step 0."""
-    return lambda run: Claims(StoredClaims(run.control), rank).take(0, TASKS, range(len(TASKS)))
+    return lambda run: Claims(StoredClaims(run.control), rank).take_next_task(0, TASKS, range(len(TASKS)))
 
 
 def die(rank: int, code: int = -9, cause: str = "") -> Callable[[Run], None]:

@@ -14,7 +14,7 @@ import pytest
 from digenrl import config
 from digenrl.advisor import PlainAdvisor
 from digenrl.record.redact import MASK
-from digenrl.settle import allocation, settled
+from digenrl.settle import allocated_ranks, with_allocation
 from tests.deleting import installed
 
 Case = tuple[Sequence[str], Sequence[str]]
@@ -639,7 +639,7 @@ def test_a_window_beyond_the_trajectory_is_refused() -> None:
 def check_settled(words: Sequence[str], expected: Sequence[str]) -> None:
     def prepare() -> None:
         composed = config.load(words)
-        settled(composed, *allocation(composed.settings), PlainAdvisor())
+        with_allocation(composed, *allocated_ranks(composed.settings), PlainAdvisor())
 
     with pytest.raises(ValueError, match=r"^[a-z]") as caught:
         prepare()

@@ -6,7 +6,7 @@ import pytest
 
 from digenrl import config
 from digenrl.advisor import PlainAdvisor
-from digenrl.settle import allocation, settled
+from digenrl.settle import allocated_ranks, with_allocation
 
 TWO = ("allocation.trainers=2", "allocation.rollouts=1")
 
@@ -40,7 +40,7 @@ def test_a_schedule_setting_without_effect_is_named(words: list[str], idle: list
     composed = config.load(words)
     notes = [
         note
-        for note in settled(composed, *allocation(composed.settings), PlainAdvisor()).notes
+        for note in with_allocation(composed, *allocated_ranks(composed.settings), PlainAdvisor()).notes
         if "has no effect" in note
     ]
     assert len(notes) == len(idle)

@@ -24,7 +24,7 @@ from digenrl.strategy.checkpoint_io import (
     newest_valid,
     tie_again,
     ties_of,
-    verify,
+    verify_checkpoint,
 )
 from tests.strategy.test_checkpoint_io import content
 from tests.training import SMALL, Train, commands
@@ -106,7 +106,7 @@ def test_what_a_resume_has_set_counts_from_its_first_step_on(run: Path) -> None:
     assert compared(run)[0]
     tie_again(run / "checkpoints" / "step-000002", tie_of(OmegaConf.load(run / "config.yaml")))
     assert compared(run) == ([], [])
-    verify(run / "checkpoints" / "step-000002")
+    verify_checkpoint(run / "checkpoints" / "step-000002")
     text = (run / "checkpoints" / "step-000002" / RESUMED).read_text()
     (run / "checkpoints" / "step-000002" / RESUMED).write_text(text.replace("seed", "sead"))
     assert compared(run)[0], "its own digest does not agree"
@@ -128,7 +128,7 @@ def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
     DirectoryCheckpointIO().save_checkpoint(content(1.0, 2), folder / "step-000002")
     (folder / "step-000002").rename(folder / "step-000009")
     with pytest.raises(CheckpointError, match="is not the checkpoint 'step-000002'"):
-        verify(folder / "step-000009")
+        verify_checkpoint(folder / "step-000009")
     with pytest.raises(CheckpointError):
         newest_valid(folder)
     (folder / "step-000009").rename(folder / ".old-step-000002")

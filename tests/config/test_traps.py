@@ -7,8 +7,8 @@ import pytest
 from digenrl import config as configuration
 from digenrl.advisor import PlainAdvisor
 from digenrl.config.traps import known_traps
-from digenrl.facts import families
-from digenrl.settle import settle
+from digenrl.facts import facts_by_family
+from digenrl.settle import settle_run
 
 
 def told(*words: str) -> list[str]:
@@ -46,10 +46,10 @@ def test_others_are_quiet(words: list[str]) -> None:
 
 def test_a_run_says_it_before_it_starts() -> None:
     composed = configuration.load(["experiment=flux2_klein_flowgrpo", "hardware=cpu_tiny"])
-    assert any("Flow-Factory#108" in note for note in settle(composed, PlainAdvisor()).notes)
+    assert any("Flow-Factory#108" in note for note in settle_run(composed, PlainAdvisor()).notes)
 
 
 def test_every_trap_has_its_parts() -> None:
-    for family, facts in families().items():
+    for family, facts in facts_by_family().items():
         for trap in facts.traps:
             assert set(trap) == {"key", "at_least", "seen", "do"}, family

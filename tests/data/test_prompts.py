@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from digenrl import config as configuration
 from digenrl import prompts
 from digenrl.data import PromptData, PromptSampler, load_prompts
-from digenrl.schedule import ScheduleSpec, queue
+from digenrl.schedule import ScheduleSpec, version_queue
 from digenrl.types import Prompt
 from scripts import generate_prompts as generate
 
@@ -156,7 +156,7 @@ def check_k_repeat(batch: Callable[[int], tuple[Prompt, ...]]) -> None:
         tasks = [
             task
             for version in (step - 1, step)
-            for task in queue(spec, version, 2)
+            for task in version_queue(spec, version, 2)
             if task.step == step
         ]
         samples, chosen = Counter(), batch(step)

@@ -139,26 +139,26 @@ def test_permuted_replay_gathers_matching_sigmas() -> None:
 def test_a_suspended_trajectory_is_finished_elsewhere_bit_equal(boundary: int) -> None:
     """I12: every suspension point, resumed by another policy object with the same weights."""
     grid, kernel = static_grid(6, 3.0), FlowSDE(0.7)
-    plan = Window(3, stop=5).plan(0, 2, 6)
+    plan = Window(3, stop=5).plan_steps(0, 2, 6)
     key = denoise.SampleKey(0, 2, 11, (4, 5, 6))
     here, there = ToyPolicy(), ToyPolicy()
     expected = sample(here, condition(), key, grid, kernel, plan, torch.float16, keep_means=True)
-    state = denoise.start(key, here.latent_shape, torch.float16)
+    state = denoise.initial_state(key, here.latent_shape, torch.float16)
     for k in range(6):
         owner = here if k < boundary else there
-        state = denoise.advance(owner, condition(), state, grid, kernel, plan, keep_means=True)
-    got = denoise.finish(state, plan)
+        state = denoise.advance_state(owner, condition(), state, grid, kernel, plan, keep_means=True)
+    got = denoise.finished_samples(state, plan)
     for name in ("steps", "latents", "next_latents", "log_probs", "final", "means"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
 def test_a_resumed_trajectory_with_another_key_differs() -> None:
     """Sensitivity of I12: noise comes from the key that travels."""
-    grid, plan = static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
-    state = denoise.start(denoise.SampleKey(0, 0, 1, (0,)), (3, 4))
+    grid, plan = static_grid(6, 3.0), AllButLast().plan_steps(0, 0, 6)
+    state = denoise.initial_state(denoise.SampleKey(0, 0, 1, (0,)), (3, 4))
     other = replace(state, key=denoise.SampleKey(0, 0, 1, (1,)))
     ends = [
-        denoise.advance(ToyPolicy(), condition(), s, grid, FlowSDE(0.7), plan).latents
+        denoise.advance_state(ToyPolicy(), condition(), s, grid, FlowSDE(0.7), plan).latents
         for s in (state, other)
     ]
     assert not torch.equal(*ends)
@@ -175,7 +175,7 @@ def test_shapes_and_kept_steps_of_a_window() -> None:
     assert torch.equal(samples.steps, torch.tensor([1, 2]))
     assert torch.equal(samples.latents[:, 1], samples.next_latents[:, 0])
     assert samples.means is None
-    first = denoise.start(key, (3, 4)).latents
+    first = denoise.initial_state(key, (3, 4)).latents
     assert not torch.equal(samples.latents[:, 0], first)
 
 
@@ -183,18 +183,18 @@ def test_every_step_is_made_once_whatever_becomes_of_it() -> None:
     """Trained, drawn and not trained, and deterministic ones."""
     plan = StepPlan((1, 2, 4), (1, 4))
     grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
-    state, seen = denoise.start(key, (3, 4)), list[int]()
+    state, seen = denoise.initial_state(key, (3, 4)), list[int]()
     for _ in range(6):
         seen.append(state.next_step)
-        state = denoise.advance(ToyPolicy(), condition(), state, grid, FlowSDE(0.7), plan)
+        state = denoise.advance_state(ToyPolicy(), condition(), state, grid, FlowSDE(0.7), plan)
     assert seen == [0, 1, 2, 3, 4, 5]
     assert state.next_step == 6
-    assert torch.equal(denoise.finish(state, plan).steps, torch.tensor([1, 4]))
+    assert torch.equal(denoise.finished_samples(state, plan).steps, torch.tensor([1, 4]))
 
 
 def test_last_ode_step_is_the_predicted_clean_latent() -> None:
     """Section 1.3: x - s*v of the last step, what DanceGRPO decodes."""
-    policy, grid, plan = ToyPolicy(), static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
+    policy, grid, plan = ToyPolicy(), static_grid(6, 3.0), AllButLast().plan_steps(0, 0, 6)
     samples = sample(
         policy, condition(), denoise.SampleKey(0, 0, 5, (0, 1)), grid, FlowSDE(0.7), plan
     )
@@ -204,20 +204,20 @@ def test_last_ode_step_is_the_predicted_clean_latent() -> None:
 
 
 def test_forward_process_plans_store_the_final_latent_alone() -> None:
-    plan = NoiseLevels(size=3).plan(0, 0, 6)
+    plan = NoiseLevels(size=3).plan_steps(0, 0, 6)
     grid, key = static_grid(6, 3.0), denoise.SampleKey(0, 0, 5, (0, 1))
     samples = sample(ToyPolicy(), condition(), key, grid, FlowSDE(0.0), plan)
     assert samples.latents.shape == (2, 3, 0)
     assert torch.equal(samples.log_probs, torch.zeros(2, 3))
-    noise = denoise.start(key, (3, 4)).latents
+    noise = denoise.initial_state(key, (3, 4)).latents
     assert torch.equal(samples.final, denoise.ode_sample(ToyPolicy(), condition(), noise, grid))
 
 
 def test_same_noise_is_shared_by_a_group_and_sde_noise_is_not() -> None:
-    state = denoise.start(denoise.SampleKey(0, 0, 5, (0, 1, 2)), (3, 4), same_noise=True)
+    state = denoise.initial_state(denoise.SampleKey(0, 0, 5, (0, 1, 2)), (3, 4), same_noise=True)
     assert torch.equal(state.latents[0], state.latents[2])
-    plan = AllButLast().plan(0, 0, 6)
-    after = denoise.advance(
+    plan = AllButLast().plan_steps(0, 0, 6)
+    after = denoise.advance_state(
         ToyPolicy(), condition(), state, static_grid(6, 3.0), FlowSDE(0.7), plan
     )
     assert not torch.equal(after.latents[0], after.latents[2])
@@ -277,13 +277,13 @@ def test_the_second_order_solver_extrapolates_over_log_snr(rows: int) -> None:
 
 def test_means_are_kept_where_asked_and_the_scale_is_that_of_the_noise() -> None:
     policy, kernel = ToyPolicy(), FlowSDE(0.7)
-    grid, plan = static_grid(6, 3.0), AllButLast().plan(0, 0, 6)
+    grid, plan = static_grid(6, 3.0), AllButLast().plan_steps(0, 0, 6)
     key = denoise.SampleKey(0, 0, 5, (0, 1))
     plain = sample(policy, condition(), key, grid, kernel, plan)
     assert plain.means is None
     assert (
-        denoise.advance(
-            policy, condition(), denoise.start(key, policy.latent_shape), grid, kernel, plan
+        denoise.advance_state(
+            policy, condition(), denoise.initial_state(key, policy.latent_shape), grid, kernel, plan
         ).kept_means
         == ()
     )
@@ -306,16 +306,16 @@ def test_a_prompts_conditioning_is_shown_to_every_row_and_that_of_rows_is_theirs
 
 def test_misuse_is_explained() -> None:
     policy, grid, key = ToyPolicy(), static_grid(4, 3.0), denoise.SampleKey(0, 0, 5, (0,))
-    plan = AllButLast().plan(0, 0, 4)
+    plan = AllButLast().plan_steps(0, 0, 4)
     with pytest.raises(ValueError, match="noise level is 0"):
         sample(policy, condition(), key, grid, FlowSDE(0.0), plan)
-    state = denoise.start(key, (3, 4))
+    state = denoise.initial_state(key, (3, 4))
     with pytest.raises(ValueError, match="0 of the 3 trained steps"):
-        denoise.finish(state, plan)
+        denoise.finished_samples(state, plan)
     for _ in range(4):
-        state = denoise.advance(policy, condition(), state, grid, FlowSDE(0.7), plan)
+        state = denoise.advance_state(policy, condition(), state, grid, FlowSDE(0.7), plan)
     with pytest.raises(ValueError, match="finished its 4"):
-        denoise.advance(policy, condition(), state, grid, FlowSDE(0.7), plan)
+        denoise.advance_state(policy, condition(), state, grid, FlowSDE(0.7), plan)
 
 
 def test_each_step_draws_the_noise_of_its_own_key() -> None:

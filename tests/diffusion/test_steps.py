@@ -28,9 +28,9 @@ def test_plans_are_deterministic_sized_and_leave_the_last_step_out(
     """Check 19: same plan wherever it is computed; S = count; the last step is excluded (for SDE
     training)."""
     for step in range(30):
-        plan = selection.plan(7, step, steps)
-        assert plan == selection.plan(7, step, steps)
-        assert len(plan.trained) == selection.count(steps)
+        plan = selection.plan_steps(7, step, steps)
+        assert plan == selection.plan_steps(7, step, steps)
+        assert len(plan.trained) == selection.count_trained(steps)
         assert max((*plan.trained, *plan.sde)) < steps
         if not plan.forward_process:
             assert set(plan.trained) <= set(plan.sde)
@@ -38,7 +38,7 @@ def test_plans_are_deterministic_sized_and_leave_the_last_step_out(
 
 
 def union(selection: StepSelection, steps: int, rl_steps: int = 200) -> set[int]:
-    return {k for step in range(rl_steps) for k in selection.plan(0, step, steps).trained}
+    return {k for step in range(rl_steps) for k in selection.plan_steps(0, step, steps).trained}
 
 
 @pytest.mark.parametrize(
@@ -87,57 +87,57 @@ def test_progressive_window_holds_moves_wraps_or_stays() -> None:
 
 
 def test_where_nothing_is_said_six_of_ten_steps_are_drawn_from_all_for_all_prompts() -> None:
-    plans = [RandomSubset().plan(0, step, 11) for step in range(40)]
+    plans = [RandomSubset().plan_steps(0, step, 11) for step in range(40)]
     assert {len(plan.trained) for plan in plans} == {6}
     assert {k for plan in plans for k in plan.trained} == set(range(10))
     assert {plan.sde for plan in plans} == {tuple(range(10))}
-    assert RandomSubset().plan(0, 3, 11, 7) == plans[3]
-    assert AllButLast().count(2) == 1, "the least"
+    assert RandomSubset().plan_steps(0, 3, 11, 7) == plans[3]
+    assert AllButLast().count_trained(2) == 1, "the least"
 
 
 def test_random_choices_vary_with_step_and_seed() -> None:
     for selection in (Window(2), RandomSubset(0.5), NoiseLevels(size=3)):
-        assert len({selection.plan(0, step, 12).trained for step in range(20)}) > 3
-        assert [selection.plan(0, step, 12) for step in range(20)] != [
-            selection.plan(1, step, 12) for step in range(20)
+        assert len({selection.plan_steps(0, step, 12).trained for step in range(20)}) > 3
+        assert [selection.plan_steps(0, step, 12) for step in range(20)] != [
+            selection.plan_steps(1, step, 12) for step in range(20)
         ]
 
 
 def test_who_names_no_prompt_means_prompt_0() -> None:
     choice = RandomSubset(size=2, per_prompt=True)
     for seed in range(5):
-        assert choice.plan(seed, 1, 8) == choice.plan(seed, 1, 8, 0)
-    assert len({choice.plan(3, 1, 8, uid) for uid in range(9)}) > 1
+        assert choice.plan_steps(seed, 1, 8) == choice.plan_steps(seed, 1, 8, 0)
+    assert len({choice.plan_steps(3, 1, 8, uid) for uid in range(9)}) > 1
 
 
 def test_each_prompt_may_draw_its_own_step_which_its_samples_share() -> None:
     """Flash-GRPO: one step of the pool, with noise there alone."""
     own = RandomSubset(size=1, stop=10, untrained="ode", per_prompt=True)
-    drawn = [own.plan(0, 3, 20, uid) for uid in range(200)]
+    drawn = [own.plan_steps(0, 3, 20, uid) for uid in range(200)]
     assert {plan.trained[0] for plan in drawn} == set(range(10))
     assert all(plan.sde == plan.trained for plan in drawn)
-    assert own.plan(0, 3, 20, uid=5) == drawn[5]
+    assert own.plan_steps(0, 3, 20, uid=5) == drawn[5]
     shared = RandomSubset(size=1, stop=10)
-    assert shared.plan(0, 3, 20, 1) == shared.plan(0, 3, 20, 2)
+    assert shared.plan_steps(0, 3, 20, 1) == shared.plan_steps(0, 3, 20, 2)
 
 
 def test_a_share_of_a_pool_is_of_the_steps_that_are_in_it() -> None:
-    assert RandomSubset(0.5, first=2, stop=8).count(10) == 3
-    assert RandomSubset(0.1, first=2, stop=8).count(10) == 1
-    assert RandomSubset(size=6, first=2, stop=8).count(10) == 6
+    assert RandomSubset(0.5, first=2, stop=8).count_trained(10) == 3
+    assert RandomSubset(0.1, first=2, stop=8).count_trained(10) == 1
+    assert RandomSubset(size=6, first=2, stop=8).count_trained(10) == 6
     with pytest.raises(ValueError, match=r"size=7 does not fit the pool of 6 steps \[2, 8\)"):
-        RandomSubset(size=7, first=2, stop=8).count(10)
+        RandomSubset(size=7, first=2, stop=8).count_trained(10)
 
 
 def test_untrained_steps_follow_their_option() -> None:
     """Section 1.2: the last step is Euler (x0_hat) unless last="sde"; DanceGRPO keeps noise on
     untrained steps."""
-    assert AllButLast().plan(0, 0, 6).sde == (0, 1, 2, 3, 4)
-    assert AllButLast(last="sde").plan(0, 0, 6).sde == (0, 1, 2, 3, 4, 5)
-    assert FirstFraction(0.5).plan(0, 0, 6) == StepPlan((0, 1, 2, 3, 4), (0, 1, 2))
-    assert FirstFraction(0.5, untrained="ode").plan(0, 0, 6).sde == (0, 1, 2)
-    assert FirstFraction(0.99).count(10) == 9
-    assert RandomSubset(0.6).count(16) == 9  # DanceGRPO: 9 of 15
+    assert AllButLast().plan_steps(0, 0, 6).sde == (0, 1, 2, 3, 4)
+    assert AllButLast(last="sde").plan_steps(0, 0, 6).sde == (0, 1, 2, 3, 4, 5)
+    assert FirstFraction(0.5).plan_steps(0, 0, 6) == StepPlan((0, 1, 2, 3, 4), (0, 1, 2))
+    assert FirstFraction(0.5, untrained="ode").plan_steps(0, 0, 6).sde == (0, 1, 2)
+    assert FirstFraction(0.99).count_trained(10) == 9
+    assert RandomSubset(0.6).count_trained(16) == 9  # DanceGRPO: 9 of 15
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_selections_outside_the_steps_are_refused(
     selection: StepSelection, steps: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        selection.count(steps)
+        selection.count_trained(steps)
 
 
 def test_bad_options_and_plans_are_refused() -> None:
@@ -179,6 +179,6 @@ def test_bad_options_and_plans_are_refused() -> None:
     for fraction in (0.0, -0.1, 1.01):
         with pytest.raises(ValueError, match="fraction must be in"):
             RandomSubset(fraction)
-    assert RandomSubset(1.0).count(6) == 5
-    assert RandomSubset(fraction=None, size=2).count(6) == 2
-    assert RandomSubset(size=2).count(6) == 2, "a size overrides the share"
+    assert RandomSubset(1.0).count_trained(6) == 5
+    assert RandomSubset(fraction=None, size=2).count_trained(6) == 2
+    assert RandomSubset(size=2).count_trained(6) == 2, "a size overrides the share"

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not accelerator.count():
+            if not accelerator.device_count():
                 item.add_marker(absent)
 
 

@@ -22,7 +22,7 @@ from benchmarks._policy_bench import COMPILED, NOBODY, PROMPT, Bench, Build, Uni
 from benchmarks._random_builds import FAMILY, TINY
 from digenrl.diffusion import denoise
 from digenrl.rounding import HALF_BOUND
-from digenrl.strategy.shard import mesh_of, shard
+from digenrl.strategy.shard import mesh_of, shard_policy
 from digenrl.transport.weights import adopt, publish
 from digenrl.types import TrainBatch
 from tests.models.tiny_policies import MASKED, make, randomise_lora
@@ -122,7 +122,7 @@ def test_a_sharded_world_of_one_takes_two_steps_and_goes_on_from_its_saved_state
 
         def sharded() -> tuple[Bench, torch.optim.Optimizer]:
             made = bench("flux1_dev", Build(full=True))
-            shard(made.policy, mesh)
+            shard_policy(made.policy, mesh)
             return made, torch.optim.AdamW(made.policy.transformer.parameters(), lr=1e-3)
 
         def update(made: Bench, optimizer: torch.optim.Optimizer, batch: TrainBatch) -> None:
@@ -174,7 +174,7 @@ def test_noise_and_transitions_are_the_processors() -> None:
         policy = make("sd3").to(device)
         condition = policy.codec.encode([PROMPT]) if condition is None else condition
         key = denoise.SampleKey(0, 0, PROMPT.uid, (0, 1))
-        noise = denoise.start(key, policy.latent_shape, torch.float32, device).latents
+        noise = denoise.initial_state(key, policy.latent_shape, torch.float32, device).latents
         moved = {name: value.to(device) for name, value in condition.items()}
         ends[device] = denoise.ode_sample(policy, moved, noise, policy.sigma_grid(4)).cpu()
     torch.testing.assert_close(ends[DEVICE.type], ends["cpu"], rtol=5e-2, atol=5e-2)

@@ -71,7 +71,7 @@ def test_all_weights_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     assert (summary["status"], summary["rl_steps"], summary["restarts"]) == ("completed", 3, 1)
 
 
-@pytest.mark.skipif(accelerator.count() < 2, reason="needs two GPUs on one machine")
+@pytest.mark.skipif(accelerator.device_count() < 2, reason="needs two GPUs on one machine")
 def test_sharded_trainers_train_save_and_resume(tmp_path: Path) -> None:
     run_dir, _ = trained(
         tmp_path, "model.lora=null", "allocation.trainers=2", "parallel.sharding=fsdp"
@@ -129,10 +129,10 @@ def test_the_profile_that_names_this_gpu_promises_no_more_than_it_has() -> None:
         )
 
 
-@pytest.mark.skipif(accelerator.count() < 2, reason="needs two GPUs on one machine")
+@pytest.mark.skipif(accelerator.device_count() < 2, reason="needs two GPUs on one machine")
 def test_each_rank_keeps_to_its_own_gpu(tmp_path: Path) -> None:
     """Weights, reward model, scorer stream and contexts of local rank 1 are on GPU 1 alone."""
-    if accelerator.kind() != "cuda":
+    if accelerator.device_kind() != "cuda":
         pytest.skip("nvidia-smi tells which process uses which GPU")
     words = [
         *SMALL,

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from digenrl.config import config_directory
-from digenrl.facts import families
+from digenrl.facts import facts_by_family
 from digenrl.models import pretrained
 from digenrl.models.latents import pack
 
@@ -417,7 +417,7 @@ _ROWS: dict[str, Row] = {
         result=normalised,
     ),
 }
-FAMILIES = {family: row for family, row in _ROWS.items() if family in families()}
+FAMILIES = {family: row for family, row in _ROWS.items() if family in facts_by_family()}
 """Family -> its row; of the families that are installed."""
 
 

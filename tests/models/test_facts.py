@@ -36,7 +36,7 @@ COUNTS |= {"beside_bytes", "repeated_flops", "forward_bytes", "decode"}
 
 
 def test_every_family_has_a_row_and_every_model_an_option() -> None:
-    assert set(ROWS) == {family for family, known in facts.families().items() if known.tiny}
+    assert set(ROWS) == {family for family, known in facts.facts_by_family().items() if known.tiny}
     options = {path.stem for path in (config_directory() / "model").glob("*.yaml")}
     for family, row in ROWS.items():
         assert set(row.published) == set(FACTS[family].models), family

@@ -450,9 +450,9 @@ def test_a_cache_that_cannot_be_written_is_said_before_ranks_start(
     monkeypatch.setattr(pretrained, "__file__", str(tmp_path / "a/b/c/d.py"))
     settings = load(["experiment=sd35_flowgrpo", "hardware=cpu_tiny"]).settings
     with pytest.raises(ValueError, match=r"\.cache/tiny: cannot be written .*DIGENRL_CACHE"):
-        parts.check(settings)
+        parts.check_parts(settings)
     monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "own"))
-    parts.check(settings)
+    parts.check_parts(settings)
 
 
 def test_a_pipe_in_a_folder_of_weights_is_no_file(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
     policy = real(family, True, offload_encoders=False, **guidance(family))
     scorer = ClipScore(build="tiny", device="cpu")
     grid, kernel, steps = policy.sigma_grid(3), FlowSDE(0.7), 3
-    plan = AllButLast().plan(0, 0, steps)
+    plan = AllButLast().plan_steps(0, 0, steps)
     policy.sigma_grid = lambda count: grid[-count - 1 :]  # diffusers' scheduler asks for values
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         place(policy, CUDA)
@@ -186,7 +186,7 @@ def test_denoise_replay_decode_score_adopt_and_evaluation_stay_on_the_device(fam
         rewards: Any = SimpleNamespace(score=score, placement="inline", pending=1)
         sampling = SamplingSpec(steps, torch.bfloat16, same_noise=False, eval_steps=None)
         engine = RolloutEngine(policy, rewards, kernel, AllButLast(), sampling, seed=0)
-        found = engine.evaluate([PROMPT], 2, seed=1, steps=1)
+        found = engine.evaluate_prompts([PROMPT], 2, seed=1, steps=1)
         frames = () if policy.codec.temporal_stride is None else (policy.codec.frames,)
         assert tuple(found.media.shape) == (2, *frames, 3, 256, 256)
         assert (scores[0].device, tuple(scores[0].shape), scores[0].dtype) == (
@@ -242,11 +242,11 @@ def test_a_denoising_step_waits_for_no_copy_and_reads_no_prompt(
         sampling = SamplingSpec(4, torch.bfloat16, same_noise=False, eval_steps=None)
         engine = RolloutEngine(policy, rewards, FlowSDE(0.7), AllButLast(), sampling, seed=0)
         task = Task(step=0, index=0, group=0, first_sample=0, samples=2, version=0)
-        generation = engine.advance(engine.begin(task, PROMPT))
+        generation = engine.take_step(engine.begin_task(task, PROMPT))
         encoded.clear()
         with Copies() as copies:
             for _ in range(2):
-                generation = engine.advance(generation)
+                generation = engine.take_step(generation)
     assert copies.blocking == 0
     assert encoded == []
 

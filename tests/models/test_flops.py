@@ -51,7 +51,7 @@ def test_nothing_is_computed_twice_and_every_product_is_taken_down(recipe: str) 
 
 
 def test_a_forward_that_is_made_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    once = RolloutEngine.advance
+    once = RolloutEngine.take_step
 
     def twice(engine: RolloutEngine, generation: Any) -> Any:
         once(engine, generation)

@@ -31,7 +31,7 @@ def test_targets_that_cannot_be_meant_are_refused(experiment: str, targets: str,
     words = [f"experiment={experiment}", *WORDS, f"model.lora.targets={targets}"]
     settings = load(words).settings
     with pytest.raises(ValueError, match=said):
-        parts.check(settings)
+        parts.check_parts(settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

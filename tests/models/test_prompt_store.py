@@ -22,7 +22,7 @@ from digenrl import config as configuration
 from digenrl.data import PromptData
 from digenrl.models.prompt_store import PromptStore, files_digest
 from digenrl.models.wording import Condition, Wording
-from digenrl.prompt_encoding import fill, fill_prompt_store
+from digenrl.prompt_encoding import store_conditioning, fill_prompt_store
 from digenrl.types import Prompt
 from tests.changed import but
 from tests.models.tiny_policies import NEGATIVE, make
@@ -223,13 +223,13 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
     expected = plain.codec.encode(prompts)
     del moves[:]
     first = make(family, **guided)
-    assert fill(first.codec, tmp_path, prompts, CPU) == (texts, texts)
+    assert store_conditioning(first.codec, tmp_path, prompts, CPU) == (texts, texts)
     assert moves
     assert len(moves) == len(set(moves)), "each encoder once, however many prompts"
     assert "_pipeline" not in vars(first.codec), "the encoders are still in memory"
     del moves[:]
     second = make(family, **guided)
-    assert fill(second.codec, tmp_path, prompts, CPU) == (texts, 0)
+    assert store_conditioning(second.codec, tmp_path, prompts, CPU) == (texts, 0)
     for policy in (first, second):
         found = policy.codec.encode(prompts)
         assert found.keys() == expected.keys()
@@ -240,7 +240,7 @@ def test_encoders_move_once_for_all_prompts_and_never_again(
         second.codec.encode(unforeseen)["text"], plain.codec.encode(unforeseen)["text"]
     )
     wide = make(family, dtype="float64", **guided)
-    assert fill(wide.codec, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
+    assert store_conditioning(wide.codec, tmp_path, prompts[:1], CPU) == (1 if family == "flux" else 2,) * 2
 
 
 @pytest.mark.heavy

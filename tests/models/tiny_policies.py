@@ -16,14 +16,14 @@ import torch
 from benchmarks._families import adapter
 from digenrl.data import load_prompts
 from digenrl.extensions.export.diffusers_export import lora_file, lora_pipeline
-from digenrl.facts import families
+from digenrl.facts import facts_by_family
 from digenrl.models import tiny as tiny_builds
 from digenrl.models.pipeline import DiffusersPolicy
 from digenrl.types import Prompt
 from tests.models.families import FAMILIES as ROWS
 from tests.models.families import Row as Row
 
-FACTS = {family: families()[family] for family in ROWS}
+FACTS = {family: facts_by_family()[family] for family in ROWS}
 FAMILIES: dict[str, type[DiffusersPolicy]] = {
     family: adapter(facts) for family, facts in FACTS.items()
 }

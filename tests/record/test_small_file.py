@@ -19,7 +19,7 @@ from digenrl.launchers.reaching import read_access
 from digenrl.record.small_file import LONGEST, json_of, read_text
 from digenrl.report.page import html
 from digenrl.report.read_run import JsonlTail, read_run
-from digenrl.strategy.checkpoint_io import MANIFEST, RESUMED, ties_of, verify
+from digenrl.strategy.checkpoint_io import MANIFEST, RESUMED, ties_of, verify_checkpoint
 
 HUGE = 1 << 30
 
@@ -40,7 +40,7 @@ def as_deep(path: Path) -> None:
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    MANIFEST: lambda path: verify(path.parent),
+    MANIFEST: lambda path: verify_checkpoint(path.parent),
     RESUMED: lambda path: ties_of(path.parent),
     "access.json": lambda path: read_access(path.parent),
     "config.yaml": lambda path: html._text(path),

@@ -42,5 +42,5 @@ def test_the_error_names_the_extra(package):
 def test_without_a_checkout_the_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """No index has digenrl."""
     monkeypatch.setattr(extras, "__file__", "/site-packages/digenrl/extras.py")
-    assert re.fullmatch(r"pip install 'ray>=[\d.]+'", extras.command("ray"))
-    assert {"starlette", "vllm"} <= {re.split("[<>=]", p)[0] for p in extras.packages("judges")}
+    assert re.fullmatch(r"pip install 'ray>=[\d.]+'", extras.install_command("ray"))
+    assert {"starlette", "vllm"} <= {re.split("[<>=]", p)[0] for p in extras.packages_of("judges")}

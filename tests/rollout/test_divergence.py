@@ -11,7 +11,7 @@ from digenrl.diffusion.sde import Kernel
 from digenrl.diffusion.sigmas import step_sigmas
 from digenrl.extensions.methods.sde import LinearSDE
 from digenrl.extensions.tasks.digits import DigitsPolicy
-from digenrl.rollout.divergence import KERNEL, trajectories
+from digenrl.rollout.divergence import KERNEL, noisy_trajectories
 from digenrl.types import Prompt
 from tests.callbacks.test_evaluation import engine_of
 from tests.extensions.tasks.test_digits import perturbed
@@ -33,7 +33,7 @@ def drawn(policy: DigitsPolicy, kernel: Kernel = KERNEL) -> tuple[Tensor, Tensor
     def draw(step: int) -> Tensor:
         return keys.noise(3, 0, 7, range(4), step, policy.latent_shape)
 
-    return trajectories(
+    return noisy_trajectories(
         policy, policy.codec.encode([Prompt("number one")]), policy.sigma_grid(5), draw, kernel
     )
 
@@ -72,7 +72,7 @@ def test_an_adapter_that_does_nothing_is_not_away_and_the_base_alone_never_is() 
 def test_an_evaluation_measures_so_many_samples_of_a_prompt_and_draws_the_same_as_ever() -> None:
     policy = perturbed(DigitsPolicy(lora=LORA))
     engine, prompts = engine_of(policy), [Prompt("number one"), Prompt("number two")]
-    plain, measured = (engine.evaluate(prompts, 3, seed=5, kl_samples=count) for count in (0, 2))
+    plain, measured = (engine.evaluate_prompts(prompts, 3, seed=5, kl_samples=count) for count in (0, 2))
     assert torch.equal(plain.media, measured.media)
     assert bool(plain.kl.isnan().all())
     assert measured.kl.isnan().tolist() == [False, False, True] * 2

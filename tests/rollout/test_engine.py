@@ -17,7 +17,7 @@ from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout import divergence, evaluation
 from digenrl.rollout.engine import RolloutEngine, SamplingSpec, fixed_batches
-from digenrl.rollout.evaluation import FixedSamples, joined, pictures_of, tensors_of
+from digenrl.rollout.evaluation import FixedSamples, join_pictures, pictures_of, tensors_of
 from digenrl.schedule import Task
 from digenrl.types import Prompt, Trajectory
 
@@ -43,11 +43,11 @@ def engine_of(selection: Any = None, **options: Any) -> RolloutEngine:
 
 
 def made(engine: RolloutEngine) -> Trajectory:
-    generation = engine.begin(TASK, SEVEN)
+    generation = engine.begin_task(TASK, SEVEN)
     left = []
     while steps := engine.steps_left(generation):
         left.append(steps)
-        generation = engine.advance(generation)
+        generation = engine.take_step(generation)
     assert left == [3, 2, 1]
     return engine.score(generation, engine.decode(generation)).result(5)
 
@@ -80,9 +80,9 @@ def test_a_trajectory_has_what_its_algorithm_needs(selection: Any, kept: dict[st
 def test_a_sample_begins_with_the_noise_of_its_key() -> None:
     shape = DigitsPolicy().latent_shape
     own = keys.noise(SEED, 2, SEVEN.uid, [2, 3], keys.INITIAL, shape)
-    assert torch.equal(engine_of().begin(TASK, SEVEN).state.latents, own)
+    assert torch.equal(engine_of().begin_task(TASK, SEVEN).state.latents, own)
     of_group = keys.noise(SEED, 2, SEVEN.uid, [0, 0], keys.INITIAL, shape)
-    assert torch.equal(engine_of(same_noise=True).begin(TASK, SEVEN).state.latents, of_group)
+    assert torch.equal(engine_of(same_noise=True).begin_task(TASK, SEVEN).state.latents, of_group)
 
 
 def test_a_prompt_is_encoded_once_for_all_steps_of_its_tasks(
@@ -96,7 +96,7 @@ def test_a_prompt_is_encoded_once_for_all_steps_of_its_tasks(
     made(engine)
     made(engine)
     assert asked == [SEVEN]
-    engine.advance(engine.begin(TASK, ONE))
+    engine.take_step(engine.begin_task(TASK, ONE))
     assert asked == [SEVEN, ONE]
 
 
@@ -104,9 +104,9 @@ def test_the_steps_are_those_of_the_seed_the_rl_step_and_the_prompt() -> None:
     """Whoever exchanges two of them trains other steps than its trainers wait for."""
 
     class Asked(AllButLast):
-        def plan(self, *facts: Any) -> Any:
+        def plan_steps(self, *facts: Any) -> Any:
             asked.append(facts)
-            return super().plan(*facts)
+            return super().plan_steps(*facts)
 
     asked: list[tuple[Any, ...]] = []
     made(engine_of(Asked()))
@@ -152,7 +152,7 @@ def test_evaluations_take_their_own_steps_and_every_reward() -> None:
         ({"eval_steps": 2}, 4, 4),
     ):
         count: list[None] = []
-        pictures = engine_of(**options).evaluate(
+        pictures = engine_of(**options).evaluate_prompts(
             [SEVEN, ONE], 2, 9, asked, lambda count=count: count.append(None)
         )
         assert len(count) == 2 * steps, "two batches of a prompt's samples"
@@ -184,16 +184,16 @@ def test_pieces_are_equal_and_as_large_as_a_batch_allows(
 
 def test_a_piece_that_was_sent_is_the_piece_that_was_made() -> None:
     engine, drawn = engine_of(), FixedSamples((SEVEN, ONE), 2, 9, 2, 0, None)
-    first, second = (drawn.draw(engine, [number]) for number in (0, 1))
-    both = drawn.draw(engine, [0, 1])
-    sent = joined(
+    first, second = (drawn.draw_pieces(engine, [number]) for number in (0, 1))
+    both = drawn.draw_pieces(engine, [0, 1])
+    sent = join_pictures(
         [pictures_of(tensors_of(part), drawn.pieces[n]) for n, part in enumerate((first, second))]
     )
-    whole = engine.evaluate((SEVEN, ONE), 2, 9, 2).media
+    whole = engine.evaluate_prompts((SEVEN, ONE), 2, 9, 2).media
     assert both.media.dtype == torch.uint8
     assert (whole - both.media / 255).abs().max() <= 0.5 / 255 + 1e-6, "rounded to 0 .. 255"
     assert both.media.max() > 1
-    for other in (sent, joined([first, second])):
+    for other in (sent, join_pictures([first, second])):
         assert other.prompts == both.prompts == (SEVEN, SEVEN, ONE, ONE)
         assert torch.equal(other.media, both.media)
         assert other.rewards.keys() == {"bright", "dark"}
@@ -211,15 +211,15 @@ def test_the_noise_of_a_run_is_compared_alike_whoever_draws_which_pieces(
     for rank, share in enumerate(shares):
         count = lambda rank=rank: steps.append(rank)  # noqa: E731
         noisy |= dict(
-            zip(share, drawn.draw(engine_of(), share, count, noise=True).noisy, strict=True)
+            zip(share, drawn.draw_pieces(engine_of(), share, count, noise=True).noisy, strict=True)
         )
     for number, prompt in enumerate((SEVEN, ONE)):
-        alone = engine_of().evaluate((prompt,), 1, 9, 2, noisy_too=True).noisy
+        alone = engine_of().evaluate_prompts((prompt,), 1, 9, 2, noisy_too=True).noisy
         torch.testing.assert_close(noisy[number], alone[0], rtol=1e-6, atol=0.0)
     assert noisy[2].isnan()
     for rank, share in enumerate(shares):  # as sharded weights need it
         assert steps.count(rank) == 2 * len(share) + 3 * min(2, len(share))
-    assert drawn.draw(engine_of(), [0]).noisy.isnan().all()
+    assert drawn.draw_pieces(engine_of(), [0]).noisy.isnan().all()
 
 
 def test_scores_that_are_missing_too_often_are_trouble() -> None:
@@ -243,7 +243,7 @@ def test_an_evaluation_is_compared_with_the_base_model_where_there_is_one(
     engine = engine_of()
     monkeypatch.setattr(type(engine.policy.adapter), "has_reference", reference)
     monkeypatch.setattr(divergence, "divergence", measure)
-    drawn = FixedSamples((SEVEN, ONE), 2, 9, 1, 1, 4).draw(engine, [0])
+    drawn = FixedSamples((SEVEN, ONE), 2, 9, 1, 1, 4).draw_pieces(engine, [0])
     if compared:
         ((policy, batches, grid, _),) = measured
         assert policy is engine.policy

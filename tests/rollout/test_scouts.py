@@ -38,9 +38,9 @@ def engine(**sampling: int) -> RolloutEngine:
 
 def finished(made: RolloutEngine, task: Task) -> tuple[tuple[int, ...], Tensor, Tensor]:
     """(numbers of the noises, clean latents, scores) of a task."""
-    generation = made.begin(task, PROMPT)
+    generation = made.begin_task(task, PROMPT)
     while made.steps_left(generation):
-        generation = made.advance(generation)
+        generation = made.take_step(generation)
     scored = made.score(generation, made.decode(generation)).result()
     assert scored.final is not None
     return generation.state.key.samples, scored.final, scored.rewards["judge"]
@@ -50,7 +50,7 @@ def finished(made: RolloutEngine, task: Task) -> tuple[tuple[int, ...], Tensor, 
 def tried(made: RolloutEngine, numbers: range) -> Tensor:
     """Scores of the noises `numbers` after an ODE of few steps."""
     key = denoise.SampleKey(made.seed, TASK.step, PROMPT.uid, tuple(numbers))
-    start = denoise.start(key, made.policy.latent_shape)
+    start = denoise.initial_state(key, made.policy.latent_shape)
     grid = made.policy.sigma_grid(SCOUT_STEPS)
     final = denoise.ode_sample(made.policy, made.policy.codec.encode([PROMPT]), start.latents, grid)
     return made._rewards.score(made.policy.codec.decode(final), [PROMPT] * len(numbers))["judge"]
@@ -72,9 +72,9 @@ def test_the_best_and_the_worst_noises_are_generated_as_without_scouts() -> None
 
 def test_a_suspended_task_keeps_what_its_scouts_chose() -> None:
     first, second = (engine(candidates=CANDIDATES, scout_steps=SCOUT_STEPS) for _ in range(2))
-    begun = first.advance(first.begin(TASK, PROMPT))
+    begun = first.take_step(first.begin_task(TASK, PROMPT))
     while second.steps_left(begun):
-        begun = second.advance(begun)
+        begun = second.take_step(begun)
     assert begun.state.key.samples == finished(first, TASK)[0]
 
 

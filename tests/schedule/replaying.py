@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from digenrl.schedule.order import queue
+from digenrl.schedule.order import version_queue
 from digenrl.schedule.ranks import Roles, Work
 from digenrl.schedule.scheduler import Scheduler
 from digenrl.schedule.spec import ScheduleSpec
@@ -23,7 +23,7 @@ def replay(rows: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], A
     for row in rows:
         if "spec" in row:
             spec = ScheduleSpec(**{name: _hashable(value) for name, value in row["spec"].items()})
-            plan = functools.partial(queue, spec, last_step=row["last_step"])
+            plan = functools.partial(version_queue, spec, last_step=row["last_step"])
             scheduler = Scheduler(spec, Roles(**row["roles"]), plan)
             continue
         assert scheduler is not None, "a record begins with its header"

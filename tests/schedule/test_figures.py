@@ -20,12 +20,12 @@ import pytest
 
 from digenrl.schedule import (
     ScheduleSpec,
-    fragments,
+    update_fragments,
     group_version,
     micro_batches_per_update,
     next_fragment,
-    place,
-    queue,
+    place_fragment,
+    version_queue,
     resumed_queue,
 )
 from digenrl.schedule.claims import (
@@ -39,19 +39,19 @@ from digenrl.schedule.claims import (
     queue_part,
 )
 from digenrl.schedule.order import later_fragments
-from digenrl.schedule.ranks import Roles, Work, declines, finished_before
+from digenrl.schedule.ranks import Roles, Work, declines_task, finished_before
 from digenrl.schedule.scheduler import ASK, Scheduler
 from digenrl.schedule.search import (
     LendingMonitor,
     LendingState,
     _Point,
     _Search,
-    accepted,
+    accepted_claims,
     after_older,
-    search,
+    search_loans,
 )
-from digenrl.schedule.selection import decided, left_out
-from digenrl.schedule.timesteps import apportion, cells_by_rank, without
+from digenrl.schedule.selection import decided_groups, left_out
+from digenrl.schedule.timesteps import apportion_units, cells_by_rank, without_useless_tasks
 
 STORED = Path(__file__).with_name("figures.txt")
 
@@ -127,21 +127,21 @@ def of_search(draw: Drawing) -> Iterator[Any]:
     for _ in range(12):
         state = draw.state()
         rounds = draw.number(1, 4)
-        found = search(state), search(state, rounds)
+        found = search_loans(state), search_loans(state, rounds)
         yield [(each.lend, each.predicted_step_s, each.predicted_without) for each in found]
-        starts, ends = accepted(state.rollout_free, state.rollout_seconds, state.tasks_left)
+        starts, ends = accepted_claims(state.rollout_free, state.rollout_seconds, state.tasks_left)
         yield starts, ends
         older = [draw.number(0, 3) for _ in state.fragment_tasks]
         yield after_older(state.rollout_free, state.rollout_seconds, state.fragment_ready, older)
         tree = _Search(state, rounds)
-        yield tree.spare(draw.seconds(9.0)), [tree.fits(number) for number in range(4)]
+        yield tree.spare_tasks(draw.seconds(9.0)), [tree.loan_fits(number) for number in range(4)]
         point = _Point(0, draw.of([0.0, draw.seconds(3.0)]), 0, 0, ())
         for lend in (draw.number(0, 2), 1):
-            yield tree.ready(point), tree._least(point), [tree.lend(point, n) for n in range(4)]
-            yield [tree.follow(point, cover) for cover in (None, False, True)]
-            yield tree.explore(point, draw.seconds(20.0, 5.0))
-            lent = tree.lend(point, lend) or point
-            point = tree.train(lent) or lent
+            yield tree.ready_at(point), tree._lower_bound(point), [tree.lend_rounds(point, n) for n in range(4)]
+            yield [tree.follow_policy(point, cover) for cover in (None, False, True)]
+            yield tree.explore_point(point, draw.seconds(20.0, 5.0))
+            lent = tree.lend_rounds(point, lend) or point
+            point = tree.train_fragment(lent) or lent
             if point.fragment == len(state.fragment_tasks):
                 break
 
@@ -155,7 +155,7 @@ def of_ranks(draw: Drawing) -> Iterator[Any]:
         free = {rank: draw.seconds(5.0) for rank in range(ranks) if draw.true()}
         now, left = draw.seconds(2.0), draw.number(0, 4)
         yield [
-            declines(rank, now, costs, free, left) for rank in costs if 0.0 < costs[rank] < math.inf
+            declines_task(rank, now, costs, free, left) for rank in costs if 0.0 < costs[rank] < math.inf
         ]
         yield [
             finished_before(free.get(rank, 0.0), costs[rank], rank, draw.seconds(6.0), 1)
@@ -168,20 +168,20 @@ def of_ranks(draw: Drawing) -> Iterator[Any]:
 def of_cells(draw: Drawing) -> Iterator[Any]:
     spec = draw.spec()
     yield [getattr(spec, name) for name in dir(ScheduleSpec) if type_of(name) is property]
-    yield sorted(spec.overrides())
+    yield sorted(spec.override_words())
     yield [group_version(spec, step, group) for step in (0, 1) for group in range(spec.prompts)]
-    yield [hashed(map(astuple, queue(spec, version, 2))) for version in range(4)]
+    yield [hashed(map(astuple, version_queue(spec, version, 2))) for version in range(4)]
     yield hashed([*map(astuple, resumed_queue(spec, 1))])
-    yield [fragments(spec, update) for update in range(spec.updates_per_batch)]
+    yield [update_fragments(spec, update) for update in range(spec.updates_per_batch)]
     yield [later_fragments(spec, update) for update in range(-1, spec.updates_per_batch)]
     done = {group for group in range(spec.prompts) if draw.true(0.8)}
-    yield next_fragment(spec, fragments(spec, 0), done)
+    yield next_fragment(spec, update_fragments(spec, 0), done)
     faults = {group: draw.of([None, None, "zero", "missing"]) for group in done}
-    known = decided(spec, faults)
+    known = decided_groups(spec, faults)
     yield known, [left_out(spec, faults, group) for group in known]
     trainers = draw.number(1, 4)
     shares = tuple(draw.number(0, 3) + 0.5 for _ in range(trainers))
-    yield apportion(draw.number(0, 30), shares)
+    yield apportion_units(draw.number(0, 30), shares)
     for own in (
         spec,
         replace(spec, shares=shares),
@@ -189,14 +189,14 @@ def of_cells(draw: Drawing) -> Iterator[Any]:
     ):
         yield micro_batches_per_update(own, trainers)
         for fragment in later_fragments(own, -1)[-2:]:
-            placement = place(own, trainers, fragment)
+            placement = place_fragment(own, trainers, fragment)
             yield [[sum(len(b.steps) for b in micro) for micro in rank] for rank in placement]
             yield hashed(placement)
             tasks = sorted(
                 {(b.group, b.part) for rank in placement for micro in rank for b in micro}
             )
             useless = frozenset(task for task in tasks if draw.true(0.4))
-            yield hashed(without(placement, useless))
+            yield hashed(without_useless_tasks(placement, useless))
             yield [cells_by_rank(own, trainers, lockstep, fragment) for lockstep in (False, True)]
 
 
@@ -210,7 +210,7 @@ def of_scheduler(draw: Drawing) -> Iterator[Any]:
     trainers, rollouts = draw.number(1, 3), draw.of([0, 1, 2, 3])
     roles = Roles(trainers, rollouts, draw.true(0.3), draw.true(0.1))
     rows: list[Any] = []
-    scheduler = Scheduler(spec, roles, lambda version: queue(spec, version, 3), rows.append)
+    scheduler = Scheduler(spec, roles, lambda version: version_queue(spec, version, 3), rows.append)
     ranks, now, step = range(trainers + rollouts + 1), 0.0, draw.number(0, 2)
     for rank in ranks:
         if draw.true(0.8):
@@ -226,7 +226,7 @@ def of_scheduler(draw: Drawing) -> Iterator[Any]:
         rank, trainer = draw.of(ranks), draw.number(0, trainers - 1)
         updates = draw.number(0, spec.updates_per_batch - 1)
         pending = later_fragments(spec, -1)[-draw.number(1, 3) :]
-        most = [len(queue(spec, version, 3)) for version in (step - 1, step)]
+        most = [len(version_queue(spec, version, 3)) for version in (step - 1, step)]
         left = [draw.number(0, n) for n in most]
         match draw.number(0, 10):
             case 0 | 1 | 2:
@@ -272,7 +272,7 @@ def of_takes(draw: Drawing) -> Iterator[Any]:
     for _ in range(12):
         trainers, rollouts = draw.number(1, 2), draw.number(1, 3)
         roles = Roles(trainers, rollouts)
-        scheduler = Scheduler(spec, roles, lambda version: queue(spec, version, 3))
+        scheduler = Scheduler(spec, roles, lambda version: version_queue(spec, version, 3))
         now, least = draw.seconds(2.0), draw.of([0.5, 1.0, 2.0])
         for rank in range(trainers + rollouts):
             group, until = draw.number(-1, 3), now + draw.seconds(3.0) - 0.5
@@ -293,7 +293,7 @@ def of_takes(draw: Drawing) -> Iterator[Any]:
         sides = draw.number(0, 3), draw.number(0, 8)
         working = scheduler._known_speed(scheduler._generators)
         if working:
-            yield astuple(scheduler._state(0, working, {}, 1, pending, sides, now, 2))
+            yield astuple(scheduler._lending_state(0, working, {}, 1, pending, sides, now, 2))
         yield (
             scheduler.must_generate(0, 1, left - 1),
             scheduler.predicted_end(0, 1, pending, sides, now),
@@ -314,8 +314,8 @@ def life_of_claims(
     spec = replace(draw.spec(), async_steps=1)
     host, ranks = Claims(store, -1), [Claims(store, rank) for rank in range(4)]
     queues = {
-        0: queue(spec, 0, 2),
-        1: queue(spec, 1, 2),
+        0: version_queue(spec, 0, 2),
+        1: version_queue(spec, 1, 2),
         evaluation_queue(1): evaluation_pieces(1, 3),
     }
     if draw.true():
@@ -329,21 +329,21 @@ def life_of_claims(
         mine = [index for index, (_, claim) in enumerate(held) if claim.rank == rank]
         match draw.number(0, 9):
             case 0 | 1 | 2 | 3:
-                claim = ranks[rank].take(version, tasks, part, ahead=rank == 0)
+                claim = ranks[rank].take_next_task(version, tasks, part, ahead=rank == 0)
                 if claim is not None:
                     held.append((version, claim))
                 yield claim and tuple(claim)
             case 4 | 5 if mine:
                 own, claim = held.pop(draw.of(mine))
                 trainers = draw.number(1, 2)
-                ranks[rank].received(own, claim.position, trainers)
-                yield ranks[0].accepts(own, claim), host.held_by(own, claim.position, 2)
+                ranks[rank].mark_received(own, claim.position, trainers)
+                yield ranks[0].accepts_result(own, claim), host.held_by(own, claim.position, 2)
             case 6 if mine:
                 own, claim = held.pop(draw.of(mine))
                 receiver = draw.number(0, 3)
-                given = ranks[rank].give(own, claim, receiver)
+                given = ranks[rank].give_task(own, claim, receiver)
                 got = (
-                    ranks[receiver].confirm(own, claim.position, claim.attempt)
+                    ranks[receiver].confirm_claim(own, claim.position, claim.attempt)
                     if draw.true()
                     else None
                 )
@@ -352,20 +352,20 @@ def life_of_claims(
                 yield given, got and tuple(got)
             case 7 if mine:
                 own, claim = held.pop(draw.of(mine))
-                ranks[rank].release(own, claim)
-                yield ranks[0].accepts(own, claim)
+                ranks[rank].release_claim(own, claim)
+                yield ranks[0].accepts_result(own, claim)
             case 8 if len(store.lost_ranks()) < 3:
                 lose(rank)
                 try:
-                    yield host.lose(rank, "died", 2) if draw.true() else host.collect(rank)
+                    yield host.return_lost_tasks(rank, "died", 2) if draw.true() else host.offer_released_tasks(rank)
                 except ClaimError as error:
                     yield str(error)
             case 9:
-                yield [host.left(v, len(t), range(len(t))) for v, t in queues.items()]
-                yield [(host.returned(v, len(t)), host.head_left(v)) for v, t in queues.items()]
+                yield [host.unclaimed_tasks(v, len(t), range(len(t))) for v, t in queues.items()]
+                yield [(host.count_returned(v, len(t)), host.head_left(v)) for v, t in queues.items()]
     for version in (2, 3):
-        host.forget(version)
-        yield [[store.owner(v, p) for p in range(len(tasks))] for v, tasks in queues.items()]
+        host.forget_old_queues(version)
+        yield [[store.task_owner(v, p) for p in range(len(tasks))] for v, tasks in queues.items()]
 
 
 def of_claims(draw: Drawing) -> Iterator[Any]:
@@ -374,7 +374,7 @@ def of_claims(draw: Drawing) -> Iterator[Any]:
     host = Claims(store, -1)
     yield sorted(store._counts.items()), sorted((v, sorted(p)) for v, p in store._returned.items())
     for version in (1001, 1002):
-        host.forget(version)
+        host.forget_old_queues(version)
         yield len(store._owners), len(store._counts), len(store._returned)
 
 
@@ -382,9 +382,9 @@ def of_monitor(draw: Drawing) -> Iterator[Any]:
     for _ in range(6):
         monitor = LendingMonitor(draw.number(1, 4))
         for _ in range(8):
-            decision = search(draw.state())
+            decision = search_loans(draw.state())
             ended = decision.predicted_step_s + draw.seconds(2.0) - 1.0
-            yield monitor.record(decision, ended), monitor.loans, monitor.gain, monitor.error
+            yield monitor.record_loan(decision, ended), monitor.loans, monitor.gain, monitor.error
 
 
 KINDS: dict[str, tuple[Callable[[Drawing], Iterator[Any]], int]] = {

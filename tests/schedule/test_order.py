@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from digenrl.schedule import (
     ScheduleSpec,
-    fragments,
+    update_fragments,
     next_fragment,
-    queue,
+    version_queue,
     resumed_queue,
     slices_of_group,
     update_of,
@@ -46,12 +46,12 @@ def specs(draw: st.DrawFn) -> ScheduleSpec:
 @settings(deadline=None)
 @given(specs(), st.integers(0, 5))
 def test_i7_i8_every_task_is_queued_once_under_its_version(spec: ScheduleSpec, last: int) -> None:
-    queued = [task for version in range(last + 1) for task in queue(spec, version, last)]
+    queued = [task for version in range(last + 1) for task in version_queue(spec, version, last)]
     assert sorted((t.step, t.index) for t in queued) == [
         (s, i) for s in range(last + 1) for i in range(spec.tasks)
     ]
     for version in range(last + 1):
-        tasks = queue(spec, version, last)
+        tasks = version_queue(spec, version, last)
         assert all(task.version == version for task in tasks)
         assert [(t.step, t.index) for t in tasks] == sorted(
             (t.step, t.index) for t in tasks
@@ -63,7 +63,7 @@ def test_i7_i8_every_task_is_queued_once_under_its_version(spec: ScheduleSpec, l
 def test_a_resumed_run_makes_the_stale_head_again(spec: ScheduleSpec, step: int) -> None:
     tasks = resumed_queue(spec, step)
     assert {task.group for task in tasks} == set(range(stale_groups(spec, step)))
-    assert tasks == tuple(task for task in queue(spec, step - 1, step) if task.step == step)
+    assert tasks == tuple(task for task in version_queue(spec, step - 1, step) if task.step == step)
 
 
 @settings(deadline=None)
@@ -74,7 +74,7 @@ def test_i4_fragments_partition_an_update_and_wait_for_their_groups(
     arrival = list(range(spec.prompts))
     random.shuffle(arrival)
     for update in range(spec.updates_per_batch):
-        parts = list(fragments(spec, update))
+        parts = list(update_fragments(spec, update))
         assert [portion for part in parts for portion in part] == [
             p for p in range(spec.prompts * spec.slices) if update_of(spec, p) == update
         ]
@@ -96,7 +96,7 @@ def test_updates_that_share_samples_take_them_in_order_from_every_group() -> Non
     """DanceGRPO's and MixGRPO's accumulation: 12 samples, 4 updates of 3."""
     spec = ScheduleSpec(8, 12, 1, 5, 4, updates_per_batch=4, updates_split="samples", gap=3)
     taken = [
-        {(group, part) for f in fragments(spec, update) for group, part in tasks_of(spec, f)}
+        {(group, part) for f in update_fragments(spec, update) for group, part in tasks_of(spec, f)}
         for update in range(4)
     ]
     assert taken == [

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.schedule import ScheduleSpec, queue
-from digenrl.schedule.ranks import Roles, Work, declines, finished_before
-from digenrl.schedule.scheduler import ASK, LEND, TRAIN, WAIT, Scheduler, header
+from digenrl.schedule import ScheduleSpec, version_queue
+from digenrl.schedule.ranks import Roles, Work, declines_task, finished_before
+from digenrl.schedule.scheduler import ASK, LEND, TRAIN, WAIT, Scheduler, record_header
 from digenrl.schedule.search import Decision, LendingMonitor
 from digenrl.schedule.timesteps import cells_by_rank
 
@@ -30,7 +30,7 @@ def makespan(seconds: list[float], tasks: int) -> float:
     costs, free, left = dict(enumerate(seconds)), dict.fromkeys(range(len(seconds)), 0.0), tasks
     now = 0.0
     while left:
-        takers = [r for r in costs if free[r] <= now and not declines(r, now, costs, free, left)]
+        takers = [r for r in costs if free[r] <= now and not declines_task(r, now, costs, free, left)]
         if takers:
             free[takers[0]] = now + costs[takers[0]]
             left -= 1
@@ -57,7 +57,7 @@ def test_many_left_never_contradicts_the_count(
     for other, cost in enumerate(seconds):
         scheduler.saw_rank(other, Work(0, cost))
     if scheduler.many_left(rank, left):
-        assert not declines(rank, now, dict(enumerate(seconds)), {}, left)
+        assert not declines_task(rank, now, dict(enumerate(seconds)), {}, left)
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
@@ -76,9 +76,9 @@ def test_tasks_are_counted_exactly_where_a_division_is_not(rank: int, other: int
 
 
 def test_a_slow_rank_leaves_the_last_task_to_a_fast_one() -> None:
-    assert declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 1)
-    assert not declines(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 10)
-    assert [declines(rank, 0.0, {0: 1.0, 1: 1.0}, {}, 1) for rank in (0, 1)] == [
+    assert declines_task(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 1)
+    assert not declines_task(1, 0.0, {0: 1.0, 1: 10.0}, {0: 0.5}, 10)
+    assert [declines_task(rank, 0.0, {0: 1.0, 1: 1.0}, {}, 1) for rank in (0, 1)] == [
         False,
         True,
     ]  # a tie has one taker
@@ -111,7 +111,7 @@ def trainer_scheduler(
     trainers: int, rollouts: int, spec: ScheduleSpec = SPEC, **roles: Any
 ) -> Scheduler:
     scheduler = Scheduler(
-        spec, Roles(trainers, rollouts, **roles), lambda version: queue(spec, version, 2)
+        spec, Roles(trainers, rollouts, **roles), lambda version: version_queue(spec, version, 2)
     )
     fragment = (0,)
     scheduler.measured("train", 0, TRAIN_S / cells_by_rank(spec, trainers, False, fragment)[0])
@@ -124,7 +124,7 @@ def test_what_nobody_has_said_yet() -> None:
     assert Work() == (-1, 0.0, -1, -1, 0.0)
     roles = Roles(1, 2)
     assert (roles.lockstep, roles.split) == (False,) * 2
-    assert header(SPEC, roles, 7) == {"spec": asdict(SPEC), "roles": asdict(roles), "last_step": 7}
+    assert record_header(SPEC, roles, 7) == {"spec": asdict(SPEC), "roles": asdict(roles), "last_step": 7}
 
 
 def test_the_rollout_rank_that_is_free_first() -> None:
@@ -143,7 +143,7 @@ def test_a_fragment_in_another_lenders_hands_is_not_ready(until: float, lends: b
     scheduler = trainer_scheduler(2, 1)
     scheduler.saw_rank(2, Work(0, TASK_S))
     scheduler.saw_rank(1, Work(0, TASK_S, 0, 0, until) if until else Work(0, TASK_S))
-    left = len(queue(SPEC, 0, 2)) - SPEC.tasks_per_group
+    left = len(version_queue(SPEC, 0, 2)) - SPEC.tasks_per_group
     assert (scheduler.lend(0, 0, PENDING, (0, left), 0.0) > 0) == lends
 
 
@@ -157,7 +157,7 @@ def test_a_group_of_the_next_step_in_flight_holds_up_nothing() -> None:
 
 
 def test_a_step_is_predicted_with_loans_only_where_trainers_may_lend() -> None:
-    left = len(queue(SPEC, 0, 2))
+    left = len(version_queue(SPEC, 0, 2))
 
     def end(scheduler: Scheduler) -> float:
         scheduler.saw_rank(1, Work(0, TASK_S))
@@ -177,7 +177,7 @@ def test_the_next_steps_tasks_fill_a_wait_for_older_ones() -> None:
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
     scheduler = trainer_scheduler(1, 1, spec)
     scheduler.saw_rank(1, Work(0, TASK_S, 1, 1, 0.5))
-    own = len(queue(spec, 1, 2))
+    own = len(version_queue(spec, 1, 2))
     assert (
         scheduler.lend(0, 1, PENDING[1:], (2, own), 0.0) == 2
     )  # the rollout rank ends its three tasks after 2.5 s
@@ -190,14 +190,14 @@ def test_a_loan_of_the_next_step_is_not_begun_where_the_fragment_is_ready_sooner
     spec = replace(SPEC, async_steps=1, stale_fraction=1.0)
     scheduler = trainer_scheduler(1, 1, spec)
     scheduler.saw_rank(1, Work(0, TASK_S, 1, 1, 0.15))
-    assert scheduler.lend(0, 1, PENDING[1:], (0, len(queue(spec, 1, 2))), 0.0) == 0
+    assert scheduler.lend(0, 1, PENDING[1:], (0, len(version_queue(spec, 1, 2))), 0.0) == 0
 
 
 def test_switching_costs_count() -> None:
     """Waiting is better than a loan whose two switches take longer than it saves."""
     scheduler = trainer_scheduler(1, 1)
     scheduler.saw_rank(1, Work(0, TASK_S))
-    left = len(queue(SPEC, 0, 2))
+    left = len(version_queue(SPEC, 0, 2))
     assert scheduler.lend(0, 0, PENDING, (0, left), 0.0) > 0
     scheduler.measured("switch", 0, 100.0)
     assert scheduler.lend(0, 0, PENDING, (0, left), 0.1) == 0
@@ -228,7 +228,7 @@ def test_I6_a_ready_fragment_comes_first_and_foreign_weights_lend_nothing() -> N
 
 def test_colocated_ranks_generate_everything_before_an_update_takes_the_version_away() -> None:
     spec = ScheduleSpec(4, 2, 1, 4, 3, updates_per_batch=2, gap=1)
-    scheduler = Scheduler(spec, Roles(1, 0), lambda version: queue(spec, version, 2))
+    scheduler = Scheduler(spec, Roles(1, 0), lambda version: version_queue(spec, version, 2))
     assert scheduler.next_move(0, 0, PENDING, (0,), 1, 4) == TRAIN
     assert scheduler.next_move(0, 0, PENDING[1:], (1,), 2, 4) == ASK, (
         "the last fragment of the first update waits"
@@ -239,11 +239,11 @@ def test_colocated_ranks_generate_everything_before_an_update_takes_the_version_
 def test_monitor_switches_off_when_the_error_exceeds_the_gain() -> None:
     monitor = LendingMonitor()
     good = Decision(1, 10.0, 15.0)
-    assert [monitor.record(good, 11.0) for _ in range(10)] == [None] * 10
-    messages = [monitor.record(good, 40.0) for _ in range(5)]
+    assert [monitor.record_loan(good, 11.0) for _ in range(10)] == [None] * 10
+    messages = [monitor.record_loan(good, 40.0) for _ in range(5)]
     assert any(message and "switched itself off" in message for message in messages)
     assert monitor.off
-    assert LendingMonitor().record(Decision(0, 1.0, 1.0), 99.0) is None
+    assert LendingMonitor().record_loan(Decision(0, 1.0, 1.0), 99.0) is None
 
 
 def test_costs_start_from_the_profile_and_follow_measurements() -> None:
@@ -265,7 +265,7 @@ def test_a_loan_behind_the_head_is_not_judged_in_its_place() -> None:
     gain, so the monitor must not compare that one with the whole step."""
     scheduler = trainer_scheduler(1, 1)
     scheduler.saw_rank(1, Work(0, TASK_S))
-    left = len(queue(SPEC, 0, 2))
+    left = len(version_queue(SPEC, 0, 2))
     assert scheduler.lend(0, 0, PENDING, (0, left), 0.0, 1) == 1
     assert scheduler.lend(0, 0, PENDING, (0, left - 1), 0.1) > 0
     facts = scheduler.loan_facts(0, 1.0)
@@ -278,7 +278,7 @@ def test_a_steps_first_tasks_go_to_idle_trainers_where_the_step_ends_sooner() ->
     tasks; with costly switches it takes none."""
     scheduler = trainer_scheduler(1, 1)
     scheduler.saw_rank(1, Work(0, TASK_S))
-    left = (0, len(queue(SPEC, 1, 2)))
+    left = (0, len(version_queue(SPEC, 1, 2)))
     assert scheduler.opens(0, 1, PENDING, left, 0.0) > 0
     scheduler.measured("switch", 0, 100.0)
     assert scheduler.opens(0, 1, PENDING, left, 0.1) == 0

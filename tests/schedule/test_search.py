@@ -15,9 +15,9 @@ from digenrl.schedule.search import (
     LendingState,
     _Point,
     _Search,
-    accepted,
+    accepted_claims,
     after_older,
-    search,
+    search_loans,
 )
 
 
@@ -50,7 +50,7 @@ def states(draw: st.DrawFn) -> LendingState:
 @settings(deadline=None)
 @given(states(), st.integers(1, 4))
 def test_never_worse_than_not_lending(state: LendingState, k_max: int) -> None:
-    decision = search(state, k_max)
+    decision = search_loans(state, k_max)
     assert decision.predicted_step_s <= decision.predicted_without + 1e-9
     assert 0 <= decision.lend <= k_max
     if not state.may_lend or state.tasks_left == 0:
@@ -66,7 +66,7 @@ def test_i6_nothing_is_lent_while_a_fragment_is_ready(state: LendingState) -> No
         tasks_left=sum(state.fragment_tasks[1:]),
         fragment_ready=(0.0, *state.fragment_ready[1:]),
     )
-    assert search(ready).lend == 0
+    assert search_loans(ready).lend == 0
 
 
 def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
@@ -75,13 +75,13 @@ def test_the_next_step_is_worth_a_loan_only_inside_the_wait() -> None:
             (9.0,), (10.0,), 0, (0,), (ready,), (1.0,), 4.0, 2, 0, 0.1, tasks_later=later
         )
 
-    assert search(state(9.0, 0)).lend == 0
-    assert search(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
-    assert [search(state(9.0, 8), k_max).lend for k_max in (1, 2, 3)] == [1, 2, 2]
-    assert search(state(9.0, 2)).lend == 1
-    assert search(state(3.0, 8)).lend == 0
-    assert search(replace(state(9.0, 8), may_lend=False)).lend == 0
-    decision = search(state(9.0, 8))
+    assert search_loans(state(9.0, 0)).lend == 0
+    assert search_loans(state(9.0, 8)).lend == 2  # two rounds of 4 s and two switches end before 9 s
+    assert [search_loans(state(9.0, 8), k_max).lend for k_max in (1, 2, 3)] == [1, 2, 2]
+    assert search_loans(state(9.0, 2)).lend == 1
+    assert search_loans(state(3.0, 8)).lend == 0
+    assert search_loans(replace(state(9.0, 8), may_lend=False)).lend == 0
+    decision = search_loans(state(9.0, 8))
     assert decision.gain == 0.0
 
 
@@ -103,10 +103,10 @@ def test_lends_in_a_long_bubble_and_waits_in_a_short_one() -> None:
     state = LendingState(
         (0.0, 0.0), (10.0, 10.0), 8, (4, 4), (0.0, 0.0), (1.0, 1.0), 5.0, 2, switch_seconds=0.1
     )
-    assert search(state).lend > 0
-    assert search(state).gain > 0
+    assert search_loans(state).lend > 0
+    assert search_loans(state).gain > 0
     costly = replace(state, switch_seconds=100.0)
-    assert search(costly) == Decision(0, 41.0, 41.0)  # 4 rounds of 2 tasks, then the last fragment
+    assert search_loans(costly) == Decision(0, 41.0, 41.0)  # 4 rounds of 2 tasks, then the last fragment
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_unit_of_time_decides_nothing(
             (free / unit,), (rollout / unit,), sum(tasks), tasks, (0.0,) * len(tasks),
             (train / unit,) * len(tasks), lend / unit, 1, switch_seconds=switch / unit,
         )  # fmt: skip
-        lent, seconds, without = astuple(search(state))
+        lent, seconds, without = astuple(search_loans(state))
         found.append((lent, seconds * unit, without * unit))
     assert found[0] == found[1]
     assert found[0][0] > 0
@@ -141,7 +141,7 @@ def test_of_equally_good_loans_that_outlast_the_wait_the_smallest_is_made() -> N
     state = LendingState(
         (0.0,), (3.0,), 6, (2, 2, 2), (0.0,) * 3, (1.0,) * 3, 4.0, 1, switch_seconds=0.5
     )
-    assert search(state) == Decision(1, 13.0, 19.0)
+    assert search_loans(state) == Decision(1, 13.0, 19.0)
 
 
 def test_fast_trainers_make_the_first_fragment_of_a_step() -> None:
@@ -151,15 +151,15 @@ def test_fast_trainers_make_the_first_fragment_of_a_step() -> None:
     state = LendingState(
         (0.0,) * 4, (8.0,) * 4, 8, (4, 4), (0.0, 0.0), (3.0, 3.0), 2.0, lenders=2, ahead=True
     )
-    assert search(state) == search(state, k_max=2) == Decision(2, 11.0, 19.0)
-    assert search(state, k_max=1).lend == 1
-    behind = search(replace(state, ahead=False))
+    assert search_loans(state) == search_loans(state, k_max=2) == Decision(2, 11.0, 19.0)
+    assert search_loans(state, k_max=1).lend == 1
+    behind = search_loans(replace(state, ahead=False))
     assert (behind.lend, behind.predicted_step_s) == (2, 14.0)
 
 
 def test_a_loan_is_made_by_the_trainers_that_are_there_then() -> None:
     state = LendingState((), (), 9, (9,), (0.0,), (1.0,), 2.0, lenders=2, lenders_later=3)
-    later = [_Search(state, 1).lend(_Point(0, now, 0, 0, ()), 1) for now in (0.0, 1.0)]
+    later = [_Search(state, 1).lend_rounds(_Point(0, now, 0, 0, ()), 1) for now in (0.0, 1.0)]
     assert [point.lent for point in later if point is not None] == [2, 3]
 
 
@@ -168,7 +168,7 @@ def test_what_is_left_of_the_next_step_is_shared_by_speed() -> None:
     state = LendingState(
         (0.0,), (4.0,), 0, (0,), (0.0,), (1.0,), 2.0, lenders=2, tasks_later=12, later_taken=1
     )
-    assert _Search(state, 1).spare(8.0) == pytest.approx(0.8 * (12 + 1 - 2) - 1)
+    assert _Search(state, 1).spare_tasks(8.0) == pytest.approx(0.8 * (12 + 1 - 2) - 1)
 
 
 def test_a_fixed_policy_lends_the_rounds_that_fit_into_a_wait() -> None:
@@ -176,18 +176,18 @@ def test_a_fixed_policy_lends_the_rounds_that_fit_into_a_wait() -> None:
     the first fragment, and spare the rank all but the first task."""
     state = LendingState((0.0,), (3.0,), 4, (2, 2), (0.0, 0.0), (1.0, 1.0), 2.0, 1)
     start = _Point(0, 0.0, 0, 0, ())
-    assert _Search(state, 8).follow(start, None) == 13.0
-    assert _Search(state, 8).follow(start, False) == 8.0
+    assert _Search(state, 8).follow_policy(start, None) == 13.0
+    assert _Search(state, 8).follow_policy(start, False) == 8.0
 
 
 @settings(deadline=None)
 @given(states(), st.integers(0, 2))
 def test_following_a_policy_is_walking_from_point_to_point(state: LendingState, lend: int) -> None:
     tree = _Search(state, 4)
-    here = start = tree.lend(_Point(0, 0.0, 0, 0, ()), lend) or _Point(0, 0.0, 0, 0, ())
+    here = start = tree.lend_rounds(_Point(0, 0.0, 0, 0, ()), lend) or _Point(0, 0.0, 0, 0, ())
     while here is not None and here.fragment < len(state.fragment_tasks):
-        here = tree.train(here)
-    assert tree.follow(start, None) == (float("inf") if here is None else here.now)
+        here = tree.train_fragment(here)
+    assert tree.follow_policy(start, None) == (float("inf") if here is None else here.now)
 
 
 def test_search_takes_milliseconds() -> None:
@@ -201,7 +201,7 @@ def test_search_takes_milliseconds() -> None:
 
 def _timed(state: LendingState) -> float:
     begin = time.perf_counter()
-    search(state)
+    search_loans(state)
     return time.perf_counter() - begin
 
 
@@ -214,6 +214,6 @@ def test_accepted_claims_are_the_earliest_finishing_ones(
     ranks: list[tuple[float, float]], tasks: int
 ) -> None:
     free, seconds = tuple(f for f, _ in ranks), tuple(s for _, s in ranks)
-    _, finishes = accepted(free, seconds, tasks)
+    _, finishes = accepted_claims(free, seconds, tasks)
     every = sorted(f + (j + 1) * s for f, s in ranks for j in range(tasks))
     assert sorted(finishes) == pytest.approx(every[:tasks])

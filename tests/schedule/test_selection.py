@@ -14,7 +14,7 @@ from digenrl.schedule.selection import (
     MISSING_REWARD,
     SURPLUS,
     ZERO_VARIANCE,
-    decided,
+    decided_groups,
     left_out,
     update_groups,
 )
@@ -36,7 +36,7 @@ def test_the_first_groups_that_teach_take_the_places_in_every_order_of_arrival(
     fates: dict[int, str | None] = {}
     for count in range(1, 7):
         here = {group: faults[group] for group in order[:count]}
-        for group in decided(spec, here):
+        for group in decided_groups(spec, here):
             assert fates.setdefault(group, left_out(spec, here, group)) == left_out(
                 spec, here, group
             )
@@ -56,11 +56,11 @@ def test_an_update_has_groups_of_its_own_unless_updates_share_all() -> None:
 
 def test_groups_that_cannot_lack_a_place_do_not_wait() -> None:
     spec = ScheduleSpec(5, 4, 2, 4, 3, oversample=2)
-    assert decided(spec, dict.fromkeys([2, 4])) == [2]
-    assert decided(spec, dict.fromkeys([0, 1, 2, 4])) == [0, 1, 2]
+    assert decided_groups(spec, dict.fromkeys([2, 4])) == [2]
+    assert decided_groups(spec, dict.fromkeys([0, 1, 2, 4])) == [0, 1, 2]
     everything = ScheduleSpec(5, 4, 2, 4, 3)
     for groups in itertools.permutations(range(5), 3):
-        assert decided(everything, dict.fromkeys(groups)) == list(groups)
+        assert decided_groups(everything, dict.fromkeys(groups)) == list(groups)
 
 
 def test_updates_take_equal_parts() -> None:

@@ -90,13 +90,13 @@ def test_what_nobody_says_is_off() -> None:
 
 
 def test_words_set_the_schedule_again() -> None:
-    assert SPEC.overrides() == [
+    assert SPEC.override_words() == [
         "schedule.gap=0", "schedule.tsp.batch=1", "schedule.tsp.shard=false", "schedule.tag=false",
         "schedule.shares=equal", "schedule.skip_zero=true", "schedule.async_steps=0",
         "schedule.stale_fraction=0.5",
     ]  # fmt: skip
     shared = replace(SPEC, shares=(0.5, 0.0, 1.25), stale_fraction=1 / 3, tag=True)
-    said = dict(word.split("=") for word in shared.overrides())
+    said = dict(word.split("=") for word in shared.override_words())
     assert said["schedule.shares"] == "[1,0,2.5]"
     assert (said["schedule.stale_fraction"], said["schedule.tag"]) == ("0.333333", "true")
 

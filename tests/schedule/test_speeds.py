@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from digenrl.schedule import ScheduleSpec, fragments, micro_batches_per_update, place
-from digenrl.schedule.speeds import adjusted, relative
+from digenrl.schedule import ScheduleSpec, update_fragments, micro_batches_per_update, place_fragment
+from digenrl.schedule.speeds import adjusted_shares, relative_shares
 from digenrl.schedule.timesteps import fragment_blocks
 
 SECONDS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=9)
@@ -19,16 +19,16 @@ def slowest(shares: tuple[float, ...], seconds: list[float]) -> float:
 
 
 def test_shares_are_hundredths_of_the_fastest() -> None:
-    assert relative([989.0, 165.0]) == (1.0, 0.17)
-    assert relative([1e9, 1.0]) == (1.0, 0.01), "a rank without cells could never be measured again"
+    assert relative_shares([989.0, 165.0]) == (1.0, 0.17)
+    assert relative_shares([1e9, 1.0]) == (1.0, 0.01), "a rank without cells could never be measured again"
     with pytest.raises(ValueError, match=r"\[1\.0, 0\.0\]: every one must be above 0"):
-        relative([1.0, 0.0])
+        relative_shares([1.0, 0.0])
 
 
 def test_small_changes_are_ignored() -> None:
-    assert adjusted((1.0, 1.0), [1.0, 3.0]) == (1.0, 0.33)
-    assert adjusted((1.0, 0.33), [1.05, 3.0]) == (1.0, 0.33)
-    assert adjusted((1.0, 0.33), [1.0, 1.0]) == (1.0, 1.0)
+    assert adjusted_shares((1.0, 1.0), [1.0, 3.0]) == (1.0, 0.33)
+    assert adjusted_shares((1.0, 0.33), [1.05, 3.0]) == (1.0, 0.33)
+    assert adjusted_shares((1.0, 0.33), [1.0, 1.0]) == (1.0, 1.0)
 
 
 @given(SECONDS, st.data())
@@ -38,9 +38,9 @@ def test_new_shares_are_never_slower_and_come_to_rest(
     current = tuple(
         data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(seconds), max_size=len(seconds)))
     )
-    first = adjusted(current, seconds)
+    first = adjusted_shares(current, seconds)
     assert slowest(first, seconds) <= slowest(current, seconds)
-    assert adjusted(first, seconds) == first
+    assert adjusted_shares(first, seconds) == first
     assert min(first) >= 0.01
 
 
@@ -60,8 +60,8 @@ def test_I2_I3_every_block_is_placed_once_in_the_same_number_of_micro_batches(
     spec = ScheduleSpec(
         **facts, gap=gap, tsp_batch=batch, tsp_shard=shard, shares=shares, measured_shares=True
     )
-    for fragment in fragments(spec, 0):
-        placement = place(spec, trainers, fragment)
+    for fragment in update_fragments(spec, 0):
+        placement = place_fragment(spec, trainers, fragment)
         placed = [block for rank in placement for micro in rank for block in micro]
         assert sorted(placed, key=repr) == sorted(fragment_blocks(spec, fragment), key=repr)
         assert len({len(rank) for rank in placement}) == 1

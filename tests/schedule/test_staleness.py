@@ -35,42 +35,42 @@ def test_i8_the_rule_never_breaks_i9(prompts: int, step: int, fraction: float, s
 def test_i10_identity(events: list[tuple[int, str]]) -> None:
     ledger = Ledger()
     for number, (samples, fate) in enumerate(events):
-        ledger.issue(number, 0, samples)
+        ledger.count_issued(number, 0, samples)
         if fate == "train":
-            ledger.train(number, 0)
+            ledger.count_trained(number, 0)
         elif fate == "drop":
-            ledger.drop(number, 0, "missing_reward")
-        ledger.check()
+            ledger.count_dropped(number, 0, "missing_reward")
+        ledger.check_balance()
     kept = [number for number, (_, fate) in enumerate(events) if fate == "keep"]
     assert sorted(step for step, _ in ledger.open) == kept
     if kept:
         with pytest.raises(
             AccountingError, match=f"group 0 of step {kept[0]} was issued, but neither"
         ):
-            ledger.check(before=kept[-1] + 1)
-    ledger.check(before=kept[0] if kept else len(events))
+            ledger.check_balance(before=kept[-1] + 1)
+    ledger.check_balance(before=kept[0] if kept else len(events))
 
 
 def test_i10_a_ledger_says_how_many_samples_left() -> None:
     ledger = Ledger()
     assert (ledger.issued, ledger.trained, ledger.dropped, ledger.in_flight) == (0, 0, {}, 0)
     for part, samples in enumerate((3, 4, 5)):
-        ledger.issue(0, 1, samples, part)
-    assert ledger.train(0, 1, [0]) == 3
-    assert ledger.drop(0, 1, "odd", [2]) == 5
+        ledger.count_issued(0, 1, samples, part)
+    assert ledger.count_trained(0, 1, [0]) == 3
+    assert ledger.count_dropped(0, 1, "odd", [2]) == 5
     assert (ledger.in_flight, ledger.open) == (4, {(0, 1): {1: 4}})
-    assert ledger.drop(0, 1, "odd") == 4
+    assert ledger.count_dropped(0, 1, "odd") == 4
     assert (ledger.issued, ledger.trained, ledger.dropped, ledger.open) == (12, 3, {"odd": 9}, {})
 
 
 def test_i10_double_and_unknown_groups_raise() -> None:
     ledger = Ledger()
-    ledger.issue(0, 1, 8)
+    ledger.count_issued(0, 1, 8)
     with pytest.raises(AccountingError, match="issued twice"):
-        ledger.issue(0, 1, 8)
-    ledger.train(0, 1)
+        ledger.count_issued(0, 1, 8)
+    ledger.count_trained(0, 1)
     with pytest.raises(AccountingError, match="not in flight"):
-        ledger.train(0, 1)
+        ledger.count_trained(0, 1)
     ledger.trained += 1
     with pytest.raises(AccountingError, match="issued 8"):
-        ledger.check()
+        ledger.check_balance()

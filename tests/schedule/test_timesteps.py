@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from digenrl.schedule import ScheduleSpec, fragments, micro_batches_per_update, place
-from digenrl.schedule.timesteps import apportion, cells_by_rank, without
+from digenrl.schedule import ScheduleSpec, update_fragments, micro_batches_per_update, place_fragment
+from digenrl.schedule.timesteps import apportion_units, cells_by_rank, without_useless_tasks
 
 SHARES = st.lists(st.floats(0, 5), min_size=1, max_size=6).filter(lambda shares: sum(shares) > 0.01)
 
@@ -28,7 +28,7 @@ def test_i2_every_cell_is_placed_once_whatever_the_shares(
 ) -> None:
     schedule = spec(tsp_batch=k, tsp_shard=shard, gap=gap, shares=tuple(shares))
     groups = tuple(range(schedule.fragment_groups))
-    placement = place(schedule, len(shares), groups)
+    placement = place_fragment(schedule, len(shares), groups)
     assert len({len(micro) for micro in placement}) == 1
     cells = Counter(
         (b.group, b.part, s) for rank in placement for micro in rank for b in micro for s in b.steps
@@ -43,7 +43,7 @@ def test_i2_every_cell_is_placed_once_whatever_the_shares(
 @settings(deadline=None)
 @given(st.integers(0, 100), SHARES)
 def test_apportion_is_exact_and_within_one(units: int, shares: list[float]) -> None:
-    counts = apportion(units, tuple(shares))
+    counts = apportion_units(units, tuple(shares))
     assert sum(counts) == units
     assert all(
         abs(c - units * s / sum(shares)) < 1 + 1e-6 for c, s in zip(counts, shares, strict=True)
@@ -54,21 +54,21 @@ def test_apportion_is_exact_and_within_one(units: int, shares: list[float]) -> N
     ("shares", "cells"), [((3.0, 1.0), (63, 21)), ((5.0, 0.0), (84, 0)), ((1.0, 1.0), (42, 42))]
 )
 def test_i3_shares_3_to_1_and_5_to_0(shares: tuple[float, ...], cells: tuple[int, ...]) -> None:
-    placement = place(spec(tsp_shard=True, shares=shares), 2, (0, 1, 2, 3))
+    placement = place_fragment(spec(tsp_shard=True, shares=shares), 2, (0, 1, 2, 3))
     placed = tuple(sum(len(block.steps) for micro in rank for block in micro) for rank in placement)
     assert placed == cells
 
 
 @pytest.mark.parametrize("shard", [True, False])
 def test_i2_a_context_group_has_one_place(shard: bool) -> None:
-    placement = place(spec(tsp_shard=shard, context=2), 6, (0, 1, 2, 3))
-    assert placement[::2] == placement[1::2] == place(spec(tsp_shard=shard), 3, (0, 1, 2, 3))
+    placement = place_fragment(spec(tsp_shard=shard, context=2), 6, (0, 1, 2, 3))
+    assert placement[::2] == placement[1::2] == place_fragment(spec(tsp_shard=shard), 3, (0, 1, 2, 3))
     with pytest.raises(ValueError, match=r"parallel\.context = 2 must divide the 3 trainers"):
-        place(spec(context=2), 3, (0, 1, 2, 3))
+        place_fragment(spec(context=2), 3, (0, 1, 2, 3))
 
 
 def test_without_shard_a_task_stays_on_one_rank() -> None:
-    placement = place(spec(), 3, (0, 1, 2, 3))
+    placement = place_fragment(spec(), 3, (0, 1, 2, 3))
     owners = {
         (b.group, b.part): rank for rank in range(3) for micro in placement[rank] for b in micro
     }
@@ -92,8 +92,8 @@ def test_what_is_left_without_useless_tasks_is_placed_once(
     shares: list[float], k: int, shard: bool, useless: set[tuple[int, int]]
 ) -> None:
     schedule = spec(tsp_batch=k, tsp_shard=shard, shares=tuple(shares))
-    whole = place(schedule, len(shares), (0, 1, 2, 3))
-    left = without(whole, frozenset(useless))
+    whole = place_fragment(schedule, len(shares), (0, 1, 2, 3))
+    left = without_useless_tasks(whole, frozenset(useless))
     assert {len(own) for own in left} == {len(whole[0])}, "the number of collectives stays"
     kept = [
         [b for micro in own for b in micro if (b.group, b.part) not in useless] for own in whole
@@ -105,10 +105,10 @@ def test_sharded_ranks_run_a_third_of_the_forwards_for_a_third_of_the_samples() 
     """24 samples of 9 steps over 8 ranks, of which 8 are trained: 9 forwards if nothing were lost,
     27 for all."""
     schedule = spec(group_size=24, task_size=1, trained_steps=9, tsp_shard=True, gap=1)
-    whole = place(schedule, 8, (0,))
+    whole = place_fragment(schedule, 8, (0,))
     for seed in range(20):
         useful = random.Random(seed).sample(range(24), 8)
-        left = without(whole, frozenset((0, part) for part in range(24) if part not in useful))
+        left = without_useless_tasks(whole, frozenset((0, part) for part in range(24) if part not in useful))
         forwards = sum(any(own[i] for own in left) for i in range(len(left[0])))
         assert 9 <= forwards <= 12
 
@@ -119,11 +119,11 @@ def test_replicas_divide_whole_groups_when_a_group_is_one_task(trainers: int) ->
     groups of its own, and no other cell occupies it."""
     schedule = spec(task_size=6, tsp_batch=7, gap=1)
     cells = [
-        cells_by_rank(schedule, trainers, False, fragment) for fragment in fragments(schedule, 0)
+        cells_by_rank(schedule, trainers, False, fragment) for fragment in update_fragments(schedule, 0)
     ]
     longest = max(sum(of_rank) for of_rank in zip(*cells, strict=True))
     alone = sum(
-        cells_by_rank(schedule, 1, False, fragment)[0] for fragment in fragments(schedule, 0)
+        cells_by_rank(schedule, 1, False, fragment)[0] for fragment in update_fragments(schedule, 0)
     )
     assert longest == alone / trainers
 
@@ -136,7 +136,7 @@ def test_the_odd_unit_goes_round_the_ranks(trainers: int) -> None:
     for group in range(6):
         cells = [
             sum(len(block.steps) for micro in own for block in micro)
-            for own in place(schedule, trainers, (group,))
+            for own in place_fragment(schedule, trainers, (group,))
         ]
         assert sorted(cells)[-2] < max(cells)
         larger.append(cells.index(max(cells)))
@@ -145,4 +145,4 @@ def test_the_odd_unit_goes_round_the_ranks(trainers: int) -> None:
 
 def test_shares_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match="3 entries for 2 trainers"):
-        place(spec(shares=(1.0, 1.0, 1.0)), 2, (0,))
+        place_fragment(spec(shares=(1.0, 1.0, 1.0)), 2, (0,))

@@ -244,7 +244,7 @@ def run_cluster(
     def rank_main(world: World, session: Session) -> None:
         if before is not None:
             before(world, session)
-        rank = run.build(config, world, session, callbacks=[Probe(probes)])
+        rank = run.build_rank(config, world, session, callbacks=[Probe(probes)])
         if after_build is not None:
             after_build(rank, world)
         rank.fit(checkpoint)
@@ -257,13 +257,13 @@ def run_cluster(
 def slow_rollouts(rank: run.Rank, world: World, seconds: float = 0.06) -> None:
     """Each denoising step of a rollout rank takes so many seconds longer; a trainer's takes 5 ms
     longer."""
-    advance = rank.strategy.engine.advance
+    advance = rank.strategy.engine.take_step
 
     def slower(generation: Generation) -> Generation:
         time.sleep(0.005 if world.is_trainer else seconds)
         return advance(generation)
 
-    rank.strategy.engine.advance = slower  # type: ignore[method-assign]
+    rank.strategy.engine.take_step = slower  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def _work(jobs: Sequence[Job], run_dir: Path, world: World, session: Session) ->
             common.set(f"store/{job.name}", str(server.port))
         port = int(common.wait_for(f"store/{job.name}", "the job's store"))
         own = replace(session, store_port=port, run_dir=directory, limits=Limits(start_s=300.0))
-        rank = run.build(job.config, world, own, callbacks=[Probe(directory / "probe")])
+        rank = run.build_rank(job.config, world, own, callbacks=[Probe(directory / "probe")])
         if job.after_build is not None:
             job.after_build(rank, world)
         rank.fit()

@@ -94,7 +94,7 @@ class Reference:
         config = self.config
         prompt: Prompt = self.sampler.batch(step)[group]
         condition = self.policy.codec.encode([prompt])
-        plan = AllButLast().plan(config.seed, step, self.steps)
+        plan = AllButLast().plan_steps(config.seed, step, self.steps)
         dtype = getattr(torch, config.sampling.storage_dtype)
         blocks, rewards = [], []
         for first in range(0, config.data.group_size, config.sampling.task_size):

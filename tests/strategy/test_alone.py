@@ -67,7 +67,7 @@ def alone(directory: Path, checkpoint: Path | None = None) -> Cluster:
         server = StoreServer(socket.create_server(("127.0.0.1", 0)), handshake)
         session = Session("127.0.0.1", server.port, handshake, directory, time.time())
         callbacks = [Probe(probes), NoHandler()]
-        run.build(configured(*WORDS), World(0, 1, 0), session, callbacks).fit(checkpoint)
+        run.build_rank(configured(*WORDS), World(0, 1, 0), session, callbacks).fit(checkpoint)
         server.close()
 
     process = multiprocessing.get_context("fork").Process(target=rank)

@@ -33,7 +33,7 @@ from digenrl.strategy.checkpoint_io import (
     CheckpointError,
     DirectoryCheckpointIO,
     newest_valid,
-    verify,
+    verify_checkpoint,
 )
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
 from digenrl.strategy.shared import TrainerState
@@ -95,9 +95,9 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
             bad[position] ^= 1 << position % 8
             (path / name).write_bytes(bytes(bad))
             with pytest.raises(CheckpointError, match=name):
-                verify(path)
+                verify_checkpoint(path)
         (path / name).write_bytes(good)
-    verify(path)
+    verify_checkpoint(path)
 
 
 def test_every_flipped_byte_of_the_manifest_is_detected(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_every_flipped_byte_of_the_manifest_is_detected(tmp_path: Path) -> None:
             bad[position] ^= 1 << bit
             (path / MANIFEST).write_bytes(bytes(bad))
             with pytest.raises(CheckpointError):
-                verify(path)
+                verify_checkpoint(path)
     (path / MANIFEST).write_bytes(good)
-    verify(path)
+    verify_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_a_manifest_names_only_files_of_its_own_checkpoint(tmp_path: Path, name:
     os.mkfifo(path / "pipe")
     facts = json.loads((path / MANIFEST).read_text())
     del facts["xxh3"]
-    facts["files"][name.format(root=path.parent)] = storage.describe(outside)
-    (path / MANIFEST).write_text(module._manifest(facts))
+    facts["files"][name.format(root=path.parent)] = storage.describe_file(outside)
+    (path / MANIFEST).write_text(module._manifest_text(facts))
     with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
-        verify(path)
+        verify_checkpoint(path)
 
 
 @pytest.mark.parametrize("target", ["/dev/zero", "../outside"])
@@ -138,7 +138,7 @@ def test_a_manifest_lies_in_its_own_checkpoint(tmp_path: Path, target: str) -> N
     (path / MANIFEST).rename(path.parent / "outside")
     (path / MANIFEST).symlink_to(target)
     with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
-        verify(path)
+        verify_checkpoint(path)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -148,11 +148,11 @@ def test_a_truncated_or_missing_file_is_named_and_an_older_checkpoint_serves(
     older, newer = saved(tmp_path, 1, 1.0), saved(tmp_path, 2, 2.0)
     (newer / name).write_bytes((newer / name).read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=name):
-        verify(newer)
+        verify_checkpoint(newer)
     assert newest_valid(tmp_path / "checkpoints") == older
     (newer / name).unlink()
     with pytest.raises(CheckpointError, match=name):
-        verify(newer)
+        verify_checkpoint(newer)
     shutil.rmtree(older)
     with pytest.raises(CheckpointError, match=r"no valid checkpoint.*\n.*" + name):
         newest_valid(tmp_path / "checkpoints")
@@ -204,7 +204,7 @@ def test_a_crash_at_any_write_or_rename_leaves_a_resumable_run(tmp_path: Path) -
         assert DirectoryCheckpointIO().load_checkpoint(found)["epoch"] == int(found.name[-1])
         last = root / "checkpoints" / "last"
         assert last.exists(), f"`last` dangles after a crash at disk operation {kill_at}"
-        verify(last.resolve())
+        verify_checkpoint(last.resolve())
         outcomes.append(int(found.name[-1]))
         saved(root, 4, 4.0)  # what the crash left behind does not stand in the way
         assert newest_valid(root / "checkpoints").name == "step-000004"
@@ -249,7 +249,7 @@ def test_a_link_in_place_of_an_outdated_checkpoint_stops_no_save_and_its_target_
     for name in (".old-step-000000", "step-000000"):
         (first.parent / name).symlink_to(elsewhere)
     (first.parent / ".old-note").touch()
-    verify(saved(tmp_path, 2, 2.0))
+    verify_checkpoint(saved(tmp_path, 2, 2.0))
     assert sorted(path.name for path in first.parent.iterdir()) == [
         "last",
         "step-000001",
@@ -327,7 +327,7 @@ def test_other_bytes_than_were_written_are_no_checkpoint(
 ) -> None:
     """A disk that changes a file after it was flushed."""
     older = saved(tmp_path, 1, 1.0)
-    plain = storage.described
+    plain = storage.flush_and_describe
 
     def flips(path: Path) -> storage.Description:
         facts = plain(path)
@@ -378,7 +378,7 @@ def test_a_damaged_checkpoint_is_not_loaded_and_no_object_of_a_foreign_one_is_ma
     with pytest.raises(CheckpointError, match=STATE):
         DirectoryCheckpointIO().load_checkpoint(path)
     with pytest.raises(Exception, match="weights_only"):
-        module.read(path)
+        module.read_checkpoint(path)
     assert not (path / "executed").exists()
 
 
@@ -391,7 +391,7 @@ def test_a_first_trainer_writes_everything_and_another_only_what_is_sharded(
     stored = content(1.0, 3)
     stored["state_dict"][f"{PREFIX}rows"] = rows
     io, path = DirectoryCheckpointIO(), tmp_path / "checkpoints" / "step-000003"
-    io.begin(stored, path, torch.distributed.group.WORLD).result()
+    io.begin_writing(stored, path, torch.distributed.group.WORLD).wait_until_complete()
     whole = io.load_checkpoint(path)
     assert torch.equal(whole["state_dict"][f"{PREFIX}rows"], torch.arange(6.0).view(3, 2))
     assert torch.equal(whole["state_dict"]["ema.weight"], torch.ones(2))
@@ -405,10 +405,10 @@ def test_a_first_trainer_writes_everything_and_another_only_what_is_sharded(
     everyone, rows_alone = torch.distributed.group.WORLD, {f"state_dict/{PREFIX}rows"}
     monkeypatch.setattr(module.dcp, "async_save", noted)
     monkeypatch.setattr(module.dcp, "load", noted)
-    io.begin(stored, path, everyone)
-    module.read(path, group=everyone)
-    io.begin(stored, path)
-    module.read(path)
+    io.begin_writing(stored, path, everyone)
+    module.read_checkpoint(path, group=everyone)
+    io.begin_writing(stored, path)
+    module.read_checkpoint(path)
     assert [how[1:] for how in given] == [(False, everyone)] * 2 + [(True, None)] * 2
     assert set(given[0][0]) == rows_alone < set(given[2][0])
     assert set(given[1][0]) == set(given[3][0])
@@ -424,7 +424,7 @@ def test_a_trainer_is_told_what_a_disk_said_before_anything_else_and_the_rest_is
         failed.set_exception(CheckpointException("failed", failures))  # type: ignore[arg-type]
         (tmp_path / "unfinished").mkdir()
         with pytest.raises(type(told)) as error:
-            module.Writing(failed, tmp_path / "unfinished").result()
+            module.Writing(failed, tmp_path / "unfinished").wait_until_complete()
         assert error.value is told
         assert list(tmp_path.iterdir()) == []
 
@@ -442,12 +442,12 @@ def test_a_manifest_lists_weights_and_state_and_need_list_nothing_else(
         (path / gone).unlink()
     else:
         facts["files"] = list(facts["files"])
-    (path / MANIFEST).write_text(module._manifest(facts))
+    (path / MANIFEST).write_text(module._manifest_text(facts))
     if gone == GROWN:
-        verify(path)
+        verify_checkpoint(path)
     else:
         with pytest.raises(CheckpointError, match="does not list"):
-            verify(path)
+            verify_checkpoint(path)
 
 
 def test_the_newest_intact_checkpoint_counts_and_damaged_ones_are_told(tmp_path: Path) -> None:
@@ -538,7 +538,7 @@ def test_the_parts_of_two_trainers_become_the_file_that_one_would_have_written(
     writer.finish(SimpleNamespace(state_dict_metadata=facts), results)
     assert (tmp_path / POLICY).read_bytes() == (tmp_path / "whole").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {POLICY, GROWN, "whole"}
-    assert told == [({GROWN: GROWN, POLICY: storage.describe(tmp_path / "whole")}, ["begin"])]
+    assert told == [({GROWN: GROWN, POLICY: storage.describe_file(tmp_path / "whole")}, ["begin"])]
     assert stages == ["begin", "end"]
 
 

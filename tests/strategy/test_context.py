@@ -13,7 +13,7 @@ from digenrl import config as configuration
 from digenrl import parts, run
 from digenrl.cluster.world import World
 from digenrl.config.settings import Settings
-from digenrl.facts import families
+from digenrl.facts import facts_by_family
 from tests.strategy.processes import (
     FEW,
     FP64,
@@ -81,8 +81,8 @@ def test_four_ranks_keep_parts_of_the_activations(
     """Builds of four heads, whose texts have lengths that four does not divide; bytes as autograd
     keeps them."""
     monkeypatch.setenv("DIGENRL_CACHE", str(tmp_path / "cache"))
-    for family in (family for family, facts in families().items() if facts.context):
-        monkeypatch.setitem(families()[family].tiny["transformer"], "num_attention_heads", 4)
+    for family in (family for family, facts in facts_by_family().items() if facts.context):
+        monkeypatch.setitem(facts_by_family()[family].tiny["transformer"], "num_attention_heads", 4)
 
     def count(rank: run.Rank, world: World) -> None:
         step = rank.strategy.training_step
@@ -165,7 +165,7 @@ def test_two_context_groups_equal_one_trainer_and_sharded_ones_themselves(tmp_pa
 def test_what_cannot_be_divided_is_refused(family: str, words: tuple[str, ...], said: str) -> None:
     config = configured(family, *words)
     with pytest.raises(ValueError, match=said):
-        parts.check(config)
+        parts.check_parts(config)
 
 
 @pytest.mark.parametrize(

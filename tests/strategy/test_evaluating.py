@@ -14,7 +14,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.advisor import PlainAdvisor
 from digenrl.cluster.world import World
-from digenrl.settle import settled, trainers_must_evaluate
+from digenrl.settle import with_allocation, trainers_must_evaluate
 from tests.strategy.processes import TINY, Cluster, Job, completed, run_cluster, run_series
 from tests.training import Train, commands, fault, watch
 
@@ -60,7 +60,7 @@ def draws_nothing(rank: run.Rank, world: World) -> None:
 
     if world.is_trainer:
         engine = rank.strategy.engine
-        engine.evaluate = engine.policy.codec.decode = engine._rewards.score = refuse  # type: ignore[method-assign, assignment]
+        engine.evaluate_prompts = engine.policy.codec.decode = engine._rewards.score = refuse  # type: ignore[method-assign, assignment]
 
 
 def loaded(*words: str) -> Any:
@@ -124,7 +124,7 @@ def test_what_rollouts_cannot_evaluate_is_said_and_refused(
     with pytest.raises(
         ValueError, match=rf"allocation.evaluation = rollouts: cannot be, because .*{cause}.*=auto"
     ):
-        settled(composed, 1, rollouts, PlainAdvisor())
+        with_allocation(composed, 1, rollouts, PlainAdvisor())
 
 
 # ---- real commands

@@ -61,7 +61,7 @@ def test_an_error_of_a_collective_is_told_from_a_ranks_own(
 def test_gradients_are_divided_by_the_trainers_and_keep_their_places(group: None) -> None:
     found, wanted = parameters(), parameters()
     held = [each.grad for each in found]
-    gradients.average(found, 2)
+    gradients.average_grads(found, 2)
     assert found[1].grad is None, "no trainer has one"
     for own, other, before in zip(found, wanted, held, strict=True):
         if other.grad is not None:
@@ -83,7 +83,7 @@ def test_gradients_and_weights_of_two_trainers_meet(monkeypatch: pytest.MonkeyPa
         flat += 1.0
 
     monkeypatch.setattr(dist, "all_reduce", reduced)
-    gradients.average(found, 2)
+    gradients.average_grads(found, 2)
     for own, other in zip(found, wanted, strict=True):
         before = torch.zeros_like(other) if other.grad is None else other.grad
         assert torch.equal(own.grad, (before + 1.0) / 2)
@@ -189,7 +189,7 @@ def test_every_group_of_a_mesh_has_the_limit_of_all_collectives() -> None:
     ]
     mesh: Any = SimpleNamespace(device_type="cpu", get_all_groups=lambda: groups)
     limit = timedelta(seconds=7)
-    assert shard.bounded(mesh, limit) is mesh
+    assert shard.with_timeout(mesh, limit) is mesh
     assert given == [(number, torch.device("cpu"), limit) for number in range(2)]
 
 
@@ -213,7 +213,7 @@ def test_blocks_are_sharded_before_their_networks_and_gradients_wait_for_the_las
         adapter=SimpleNamespace(lora=lora), dtype=torch.float32, transformer=Sharded(),
     )  # fmt: skip
     monkeypatch.setattr(shard, "fully_shard", lambda unit, **facts: done.append((unit, facts)))
-    shard.shard(policy, "mesh")  # type: ignore[arg-type]
+    shard.shard_policy(policy, "mesh")  # type: ignore[arg-type]
     facts = {"mesh": "mesh", "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     assert done == [
         ("block 0", facts),
@@ -232,7 +232,7 @@ def test_blocks_are_sharded_before_their_networks_and_gradients_wait_for_the_las
 
 def test_one_trainer_communicates_nothing() -> None:
     found = parameters()
-    gradients.average(found, 1)
+    gradients.average_grads(found, 1)
     gradients.follow_first(found, 1)
     gradients.assert_equal_digests("0" * 16, 1, 3)
     assert torch.equal(found[0].grad, parameters()[0].grad)
@@ -241,7 +241,7 @@ def test_one_trainer_communicates_nothing() -> None:
 @pytest.mark.parametrize("factor", [1.0, 0.5, 2.0])
 def test_gradients_are_scaled_where_there_are_any(factor: float) -> None:
     found, wanted = parameters(), parameters()
-    gradients.scale(found, factor)
+    gradients.scale_grads(found, factor)
     assert found[1].grad is None
     assert all(
         torch.equal(own.grad, factor * other.grad)
@@ -276,13 +276,13 @@ def test_all_trainers_follow_the_choices_of_the_first_until_they_are_forgotten()
     first, second = (
         Agreement(control, World(rank, 2, 0), Progress()) for rank, control in enumerate(controls)
     )
-    assert [first.choose(choice) for choice in (4, -1)] == [4, -1]
-    assert [second.choose(9) for _ in range(2)] == [4, -1]
-    second.forget()
+    assert [first.agree_on_choice(choice) for choice in (4, -1)] == [4, -1]
+    assert [second.agree_on_choice(9) for _ in range(2)] == [4, -1]
+    second.forget_choices()
     assert controls[0].get("agreed/1") == "4", "the first deletes them"
-    first.forget()
+    first.forget_choices()
     assert [controls[0].get(f"agreed/{number}") for number in (1, 2)] == [None, None]
-    assert first.choose(5) == second.choose(0) == 5
-    first.forget()
+    assert first.agree_on_choice(5) == second.agree_on_choice(0) == 5
+    first.forget_choices()
     assert controls[0].get("agreed/3") is None
     store.close()

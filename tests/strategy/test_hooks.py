@@ -123,7 +123,7 @@ def test_a_strategy_that_is_none_is_refused_before_ranks_start(
 ) -> None:
     config = configured(f"strategy._target_={target}", f"allow_targets=[{module},nowhere]")
     with pytest.raises(ValueError, match=rf"strategy\._target_ = {target}: {cause}"):
-        parts.check(config)
+        parts.check_parts(config)
 
 
 def test_the_default_strategy_is_a_value_of_the_configuration() -> None:

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from digenrl import parts, run
 from digenrl.cluster.world import Session, World
 from digenrl.rollout.engine import Generation, RolloutEngine
-from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place
+from digenrl.schedule import ScheduleSpec, Task, group_tasks, group_version, place_fragment
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.scheduler import Scheduler
 from digenrl.schedule.staleness import StalenessError
@@ -126,7 +126,7 @@ SPEC = ScheduleSpec(prompts=2, group_size=4, task_size=2, denoise_steps=4, train
 
 
 def placed(fragment: tuple[int, ...]) -> Any:
-    return place(SPEC, 1, fragment)
+    return place_fragment(SPEC, 1, fragment)
 
 
 def part(task: Task, rewards: Tensor | None = None) -> Part:
@@ -241,7 +241,7 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
     last ones until it has lent between updates."""
 
     def hold_back(rank: run.Rank) -> None:
-        advance = rank.strategy.engine.advance
+        advance = rank.strategy.engine.take_step
 
         def patient(generation: Generation) -> Generation:
             deadline = time.monotonic() + 100.0
@@ -252,15 +252,15 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
                 time.sleep(0.01)
             return advance(generation)
 
-        rank.strategy.engine.advance = patient  # type: ignore[method-assign]
+        rank.strategy.engine.take_step = patient  # type: ignore[method-assign]
 
     def lend_always(rank: run.Rank, world: World) -> None:
         if not world.is_trainer:
             return hold_back(rank)
         strategy, wait, lend, publish, generate = (
             rank.strategy,
-            Lending._wait,
-            Lending._lend,
+            Lending._wait_for_move,
+            Lending._lend_one_task,
             Publisher.publish,
             TaskRunner.generate,
         )
@@ -310,8 +310,8 @@ def test_I6_lending_leaves_gradients_optimizer_and_rng_bit_identical(tmp_path: P
             )
             (tmp_path / f"{moment}-{step}").touch()
 
-        Lending._wait = waited  # type: ignore[method-assign, assignment]
-        Lending._lend = watched  # type: ignore[method-assign]
+        Lending._wait_for_move = waited  # type: ignore[method-assign, assignment]
+        Lending._lend_one_task = watched  # type: ignore[method-assign]
         TaskRunner.generate = with_published_weights  # type: ignore[method-assign]
         Publisher.publish = remember  # type: ignore[method-assign]
 
@@ -414,9 +414,9 @@ CLAIM = Claim(position=1, rank=3, attempt=1)
 def generated(
     engine: RolloutEngine, between: Callable[[Generation], Generation] = lambda g: g
 ) -> Generation:
-    generation = engine.begin(TASK, PROMPT)
+    generation = engine.begin_task(TASK, PROMPT)
     while engine.steps_left(generation):
-        generation = between(engine.advance(generation))
+        generation = between(engine.take_step(generation))
     return generation
 
 
@@ -435,13 +435,13 @@ def test_I11_a_sample_depends_on_its_key_alone(engine: RolloutEngine) -> None:
     one = generated(engine)
     torch.manual_seed(2)
     random.seed(3)
-    engine.advance(engine.begin(replace(TASK, step=7, first_sample=0), PROMPT))
+    engine.take_step(engine.begin_task(replace(TASK, step=7, first_sample=0), PROMPT))
     state = torch.get_rng_state()
     two = generated(engine)
     assert_equal_states(one, two)
     assert torch.equal(torch.get_rng_state(), state), "sampling drew from the global generator"
-    other = engine.begin(replace(TASK, first_sample=0), PROMPT)
-    assert not torch.equal(other.state.latents, engine.begin(TASK, PROMPT).state.latents)
+    other = engine.begin_task(replace(TASK, first_sample=0), PROMPT)
+    assert not torch.equal(other.state.latents, engine.begin_task(TASK, PROMPT).state.latents)
 
 
 def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEngine) -> None:
@@ -456,7 +456,7 @@ def test_I12_a_trajectory_suspended_at_every_step_is_the_same(engine: RolloutEng
         return Generation(suspended.task, PROMPT, suspended.state(torch.device("cpu")))
 
     assert_equal_states(generated(engine), generated(engine, travel))
-    message = pack_state(TASK, engine.begin(TASK, PROMPT).state, CLAIM)
+    message = pack_state(TASK, engine.begin_task(TASK, PROMPT).state, CLAIM)
     with pytest.raises(WireError, match="lacks or garbles"):
         Suspended.of(replace(message, meta={"task": {"step": 1}}), 0)
     with pytest.raises(WireError, match="lacks or garbles"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from digenrl.cluster.control import Aborted
-from digenrl.schedule import ScheduleSpec, next_fragment, place
+from digenrl.schedule import ScheduleSpec, next_fragment, place_fragment
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.ranks import Roles, Work
 from digenrl.strategy.inbox import Inbox
@@ -72,7 +72,7 @@ class Trainer(Rollout):
             setup, cast(Any, self), unused, TrainerState(), self.control, self.post, self.spans
         )
         ledger = StepLedger(spec, world, self.spans, scheduler, directory)
-        placed = partial(place, spec, roles.trainers)
+        placed = partial(place_fragment, spec, roles.trainers)
         self.ledger = ledger
         self.inbox = Inbox(
             cast(Any, self.link),
@@ -83,7 +83,7 @@ class Trainer(Rollout):
                 spec, placed, rank, step, {"bright": 1.0}, lockstep=roles.lockstep
             ),
         )
-        self.board = self.inbox.open(0)
+        self.board = self.inbox.open_board(0)
         self.used: list[str] = []
         network = runner._engine.policy
         self.published = PublishedCopy(network, cast(Any, self), spec, roles.rollouts)
@@ -97,7 +97,7 @@ class Trainer(Rollout):
         return next_fragment(self.spec, pending, board.completed)
 
     def on_bubble(self, board: StepBoard, pending: Any) -> int:
-        return self.lending.rounds(board, pending)
+        return self.lending.rounds_to_lend(board, pending)
 
     @contextmanager
     def rollout_weights(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class Trainer(Rollout):
         """Let a rollout make tasks of version 0, whose results come here."""
         before = len(rollout.post.to)
         for _ in range(tasks):
-            run_task(rollout.runner, rollout.runner.claim(0))
+            run_task(rollout.runner, rollout.runner.claim_task(0))
         for peer, message in zip(
             rollout.post.to[before:], rollout.post.messages()[before:], strict=True
         ):
@@ -210,7 +210,7 @@ def test_a_trainer_generates_what_no_rollout_is_left_for_with_the_published_weig
 
 def test_a_trainer_decides_by_what_it_does_itself_at_present(store: Store, tmp_path: Path) -> None:
     trainer = Trainer(store, tmp_path)
-    trainer.runner.announce(5)
+    trainer.runner.announce_work(5)
     *_, (rank, work) = [row["args"] for row in trainer.told if row.get("event") == "saw_rank"]
     assert (rank, work[0]) == (trainer.rank, 5)
 
@@ -234,7 +234,7 @@ def test_a_trainer_that_is_no_use_waits_and_asks_once_for_each_change(
     known(trainer)
     trainer.runner.scheduler.expected("generate", 0, 1000.0)
     rollout = Rollout(trainer.controls[1], 1, tmp_path, SPEC, roles=Roles(1, 1))
-    rollout.runner.announce(0)
+    rollout.runner.announce_work(0)
     look = [lambda: None] * 3
     trainer.link.at_rest += [*look, lambda: trainer.made(rollout, 2)]
     assert trainer.lending.wait_for_fragment(trainer.board, 0, [(0,), (1,)]) == (0,)
@@ -257,7 +257,7 @@ def test_sharded_trainers_follow_trainer_0_into_loans_thrown_away_work_and_fragm
     for number, choice in enumerate((-1, -1, -1, -1, 0)):
         if rank:
             trainer.launcher.set(f"agreed/{number + 1}", str(choice))
-    taken = other.runner.claim(0)
+    taken = other.runner.claim_task(0)
     board = trainer.board
 
     def comes() -> None:
@@ -291,13 +291,13 @@ def test_a_fragment_that_some_sharded_trainer_lacks_is_not_trained(
     trainer = Trainer(store, tmp_path, roles=roles)
     rollout = Rollout(trainer.controls[2], 2, tmp_path, SPEC, roles=roles)
     trainer.made(rollout, 2)
-    while trainer.inbox.receive(0.0):
+    while trainer.inbox.receive_message(0.0):
         pass
-    cut = partial(trainer.lending._cut, trainer.board, [(0,), (1,)])
+    cut = partial(trainer.lending._next_trainable_fragment, trainer.board, [(0,), (1,)])
     assert cut() is None
-    trainer.runner.claims.received(0, 0)
+    trainer.runner.claims.mark_received(0, 0)
     assert cut() is None
-    trainer.runner.claims.received(0, 1)
+    trainer.runner.claims.mark_received(0, 1)
     assert cut() == (0,)
 
 
@@ -326,22 +326,22 @@ def test_the_search_and_the_head_of_a_queue_are_told_what_the_others_do(
     known(trainer)
     rollout = Rollout(trainer.controls[1], 1, tmp_path, spec, roles=Roles(1, 1))
     rollout.runner._task_seconds = 7.0
-    rollout.runner.announce(1)
+    rollout.runner.announce_work(1)
     later = [list(fragment) for fragment in later_fragments(spec, -1)]
     assert later == [[0], [1]]
     before = trainer.spans.now()
-    trainer.runner.open(1)
+    trainer.runner.open_queue(1)
     (opened,) = trainer.decisions("opens")
     assert opened[:4] == [0, 1, later, [6, 2]]
     assert before <= opened[4] <= trainer.spans.now()
     assert trainer.runner.scheduler._ranks[1] == Work(1, 7.0, until=rollout.work().until)
     trainer.runner.claims.begin_behind(0, 3)
-    assert trainer.lending.rounds(trainer.board, [(1,)]) == 1
+    assert trainer.lending.rounds_to_lend(trainer.board, [(1,)]) == 1
     (lent,) = trainer.decisions("lend")
     assert (lent[:2], lent[2], lent[3][1], lent[5]) == ([0, 0], [[1]], 6, 3)
     end = trainer.lending.predicted_end(1)
     scheduler = trainer.runner.scheduler
-    facts = trainer.runner.seen(1, later_fragments(spec, -1))
+    facts = trainer.runner.prepare_search(1, later_fragments(spec, -1))
     assert end == pytest.approx(scheduler.predicted_end(*facts), abs=2.0)
 
 
@@ -356,7 +356,7 @@ def test_sharded_trainers_vote_before_each_choice_and_lend_for_the_step_and_the_
     monkeypatch.setattr(lending._stop_vote, "begin", done.append)
     monkeypatch.setattr(lending._agreement, "choose", lambda own: done.append(own) or own)
     assert lending.wait_for_fragment(trainer.board, 1, [(0,), (1,)]) == (1,)
-    vote = trainer.inbox.receive
+    vote = trainer.inbox.receive_message
     assert done == [vote, -1, (0, 1), vote, 1, (1,)]
 
 
@@ -373,7 +373,7 @@ def test_a_waiting_trainer_looks_at_everything_in_its_order_and_waits_for_a_mess
         monkeypatch.setattr(part, name, lambda *_, name=name: done.append(name))
     monkeypatch.setattr(lending, "_move", lambda *_: done.append("move") or next(moves))
     monkeypatch.setattr(lending._inbox, "receive", lambda seconds: done.append(str(seconds)))
-    assert lending._wait(trainer.board, 0, [(0,)]) is None
+    assert lending._wait_for_move(trainer.board, 0, [(0,)]) is None
     looks = ["0.0", "read", "_see_losses", "_cut", "move"]
     waits_ = ["_recall", "0.2", "settle", "check"]
     assert done[:14] == [*looks, *waits_, *looks]
@@ -414,11 +414,11 @@ def test_a_loan_votes_as_its_trainers_do_and_its_switch_is_half_of_both_ways(
     monkeypatch.setattr(runner, "generate", generate)
     monkeypatch.setattr(runner, "run_discarded", lambda task, ask: done.append((task, ask(task))))
     monkeypatch.setattr(runner.scheduler, "measured", lambda *facts: done.append(facts))
-    lending._lend(0, 0)
+    lending._lend_one_task(0, 0)
     voted = "begin" if lockstep else "between"
     assert done == [0, voted, (task, "lend", None), ("switch", 0, 3.0)]
     done.clear()
-    lending._lend(0, 0)
+    lending._lend_one_task(0, 0)
     assert done == [0] + ["begin", (trainer.plan_tasks(0)[-1], None)] * lockstep
 
 
@@ -428,9 +428,9 @@ def test_replicas_train_what_they_hold_whatever_the_others_hold(
     trainer = Trainer(store, tmp_path, roles=Roles(2, 1))
     rollout = Rollout(trainer.controls[2], 2, tmp_path, SPEC, roles=Roles(2, 1))
     trainer.made(rollout, 2)
-    while trainer.inbox.receive(0.0):
+    while trainer.inbox.receive_message(0.0):
         pass
-    assert trainer.lending._cut(trainer.board, [(0,), (1,)]) == (0,)
+    assert trainer.lending._next_trainable_fragment(trainer.board, [(0,), (1,)]) == (0,)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -448,7 +448,7 @@ def test_trainers_move_together_where_forwards_are_collectives_and_they_may_gene
 def test_a_run_that_lends_to_nobody_opens_no_queue(store: Store, tmp_path: Path) -> None:
     trainer = Trainer(store, tmp_path, ALONE)
     known(trainer)
-    trainer.runner.open(0)
+    trainer.runner.open_queue(0)
     assert trainer.decisions("opens") == []
 
 
@@ -481,7 +481,7 @@ def test_the_published_weights_are_in_use_between_updates_and_put_back_bit_for_b
     own = policy.adapter.trained_parameters()
     published = {name: torch.full_like(p, 0.5, dtype=torch.float64) for name, p in own.items()}
     published[next(iter(own))] = torch.full_like(own[next(iter(own))], 0.5)
-    copy.keep(published)
+    copy.keep_published(published)
     assert bool(copy._tensors) == kept
     if not kept:
         return

@@ -25,7 +25,7 @@ def impatient_collectives_and_slow_rollouts(rank: run.Rank, world: World) -> Non
     """Collectives last at most `LIMIT_S` once training begins; the first fragment takes twice as
     long to generate."""
     strategy = rank.strategy
-    begin, advance = strategy.begin, strategy.engine.advance
+    begin, advance = strategy.begin_training, strategy.engine.take_step
 
     def limited(*args: Any) -> None:
         begin(*args)
@@ -37,10 +37,10 @@ def impatient_collectives_and_slow_rollouts(rank: run.Rank, world: World) -> Non
             time.sleep(LIMIT_S / 2)
         return advance(generation)
 
-    strategy.begin = limited  # type: ignore[method-assign]
+    strategy.begin_training = limited  # type: ignore[method-assign]
     strategy.on_bubble = lambda board, pending: 0  # type: ignore[method-assign]  # nobody lends: all wait
     if not world.is_trainer:
-        strategy.engine.advance = slow  # type: ignore[method-assign]
+        strategy.engine.take_step = slow  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

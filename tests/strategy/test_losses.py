@@ -110,7 +110,7 @@ def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path)
 
     def rank_main(world: World, session: Session) -> None:
         Fault("claim", 1, "kill")
-        run.build(config, world, session).fit()
+        run.build_rank(config, world, session).fit()
 
     for rollouts, most in ((1, None), (2, 0)):
         outcome = launch(Launch(1, rollouts, rank_main, tmp_path / str(rollouts), max_lost=most))
@@ -121,7 +121,7 @@ def test_the_last_rollouts_death_and_a_forbidden_one_end_the_run(tmp_path: Path)
 @pytest.mark.slow
 def test_a_task_that_kills_two_rollouts_ends_the_run_and_is_named(tmp_path: Path) -> None:
     def poison(rank: run.Rank, world: World) -> None:
-        advance = rank.strategy.engine.advance
+        advance = rank.strategy.engine.take_step
 
         def fatal(generation: Generation) -> Generation:
             if (generation.task.step, generation.task.index) == (0, 3) and not world.is_trainer:
@@ -129,7 +129,7 @@ def test_a_task_that_kills_two_rollouts_ends_the_run_and_is_named(tmp_path: Path
                 raise ValueError("a poisoned prompt")
             return advance(generation)
 
-        rank.strategy.engine.advance = fatal  # type: ignore[method-assign]
+        rank.strategy.engine.take_step = fatal  # type: ignore[method-assign]
 
     cluster = run_cluster(tmp_path, 1, 3, configured(*LIGHT), after_build=poison)
     assert cluster.outcome.status == "failed"
@@ -155,7 +155,7 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
     def die_late(rank: run.Rank, world: World) -> None:
         if world.is_trainer:
             return
-        advance = rank.strategy.engine.advance
+        advance = rank.strategy.engine.take_step
 
         def slow(generation: Generation) -> Generation:
             task = generation.task
@@ -169,7 +169,7 @@ def test_a_stale_task_that_comes_back_late_is_made_with_the_version_that_it_need
                 others_hold_next.touch()
             return advance(generation)
 
-        rank.strategy.engine.advance = slow  # type: ignore[method-assign]
+        rank.strategy.engine.take_step = slow  # type: ignore[method-assign]
 
     words = ("schedule=full", "schedule.tsp.batch=1", "schedule.tag=false", "max_rl_steps=3")
     config = configured(*LIGHT, *words)

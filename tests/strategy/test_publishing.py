@@ -24,7 +24,7 @@ from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.claims import Claims, evaluation_pieces, evaluation_queue
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy.evaluating import Evaluations
-from digenrl.strategy.publishing import Publisher, relayed
+from digenrl.strategy.publishing import Publisher, relay_routes
 from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.shares import Shares
@@ -52,7 +52,7 @@ def test_a_version_goes_once_to_each_other_node_and_to_each_rank_that_joined() -
         Control(guest, 6).join(6)
         for rank, host in HOSTS.items():
             control.set(f"address/{rank}", f"{host}:70{rank}")
-        routes = relayed(control, range(1, 6), own_host="10.0.0.1")
+        routes = relay_routes(control, range(1, 6), own_host="10.0.0.1")
         assert routes == {1: [], 2: [3, 5], 4: [], 6: []}
     finally:
         server.close()
@@ -137,7 +137,7 @@ def test_a_version_is_told_opened_noted_sent_and_fixed_in_this_order(
 ) -> None:
     trainer = Publishing(store, tmp_path)
     publisher, state = trainer.publisher, trainer.state
-    publisher.begin()
+    publisher.publish_first_version()
     others, own = [1, 2], trainer.rollout_parameters()
     digests = [digest_of(own)]
     assert trainer.done == [
@@ -182,7 +182,7 @@ def test_a_resumed_run_publishes_the_version_before_first_if_it_has_it(
     trainer.state.previous = before if async_steps else None
     for rank in (1, 2):
         trainer.runner.scheduler.expected("generate", rank, 1.0)
-    trainer.publisher.begin()
+    trainer.publisher.publish_first_version()
     versions = [
         value for key, value in (d for d in trainer.done if len(d) == 2) if key == "version"
     ]
@@ -200,10 +200,10 @@ def test_who_joins_gets_the_present_version_and_old_claims_are_forgotten(
     store: Store, tmp_path: Path
 ) -> None:
     trainer = Publishing(store, tmp_path)
-    trainer.publisher.begin()
-    trainer.runner.claim(0)
+    trainer.publisher.publish_first_version()
+    trainer.runner.claim_task(0)
     trainer.done.clear()
-    trainer.publisher.serve(7)
+    trainer.publisher.send_to_joined(7)
     assert {tuple(routes) for routes, _, _ in trainer.done} == {(7,)}
     assert {version for _, version, _ in trainer.done} == {0}
     assert [ended for _, _, ended in trainer.done][-1]
@@ -224,7 +224,7 @@ def test_ranks_relay_where_no_launcher_watches_and_bytes_are_sent(
         trainer.launcher.set(f"address/{rank}", f"{host}:7{rank}")
     alone: dict[int, list[int]] = {1: [], 2: [], 3: []}
     wanted = alone if watched or not version else {1: [2], 3: []}
-    assert trainer.publisher._routes(version) == wanted
+    assert trainer.publisher._routes_for(version) == wanted
 
 
 def test_another_trainer_proves_its_weights_and_keeps_and_sends_nothing(
@@ -236,7 +236,7 @@ def test_another_trainer_proves_its_weights_and_keeps_and_sends_nothing(
     )
     trainer = Publishing(store, tmp_path, roles=Roles(2, 1), rank=1)
     trainer.state.previous = trainer.rollout_parameters()
-    trainer.publisher.begin()
+    trainer.publisher.publish_first_version()
     digest = digest_of(trainer.rollout_parameters())
     assert proven == [(digest, 2, 0)]
     assert trainer.done == ["tell", ("fix", 0)]
@@ -274,7 +274,7 @@ def test_what_another_trainer_does_for_a_version_follows_from_how_weights_are_he
         )
     runtime = replace(trainer.runtime, setup=setup)
     publisher = Publisher(runtime, trainer.runner, trainer.shares, trainer.published)
-    publisher.begin()
+    publisher.publish_first_version()
     own = trainer.rollout_parameters()
     names = [name for name, _ in done]
     levels = unequal and sharding != "fsdp"
@@ -302,8 +302,8 @@ def test_what_another_trainer_does_for_a_version_follows_from_how_weights_are_he
 
 def test_the_published_copy_is_kept_for_loans_between_updates(store: Store, tmp_path: Path) -> None:
     trainer, kept = Publishing(store, tmp_path), list[Any]()
-    trainer.published.keep = kept.append  # type: ignore[method-assign, assignment]
-    trainer.publisher.begin()
+    trainer.published.keep_published = kept.append  # type: ignore[method-assign, assignment]
+    trainer.publisher.publish_first_version()
     (tensors,) = kept
     assert tensors.keys() == trainer.rollout_parameters().keys()
 
@@ -326,17 +326,17 @@ class Evaluated(Publishing):
             self.runner.claims,
             vote,
             ledger,
-            self.inbox.receive,
-            agreement.choose,
+            self.inbox.receive_message,
+            agreement.agree_on_choice,
             self.publisher.publish_evaluated,
         )
-        self.inbox.handle(MessageKind.EVALUATION, self.evaluations.add)
+        self.inbox.set_handler(MessageKind.EVALUATION, self.evaluations.add_piece)
         self.launcher.add("arrived", 99)
         self.launcher.set("granted", "99")
 
     def piece(self, number: int, version: int = 0) -> Callable[[], None]:
         """Return what lets a piece arrive."""
-        made = tensors_of(DRAWN.draw(self.runner._engine, [number]))
+        made = tensors_of(DRAWN.draw_pieces(self.runner._engine, [number]))
         message = Message(MessageKind.EVALUATION, {"version": version, "piece": number}, made)
         return lambda: self.link.waiting.append(message)
 
@@ -345,25 +345,25 @@ def test_trainer_0_waits_for_every_piece_once_and_hands_them_on(
     store: Store, tmp_path: Path
 ) -> None:
     trainer = Evaluated(store, tmp_path)
-    trainer.evaluations.open(0)
+    trainer.evaluations.open_evaluation(0)
     assert trainer.evaluations.on_rollouts
     assert trainer.control.get("evaluation") == "0:"
     rollout = Claims(StoredClaims(trainer.controls[2]), 2)
     pieces = evaluation_pieces(0, 2)
     for _ in pieces:
-        rollout.take(evaluation_queue(0), pieces, range(2))
+        rollout.take_next_task(evaluation_queue(0), pieces, range(2))
     other = trainer.piece(1, version=5)
     trainer.link.at_rest += [trainer.piece(1), other, trainer.piece(1), trainer.piece(0)]
     found: list[Any] = []
     votes: list[Any] = []
-    trainer.evaluations._stop_vote.begin = lambda: votes.append(trainer.control.get("agreed/1"))  # type: ignore[method-assign, assignment]
+    trainer.evaluations._stop_vote.begin_piece = lambda: votes.append(trainer.control.get("agreed/1"))  # type: ignore[method-assign, assignment]
     paused = trainer.ledger._paused
-    trainer.evaluations.finish(found.append)
+    trainer.evaluations.finish_evaluation(found.append)
     assert votes == [None], "once, before they agree"
     assert not trainer.link.at_rest
     assert set(found[0]) == {0, 1}
     for number, pictures in found[0].items():
-        wanted = DRAWN.draw(trainer.runner._engine, [number])
+        wanted = DRAWN.draw_pieces(trainer.runner._engine, [number])
         assert torch.equal(pictures.media, wanted.media)
         assert pictures.prompts == wanted.prompts
         assert trainer.runner.claims.held_by(evaluation_queue(0), number, 2)
@@ -375,7 +375,7 @@ def test_trainer_0_waits_for_every_piece_once_and_hands_them_on(
     assert (waited["cause"], waited["step"]) == ("evaluation", 0)
     assert trainer.evaluations._version == -1
     trainer.piece(0)()
-    trainer.inbox.receive(0.0)
+    trainer.inbox.receive_message(0.0)
     assert trainer.evaluations._arrived == {}, "late"
 
 
@@ -387,20 +387,20 @@ def test_trainers_make_the_pieces_that_no_rollout_with_the_weights_is_left_for(
     found: list[Any] = []
     trainer.averages = {name: torch.full_like(trainer.rollout_parameters()[name], 2.0)}
     trainer.launcher.lose(3)
-    trainer.evaluations.open(0)
+    trainer.evaluations.open_evaluation(0)
     sent = [each for each in trainer.done if len(each) == 3]
     digest = digest_of(trainer.evaluated_parameters())
     assert {(tuple(to), number) for to, number, _ in sent} == {((2,), -1)}
     assert sent[-1][2]
     assert trainer.control.get("evaluation") == f"0:{digest}"
     trainer.link.at_rest += [trainer.piece(0), lambda: trainer.launcher.lose(2)]
-    trainer.evaluations.finish(found.append)
+    trainer.evaluations.finish_evaluation(found.append)
     assert not trainer.link.at_rest
     trainer.averages = {}
     trainer.done.clear()
-    trainer.evaluations.open(1)
+    trainer.evaluations.open_evaluation(1)
     assert trainer.done == [("evaluation", "1:")], "they hold the version itself"
-    trainer.evaluations.finish(found.append)
+    trainer.evaluations.finish_evaluation(found.append)
     assert found == [None, None]
     assert [trainer.control.get(f"agreed/{number}") for number in (1, 2)] == ["0", "0"]
     spans = [row for row in trainer.rows() if row.get("evaluated")]
@@ -413,22 +413,22 @@ def test_a_rollout_that_joined_after_the_average_was_sent_counts_for_nobody(
     trainer = Evaluated(store, tmp_path)
     name = next(iter(trainer.rollout_parameters()))
     trainer.averages = {name: torch.full_like(trainer.rollout_parameters()[name], 2.0)}
-    trainer.evaluations.open(0)
+    trainer.evaluations.open_evaluation(0)
     trainer.control.survivors = lambda ranks: [4]  # type: ignore[method-assign, assignment]
-    assert not trainer.evaluations._wait()
+    assert not trainer.evaluations._wait_for_pieces()
     trainer.evaluations._makers = None
     trainer.link.at_rest += [trainer.piece(0), trainer.piece(1)]
-    assert trainer.evaluations._wait()
+    assert trainer.evaluations._wait_for_pieces()
 
 
 def test_another_trainer_opens_nothing_and_follows(store: Store, tmp_path: Path) -> None:
     trainer = Evaluated(store, tmp_path, rank=1)
     trainer.launcher.set("agreed/1", "1")
-    trainer.evaluations.open(0)
+    trainer.evaluations.open_evaluation(0)
     assert trainer.control.get("evaluation") is None
     trainer.launcher.set("evaluation", "0:")
     found: list[Any] = []
-    trainer.evaluations.finish(found.append)
+    trainer.evaluations.finish_evaluation(found.append)
     assert found == [{}]
     assert trainer.control.get("evaluation") == "0:"
     assert trainer.publisher.publish_evaluated(3) == ""
@@ -439,7 +439,7 @@ def test_another_trainer_opens_nothing_and_follows(store: Store, tmp_path: Path)
 
 def test_an_evaluation_ends_with_the_step_that_is_given_up(store: Store, tmp_path: Path) -> None:
     trainer = Evaluated(store, tmp_path)
-    trainer.evaluations.open(0)
+    trainer.evaluations.open_evaluation(0)
     trainer.link.at_rest.append(lambda: trainer.launcher.set("give_up", "1"))
     with pytest.raises(StepGivenUp):
-        trainer.evaluations.finish(lambda pieces: None)
+        trainer.evaluations.finish_evaluation(lambda pieces: None)

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks._random_builds import FAMILY
 from digenrl.models import tiny as tiny_builds
 from digenrl.strategy.context import Context
-from digenrl.strategy.shard import bounded, mesh_of, shard
+from digenrl.strategy.shard import with_timeout, mesh_of, shard_policy
 from digenrl.types import Prompt
 from tests.models.real_policies import real
 from tests.models.tiny_policies import make
@@ -47,7 +47,7 @@ def as_one_of_many(body: Callable[[], None], number: int = 0) -> None:
 def test_the_reference_is_sharded_again_after_its_forward() -> None:
     def body() -> None:
         policy = make("wan", "full", keep_reference=True)
-        shard(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
+        shard_policy(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
         condition = policy.codec.encode([Prompt("x")])
         with torch.no_grad(), policy.adapter.reference():
             policy.velocity(torch.zeros(1, *policy.latent_shape), torch.ones(1), condition)
@@ -77,7 +77,7 @@ def test_a_shard_holds_a_sixteenth(family: str, lora: bool) -> None:
     def body() -> None:
         policy = real(family, lora)
         whole = sum(p.numel() * p.element_size() for p in policy.transformer.parameters())
-        shard(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
+        shard_policy(policy, mesh_of("fsdp", TRAINERS, 1, "cpu"))
         local = 0
         for parameter in policy.transformer.parameters():
             assert isinstance(parameter, DTensor)
@@ -107,7 +107,7 @@ def test_every_rank_reads_its_own_rows_of_the_same_weights(family: str, tune: st
         whole, part = make(family, **arguments), make(family, **arguments, empty=True)
         assert all(parameter.is_meta for parameter in part.transformer.parameters())
         mesh = mesh_of("fsdp", TRAINERS, 1, "cpu")
-        shard(part, mesh)
+        shard_policy(part, mesh)
         part.fill(torch.device("cpu"))
         for mine, theirs in zip(part.networks(), whole.networks(), strict=True):
             wanted = dict([*theirs.named_parameters(), *theirs.named_buffers()])
@@ -136,7 +136,7 @@ def test_a_collective_of_some_trainers_ends_by_the_limit_of_all(tmp_path: Path) 
         store = dist.FileStore(str(tmp_path / "store"), 4)
         dist.init_process_group("gloo", store=store, rank=number, world_size=4)
         limit = timedelta(seconds=0.2)
-        mesh = bounded(mesh_of("hsdp", 4, 2, "cpu"), limit)
+        mesh = with_timeout(mesh_of("hsdp", 4, 2, "cpu"), limit)
         context = Context(make("wan"), 2, "cpu", limit)._config.context_parallel_config
         for group in (
             *mesh.get_all_groups(),

@@ -127,7 +127,7 @@ def test_a_rollout_adopts_works_and_waits_until_the_run_is_done(
 
     steps = [lambda: life.arrive(0), look, lambda: life.arrive(1), look, life.done]
     life.link.at_rest += steps
-    life.worker.run()
+    life.worker.run_until_done()
     tasks = [("generate", 0)] * 6, [("generate", 1)] * 6
     first, last = [("wait", "startup"), ("adopt", 0)], [("wait", "weights"), ("adopt", 1)]
     assert seen == [("wait weights", 0, False, True), ("wait weights", 1, False, True)]
@@ -169,14 +169,14 @@ def test_a_rollout_looks_at_everything_in_its_order(
     ]
     monkeypatch.setattr(life.control, "get", lambda key: done.append(("get", key)) or next(ends))
     noted(monkeypatch, done, (life.control, "check", None), *(part for part, _ in looks))
-    worker.run()
+    worker.run_until_done()
     rest = [look for _, look in looks]
     assert done == [("get", "done"), ("check",), *rest, ("get", "done")]
     done.clear()
     noted(monkeypatch, done, (runner, "withdraw", 0), (runner, "forward", 0), (runner, "settle", 0))
     life.session.leave.set()
     life.mail.suspended.extend(cast(Any, ["one", "two"]))
-    worker.run()
+    worker.run_until_done()
     hands_in = [("withdraw",), ("receive",), ("forward", "one"), ("forward", "two")]
     assert done == [("get", "done"), *hands_in, ("settle", True)]
 
@@ -211,7 +211,7 @@ def test_a_wait_has_its_end_before_whatever_is_done_next(
     assert done[-1] == ("generate", "begun", "generate", between), "another rank goes on with it"
     done.clear()
     assert worker._make_evaluation_piece()
-    assert done == [("claim", 4), ("end_wait", "tail"), ("make", 4, piece, life.mail.receive)]
+    assert done == [("claim", 4), ("end_wait", "tail"), ("make", 4, piece, life.mail.receive_messages)]
     done.clear()
     noted(monkeypatch, done, (runner, "take_over", None))
     life.mail.suspended.append(suspended)
@@ -242,14 +242,14 @@ def test_who_adopts_tells_it_and_only_who_joined_asks_and_only_before_its_first_
             (worker._evaluation_worker, "adopted", None),
         )  # fmt: skip
         worker._version = version
-        life.mail.wait(version)
+        life.mail.wait_for_message(version)
         looks = [("receive", 0.2)]
         assert done == [("_ask",)] * (rank == 4 and version < 0) + looks
         stage = "wait startup" if version < 0 else "wait weights"
         assert life.spans.progress.now()[0].stage == stage
         done.clear()
         life.mail.weights.append(Version(3, "digest", life.versions[1]))
-        worker._adopt()
+        worker._adopt_next_version()
         assert done == [("adopted", 3), ("announce", 3)]
         assert life.holds(1)
         assert life.spans.progress.now()[0].stage != stage, "the wait is over"
@@ -292,7 +292,7 @@ def test_a_piece_looks_between_its_steps(
         monkeypatch, done, (life.spans.progress, "tick", None), (life.control, "check", None),
         (life.mail, "receive", None),
     )  # fmt: skip
-    assert cast(Any, evaluating._draw(1, life.mail.receive)) == "pictures"
+    assert cast(Any, evaluating._draw_piece(1, life.mail.receive_messages)) == "pictures"
     assert done == [("draw", [1]), ("tick",), ("check",), ("receive",)]
 
 
@@ -301,7 +301,7 @@ def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
 ) -> None:
     life = Life(store, tmp_path)
     other = Rollout(life.controls[3], 3, tmp_path, SPEC)
-    given = other.runner.claim(0)
+    given = other.runner.claim_task(0)
     run_task(other.runner, given, interrupt=lambda task: 2)
 
     def leave() -> None:
@@ -310,7 +310,7 @@ def test_who_leaves_gives_away_its_task_at_the_next_step_and_what_waits_for_it(
 
     life.link.at_rest.append(lambda: life.arrive(0))
     life.link.within.append(leave)
-    life.worker.run()
+    life.worker.run_until_done()
     passed = [Suspended.of(message, 3) for message in life.post.messages()]
     assert life.post.to == [3, 3]
     assert [(each.task.index, each.next_step) for each in passed] == [(1, 2), (0, 1)]
@@ -325,16 +325,16 @@ def test_who_leaves_sends_what_is_still_being_scored(store: Store, tmp_path: Pat
     timer = threading.Timer(0.05, late.set_exception, [ValueError("its scorer failed")])
     timer.start()
     with pytest.raises(ValueError, match="its scorer failed"):
-        life.worker.run()
+        life.worker.run_until_done()
 
 
 def test_who_leaves_without_a_successor_gives_its_task_up(store: Store, tmp_path: Path) -> None:
     life = Life(store, tmp_path)
     life.link.at_rest.append(lambda: life.arrive(0))
     life.link.within.append(life.session.leave.set)
-    life.worker.run()
+    life.worker.run_until_done()
     assert (life.post.to, life.work()) == ([], None)
-    assert life.runner.claims.confirm(0, 0, 0) is None, "nobody's"
+    assert life.runner.claims.confirm_claim(0, 0, 0) is None, "nobody's"
 
 
 def test_a_task_of_the_next_version_waits_for_it_and_goes_before_the_queue(
@@ -342,14 +342,14 @@ def test_a_task_of_the_next_version_waits_for_it_and_goes_before_the_queue(
 ) -> None:
     life = Life(store, tmp_path)
     other = Rollout(life.controls[3], 3, tmp_path, SPEC)
-    run_task(other.runner, other.runner.claim(1), interrupt=lambda task: 2)
+    run_task(other.runner, other.runner.claim_task(1), interrupt=lambda task: 2)
 
     def both() -> None:
         life.link.waiting += other.post.messages()
         life.arrive(0)
 
     life.link.at_rest += [both, lambda: life.arrive(1), life.done]
-    life.worker.run()
+    life.worker.run_until_done()
     rows = [row for row in life.rows() if row["stage"] in ("generate", "adopt", "send")]
     stages = [row["stage"][0] for row in rows]
     assert "".join(stages) == "a" + "gs" * 6 + "a" + "gs" * 6
@@ -365,7 +365,7 @@ def test_a_version_that_comes_back_goes_before_the_tasks_of_the_present_one(
     life = Life(store, tmp_path)
     life.link.at_rest += [lambda: life.arrive(1), life.done]
     life.link.within.append(lambda: life.arrive(0, 1))
-    life.worker.run()
+    life.worker.run_until_done()
     one, rest = [("generate", 1)], [("generate", 1)] * 5
     older = [("adopt", 0), *[("generate", 0)] * 6]
     assert life.trace() == [("wait", "startup"), ("adopt", 1), *one, *older, ("adopt", 1), *rest]
@@ -386,7 +386,7 @@ def test_who_joined_asks_once_for_weights_and_not_before_there_are_any(
         life.launcher.set("version", "1")
 
     life.link.at_rest += [published, note, note, lambda: life.arrive(1, 1), note, life.done]
-    life.worker.run()
+    life.worker.run_until_done()
     assert asked == [0, 1, 1, 13]
     tasks = [("generate", 1)] * 6
     assert life.trace() == [("wait", "startup"), ("adopt", 1), *tasks, ("adopt", 1)], (
@@ -410,7 +410,7 @@ def test_an_evaluation_is_made_between_tasks_and_weights_by_the_weights_it_is_of
         life.launcher.set("evaluation", f"0:{life.digest if apart else ''}")
 
     life.link.at_rest += [opened, lambda: life.arrive(1), life.done]
-    life.worker.run()
+    life.worker.run_until_done()
     assert life.holds(1)
     pieces = [("eval", 0), ("eval", 1), ("wait", "weights"), ("adopt", 1)]
     made = [("generate", 0)] * 6, [("generate", 1)] * 6
@@ -421,7 +421,7 @@ def test_an_evaluation_is_made_between_tasks_and_weights_by_the_weights_it_is_of
         life.parameters[name].data = value
     for number, message in enumerate(sent):
         assert message.meta == {"version": 0, "piece": number}
-        wanted = DRAWN.draw(engine, [number])
+        wanted = DRAWN.draw_pieces(engine, [number])
         assert torch.equal(message.tensors["media"], wanted.media)
         for name, scores in wanted.rewards.items():
             assert torch.equal(message.tensors[f"rewards/{name}"], scores)
@@ -433,22 +433,22 @@ def test_no_piece_is_claimed_of_another_version_or_before_its_weights_are_there(
     life = Life(store, tmp_path, drawn=DRAWN)
     nobody = EvaluationWorker(None, life.runtime, life.runner)
     evaluating = life.worker._evaluation_worker
-    assert evaluating.claim(0) is None, "none is open"
+    assert evaluating.claim_piece(0) is None, "none is open"
     life.arrive(evaluation_queue(0), tensors=life.versions[2])
-    life.mail.receive()
+    life.mail.receive_messages()
     held = evaluating._weights
     life.launcher.set("evaluation", f"0:{life.digest}")
-    assert evaluating.claim(1) is None
-    assert nobody.claim(0) is None
+    assert evaluating.claim_piece(1) is None
+    assert nobody.claim_piece(0) is None
     life.launcher.set("evaluation", "0:other")
-    assert evaluating.claim(0) is None
+    assert evaluating.claim_piece(0) is None
     life.launcher.set("evaluation", f"0:{life.digest}")
-    assert evaluating.claim(0).position == 0
-    evaluating.adopted(0)
+    assert evaluating.claim_piece(0).position == 0
+    evaluating.drop_old_weights(0)
     assert evaluating._weights is held
-    evaluating.adopted(1)
+    evaluating.drop_old_weights(1)
     assert evaluating._weights is None
-    assert evaluating.claim(0) is None
+    assert evaluating.claim_piece(0) is None
 
 
 def test_who_leaves_in_a_piece_gives_it_back(store: Store, tmp_path: Path) -> None:
@@ -462,11 +462,11 @@ def test_who_leaves_in_a_piece_gives_it_back(store: Store, tmp_path: Path) -> No
     life.link.makes = lambda: life.spans.progress.now()[0].stage == "eval"
     life.link.within += [lambda: None, life.session.leave.set]
     before = life.spans.progress.now()[0].number
-    life.worker.run()
+    life.worker.run_until_done()
     assert life.post.to == [0, 1] * 6, "no piece"
     assert life.spans.progress.now()[0].number > before
     launcher = Claims(StoredClaims(life.launcher), -1)
-    assert launcher.collect(2) == ["piece 0 of the evaluation of version 0"]
+    assert launcher.offer_released_tasks(2) == ["piece 0 of the evaluation of version 0"]
     pieces = evaluation_pieces(0, 2)
     other = Claims(StoredClaims(life.controls[3]), 3)
-    assert [other.take(-1, pieces, range(2)).position for _ in pieces] == [0, 1]
+    assert [other.take_next_task(-1, pieces, range(2)).position for _ in pieces] == [0, 1]

@@ -23,7 +23,7 @@ from digenrl import config as configuration
 from digenrl import run
 from digenrl.cluster.world import World
 from digenrl.strategy import checkpoint_storage as storage
-from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid, read
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, newest_valid, read_checkpoint
 from digenrl.strategy.checkpoint_storage import POLICY, PREFIX
 from tests.strategy.faults import Fault
 from tests.strategy.processes import (
@@ -98,17 +98,17 @@ def test_two_ranks_write_what_one_would_and_three_read_it(tmp_path: Path) -> Non
 
     def write(number: int) -> None:
         checkpoint = content(lambda tensor: sharded(tensor, 2))
-        writing = DirectoryCheckpointIO().begin(
+        writing = DirectoryCheckpointIO().begin_writing(
             checkpoint, together, dist.new_group(backend="gloo")
         )
         checkpoint["state_dict"][PREFIX + "block.weight"].zero_()
-        writing.result()
+        writing.wait_until_complete()
         if number == 1:
             storage.save_file = _full
         with pytest.raises(OSError, match="No space left"):
-            DirectoryCheckpointIO().begin(
+            DirectoryCheckpointIO().begin_writing(
                 checkpoint, failed, dist.new_group(backend="gloo")
-            ).result()
+            ).wait_until_complete()
 
     def load(number: int) -> None:
         def room(place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -118,7 +118,7 @@ def test_two_ranks_write_what_one_would_and_three_read_it(tmp_path: Path) -> Non
                 else torch.empty(size, dtype=dtype)
             )
 
-        found = read(together, group=dist.group.WORLD, room=room)
+        found = read_checkpoint(together, group=dist.group.WORLD, room=room)
         for name, value in WHOLE.items():
             assert torch.equal(
                 found["algorithm"]["ema"][name].to_local(), sharded(2 * value, 3).to_local()
@@ -229,7 +229,7 @@ def kill_while_writing() -> None:
 
 
 def averaged(run_dir: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = read(newest_valid(run_dir / "checkpoints"), ("algorithm",))[
+    found: dict[str, Tensor] = read_checkpoint(newest_valid(run_dir / "checkpoints"), ("algorithm",))[
         "algorithm"
     ]["ema"]
     return found

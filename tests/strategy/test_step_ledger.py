@@ -16,7 +16,7 @@ import torch
 from digenrl.cluster.world import World
 from digenrl.record.progress import Progress
 from digenrl.record.span_log import SpanLog
-from digenrl.schedule import ScheduleSpec, group_tasks, queue
+from digenrl.schedule import ScheduleSpec, group_tasks, version_queue
 from digenrl.schedule.claims import Claim, Claims, MemoryClaims
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.scheduler import Scheduler
@@ -43,19 +43,19 @@ def opened(
     """A ledger of `ASYNC` in its step `step`, and the step's board with both groups complete; group
     1 has no score, and the next step's stale group has arrived too."""
     world = World(rank, 1 + rank, 1)
-    scheduler = Scheduler(ASYNC, Roles(1 + rank, 1), lambda version: queue(ASYNC, version, 9))
+    scheduler = Scheduler(ASYNC, Roles(1 + rank, 1), lambda version: version_queue(ASYNC, version, 9))
     spans = SpanLog(None, rank, "trainer", 0.0)
     ticks = itertools.count()
     spans.now = lambda: float(next(ticks))  # type: ignore[method-assign]  # a second at each look
     ledger = StepLedger(ASYNC, world, spans, scheduler, tmp_path)
-    ledger.open(predicted_end)
+    ledger.open_step(predicted_end)
     board = StepBoard(ASYNC, placed, 0, step=step, reward_weights={"r": 1.0})
     for task in (*group_tasks(ASYNC, step, 0), *group_tasks(ASYNC, step, 1)):
         arrived = part(task, torch.full((2,), torch.nan) if task.group else None)
         assert board.add(arrived)
-        ledger.issue(arrived)
+        ledger.count_issued(arrived)
     for task in group_tasks(ASYNC, step + 1, 0):
-        ledger.issue(part(task))
+        ledger.count_issued(part(task))
     return ledger, board
 
 
@@ -67,10 +67,10 @@ def test_I10_every_issued_sample_is_trained_dropped_or_in_flight(tmp_path: Path)
     for fragment in ((0,), (1,)):
         steps.begin_fragment(board, fragment)
     steps.end_fragment()
-    with steps.paused():
+    with steps.clock_paused():
         for _ in range(1000):
             steps._spans.now()
-    steps.close(version=4)
+    steps.close_step(version=4)
     assert 5 < steps.facts["step_s"] < 100, "an evaluation is not the step's time"
     ledger = steps.ledger
     assert (ledger.trained, ledger.dropped, ledger.in_flight) == (4, {"missing_reward": 4}, 4)
@@ -91,9 +91,9 @@ def test_a_closed_step_says_what_was_trained_and_how_long_it_took(tmp_path: Path
     cell_s = scheduler._costs["train", 0]
     assert cell_s == pytest.approx(1.0 / 6), "a second for the 2 tasks of a group, 3 steps each"
     before = spans.now()
-    with steps.paused():
+    with steps.clock_paused():
         spans.now()
-    steps.close(version=4)
+    steps.close_step(version=4)
     # The clock began at 0, which is when the step began; the pause took two looks' distance.
     seconds = before + 4 - 2
     counts = {"samples": 8, "cells_trained": 12, "cells_skipped": 12, "groups_trained": 1}
@@ -111,14 +111,14 @@ def test_a_closed_step_says_what_was_trained_and_how_long_it_took(tmp_path: Path
         "predicted_step_s": 7.5,
     }
     began = spans.now() + 1
-    steps.open(None)
+    steps.open_step(None)
     for fragment in ((0,), (1,)):
         for task in group_tasks(ASYNC, 4, fragment[0])[: 2 * fragment[0]]:
-            steps.issue(part(task))
+            steps.count_issued(part(task))
         steps.begin_fragment(complete(4), fragment)
     steps.end_fragment()
     end = spans.now() + 1
-    steps.close(version=5)
+    steps.close_step(version=5)
     assert steps.facts["step_s"] == end - began
     assert steps.facts["cells_trained"] == 24
     assert not {"predicted_step_s", "bubble/tail"} & steps.facts.keys(), "of the step before"
@@ -136,21 +136,21 @@ def complete(step: int) -> StepBoard:
 def test_a_step_without_older_weights_says_so_and_tells_the_policy_when_it_began(
     tmp_path: Path,
 ) -> None:
-    scheduler = Scheduler(SPEC, Roles(1, 1), lambda version: queue(SPEC, version, 9))
+    scheduler = Scheduler(SPEC, Roles(1, 1), lambda version: version_queue(SPEC, version, 9))
     begun: list[int] = []
     scheduler.step_begun = begun.append  # type: ignore[method-assign]
     spans = SpanLog(None, 0, "trainer", 0.0)
     ledger = StepLedger(SPEC, World(0, 1, 1), spans, scheduler, tmp_path)
     for step in (3, 4):
         board = StepBoard(SPEC, placed, 0, step=step, reward_weights={"r": 1.0})
-        ledger.open(None)
+        ledger.open_step(None)
         for task in (*group_tasks(SPEC, step, 0), *group_tasks(SPEC, step, 1)):
             board.add(arrived := part(task))
-            ledger.issue(arrived)
+            ledger.count_issued(arrived)
         for fragment in ((0,), (1,)):
             ledger.begin_fragment(board, fragment)
         ledger.end_fragment()
-        ledger.close(step + 1)
+        ledger.close_step(step + 1)
         assert (ledger.facts["staleness_max"], ledger.facts["cells_trained"]) == (0, 24)
     assert begun == [0, 0]
 
@@ -164,7 +164,7 @@ def test_trainer_0_notes_what_a_loan_promised_and_that_lending_is_off(
     steps.ledger.issued = 0
     for version in (1, 2, 3):
         steps._scheduler._trainers[rank].prediction = Decision(2, 0.25, 0.5), steps._spans.now()
-        steps.close(version)
+        steps.close_step(version)
     if rank:
         assert not (tmp_path / "events.jsonl").exists()
         return
@@ -182,7 +182,7 @@ def test_I10_a_group_that_never_came_to_the_loss_raises(tmp_path: Path) -> None:
     with pytest.raises(
         AccountingError, match="group 1 of step 3 was issued, but neither trained nor dropped"
     ):
-        steps.close(version=4)
+        steps.close_step(version=4)
     steps.begin_fragment(board, (0,))
     with pytest.raises(
         AccountingError, match=r"group 0 of step 3 was trained, but it is not in flight"
@@ -296,7 +296,7 @@ class Given(Wire):
 def inbox_of(
     tmp_path: Path, spec: ScheduleSpec, messages: list[Message], place: Any = placed
 ) -> tuple[Inbox, Claims, Scheduler, StepLedger]:
-    scheduler = Scheduler(spec, Roles(1, 1), lambda version: queue(spec, version, 9))
+    scheduler = Scheduler(spec, Roles(1, 1), lambda version: version_queue(spec, version, 9))
     ledger = StepLedger(spec, World(0, 1, 1), SpanLog(None, 0, "trainer", 0.0), scheduler, tmp_path)
     claims = Claims(MemoryClaims(), 1)
 
@@ -323,23 +323,23 @@ def test_of_what_arrives_each_result_counts_once_and_none_of_another_claim_or_an
     ]
     inbox, claims, scheduler, ledger = inbox_of(tmp_path, SPEC, list(came))
     asked: list[Message] = []
-    inbox.handle(MessageKind.ASK, asked.append)
+    inbox.set_handler(MessageKind.ASK, asked.append)
     for version in (2, 3, 4):
-        assert claims.take(version, queue(SPEC, version, 9), range(4)) == Claim(0, 1, 0)
-    board = inbox.open(3)
+        assert claims.take_next_task(version, version_queue(SPEC, version, 9), range(4)) == Claim(0, 1, 0)
+    board = inbox.open_board(3)
     held = []
     for _ in came:
-        assert inbox.receive(0.0)
+        assert inbox.receive_message(0.0)
         held.append((len(board._parts), claims.held_by(3, 0, 1), ledger.ledger.issued))
-    assert not inbox.receive(0.0)
+    assert not inbox.receive_message(0.0)
     assert held == [(0, False, 0)] * 3 + [(1, True, 2)] * 3 + [(1, True, 4)]
     assert not claims.held_by(3, 0, 2), "the second delivery counts for nobody"
     assert not claims.held_by(2, 0, 1)
     assert asked == [ask]
     assert scheduler._costs["generate", 1] == 0.1
-    assert inbox.open(3) is board
-    assert len(inbox.open(4)._parts) == 1, "what came early is kept"
-    assert inbox.open(3) is not board, "an old board is not"
+    assert inbox.open_board(3) is board
+    assert len(inbox.open_board(4)._parts) == 1, "what came early is kept"
+    assert inbox.open_board(3) is not board, "an old board is not"
 
 
 class AsTheyCome:
@@ -378,9 +378,9 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     came = [message(task, Claim(number, 1, 0)) for number, task in enumerate(tasks)]
     inbox, claims, _, ledger = inbox_of(tmp_path, spec, came)
     for position in range(4):
-        assert claims.take(3, queue(spec, 3, 9), range(4)).position == position
-    inbox.open(3)
-    while inbox.receive(0.0):
+        assert claims.take_next_task(3, version_queue(spec, 3, 9), range(4)).position == position
+    inbox.open_board(3)
+    while inbox.receive_message(0.0):
         pass
     store = Store()
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
@@ -403,7 +403,7 @@ def test_a_step_streams_every_fragment_of_every_update_and_leaves_the_ledger_emp
     assert [(batch.update, batch.version) for batch in found] == [(0, 3)] * 6 + [(1, 3)] * 6
     assert {block.group for batch in found[:6] for block in batch.blocks} == {0}
     assert ledger.ledger.in_flight == 0
-    ledger.close(4)
+    ledger.close_step(4)
     assert ledger.facts["predicted_step_s"] == 13.0 - ledger._began
 
 
@@ -412,11 +412,11 @@ def test_a_replica_begins_with_fragments_that_concern_it(tmp_path: Path) -> None
         return placed(fragment) if fragment == (1,) else ((),)
 
     inbox, _, _, ledger = inbox_of(tmp_path, SPEC, [], other_ranks_train_the_first)
-    board = inbox.open(3)
+    board = inbox.open_board(3)
     for group in (0, 1):
         for task in group_tasks(SPEC, 3, group):
             board.add(arrived := part(task))
-            ledger.issue(arrived)
+            ledger.count_issued(arrived)
     store = Store()
     vote = StopVote(store.controls(1)[1][0], World(0, 1, 1), Progress(), False, lambda: True)
     source = AsTheyCome(None)

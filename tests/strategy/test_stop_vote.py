@@ -85,7 +85,7 @@ def test_a_step_that_one_trainer_cannot_go_on_with_is_given_up_by_all(
     trainers[0].control.set("give_up", "1")
     assert ended() is StepGivenUp
     with pytest.raises(StepGivenUp):
-        trainers[1].vote.check()
+        trainers[1].vote.check_for_stop()
 
 
 def test_a_loan_looks_at_the_store_at_most_every_twentieth_of_a_second(
@@ -113,6 +113,6 @@ def test_the_longer_others_are_waited_for_the_seldomer_it_is_looked(
         if len(paused) == 4:
             vote._control.add("arrived", 1)
 
-    vote.begin(pause)
+    vote.begin_piece(pause)
     assert paused == pytest.approx([0.001, 0.005, 0.025, 0.05])
     assert vote._control.get("granted") == "1"

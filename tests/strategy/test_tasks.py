@@ -23,7 +23,7 @@ from digenrl.record.span_log import SpanLog
 from digenrl.rewards.protocol import RewardError
 from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
-from digenrl.schedule import ScheduleSpec, Task, place, queue
+from digenrl.schedule import ScheduleSpec, Task, place_fragment, version_queue
 from digenrl.schedule.claims import NOBODY, Claim, Claims
 from digenrl.schedule.ranks import Roles, Work
 from digenrl.schedule.scheduler import Scheduler
@@ -56,7 +56,7 @@ def runners(store: Store, **roles: bool) -> list[TaskRunner]:
     unused: Any = None
 
     def plan(version: int) -> tuple[Any, ...]:
-        return queue(SPEC, version, 1)
+        return version_queue(SPEC, version, 1)
 
     return [
         TaskRunner(
@@ -80,20 +80,20 @@ def test_divided_tasks_are_claimed_in_halves_and_sharded_ranks_end_together(
     store: Store, lockstep: bool
 ) -> None:
     first, second = runners(store, lockstep=lockstep, split=True)
-    total = len(queue(SPEC, 0, 1))
-    own = [first.claim(0) for _ in range(total // 2)]
+    total = len(version_queue(SPEC, 0, 1))
+    own = [first.claim_task(0) for _ in range(total // 2)]
     assert [task.index for task in own if task] == list(range(total // 2))
-    assert first.claim(0) is None
-    assert (first.left(0), second.left(0)) == (total // 2 if lockstep else 0, total // 2)
-    assert second.claim(0).index == total // 2
-    assert (first.left(0), second.left(0)) == (total // 2 - 1 if lockstep else 0, total // 2 - 1)
+    assert first.claim_task(0) is None
+    assert (first.unclaimed_tasks(0), second.unclaimed_tasks(0)) == (total // 2 if lockstep else 0, total // 2)
+    assert second.claim_task(0).index == total // 2
+    assert (first.unclaimed_tasks(0), second.unclaimed_tasks(0)) == (total // 2 - 1 if lockstep else 0, total // 2 - 1)
 
 
 def test_a_divided_queue_is_of_those_who_generate(store: Store, tmp_path: Path) -> None:
     roles = Roles(2, 2, split=True)
     for number, rank in enumerate((2, 3)):
         rollout = Rollout(store.controls(4)[1][rank], rank, tmp_path, roles=roles)
-        assert rollout.runner.claim(0).index == 3 * number
+        assert rollout.runner.claim_task(0).index == 3 * number
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_others_are_looked_at_only_where_it_may_change_whether_a_task_is_taken(
     monkeypatch.setattr(runner, "see", lambda: done.append("see"))
     monkeypatch.setattr(runner.scheduler, "takes", lambda *facts: facts)
     monkeypatch.setattr(runner._spans, "now", lambda: 5.0)
-    assert runner.takes(7) == (2, 7, left, 5.0, head)
+    assert runner.takes_next_task(7) == (2, 7, left, 5.0, head)
     assert done == [(2, left)] * (left != head) + ["see"] * looks
 
 
 def test_undivided_tasks_are_claimed_by_whoever_is_free(store: Store) -> None:
     first, second = runners(store)
-    total = len(queue(SPEC, 0, 1))
-    assert [second.claim(0).index, first.claim(0).index] == [0, 1]
-    assert first.left(0) == second.left(0) == total - 2
+    total = len(version_queue(SPEC, 0, 1))
+    assert [second.claim_task(0).index, first.claim_task(0).index] == [0, 1]
+    assert first.unclaimed_tasks(0) == second.unclaimed_tasks(0) == total - 2
 
 
 class Post(Wire):
@@ -153,7 +153,7 @@ class Rollout:
         **engine: Any,
     ) -> None:
         def plan(version: int) -> tuple[Any, ...]:
-            return queue(spec, version, 1)
+            return version_queue(spec, version, 1)
 
         self.control, self.rank, self.post = control, rank, post or Post()
         self._path = directory / f"{rank}.jsonl"
@@ -165,7 +165,7 @@ class Rollout:
             World(rank, roles.trainers, roles.rollouts),
             Scheduler(spec, roles, plan, record),
             plan,
-            lambda fragment, step: place(spec, roles.trainers, fragment),
+            lambda fragment, step: place_fragment(spec, roles.trainers, fragment),
             engine_of(**engine),
             PromptSampler(prompts, 3, 0),
             control,
@@ -184,7 +184,7 @@ class Rollout:
 
 def run_task(runner: TaskRunner, task: Task, interrupt: Interrupt | None = None) -> None:
     """Let a rank make a whole task."""
-    finish_task(runner, runner.begin(task), "generate", interrupt)
+    finish_task(runner, runner.begin_task(task), "generate", interrupt)
 
 
 def resume_task(
@@ -209,10 +209,10 @@ def test_a_task_goes_to_every_trainer_under_its_claim_and_is_told_meanwhile(
     assert rollout.work() == Work(), "before its first task"
     seen: list[Work | None] = []
     for number in (0, 1):
-        task = runner.claim(0)
+        task = runner.claim_task(0)
         run_task(runner, task, interrupt=lambda task: seen.append(rollout.work()))
         assert (task.index, rollout.post.to) == (number, [0, 1] * (number + 1))
-    runner.settle(wait=True)
+    runner.settle_sends(wait=True)
     parts = [Part(message) for message in rollout.post.messages()[2:]]
     assert [part.positions for part in parts] == [[0], [1]], "each trainer gets its own steps"
     assert {part.claim for part in parts} == {Claim(1, 2, 0)}
@@ -239,13 +239,13 @@ def test_a_task_goes_to_every_trainer_under_its_claim_and_is_told_meanwhile(
 
 def test_a_task_that_is_given_away_ends_with_its_receiver_once(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
-    task = giver.runner.claim(0)
+    task = giver.runner.claim_task(0)
     run_task(giver.runner, task, interrupt=lambda task: 3)
     assert (giver.post.to, giver.work().busy) == ([3], False)
     suspended = Suspended.of(giver.post.messages()[0], 3)
     assert (suspended.task, suspended.next_step) == (task, 1)
     resume_task(receiver.runner, suspended)
-    receiver.runner.settle(wait=True)
+    receiver.runner.settle_sends(wait=True)
     assert receiver.post.to == [0, 1]
     assert {Part(message).claim for message in receiver.post.messages()} == {Claim(0, 3, 0)}
     assert receiver.work().task_seconds == 0.0, "a rest of a task is no measure of one"
@@ -261,7 +261,7 @@ def test_a_task_ticks_at_each_step_and_is_asked_for_after_each_of_its_own_but_th
     """Also where another rank has made some of its steps before."""
     giver, receiver = rollouts
     asked: list[str] = []
-    run_task(giver.runner, giver.runner.claim(0), interrupt=lambda task: 3)
+    run_task(giver.runner, giver.runner.claim_task(0), interrupt=lambda task: 3)
     suspended = Suspended.of(giver.post.messages()[0], 3)
     assert suspended.next_step == 1
     progress = receiver.spans.progress
@@ -269,7 +269,7 @@ def test_a_task_ticks_at_each_step_and_is_asked_for_after_each_of_its_own_but_th
     monkeypatch.setattr(progress, "tick", lambda: asked.append("tick") or plain())
     receiver.post.send = lambda *_: said.append(progress.said)  # type: ignore[method-assign]
     resume_task(receiver.runner, suspended, lambda task: asked.append("asked"))
-    receiver.runner.settle(wait=True)
+    receiver.runner.settle_sends(wait=True)
     assert asked == ["tick", "asked", "tick"]
     assert len(said) == 2
     assert "send" not in " ".join(said), "it would hide what the rank does"
@@ -288,18 +288,18 @@ def test_what_was_not_waited_for_is_no_wait_and_what_was_done_is_read_before_it_
     monkeypatch.setattr(
         spans, "read", lambda *last, **how: done.append("read") or read(*last, **how)
     )
-    run_task(rollout.runner, rollout.runner.claim(0))
+    run_task(rollout.runner, rollout.runner.claim_task(0))
     assert done[-2:] == ["score", "read"]
-    rollout.runner.settle(wait=True)
+    rollout.runner.settle_sends(wait=True)
     engine.close()
     assert "wait" not in {row["stage"] for row in rollout.rows()}
 
 
 def test_the_receiver_confirms_the_very_task_that_it_was_given(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
-    run_task(giver.runner, giver.runner.claim(1), interrupt=lambda task: 3)
+    run_task(giver.runner, giver.runner.claim_task(1), interrupt=lambda task: 3)
     resume_task(receiver.runner, Suspended.of(giver.post.messages()[0], 3))
-    receiver.runner.settle(wait=True)
+    receiver.runner.settle_sends(wait=True)
     assert {Part(message).claim for message in receiver.post.messages()} == {Claim(0, 3, 0)}
 
 
@@ -307,39 +307,39 @@ def test_who_leaves_passes_a_task_that_waits_to_the_next_or_gives_it_up(
     rollouts: list[Rollout],
 ) -> None:
     giver, leaving = rollouts
-    task = giver.runner.claim(0)
+    task = giver.runner.claim_task(0)
     run_task(giver.runner, task, interrupt=lambda task: 3)
     suspended = Suspended.of(giver.post.messages()[0], 3)
-    leaving.runner.withdraw()
+    leaving.runner.stop_taking_tasks()
     assert leaving.work() is None
-    leaving.runner.announce(0)
+    leaving.runner.announce_work(0)
     assert leaving.work() is None, "it takes no more tasks"
-    giver.runner.announce(1)
-    leaving.runner.forward(suspended)
+    giver.runner.announce_work(1)
+    leaving.runner.hand_over_task(suspended)
     assert leaving.post.to == [], "nobody holds the version"
-    giver.runner.announce(0)
-    assert leaving.runner.successor(task, 0) == 2
-    leaving.runner.forward(suspended)
+    giver.runner.announce_work(0)
+    assert leaving.runner.find_successor(task, 0) == 2
+    leaving.runner.hand_over_task(suspended)
     assert leaving.post.to == [2]
-    assert giver.runner.claims.confirm(0, 0, 0) == Claim(0, 2, 0)
-    last = giver.runner.claim(0)
+    assert giver.runner.claims.confirm_claim(0, 0, 0) == Claim(0, 2, 0)
+    last = giver.runner.claim_task(0)
     run_task(giver.runner, last, interrupt=lambda task: NOBODY)
     assert giver.post.to == [3]
-    assert giver.runner.claims.confirm(0, 1, 0) is None
+    assert giver.runner.claims.confirm_claim(0, 1, 0) is None
     assert "handed_to" not in giver.rows()[-1]
 
 
 def test_a_task_stays_with_its_rank_if_the_receiver_is_lost(rollouts: list[Rollout]) -> None:
     giver, receiver = rollouts
     receiver.control.lose(3)
-    run_task(giver.runner, giver.runner.claim(0), interrupt=lambda task: 3)
+    run_task(giver.runner, giver.runner.claim_task(0), interrupt=lambda task: 3)
     assert giver.post.to == [0, 1]
 
 
 def test_a_discarded_task_makes_its_steps_and_sends_nothing(rollouts: list[Rollout]) -> None:
     rollout, _ = rollouts
     asked: list[int] = []
-    rollout.runner.run_discarded(queue(SPEC, 0, 1)[0], lambda task: asked.append(1))
+    rollout.runner.run_discarded(version_queue(SPEC, 0, 1)[0], lambda task: asked.append(1))
     assert (len(asked), rollout.post.to) == (2, [])
     assert [(row["stage"], row["discarded"]) for row in rollout.rows()] == [("lend", True)]
 
@@ -349,8 +349,8 @@ def test_an_error_of_a_scorer_is_raised_before_the_next_task(store: Store, tmp_p
         raise ValueError("no score")
 
     rollout = Rollout(store.controls(4)[1][2], 2, tmp_path, scorer=fails)
-    run_task(rollout.runner, rollout.runner.claim(0))
-    task = rollout.runner.claim(0)
+    run_task(rollout.runner, rollout.runner.claim_task(0))
+    task = rollout.runner.claim_task(0)
     with pytest.raises(RewardError, match="no score"):
         run_task(rollout.runner, task)
     assert rollout.post.to == []
@@ -383,9 +383,9 @@ def test_a_rank_waits_for_its_scorer_when_too_many_tasks_do_and_says_so(
     for number in range(3):
         if number == 2:
             threading.Thread(target=open_gate).start()
-        run_task(rollout.runner, rollout.runner.claim(0))
+        run_task(rollout.runner, rollout.runner.claim_task(0))
     assert waiting.is_set()
-    rollout.runner.settle(wait=True)
+    rollout.runner.settle_sends(wait=True)
     engine.close()
     assert rollout.post.to == [0, 1] * 3
     rows = rollout.rows()
@@ -404,7 +404,7 @@ def test_too_many_missing_scores_stop_the_run_after_they_are_sent(
     rollout = Rollout(store.controls(4)[1][2], 2, tmp_path, scorer=nothing)
     rollout.runner._engine._rewards.min_missing_samples = 2
     for stops in (False, True):
-        run_task(rollout.runner, rollout.runner.claim(0))
+        run_task(rollout.runner, rollout.runner.claim_task(0))
         assert rollout.control.stopping == stops
     assert rollout.post.to == [0, 1] * 2
 
@@ -429,17 +429,17 @@ def test_weights_of_the_version_before_go_once_to_who_can_make_its_lost_task(
     lending = Lending(runtime, runner, unused, unused, unused, unused)
     asked: list[int] = []
     seen: list[None] = []
-    see = runner.see
-    trainer.plan_tasks = lambda version: asked.append(version) or queue(spec, version, 1)  # type: ignore[method-assign, assignment]
-    runner.see = lambda: seen.append(None) or see()  # type: ignore[method-assign]
+    see = runner.report_other_ranks
+    trainer.plan_tasks = lambda version: asked.append(version) or version_queue(spec, version, 1)  # type: ignore[method-assign, assignment]
+    runner.report_other_ranks = lambda: seen.append(None) or see()  # type: ignore[method-assign]
     if left != (4,):  # else it was not looked before
-        lending._recall(1)
+        lending._republish_previous(1)
         assert trainer.post.to == [], "nothing came back"
-    dying.runner.claim(0)
+    dying.runner.claim_task(0)
     for rank in {2, 3, 4} - set(left):
         launcher.lose(rank)
-    Claims(StoredClaims(launcher), -1).lose(2, "died", 2)
-    lending._recall(1)
+    Claims(StoredClaims(launcher), -1).return_lost_tasks(2, "died", 2)
+    lending._republish_previous(1)
     sent = [message.meta["version"] for message in trainer.post.messages()]
     assert set(asked) == {0}
     assert len(seen) == 1
@@ -451,9 +451,9 @@ def test_weights_of_the_version_before_go_once_to_who_can_make_its_lost_task(
     assert set(trainer.post.to) == {left[0]}
     for message, tensors in zip(trainer.post.messages()[::2], (before, now), strict=True):
         assert bytes(message.tensors["data"][:12].numpy()) == tensor_bytes(tensors["a"])
-    lending._recall(1)
+    lending._republish_previous(1)
     assert len(trainer.post.to) == 4, "once"
     state.previous = None
     lending._recalled = 0
-    lending._recall(1)
+    lending._republish_previous(1)
     assert len(trainer.post.to) == 4, "there is no version before"

@@ -28,7 +28,7 @@ from digenrl.cluster.vitals import facts as facts_of
 from digenrl.cluster.vitals import facts_key
 from digenrl.cluster.world import World
 from digenrl.extensions.tasks.digits import DigitsPolicy
-from digenrl.schedule import next_fragment, place, queue
+from digenrl.schedule import next_fragment, place_fragment, version_queue
 from digenrl.schedule.order import resumed_queue
 from digenrl.schedule.ranks import Roles
 from digenrl.strategy import disaggregated
@@ -39,7 +39,7 @@ from digenrl.strategy.shared import TrainerState
 from digenrl.strategy.shares import Shares
 from digenrl.strategy.stop_vote import StopVote
 from digenrl.strategy.trainer_step import TrainerStep
-from digenrl.strategy.wiring import _boards
+from digenrl.strategy.wiring import _board_maker
 from digenrl.types import StepGivenUp
 from tests.cluster.test_claims import Store
 from tests.strategy.test_gradients import group
@@ -97,7 +97,7 @@ def test_a_micro_batch_is_told_and_computed_in_the_group_of_its_tokens(
 
     trainer.step.together = together
     batch: Any = object()
-    with trainer.step.train(batch):
+    with trainer.step.train_micro_batch(batch):
         trainer.done.append("forward")
     assert trainer.done == [("begin", batch), "together", "forward", "apart"]
     micro_batches = trainer.runtime.setup.micro_batches_per_update
@@ -109,7 +109,7 @@ def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_updat
 ) -> None:
     trainer = Training(store, tmp_path, Roles(2, 1))
     trainer.state.version, trainer.state.updates_done = 3, 1
-    trainer.inbox.open(3).left_out[0] = "zero_variance"
+    trainer.inbox.open_board(3).left_out[0] = "zero_variance"
     trainer.with_gradients()
     trainer.vote.begin_update = lambda: trainer.done.append("vote")  # type: ignore[method-assign]
     monkeypatch.setattr(torch.distributed, "barrier", lambda: trainer.done.append("barrier"))
@@ -120,19 +120,19 @@ def test_gradients_are_reduced_and_scaled_after_the_last_micro_batch_of_an_updat
     progress, before = trainer.spans.progress, trainer.spans.progress.now()[0].number
     ended: list[str] = []
     trainer.ledger.end_fragment = lambda: ended.append("fragment")  # type: ignore[method-assign]
-    with trainer.step.accumulation():
-        trainer.step.reduce()
+    with trainer.step.accumulate_gradients():
+        trainer.step.reduce_gradients()
     apart = [("synchronise", False), "end", ("synchronise", True)]
     assert (trainer.done, trainer.gradients(), ended) == (apart, {1.0}, [])
     assert progress.now()[0].number > before
-    trainer.step.reduce()
+    trainer.step.reduce_gradients()
     assert ended == ["fragment"]
     assert trainer.done == [*apart, "end", "vote", "barrier"]
     assert trainer.gradients() == {0.5}, "two trainers, of which the group has one"
     trainer.state.updates_done = 0
     trainer.with_gradients()
-    trainer.inbox.open(3).left_out.clear()
-    trainer.step.reduce()
+    trainer.inbox.open_board(3).left_out.clear()
+    trainer.step.reduce_gradients()
     rows = [
         (row["stage"], row["step"], row.get("what", row.get("cause"))) for row in trainer.rows()
     ]
@@ -144,11 +144,11 @@ def test_one_trainer_waits_for_nobody_and_scales_by_what_is_left(
     store: Store, tmp_path: Path
 ) -> None:
     trainer = Training(store, tmp_path)
-    board = trainer.inbox.open(0)
+    board = trainer.inbox.open_board(0)
     board.gradient_scale = lambda update: 3.0 + update  # type: ignore[method-assign]
     trainer.state.updates_done = 1
     trainer.with_gradients()
-    trainer.step.reduce()
+    trainer.step.reduce_gradients()
     assert trainer.gradients() == {4.0}
     assert [row["stage"] for row in trainer.rows()] == ["optimizer"]
 
@@ -157,11 +157,11 @@ def test_a_step_ends_with_its_last_update_and_is_published_and_closed(
     store: Store, tmp_path: Path
 ) -> None:
     trainer = Training(store, tmp_path)
-    trainer.publisher.begin()
-    trainer.ledger.open(None)
-    assert not trainer.step.update()
+    trainer.publisher.publish_first_version()
+    trainer.ledger.open_step(None)
+    assert not trainer.step.count_update()
     assert (trainer.state.version, trainer.state.updates_done) == (0, 1)
-    assert trainer.step.update()
+    assert trainer.step.count_update()
     assert trainer.state.version == 0, "not yet published"
     trainer.step.publish()
     assert (trainer.state.version, trainer.state.updates_done) == (1, 0)
@@ -227,28 +227,28 @@ def test_a_resumed_trainer_has_every_weight_moment_and_average_and_its_own_learn
             )
             with args[3]():
                 noted.append(spans.progress.now()[-1].stage)
-            return super().begin(*args)
+            return super().begin_writing(*args)
 
     before = Checkpoints(old.policy, spans, Noting(), everyone, state)
     path = tmp_path / "checkpoints" / "step-000003"
-    before.wait()
+    before.wait_until_written()
     waits: list[str] = []
     before.writing = cast(Any, SimpleNamespace(result=lambda: waits.append("the one before")))
-    before.begin(old.content(before), path)
+    before.begin_writing(old.content(before), path)
     own = [id(each) for each in old.parameters.values()]
     assert noted == [(path, everyone, own, "checkpoint"), "checkpoint"]
     assert waits == ["the one before"]
-    before.wait()
+    before.wait_until_written()
     assert before.writing is None
     assert "wait checkpoint" in spans.progress._finished
     state.previous = None
-    before.begin(old.content(before), tmp_path / "checkpoints" / "step-000004")
-    before.wait()
+    before.begin_writing(old.content(before), tmp_path / "checkpoints" / "step-000004")
+    before.wait_until_written()
     assert noted[-2][2] == []
 
     after = Checkpoints(new.policy, spans, DirectoryCheckpointIO(), everyone, TrainerState())
     addresses = [parameter.data_ptr() for parameter in new.parameters.values()]
-    found = after.load(path)
+    found = after.load_checkpoint(path)
     assert [parameter.data_ptr() for parameter in new.parameters.values()] == addresses
     for name, parameter in new.parameters.items():
         assert torch.equal(parameter, old.parameters[name])
@@ -283,7 +283,7 @@ def test_what_a_checkpoint_is_read_to_is_a_parameter_or_like_one(
 ) -> None:
     policy = DigitsPolicy()
     spans, unused = Publishing(store, tmp_path).spans, cast(Any, None)
-    room = Checkpoints(policy, spans, unused, unused, TrainerState())._room
+    room = Checkpoints(policy, spans, unused, unused, TrainerState())._tensor_for
     name, parameter = next(iter(policy.adapter.trained_parameters().items()))
     half = torch.float16
     own = room(f"state_dict/policy.transformer.{name}", parameter.shape, half)
@@ -388,12 +388,12 @@ def test_hooks_follow_the_schedule_the_steps_shares_and_where_the_attempt_began(
 ) -> None:
     strategy = Ending(Publishing(store, tmp_path, roles=Roles(2, 1)))
     strategy.state.first_step = 1
-    assert strategy.plan_tasks(0) == resumed_queue(ASYNC, 1) != queue(ASYNC, 0, 1)
-    assert strategy.plan_tasks(1) == queue(ASYNC, 1, 1) != queue(ASYNC, 1, 2)
+    assert strategy.plan_tasks(0) == resumed_queue(ASYNC, 1) != version_queue(ASYNC, 0, 1)
+    assert strategy.plan_tasks(1) == version_queue(ASYNC, 1, 1) != version_queue(ASYNC, 1, 2)
     shares = {4: replace(ASYNC, tsp_shard=True), 5: replace(ASYNC, shares=(1.0, 0.0))}
     strategy.parts = cast(Any, SimpleNamespace(shares=SimpleNamespace(spec_at=shares.get)))
     for step, spec in shares.items():
-        assert strategy.place_timesteps((1,), step) == place(spec, 2, (1,))
+        assert strategy.place_timesteps((1,), step) == place_fragment(spec, 2, (1,))
     assert strategy._timeout == timedelta(seconds=strategy.session.limits.collective_s)
     assert strategy.world_size == 2
 
@@ -447,12 +447,12 @@ def test_what_lightning_and_researchers_ask_for_is_asked_of_the_part_that_does_i
     assert strategy.on_bubble(board, pending) == "rounds"
     assert strategy.block_backward_sync() == "accumulation"
     strategy.save_checkpoint({"a": 1}, "here")
-    DisaggregatedStrategy.saved(strategy)
+    DisaggregatedStrategy.wait_for_checkpoint(strategy)
     assert strategy.load_checkpoint("there") == "load"
     assert strategy.optimizer_state("one") == "optimizer_state"
     strategy._optimizers = cast(Any, ["one"])
     strategy.load_optimizer_state_dict({"b": 2})
-    strategy.begin(cast(Any, SimpleNamespace(current_epoch=5)))
+    strategy.begin_training(cast(Any, SimpleNamespace(current_epoch=5)))
     assert strategy.state.first_step == 5
     assert done == [
         ("rounds", board, pending),
@@ -772,23 +772,23 @@ def test_boards_ask_the_algorithm_for_what_is_left_out(store: Store, tmp_path: P
     setup, rewards = trainer.runtime.setup, {"bright": torch.zeros(2, 2)}
     placed: list[Any] = []
     hooks: Any = SimpleNamespace(place_timesteps=lambda *args: placed.append(args) or ((),))
-    board = _boards(setup, hooks, learner)(3)
+    board = _board_maker(setup, hooks, learner)(3)
     assert board._useful(rewards) == (1.0, rewards, weights)  # type: ignore[misc]
     assert board._teaches(rewards) == (2.0, rewards, weights)  # type: ignore[misc]
     assert board.concerns((1,)) is False
     assert placed == [((1,), 3)]
     assert (board.step, board._rank, board._lockstep, board._neighbours) == (3, 0, False, 1)
-    plain = _boards(replace(setup, spec=replace(ASYNC, skip_zero=False)), hooks, learner)(3)
+    plain = _board_maker(replace(setup, spec=replace(ASYNC, skip_zero=False)), hooks, learner)(3)
     assert (plain._useful, plain._teaches) == (None, None)
     shared = replace(
         setup, world=replace(setup.world, trainers=6), sharding="hsdp", shard_group=2,
         spec=replace(ASYNC, context=3),
     )  # fmt: skip
-    board = _boards(shared, hooks, learner)(0)
+    board = _board_maker(shared, hooks, learner)(0)
     assert (board._lockstep, board._neighbours) == (True, 6)
 
 
 def test_shares_are_the_configured_ones_in_every_step() -> None:
     shares = Shares(SPEC, World(0, 1, 1), cast(Any, None), Path(), timed=True)
     assert shares.spec_at(7) is SPEC
-    assert shares.state(3) == {}
+    assert shares.checkpoint_state(3) == {}

@@ -11,8 +11,8 @@ import torch
 
 from digenrl import config as configuration
 from digenrl.advisor import PlainAdvisor
-from digenrl.schedule import group_tasks, place
-from digenrl.settle import settled
+from digenrl.schedule import group_tasks, place_fragment
+from digenrl.settle import with_allocation
 from digenrl.transport.cells import StepBoard
 from tests.strategy.processes import FP64, Cluster, completed, configured, relative, run_cluster
 from tests.strategy.test_equality import LIGHT
@@ -104,7 +104,7 @@ def test_hunyuans_recipe_trains_8_of_24_samples(tmp_path: Path) -> None:
         "sampling.task_size=4",
         "sampling.steps=4",
     )
-    config = settled(
+    config = with_allocation(
         configuration.load([*words, *more, *group, "sampling.height=32", "sampling.width=32"]),
         1,
         0,
@@ -161,7 +161,7 @@ def test_padding_keeps_neighbours_in_step_and_all_where_gradients_are_reduced(
     """Rank 2 of two pairs has one block of six, the first pair two each."""
     spec = replace(SPEC, tsp_shard=True, shares=(3.0, 3.0, 1.0, 1.0))
     board = StepBoard(
-        spec, lambda f: place(spec, 4, f), 2, 0, {"r": 1.0}, lockstep=True, neighbours=neighbours
+        spec, lambda f: place_fragment(spec, 4, f), 2, 0, {"r": 1.0}, lockstep=True, neighbours=neighbours
     )
     for task in group_tasks(spec, 0, 0):
         board.add(part(task))

@@ -11,11 +11,11 @@ import pytest
 
 from digenrl.cluster.world import World
 from digenrl.record.decisions import DecisionLog
-from digenrl.schedule import place
+from digenrl.schedule import place_fragment
 from digenrl.schedule.ranks import Roles
-from digenrl.schedule.scheduler import header
+from digenrl.schedule.scheduler import record_header
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
-from digenrl.strategy.wiring import wire
+from digenrl.strategy.wiring import wire_parts
 from digenrl.transport.wire import Message, MessageKind
 from tests.cluster.test_claims import Store
 from tests.strategy.test_lending import store
@@ -32,12 +32,12 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     spec = replace(ASYNC, updates_per_batch=2, measured_shares=measured)
     made = Publishing(store, tmp_path, spec, Roles(2, 1))
     hooks: Any = made
-    hooks.place_timesteps = lambda fragment, step: place(spec, 2, fragment)
+    hooks.place_timesteps = lambda fragment, step: place_fragment(spec, 2, fragment)
     expected = {("generate", 2): 7.0, ("train", 1): 3.0}
     setup = replace(made.runtime.setup, sharding=sharding, expected=expected, split_claims=True)
     runtime = replace(made.runtime, setup=setup)
     io, savers = DirectoryCheckpointIO(), cast(Any, object())
-    parts = wire(runtime, io, savers)
+    parts = wire_parts(runtime, io, savers)
     runner, lockstep = parts.runner, sharding == "fsdp"
     assert runner.scheduler.roles == Roles(2, 1, lockstep, True)
     assert runner.scheduler._costs["generate", 2] == 7.0
@@ -58,7 +58,7 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     assert not parts.stop_vote._droppable(), "all weights are trained"
     assert set(parts.inbox._handlers) == {MessageKind.ASK, MessageKind.EVALUATION}
     served: list[int] = []
-    parts.publisher.serve = served.append  # type: ignore[method-assign]
+    parts.publisher.send_to_joined = served.append  # type: ignore[method-assign]
     parts.inbox._handlers[MessageKind.ASK](Message(MessageKind.ASK, {"rank": 5}))
     assert served == [5]
     assert (parts.checkpoints._io, parts.checkpoints._group) == (io, savers)
@@ -66,7 +66,7 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     assert parts.agreement._control is parts.stop_vote._control is runtime.control
     assert parts.inbox._link is runtime.link
     assert len(parts.step) == 2 * setup.micro_batches_per_update
-    assert parts.inbox.open(2).step == 2
+    assert parts.inbox.open_board(2).step == 2
     path = setup.session.run_dir / "decisions" / "rank-000.jsonl"
     assert type(parts.decisions) is DecisionLog
     row = {"decision": "next_move", "args": [], "answer": "train"}
@@ -74,7 +74,7 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
     parts.close()
     first, *_, last = map(json.loads, path.read_text().splitlines())
     assert last == row, "it was in memory"
-    assert first == json.loads(json.dumps(header(spec, runner.scheduler.roles, setup.last_step)))
+    assert first == json.loads(json.dumps(record_header(spec, runner.scheduler.roles, setup.last_step)))
     parts.close()
     # A rank that joins counts as fast as the profile says of the last rollout, until it has measured.
     for stage, known in (("generate", 7.0), ("train", 0.0)):
@@ -82,6 +82,6 @@ def test_every_part_of_a_rank_is_built_of_what_the_run_chose(
             setup, world=World(3, 2, 1), expected={(stage, 2): 7.0}, spec=ASYNC, sharding="ddp"
         )
         assert joins.world.joined
-        found = wire(replace(runtime, setup=joins), io, savers)
+        found = wire_parts(replace(runtime, setup=joins), io, savers)
         assert found.runner._task_seconds == known
         found.close()

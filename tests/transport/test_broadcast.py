@@ -23,7 +23,7 @@ from digenrl.cluster.handshake import Handshake
 from digenrl.cluster.limits import Limits
 from digenrl.cluster.store import StoreClient, StoreServer
 from digenrl.config.errors import ConfigError
-from digenrl.parts import broadcasts
+from digenrl.parts import publishes_by_broadcast
 from digenrl.transport import broadcast
 from digenrl.transport.broadcast import Audience, BroadcastLink
 from digenrl.transport.link import Routes, SocketLink
@@ -276,7 +276,7 @@ def test_auto_broadcasts_between_gpus_alone(
         *words,
     )
     composed = configuration.load(words)
-    assert broadcasts(composed.settings, 1) == chosen
+    assert publishes_by_broadcast(composed.settings, 1) == chosen
 
 
 @pytest.mark.parametrize("usual", [None, "1"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from digenrl.schedule import ScheduleSpec, Task, fragments, group_tasks, place
+from digenrl.schedule import ScheduleSpec, Task, update_fragments, group_tasks, place_fragment
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.timesteps import Block
 from digenrl.transport.cells import Part, StepBoard, owned_positions, pack
@@ -47,7 +47,7 @@ def trajectory(task: Task, reward: float = 0.5, more: bool = False) -> Trajector
 
 def board_of(spec: ScheduleSpec, scores: list[float], **options: Any) -> StepBoard:
     """The board of the first of one trainer, on which group g scores `scores[g]`."""
-    board = StepBoard(spec, lambda f: place(spec, 1, f), 0, 0, {"r": 1.0}, **options)
+    board = StepBoard(spec, lambda f: place_fragment(spec, 1, f), 0, 0, {"r": 1.0}, **options)
     for group, score in enumerate(scores):
         for task in group_tasks(spec, 0, group):
             board.add(Part(pack(trajectory(task, score), (0, 1, 2), CLAIM, 0.5)))
@@ -136,7 +136,7 @@ def test_samples_without_a_gradient_are_told_from_the_rewards_that_count() -> No
     found = {
         (update, block.group): block.numbers
         for update in (0, 1)
-        for fragment in fragments(spec, update)
+        for fragment in update_fragments(spec, update)
         for batch in board.batches(fragment, last=False)
         for block in batch.blocks
         if block.steps.tolist() == [0]

@@ -75,7 +75,7 @@ class Advantage:
                 f"advantage.best_and_worst must be >= 1 or null, got {self.best_and_worst}"
             )
 
-    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def teaching_groups(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return [P] bool: groups in which a normalised reward differs between samples, judged by
         each group's own rewards.
 
@@ -83,7 +83,7 @@ class Advantage:
         """
         scored = [weights[name] * rewards[name].double() for name in sorted(weights)]
         parts = scored if self.combine == "per_reward" else [torch.stack(scored).sum(dim=0)]
-        return ~torch.stack([_constant(part) for part in parts]).all(dim=0)
+        return ~torch.stack([_constant_groups(part) for part in parts]).all(dim=0)
 
     def __call__(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Advantages:
         """rewards: name -> [P, G], NaN = missing; weights: the optimised ones. Raises ValueError on
@@ -102,13 +102,13 @@ class Advantage:
         )
         absent = total.isnan()
         if self.combine == "sum":
-            values = self._normalise(total)
+            values = self._normalise_reward(total)
         else:
             # A sample that lacks one reward has no sum, so its other rewards say nothing about the
             # group either.
             whole = {name: torch.where(absent, total, value) for name, value in scored.items()}
             values = torch.stack(
-                [weights[name] * self._normalise(value) for name, value in whole.items()]
+                [weights[name] * self._normalise_reward(value) for name, value in whole.items()]
             ).sum(dim=0)
             if self.renormalise:
                 values, spread = _batch_centred(torch.where(absent, total, values), self.unbiased)
@@ -119,14 +119,14 @@ class Advantage:
         weight = (
             (~absent).double()
             if self.best_and_worst is None
-            else _select(values, total, self.best_and_worst)
+            else _select_extremes(values, total, self.best_and_worst)
         )
         values = torch.where(absent, torch.zeros_like(values), values)
         if self.clip is not None:
             values = values.clamp(-self.clip, self.clip)
-        return Advantages((values * weight).float(), total, _constant(total), saturated)
+        return Advantages((values * weight).float(), total, _constant_groups(total), saturated)
 
-    def _normalise(self, rewards: Tensor) -> Tensor:
+    def _normalise_reward(self, rewards: Tensor) -> Tensor:
         """Normalise one reward [P, G] by baseline and deviation; 0 where missing and in constant
         groups."""
         present = ~rewards.isnan()
@@ -134,10 +134,10 @@ class Advantage:
         filled = torch.where(present, rewards, torch.zeros_like(rewards))
         mean = filled.sum(dim=1, keepdim=True) / count
         centred = torch.where(present, rewards - mean, torch.zeros_like(rewards))
-        constant = _constant(rewards)[:, None]
+        constant = _constant_groups(rewards)[:, None]
         centred = torch.where(constant, torch.zeros_like(centred), centred)
         group_std = (
-            centred.square().sum(dim=1, keepdim=True) / _freedom(count, self.unbiased)
+            centred.square().sum(dim=1, keepdim=True) / _degrees_of_freedom(count, self.unbiased)
         ).sqrt()
         if self.baseline == "leave_one_out":
             centred = centred * (count / (count - 1).clamp(min=1))
@@ -184,10 +184,10 @@ def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
     count = present.sum()
     mean = torch.where(present, values, torch.zeros_like(values)).sum() / count
     centred = torch.where(present, values - mean, torch.zeros_like(values))
-    return centred, (centred.square().sum() / _freedom(count, unbiased)).sqrt()
+    return centred, (centred.square().sum() / _degrees_of_freedom(count, unbiased)).sqrt()
 
 
-def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
+def _select_extremes(values: Tensor, total: Tensor, k: int) -> Tensor:
     """Return [P, G] weights of `values`: n/(2k) for the k largest and k smallest present entries of
     each group, else 0."""
     present = ~total.isnan()
@@ -199,7 +199,7 @@ def _select(values: Tensor, total: Tensor, k: int) -> Tensor:
     return torch.where(keep, share, torch.zeros_like(share)).double()
 
 
-def _constant(rewards: Tensor) -> Tensor:
+def _constant_groups(rewards: Tensor) -> Tensor:
     """Return [P] bool: every present reward of the group is the same number; False for groups
     without any."""
     present = ~rewards.isnan()
@@ -208,7 +208,7 @@ def _constant(rewards: Tensor) -> Tensor:
     return present.any(dim=1) & (low == high)
 
 
-def _freedom(count: Tensor, unbiased: bool) -> Tensor:
+def _degrees_of_freedom(count: Tensor, unbiased: bool) -> Tensor:
     return (count - int(unbiased)).clamp(min=1)
 
 

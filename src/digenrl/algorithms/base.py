@@ -138,7 +138,7 @@ class PolicyModule(pl.LightningModule):
         return (
             nullcontext()
             if self.ema is None
-            else self.ema.copy.swapped(self.policy.adapter.trained_parameters())
+            else self.ema.copy.swapped_into(self.policy.adapter.trained_parameters())
         )
 
     def evaluated_parameters(self) -> dict[str, Tensor]:
@@ -150,15 +150,15 @@ class PolicyModule(pl.LightningModule):
             for name, own in self.policy.adapter.trained_parameters().items()
         }
 
-    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return [P, G] bool: samples whose cells can have a gradient. rewards as in `TrainBatch`;
         rows of groups that are not complete mean nothing."""
         return torch.ones_like(next(iter(rewards.values())), dtype=torch.bool)
 
-    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def teaching_groups(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return [P] bool: groups whose samples do not all score alike, every group unless
         `rewarded`; arguments as of `useful`."""
-        return self.advantage.teaches(rewards, weights) | (not self.rewarded)
+        return self.advantage.teaching_groups(rewards, weights) | (not self.rewarded)
 
     # ---- one micro-batch
 
@@ -174,7 +174,7 @@ class PolicyModule(pl.LightningModule):
         for block in batch.blocks:
             live = block.weight != 0.0
             of_rows = advantages.values[block.group, list(block.numbers)]
-            losses = self.cell_losses(block if live else _harmless(block), of_rows, batch, live)
+            losses = self.cell_losses(block if live else _zeroed_block(block), of_rows, batch, live)
             total = total + block.weight * losses.sum()
             cells += block.samples * len(block.steps) if live else 0
         self._trains = self._trains or cells > 0
@@ -190,7 +190,7 @@ class PolicyModule(pl.LightningModule):
         """Return the optimizer that the YAML names, such as AdamW, over the trained parameters
         only."""
         optimizer = self._optimizer(list(self.policy.adapter.trained_parameters().values()))
-        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_step_post_hook(self._call_after_update)
         return optimizer
 
     def train(self, mode: bool = True) -> PolicyModule:
@@ -229,7 +229,7 @@ class PolicyModule(pl.LightningModule):
             "update_skipped", torch.tensor(float(not finite), device=self.device), 1.0
         )
         if not finite:
-            self._skip(optimizer, float(norm))
+            self._skip_update(optimizer, float(norm))
             return
         self._skips_in_a_row = 0
         self._meters.update("grad_norm", norm, 1.0)
@@ -255,7 +255,7 @@ class PolicyModule(pl.LightningModule):
             )
         self._reached = True
 
-    def _skip(self, optimizer: Optimizer, norm: float) -> None:
+    def _skip_update(self, optimizer: Optimizer, norm: float) -> None:
         optimizer.zero_grad(set_to_none=True)
         self._skips_in_a_row += 1
         self.skipped_updates += 1
@@ -280,9 +280,9 @@ class PolicyModule(pl.LightningModule):
     def on_train_start(self) -> None:
         """Start the average from the weights that training starts from."""
         if self.ema is not None:
-            self.ema.begin(self.policy.adapter.trained_parameters())
+            self.ema.begin_average(self.policy.adapter.trained_parameters())
 
-    def _stepped(
+    def _call_after_update(
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         """Call `after_update` right after the optimizer, so that a publication that follows sees
@@ -299,7 +299,7 @@ class PolicyModule(pl.LightningModule):
         """Run after every optimizer step. `changed` is False if it was skipped. `batch` is a
         micro-batch of the update."""
         if self.ema is not None and changed:
-            self.ema.update(self.policy.adapter.trained_parameters())
+            self.ema.update_average(self.policy.adapter.trained_parameters())
 
     def on_train_batch_end(self, outputs: object, batch: TrainBatch, batch_idx: int) -> None:
         """After the RL step's last micro-batch, log its metrics: before callbacks read them at the
@@ -308,13 +308,13 @@ class PolicyModule(pl.LightningModule):
             self._log_step(batch)
 
     def _log_step(self, batch: TrainBatch) -> None:
-        advantages, found = self.advantage(batch.rewards, batch.reward_weights), self.collected()
+        advantages, found = self.advantage(batch.rewards, batch.reward_weights), self.collect_metrics()
         for name, value in (found | reward_statistics(advantages, batch.rewards)).items():
             self.log(name, value.to(self.device), on_step=False, on_epoch=True, batch_size=1)
 
-    def collected(self) -> dict[str, Tensor]:
+    def collect_metrics(self) -> dict[str, Tensor]:
         """Return the RL step's metrics, equal on all ranks; empties the meters."""
-        return self._meters.collect()
+        return self._meters.collect_metrics()
 
     # ---- checkpoints: trained parameters, averages, counters
 
@@ -356,7 +356,7 @@ class PolicyModule(pl.LightningModule):
             copy.load_state_dict(saved[name])
 
 
-def _harmless(block: CellBlock) -> CellBlock:
+def _zeroed_block(block: CellBlock) -> CellBlock:
     """Return a block of weight 0 with finite data of the same shapes: it runs the same collectives,
     and 0 * NaN cannot arise."""
     names = ("latents", "next_latents", "log_probs", "final", "means")

@@ -20,7 +20,7 @@ class ParameterCopy:
         self.tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def follow(self, parameters: Mapping[str, nn.Parameter], decay: float = 0.0) -> None:
+    def follow_parameters(self, parameters: Mapping[str, nn.Parameter], decay: float = 0.0) -> None:
         """copy = decay*copy + (1-decay)*parameter; decay 0 is a plain copy. The first call
         copies."""
         if not self.tensors:
@@ -29,11 +29,11 @@ class ParameterCopy:
             if decay == 0.0:
                 self.tensors[name] = parameter.detach().clone()
             else:
-                copy = self._at(name, parameter)
+                copy = self._copy_of(name, parameter)
                 copy.mul_(decay).add_(parameter.detach(), alpha=1.0 - decay)
 
     @contextmanager
-    def swapped(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    def swapped_into(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Give the parameters the copy's values during the body, then restore their own values
         exactly.
 
@@ -49,7 +49,7 @@ class ParameterCopy:
         kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
-                parameter.data.copy_(self._at(name, parameter))
+                parameter.data.copy_(self._copy_of(name, parameter))
             yield
         finally:
             for name, parameter in parameters.items():
@@ -63,7 +63,7 @@ class ParameterCopy:
         """Load the values. They move to their parameter's device on next use."""
         self.tensors = {name: value.clone() for name, value in tensors.items()}
 
-    def _at(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def _copy_of(self, name: str, parameter: nn.Parameter) -> Tensor:
         """Return the copy of one parameter, where the parameter is."""
         self.tensors[name] = copy = self.tensors[name].to(parameter.device)
         return copy
@@ -77,10 +77,10 @@ class BatchStart(ParameterCopy):
         super().__init__()
         self._version: int | None = None
 
-    def keep(self, parameters: Mapping[str, nn.Parameter], version: int) -> None:
+    def keep_start(self, parameters: Mapping[str, nn.Parameter], version: int) -> None:
         """Copy the parameters where this is the first micro-batch of `version`."""
         if version != self._version:
-            self.follow(parameters)
+            self.follow_parameters(parameters)
             self._version = version
 
 
@@ -101,16 +101,16 @@ class Ema:
         self.decay, self.every, self.times, self.steps = decay, every, times, 0
         self.copy = ParameterCopy()
 
-    def begin(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def begin_average(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Start from the parameters before the first optimizer step; nothing after a restart."""
         if not self.copy.tensors:
-            self.copy.follow(parameters)
+            self.copy.follow_parameters(parameters)
 
-    def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def update_average(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Count an optimizer step, and follow the parameters one step before each `every`-th."""
         self.steps += 1
         if (self.steps + 1) % self.every == 0:
-            self.copy.follow(parameters, self.decay_at(self.steps))
+            self.copy.follow_parameters(parameters, self.decay_at(self.steps))
 
     def decay_at(self, steps: int) -> float:
         """min((1+n)/(10+n), decay)^times."""

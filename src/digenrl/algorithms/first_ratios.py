@@ -33,11 +33,11 @@ class FirstRatios:
         self.bound = first_ratio_bound(self._dtype, clip) if bound is None else bound
         self._deviations: list[Tensor] = []
 
-    def keep(self, deviations: Tensor) -> None:
+    def keep_deviations(self, deviations: Tensor) -> None:
         """Take |ratio - 1| of cells, of any shape."""
         self._deviations.append(deviations.flatten().double())
 
-    def largest(self, module: pl.LightningModule) -> float | None:
+    def largest_deviation(self, module: pl.LightningModule) -> float | None:
         """Return the largest deviation of all ranks; None if no rank had a cell. Then no weight
         changes either, and the next update counts as the first. This is a collective.
 
@@ -46,7 +46,7 @@ class FirstRatios:
         """
         # A rank without cells takes part too.
         none = torch.tensor([NOTHING], dtype=torch.float64, device=module.device)
-        deviations = _everyones(module, torch.cat([none, *self._deviations]))
+        deviations = _gather_values(module, torch.cat([none, *self._deviations]))
         deviations, self._deviations = deviations[deviations != NOTHING], []
         if not len(deviations):
             return None
@@ -70,7 +70,7 @@ class FirstRatios:
         return found
 
 
-def _everyones(module: pl.LightningModule, values: Tensor) -> Tensor:
+def _gather_values(module: pl.LightningModule, values: Tensor) -> Tensor:
     """Return the values [n] of all trainers together; n may differ from rank to rank."""
     sizes = torch.as_tensor(
         module.all_gather(torch.tensor(len(values), device=values.device))

@@ -84,12 +84,12 @@ class GRPO(PolicyModule):
         self.kl_kind: KlKind = kl_kind
         self.step_weight: StepWeight = step_weight
         policy.detach_unconditional = detach_uncond
-        self._check(policy)
+        self._check_options(policy)
         self._batch_start = BatchStart()
         clip = self.clip if surrogate.clips else None
         self._first_ratios = FirstRatios(policy.dtype, ratio_bound, clip)
 
-    def _check(self, policy: Policy) -> None:
+    def _check_options(self, policy: Policy) -> None:
         check_kernel(self.sde, self.surrogate)
         if self.kl_weight < 0:
             raise ValueError(f"algorithm.kl_weight must be >= 0, got {self.kl_weight}")
@@ -121,18 +121,18 @@ class GRPO(PolicyModule):
         """Whether rollouts must store their means, with which GRPO-Guard and Flow-DPPO compare."""
         return self.surrogate.needs_means
 
-    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return which samples can have a gradient. Without a KL term, samples of advantage 0 have
         none."""
         if self.kl_weight > 0:
-            return super().useful(rewards, weights)
+            return super().useful_samples(rewards, weights)
         return self.advantage(rewards, weights).values != 0
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """Return the micro-batch's loss; keep the weights at the start of a logical batch if the
         surrogate needs them."""
         if self.surrogate.needs_proximal and self.updates_per_batch > 1:
-            self._batch_start.keep(self.policy.adapter.trained_parameters(), batch.version)
+            self._batch_start.keep_start(self.policy.adapter.trained_parameters(), batch.version)
         return super().training_step(batch, batch_idx)
 
     def cell_losses(
@@ -145,7 +145,7 @@ class GRPO(PolicyModule):
                 "keep_means=True"
             )
         staleness = batch.version - block.version
-        proximal = self._proximal(block, batch)
+        proximal = self._proximal_log_probs(block, batch)
         reference = None
         if self.kl_weight > 0:
             with torch.no_grad(), self.policy.adapter.reference():
@@ -165,7 +165,7 @@ class GRPO(PolicyModule):
         weight, kl_weight = self._step_weights(block, new)
         losses = weight * self.surrogate.loss(cells)
         if reference is not None:
-            kl = self._kl(new, reference)
+            kl = self._kl_per_cell(new, reference)
             losses = losses + self.kl_weight * kl_weight * kl
             self._meters.update("kl", kl.sum() * live, kl.numel() * live)
         with torch.no_grad():
@@ -186,15 +186,15 @@ class GRPO(PolicyModule):
             return rectified_weight(self.sde, block.sigmas, block.steps), 1.0
         return 1.0, 1.0
 
-    def _proximal(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
+    def _proximal_log_probs(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
         """Return [b, K] log-probs under the weights at the beginning of the logical batch; None
         where these are the present ones."""
         if not self.surrogate.needs_proximal or batch.update == 0:
             return None
-        with torch.no_grad(), self._batch_start.swapped(self.policy.adapter.trained_parameters()):
+        with torch.no_grad(), self._batch_start.swapped_into(self.policy.adapter.trained_parameters()):
             return replay(self.policy, block, self.sde).log_prob
 
-    def _kl(self, new: ReplayedTransitions, reference: Tensor) -> Tensor:
+    def _kl_per_cell(self, new: ReplayedTransitions, reference: Tensor) -> Tensor:
         if self.kl_kind == "gaussian":
             return gaussian_kl(new.mean, reference, new.scale)
         if self.kl_kind == "h_free":
@@ -205,7 +205,7 @@ class GRPO(PolicyModule):
         ratio = cells.ratio
         deviations = (ratio - 1.0).abs()
         deviation = deviations.amax()
-        clipped = self.surrogate.cut(cells).sum() * live
+        clipped = self.surrogate.bounded_cells(cells).sum() * live
         self._meters.update("clip_fraction", clipped, ratio.numel() * live)
         if self.sde.gaussian:
             joint = (cells.log_prob - cells.old_log_prob).double() * math.prod(
@@ -214,7 +214,7 @@ class GRPO(PolicyModule):
             joint = joint.clamp(max=MOST_LOG_RATIO).exp()
             self._meters.update(JOINT, joint.sum() * live, ratio.numel() * live)
             self._meters.update(JOINT_SQUARE, joint.square().sum() * live, ratio.numel() * live)
-        self._meters.peak("ratio_max_dev", deviation, float(live))
+        self._meters.update_peak("ratio_max_dev", deviation, float(live))
         # Before the step's first update the weights are those that made the samples of age 0.
         first = self.surrogate.clips and live and staleness == 0 and update == 0
         self._meters.update("clip_fraction/first", clipped * first, ratio.numel() * first)
@@ -222,15 +222,15 @@ class GRPO(PolicyModule):
             here = live and staleness == age
             self._meters.update(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)
             self._meters.update(f"ratio/stale_{age}", ratio.sum() * here, ratio.numel() * here)
-            self._meters.peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
+            self._meters.update_peak(f"ratio_max_dev/stale_{age}", deviation, float(here))
         if self.first_ratio_max_dev is None and live:
-            self._first_ratios.keep(deviations)
+            self._first_ratios.keep_deviations(deviations)
 
-    def collected(self) -> dict[str, Tensor]:
+    def collect_metrics(self) -> dict[str, Tensor]:
         """Return the metrics with `effective_samples`: mean(r)^2 / mean(r^2) of the cells' joint
         ratios (Kish 1965). A value of 1 says that all cells count alike, 1/n that one of n counts.
         """
-        found = super().collected()
+        found = super().collect_metrics()
         if JOINT in found:
             found["effective_samples"] = found.pop(JOINT) ** 2 / found.pop(JOINT_SQUARE)
         return found
@@ -252,7 +252,7 @@ class GRPO(PolicyModule):
         """Clip the gradients. Before the run's first optimizer step, also check the ratios of all
         ranks."""
         if self.first_ratio_max_dev is None:
-            self.first_ratio_max_dev = self._first_ratios.largest(self)
+            self.first_ratio_max_dev = self._first_ratios.largest_deviation(self)
         super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 

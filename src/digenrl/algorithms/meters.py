@@ -38,7 +38,7 @@ class Meters(Metric):
         known, counted = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (total.detach().double() + known, count + counted)
 
-    def peak(self, name: str, value: Tensor, count: float) -> None:
+    def update_peak(self, name: str, value: Tensor, count: float) -> None:
         """Add a `value` (>= 0); the metric is the largest value that came with a count above 0."""
         known = self._peaks.get(name, torch.full_like(value, NOTHING, dtype=torch.float64))
         self._peaks[name] = torch.maximum(known, value.detach().double()) if count > 0 else known
@@ -50,9 +50,9 @@ class Meters(Metric):
         peaks = zip(sorted(self._peaks), self.peaks, strict=True)
         return found | {name: value.float() for name, value in peaks if value > NOTHING}
 
-    def collect(self) -> dict[str, Tensor]:
+    def collect_metrics(self) -> dict[str, Tensor]:
         """Return `compute` over all ranks, equal on all of them. Empties the meters."""
-        self._agree()
+        self._agree_on_names()
         if not self._sums:
             return {}
         totals = torch.stack([self._sums[name][0] for name in sorted(self._sums)])
@@ -66,7 +66,7 @@ class Meters(Metric):
         self.reset()
         return found
 
-    def _agree(self) -> None:
+    def _agree_on_names(self) -> None:
         """Give every rank the names of all ranks, with a count of zero for names that it lacks."""
         if not self.distributed_available_fn():
             return

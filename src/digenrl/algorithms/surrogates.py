@@ -65,7 +65,7 @@ class Surrogate(ABC):
     def loss(self, cells: Cells) -> Tensor:
         """Return [b, K], to be summed; its gradient is the update."""
 
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells whose gradient or weight the surrogate bounds or drops
         (`clip_fraction`); here none."""
         return torch.zeros_like(cells.log_prob, dtype=torch.bool)
@@ -80,6 +80,6 @@ class Clipped(Surrogate):
         """See `objectives.clipped_surrogate`."""
         return clipped_surrogate(cells.ratio, cells.advantages, *cells.clip)
 
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells at which the clip binds."""
         return clip_binds(cells.ratio, cells.advantages, *cells.clip)

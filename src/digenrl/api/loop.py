@@ -30,9 +30,9 @@ from digenrl.models.policy import Policy
 from digenrl.parts import schedule_spec
 from digenrl.rewards.suite import RewardSuite
 from digenrl.run import engine_of
-from digenrl.schedule import fragments, group_tasks, place
+from digenrl.schedule import update_fragments, group_tasks, place_fragment
 from digenrl.schedule.claims import Claim
-from digenrl.settle import settled, with_task_size
+from digenrl.settle import with_allocation, with_task_size
 from digenrl.strategy import gradients
 from digenrl.transport.cells import Part, StepBoard, pack
 from digenrl.types import Trajectory
@@ -68,7 +68,7 @@ def rl_loop(*words: str) -> Loop:
     try:
         advisor = choose_advisor()
         sized = with_task_size(composed, advisor)
-        return Loop(settled(sized, trainers=1, rollouts=0, advisor=advisor).settings)
+        return Loop(with_allocation(sized, trainers=1, rollouts=0, advisor=advisor).settings)
     except ValueError as error:
         cause, _, remedy = str(error).partition(": ")
         advice = "use hardware.build=tiny, a profile with a larger GPU, or smaller media."
@@ -83,7 +83,7 @@ class Loop:
         """config: settled, of one rank that generates and trains. The policy is on a GPU where
         there is one."""
         torch.manual_seed(settings.seed)
-        devices.take(0)
+        devices.take_gpu(0)
         self.step = 0
         """RL steps done, which is the version of the weights."""
         self.policy: Policy = settings.build("model")
@@ -91,9 +91,9 @@ class Loop:
         self.module: PolicyModule = settings.build("algorithm", policy=self.policy)
         # It stands for the Trainer, and the module keeps it by a weak reference alone.
         # A strategy that names the device: for a kind that it does not know, Fabric takes the CPU.
-        alone = SingleDeviceStrategy(accelerator.current())
+        alone = SingleDeviceStrategy(accelerator.current_device())
         self.fabric = self.module.fabric = Fabric(
-            accelerator=devices.lightning(), strategy=alone, devices=1
+            accelerator=devices.lightning_accelerator(), strategy=alone, devices=1
         )
         self.module.to(self.fabric.device)
         self.engine = engine_of(settings, self.module, self.rewards)
@@ -101,25 +101,25 @@ class Loop:
         self.rewards.check_prompts(self.data.prompts)
         self.optimizer = self.module.configure_optimizers()
         self._spec = schedule_spec(
-            settings, self.module.train_steps.count(settings.sampling.steps), trainers=1, rollouts=0
+            settings, self.module.train_steps.count_trained(settings.sampling.steps), trainers=1, rollouts=0
         )
         self.module.on_train_start()
 
     def generate(self) -> tuple[Trajectory, ...]:
         """The tasks of this RL step, scored, group by group; as many groups as `data.oversample`
         asks for."""
-        board, made = self._board(), []
+        board, made = self._empty_board(), []
         prompts = self.data.sampler.batch(self.step)
         with self.module.rollout_weights():
             for group, prompt in enumerate(prompts):
                 for task in group_tasks(self._spec, self.step, group):
-                    generation = self.engine.begin(task, prompt)
+                    generation = self.engine.begin_task(task, prompt)
                     while self.engine.steps_left(generation):
-                        generation = self.engine.advance(generation)
+                        generation = self.engine.take_step(generation)
                     made.append(
                         self.engine.score(generation, self.engine.decode(generation)).result()
                     )
-                    _add(board, made[-1])
+                    _add_trajectory(board, made[-1])
         self.rewards.check_missing()
         return tuple(made)
 
@@ -130,12 +130,12 @@ class Loop:
         Raises:
             ValueError: tasks of the step are missing.
         """
-        board = self._board()
+        board = self._empty_board()
         for trajectory in trajectories:
-            _add(board, trajectory)
+            _add_trajectory(board, trajectory)
         for update in range(self._spec.updates_per_batch):
             self.optimizer.zero_grad(set_to_none=True)
-            for fragment in fragments(self._spec, update):
+            for fragment in update_fragments(self._spec, update):
                 if not board.is_complete(fragment):
                     missing = sorted(set(self._spec.groups_of(fragment)) - set(board.completed))
                     raise ValueError(
@@ -145,14 +145,14 @@ class Loop:
                 for batch in board.batches(fragment):
                     latest = batch.to(self.policy.device)
                     self.module.training_step(latest, 0).backward()
-            gradients.scale(
+            gradients.scale_grads(
                 self.policy.adapter.trained_parameters().values(), board.gradient_scale(update)
             )
             self.module.configure_gradient_clipping(self.optimizer)
             self.optimizer.step()
         self.step += 1
         advantages = self.module.advantage(latest.rewards, latest.reward_weights)
-        found = self.module.collected() | reward_statistics(advantages, latest.rewards)
+        found = self.module.collect_metrics() | reward_statistics(advantages, latest.rewards)
         return {name: float(value) for name, value in found.items()}
 
     def close(self) -> None:
@@ -160,20 +160,20 @@ class Loop:
         self.engine.close()
         self.rewards.close()
 
-    def _board(self) -> StepBoard:
+    def _empty_board(self) -> StepBoard:
         spec, weights, module = self._spec, self.engine.reward_weights, self.module
         return StepBoard(
             spec,
-            lambda fragment: place(spec, 1, fragment),
+            lambda fragment: place_fragment(spec, 1, fragment),
             rank=0,
             step=self.step,
             reward_weights=weights,
-            useful=(lambda rewards: module.useful(rewards, weights)) if spec.skip_zero else None,
-            teaches=(lambda rewards: module.teaches(rewards, weights)) if spec.selects else None,
+            useful=(lambda rewards: module.useful_samples(rewards, weights)) if spec.skip_zero else None,
+            teaches=(lambda rewards: module.teaching_groups(rewards, weights)) if spec.selects else None,
         )
 
 
-def _add(board: StepBoard, trajectory: Trajectory) -> None:
+def _add_trajectory(board: StepBoard, trajectory: Trajectory) -> None:
     """Put a task on the board as if it had come from another rank."""
     claim = Claim(trajectory.index, rank=0, attempt=0)
     board.add(Part(pack(trajectory, range(len(trajectory.steps)), claim, seconds=0.0)))

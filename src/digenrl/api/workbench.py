@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from digenrl.cli.extensions import plan_of
-from digenrl.earlier_run import changed_run, last_checkpoint, restore
+from digenrl.earlier_run import changed_run, last_checkpoint, restore_module
 from digenrl.record.run_dir import Row
 from digenrl.report.pictures import Samples, read_samples, sample_files
 from digenrl.report.read_run import Run, read_run
@@ -77,12 +77,12 @@ class LoadedRun:
     def metrics(self) -> dict[str, list[object]]:
         """Column -> value of every RL step, None where a step has none:
         `pandas.DataFrame(run.metrics)` takes it."""
-        return _columns(self.run.steps)
+        return _columns_of(self.run.steps)
 
     @cached_property
     def evals(self) -> dict[str, list[object]]:
         """The same of every evaluation."""
-        return _columns(self.run.evals)
+        return _columns_of(self.run.evals)
 
     @cached_property
     def samples(self) -> tuple[Samples, ...]:
@@ -160,9 +160,9 @@ def sample(
 
     policy = composed.settings.build("model")
     module = composed.settings.build("algorithm", policy=policy)
-    module.to(accelerator.kind())
+    module.to(accelerator.device_kind())
     if checkpoint is not None:
-        restore(module, checkpoint)
+        restore_module(module, checkpoint)
     asked = as_prompts(prompts)
     with nullcontext() if checkpoint is None else module.averaged():
         media = ode_samples(
@@ -255,6 +255,6 @@ def as_prompts(prompts: str | Prompt | Sequence[str | Prompt]) -> list[Prompt]:
     return [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[object]]:
+def _columns_of(rows: Sequence[Row]) -> dict[str, list[object]]:
     names = dict.fromkeys(key for row in rows for key in row)
     return {name: [row.get(name) for row in rows] for name in names}

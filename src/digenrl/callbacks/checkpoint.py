@@ -52,7 +52,7 @@ class Checkpoint(pl.Callback):
             raise ValueError(f"callbacks.checkpoint.on_error = {on_error!r}: use stop or continue.")
         if retry_s < 0.0:
             raise ValueError(f"callbacks.checkpoint.retry_s = {retry_s}: use 0 or more seconds.")
-        self._every, self._on_error, self._pauses = every, on_error, _pauses(retry_s)
+        self._every, self._on_error, self._pauses = every, on_error, _retry_pauses(retry_s)
         self._finished, self._begun, self._saved = 0, 0, 0
         """RL steps that are finished, RL steps in the newest checkpoint that was begun, and in the
         newest that is whole."""
@@ -77,7 +77,7 @@ class Checkpoint(pl.Callback):
             and self._finished > self._saved
             and strategy.engine.policy.adapter.lora is not None
         ):
-            dumped = _dump(trainer)
+            dumped = _dump_checkpoint(trainer)
             kept = {name: dumped[name] for name in ("state_dict", "optimizer_states", "algorithm")}
             self._weights = tree_map(
                 lambda leaf: leaf.to("cpu", copy=True) if torch.is_tensor(leaf) else leaf, kept
@@ -88,63 +88,63 @@ class Checkpoint(pl.Callback):
     ) -> None:
         if not isinstance(exception, StepGivenUp):
             return
-        self._settle(trainer)
+        self._settle_writing(trainer)
         version = trainer.strategy.state.version  # type: ignore[attr-defined]
         if version > self._finished:  # the evaluation after that step was given up
-            self._begin(trainer, version, trainer.save_checkpoint)
+            self._begin_writing(trainer, version, trainer.save_checkpoint)
         elif self._finished > self._saved:
-            self._begin(trainer, self._finished, partial(self._save_finished, trainer))
-        self._settle(trainer, last=True)
+            self._begin_writing(trainer, self._finished, partial(self._save_finished, trainer))
+        self._settle_writing(trainer, last=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         step = trainer.current_epoch + 1
         self._finished, self._weights = step, {}
         due = step % self._every == 0 or step == trainer.max_epochs or trainer.should_stop
-        if due or self._written(trainer):
-            self._settle(trainer)
+        if due or self._writing_ended(trainer):
+            self._settle_writing(trainer)
         last = step == trainer.max_epochs or trainer.should_stop
         if due or last:
-            self._begin(trainer, step, trainer.save_checkpoint)
+            self._begin_writing(trainer, step, trainer.save_checkpoint)
         if last:
-            self._settle(trainer, last=True)
+            self._settle_writing(trainer, last=True)
         if self._saved < step:
             self._progress = {
                 "epoch": trainer.current_epoch,
                 "global_step": trainer.global_step,
                 "loops": deepcopy(trainer._checkpoint_connector._get_loops_state_dict()),
-                KEY: _own(trainer),
+                KEY: _strategy_state(trainer),
             }
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # A callback may have ended the run after this one had looked: EarlyStopping comes last.
         if self._begun < self._finished:
-            self._settle(trainer)
-            self._begin(trainer, self._finished, partial(self._save_finished, trainer))
-        self._settle(trainer, last=True)
+            self._settle_writing(trainer)
+            self._begin_writing(trainer, self._finished, partial(self._save_finished, trainer))
+        self._settle_writing(trainer, last=True)
 
     def _save_finished(self, trainer: pl.Trainer, path: Path) -> None:
         """Write the checkpoint of the last finished step, from the middle of the next one."""
-        trainer.strategy.save_checkpoint(_dump(trainer) | self._progress | self._weights, path)
+        trainer.strategy.save_checkpoint(_dump_checkpoint(trainer) | self._progress | self._weights, path)
 
-    def _begin(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None]) -> None:
+    def _begin_writing(self, trainer: pl.Trainer, step: int, write: Callable[[Path], None]) -> None:
         path = Path(trainer.default_root_dir) / "checkpoints" / f"step-{step:06d}"
         write(path)
         self._begun, self._writing = step, (step, path, write)
 
-    def _written(self, trainer: pl.Trainer) -> bool:
+    def _writing_ended(self, trainer: pl.Trainer) -> bool:
         """Return whether the checkpoint in progress is complete or has failed on every trainer."""
         strategy: Any = trainer.strategy
         writing = strategy.parts.checkpoints.writing
         here = writing is None or writing.future.done()
         return self._writing is not None and strategy.reduce_boolean_decision(here, all=True)
 
-    def _settle(self, trainer: pl.Trainer, last: bool = False) -> None:
+    def _settle_writing(self, trainer: pl.Trainer, last: bool = False) -> None:
         """Wait for the checkpoint in progress. The last checkpoint of a run is tried again when it
         fails."""
         if self._writing is None:
             return
         (step, path, write), self._writing = self._writing, None
-        cause = _failure(trainer, path)
+        cause = _failure_cause(trainer, path)
         if cause is not None:
             if trainer.is_global_zero:
                 facts = {"rl_step": step, "cause": cause}
@@ -153,7 +153,7 @@ class Checkpoint(pl.Callback):
             for pause in self._pauses if last else ():
                 time.sleep(pause)
                 write(path)
-                if (cause := _failure(trainer, path)) is None:
+                if (cause := _failure_cause(trainer, path)) is None:
                     break
         if cause is None:
             self._saved = step
@@ -170,7 +170,7 @@ class Checkpoint(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
     ) -> None:
-        checkpoint[KEY] = _own(trainer)
+        checkpoint[KEY] = _strategy_state(trainer)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -180,7 +180,7 @@ class Checkpoint(pl.Callback):
         trainer.strategy.parts.shares.load(checkpoint[KEY].get("shares", {}))  # type: ignore[attr-defined]
 
 
-def _pauses(seconds: float) -> list[float]:
+def _retry_pauses(seconds: float) -> list[float]:
     """Return the pauses between tries, at most `seconds` in all. Each doubles the pause before, up
     to a minute."""
     pauses: list[float] = []
@@ -189,17 +189,17 @@ def _pauses(seconds: float) -> list[float]:
     return pauses
 
 
-def _failure(trainer: pl.Trainer, path: Path) -> str | None:
+def _failure_cause(trainer: pl.Trainer, path: Path) -> str | None:
     """Wait for the checkpoint in progress; return why it could not be written, or None if it was
     written."""
     try:
         trainer.strategy.saved()  # type: ignore[attr-defined]
     except OSError as error:
-        return _told(path, error)
+        return _failure_message(path, error)
     return None
 
 
-def _told(path: Path, error: OSError) -> str:
+def _failure_message(path: Path, error: OSError) -> str:
     """Return a sentence about a failed checkpoint: the cause, the free space, and the checkpoints
     that remain."""
     newest = path.with_name("last")
@@ -212,7 +212,7 @@ def _told(path: Path, error: OSError) -> str:
     return f"checkpoint {path.name} could not be written to {path.parent}: {cause}; {older}"
 
 
-def _own(trainer: pl.Trainer) -> dict[str, object]:
+def _strategy_state(trainer: pl.Trainer) -> dict[str, object]:
     strategy: Any = trainer.strategy
     return {
         "rng": torch.get_rng_state(),
@@ -222,7 +222,7 @@ def _own(trainer: pl.Trainer) -> dict[str, object]:
     }
 
 
-def _dump(trainer: pl.Trainer) -> dict[str, object]:
+def _dump_checkpoint(trainer: pl.Trainer) -> dict[str, object]:
     """Return the checkpoint of this moment. This is a collective of the trainers if weights are
     sharded."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger
 from numpy.typing import NDArray
 from torch import Tensor
 
-from digenrl.callbacks.picture_alarms import Looks, destroyed, looks_of, of_pictures
+from digenrl.callbacks.picture_alarms import Looks, destroyed_warning, looks_of, of_pictures
 from digenrl.data import load_prompts
 from digenrl.images import sources as image_sources
 from digenrl.record.run_dir import (
@@ -37,7 +37,7 @@ from digenrl.record.run_dir import (
 from digenrl.report.page.logged import logged
 from digenrl.report.read_run import JsonlTail
 from digenrl.rollout.engine import RolloutEngine
-from digenrl.rollout.evaluation import FixedSamples, Pictures, joined
+from digenrl.rollout.evaluation import FixedSamples, Pictures, join_pictures
 from digenrl.types import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ GATHERED_BYTES = 64 << 20
 """Most bytes of each trainer's pictures that are on the GPUs at once while trainer 0 gathers."""
 
 
-def measure(
+def eval_numbers(
     pictures: Pictures,
     weights: Mapping[str, float],
     statistics: Sequence[Statistic] = (),
@@ -228,35 +228,35 @@ class Evaluation(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begun = began = trainer.current_epoch
         if began == 0 or (
-            self._due(began)
-            and trainer.strategy.reduce_boolean_decision(_lacks(trainer, began), False)
+            self._is_due(began)
+            and trainer.strategy.reduce_boolean_decision(_lacks_evaluation(trainer, began), False)
         ):
-            self._begin(trainer, pl_module, began)
+            self._begin_evaluation(trainer, pl_module, began)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         finished = trainer.current_epoch + 1
         last = finished == trainer.max_epochs
-        if last or self._due(finished):
-            self._begin(trainer, pl_module, finished)
+        if last or self._is_due(finished):
+            self._begin_evaluation(trainer, pl_module, finished)
         if last or trainer.should_stop:  # no update follows; a checkpoint does
-            self._finish(trainer)
+            self._finish_evaluation(trainer)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: object
     ) -> None:
-        self._finish(trainer)
+        self._finish_evaluation(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._finish(trainer)  # a stop that was asked for after the step had ended
+        self._finish_evaluation(trainer)  # a stop that was asked for after the step had ended
         # A stop by a signal leaves no time for it.
         if self._begun < trainer.current_epoch and not _stop_was_asked_for(trainer):
-            self._begin(trainer, pl_module, trainer.current_epoch)
-            self._finish(trainer)
+            self._begin_evaluation(trainer, pl_module, trainer.current_epoch)
+            self._finish_evaluation(trainer)
 
-    def _due(self, rl_step: int) -> bool:
+    def _is_due(self, rl_step: int) -> bool:
         return self.every > 0 and rl_step % self.every == 0
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
+    def _begin_evaluation(self, trainer: pl.Trainer, pl_module: pl.LightningModule, rl_step: int) -> None:
         """Let rollouts evaluate the present weights, or evaluate them here."""
         self._begun, self._begun_at = rl_step, time.monotonic()
         evaluations: Any = getattr(getattr(trainer.strategy, "parts", None), "evaluations", None)
@@ -264,29 +264,29 @@ class Evaluation(pl.Callback):
             evaluations.open(rl_step)
             self._open = rl_step
         else:
-            self._assemble(trainer, rl_step, None)
+            self._assemble_evaluation(trainer, rl_step, None)
 
-    def _finish(self, trainer: pl.Trainer) -> None:
+    def _finish_evaluation(self, trainer: pl.Trainer) -> None:
         """Wait for the evaluation in progress, if there is one. All trainers still hold the weights
         that it evaluates."""
         if self._open is not None:
             rl_step, self._open = self._open, None
-            trainer.strategy.parts.evaluations.finish(partial(self._assemble, trainer, rl_step))  # type: ignore[attr-defined]
+            trainer.strategy.parts.evaluations.finish(partial(self._assemble_evaluation, trainer, rl_step))  # type: ignore[attr-defined]
 
-    def _assemble(
+    def _assemble_evaluation(
         self, trainer: pl.Trainer, rl_step: int, pieces: Mapping[int, Pictures] | None
     ) -> None:
         """Write the evaluation of `pieces` on trainer 0. None: trainers make the pieces first."""
-        engine = _engine(trainer)
-        with _marked(trainer, "span", "eval", step=rl_step):
-            own = self._sampled(trainer, rl_step) if pieces is None else None
+        engine = _engine_of(trainer)
+        with _mark_timeline(trainer, "span", "eval", step=rl_step):
+            own = self._sample_together(trainer, rl_step) if pieces is None else None
             if not trainer.is_global_zero:
                 return
-            pictures = own or joined([piece for _, piece in sorted((pieces or {}).items())])
-            numbers = self.measure(engine, pictures)
-        self._tell(trainer, rl_step, pictures, numbers)
+            pictures = own or join_pictures([piece for _, piece in sorted((pieces or {}).items())])
+            numbers = self.measure_pictures(engine, pictures)
+        self._report_evaluation(trainer, rl_step, pictures, numbers)
 
-    def _sampled(self, trainer: pl.Trainer, rl_step: int) -> Pictures:
+    def _sample_together(self, trainer: pl.Trainer, rl_step: int) -> Pictures:
         """Sample all prompts with all trainers together, and return the pictures on trainer 0."""
         parts: Any = getattr(trainer.strategy, "parts", None)
         begin = (lambda: None) if parts is None else parts.stop_vote.begin
@@ -294,11 +294,11 @@ class Evaluation(pl.Callback):
             trainer.lightning_module, "averaged", nullcontext
         )():  # the moving average, where there is one
             share = trainer.global_rank, trainer.world_size
-            local = self.sample(_engine(trainer), *share, begin, noise=rl_step == 0)
+            local = self.sample_share(_engine_of(trainer), *share, begin, noise=rl_step == 0)
         begin()
-        return self._gather(trainer, local)
+        return self._gather_pictures(trainer, local)
 
-    def _tell(
+    def _report_evaluation(
         self,
         trainer: pl.Trainer,
         rl_step: int,
@@ -306,7 +306,7 @@ class Evaluation(pl.Callback):
         numbers: Mapping[str, float],
     ) -> None:
         """Write and log an evaluation."""
-        run_dir, weights = Path(trainer.default_root_dir), _engine(trainer).reward_weights
+        run_dir, weights = Path(trainer.default_root_dir), _engine_of(trainer).reward_weights
         samples = run_dir / SAMPLES / f"eval-{rl_step}.npz"
         try:
             save_pictures(samples, pictures, self.saved_per_prompt)
@@ -317,10 +317,10 @@ class Evaluation(pl.Callback):
         )
         taken = {"rl_step": rl_step, "seconds": time.monotonic() - self._begun_at}
         append_event(run_dir, EVALUATED, taken)
-        if (told := destroyed(numbers.get("noisy_detail"))) is not None:
+        if (told := destroyed_warning(numbers.get("noisy_detail"))) is not None:
             _LOG.warning(told)
         self._raise_alarms(run_dir, rl_step, pictures, weights)
-        show = self._showing(pictures, weights)
+        show = self._pictures_to_show(pictures, weights)
         for logger in trainer.loggers:
             logger.log_metrics(
                 {f"eval/{name}": value for name, value in numbers.items()}, step=trainer.global_step
@@ -329,7 +329,7 @@ class Evaluation(pl.Callback):
                 log_pictures = getattr(logger, "log_pictures", partial(_show_at_once, logger))
                 log_pictures(show, trainer.global_step)
 
-    def _showing(
+    def _pictures_to_show(
         self, pictures: Pictures, weights: Mapping[str, float]
     ) -> Callable[[Logger, int], None] | None:
         """Return what gives the pictures to a logger; None where nothing shows them."""
@@ -352,7 +352,7 @@ class Evaluation(pl.Callback):
                 append_event(run_dir, "alarm", {"rl_step": rl_step, **asdict(alarm)})
         self._first = self._first or looks
 
-    def sample(
+    def sample_share(
         self,
         engine: RolloutEngine,
         rank: int = 0,
@@ -367,25 +367,25 @@ class Evaluation(pl.Callback):
         # A rank without a piece of its own repeats one: sharded weights need the same forwards
         # everywhere.
         mine = [(rank * share + i) % pieces for i in range(share)]
-        return self.drawn.draw(engine, mine, before_step, noise)
+        return self.drawn.draw_pieces(engine, mine, before_step, noise)
 
-    def measure(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
+    def measure_pictures(self, engine: RolloutEngine, pictures: Pictures) -> dict[str, float]:
         """Return the numbers of an eval line; see the function `measure`."""
-        return measure(pictures, engine.reward_weights, self.statistics)
+        return eval_numbers(pictures, engine.reward_weights, self.statistics)
 
-    def _gather(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
+    def _gather_pictures(self, trainer: pl.Trainer, local: Pictures) -> Pictures:
         """Return the pictures of all ranks on trainer 0, and its own on each other. Repeated
         pictures come last and are cut off."""
         drawn = self.drawn
         rows = len(drawn.prompts) * drawn.per_prompt
         return Pictures(
-            media=_gathered(trainer, local.media)[:rows],
+            media=_gather_rows(trainer, local.media)[:rows],
             prompts=tuple(prompt for prompt in drawn.prompts for _ in range(drawn.per_prompt)),
             rewards={
-                name: _gathered(trainer, scores)[:rows] for name, scores in local.rewards.items()
+                name: _gather_rows(trainer, scores)[:rows] for name, scores in local.rewards.items()
             },
-            kl=_gathered(trainer, local.kl)[:rows],
-            noisy=_gathered(trainer, local.noisy)[:rows],
+            kl=_gather_rows(trainer, local.kl)[:rows],
+            noisy=_gather_rows(trainer, local.noisy)[:rows],
         )
 
 
@@ -394,7 +394,7 @@ def _show_at_once(logger: Logger, show: Callable[[Logger, int], None], step: int
     show(logger, step)
 
 
-def _engine(trainer: pl.Trainer) -> RolloutEngine:
+def _engine_of(trainer: pl.Trainer) -> RolloutEngine:
     engine = getattr(trainer.strategy, "engine", None)
     if not isinstance(engine, RolloutEngine):
         raise TypeError(
@@ -404,7 +404,7 @@ def _engine(trainer: pl.Trainer) -> RolloutEngine:
     return engine
 
 
-def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
+def _lacks_evaluation(trainer: pl.Trainer, rl_step: int) -> bool:
     """Return whether the run was resumed before the evaluation of `rl_step` was written, as trainer
     0 sees it."""
     path = Path(trainer.default_root_dir) / METRICS
@@ -414,14 +414,14 @@ def _lacks(trainer: pl.Trainer, rl_step: int) -> bool:
     return not any(row.get("kind") == "eval" and row.get("rl_step") == rl_step for row in rows)
 
 
-def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
+def _gather_rows(trainer: pl.Trainer, local: Tensor) -> Tensor:
     """Gather [n, ...] of each rank to [ranks * n, ...] on the CPU, in rank order, for trainer 0;
     the others keep their own. A collective of the trainers, in parts, because the GPUs have little
     room beside what they train."""
     if trainer.world_size == 1:
         return local
     strategy, parts = trainer.strategy, list[Tensor]()
-    with _marked(trainer, "stage", "wait straggler"):
+    with _mark_timeline(trainer, "stage", "wait straggler"):
         for part in local.split(max(1, GATHERED_BYTES // max(1, local[0].nbytes))):
             everywhere = strategy.all_gather(part.to(strategy.root_device))
             if trainer.is_global_zero:
@@ -429,7 +429,7 @@ def _gathered(trainer: pl.Trainer, local: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).flatten(0, 1) if parts else local
 
 
-def _marked(
+def _mark_timeline(
     trainer: pl.Trainer, kind: str, name: str, **facts: object
 ) -> AbstractContextManager[object]:
     """Mark the body in the run's timeline, if the strategy keeps one."""

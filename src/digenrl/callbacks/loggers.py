@@ -54,7 +54,7 @@ class Guarded(Logger):
         self._opening = threading.Lock()
         self._lock = threading.Lock()
         self._untold, self._failed = 0, False
-        threading.Thread(target=self._work, name=f"logger-{key}", daemon=True).start()
+        threading.Thread(target=self._run_calls, name=f"logger-{key}", daemon=True).start()
 
     @property
     def name(self) -> str | None:
@@ -76,12 +76,12 @@ class Guarded(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         rl_step = self._rl_step(step, metrics.get("epoch"))
-        self._order(lambda: self._logger.log_metrics(dict(metrics), rl_step))
+        self._queue_call(lambda: self._logger.log_metrics(dict(metrics), rl_step))
 
     def log_pictures(self, show: Callable[[Logger, int], None], step: int) -> None:
         """Call `show` with the other logger and the RL step."""
         rl_step = math.ceil(step / self._updates)
-        self._order(lambda: show(self._logger, rl_step))
+        self._queue_call(lambda: show(self._logger, rl_step))
 
     def _rl_step(self, step: int | None, epoch: float | None) -> int | None:
         """Return the RL step of `step` updates. Lightning adds its epoch, which is an RL step, to
@@ -93,10 +93,10 @@ class Guarded(Logger):
     def log_hyperparams(
         self, params: dict[str, object] | Namespace, *args: object, **kwargs: object
     ) -> None:
-        self._order(lambda: self._logger.log_hyperparams(params, *args, **kwargs))
+        self._queue_call(lambda: self._logger.log_hyperparams(params, *args, **kwargs))
 
     def save(self) -> None:
-        self._order(self._logger.save)
+        self._queue_call(self._logger.save)
 
     def finalize(self, status: str) -> None:
         """Let the logger write the waiting calls, for `finish_s` seconds at most."""
@@ -108,19 +108,19 @@ class Guarded(Logger):
         except queue.Full:
             pass
         if not done.is_set():
-            self._fail(
+            self._count_failures(
                 self._calls.qsize() + 1,
                 f"calls did not end within {self._finish_s:g} s of the run's end",
             )
-        self._tell(None)
+        self._report_failures(None)
 
-    def _order(self, call: Callable[[], object]) -> None:
+    def _queue_call(self, call: Callable[[], object]) -> None:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._fail(1, f"slower than the run: {self._calls.maxsize} calls wait already")
+            self._count_failures(1, f"slower than the run: {self._calls.maxsize} calls wait already")
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             call = self._calls.get()
             try:
@@ -128,16 +128,16 @@ class Guarded(Logger):
                     getattr(self._logger, "experiment", None)
                 call()
             except Exception as error:  # whatever a logger raises, it is no reason to end a run
-                self._fail(1, f"{type(error).__name__}: {error}")
+                self._count_failures(1, f"{type(error).__name__}: {error}")
 
-    def _fail(self, calls: int, cause: str) -> None:
+    def _count_failures(self, calls: int, cause: str) -> None:
         with self._lock:
             first, self._failed = not self._failed, True
             self._untold += calls
         if first:
-            self._tell(cause)
+            self._report_failures(cause)
 
-    def _tell(self, cause: str | None) -> None:
+    def _report_failures(self, cause: str | None) -> None:
         with self._lock:
             calls, self._untold = self._untold, 0
         if calls:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from digenrl.rewards.protocol import luma
-from digenrl.rollout.engine import detail
+from digenrl.rollout.engine import picture_detail
 from digenrl.rollout.evaluation import Pictures
 
 COLLAPSED_SHARE = 0.9
@@ -58,7 +58,7 @@ def looks_of(media: Tensor) -> Looks:
     """Measure uint8 media [N, (F,) C, H, W], a few samples at a time: all videos of an evaluation
     in fp32 would take tens of gigabytes of the host."""
     parts = media.split(max(1, _AT_ONCE_BYTES // (4 * media[0].numel())))
-    found = [(detail(part), grid_strength(part)) for part in (part.float() / 255 for part in parts)]
+    found = [(picture_detail(part), grid_strength(part)) for part in (part.float() / 255 for part in parts)]
     details, grids = zip(*found, strict=True)
     return Looks(torch.cat(details), torch.cat(grids))
 
@@ -86,7 +86,7 @@ def of_evaluations(
         scores: scores of the last evaluation, name -> [N].
         prompts: prompts of the last evaluation, N texts. Samples of one prompt are a group.
     """
-    found = [blur(before, after), grid(before, after)]
+    found = [blur_alarm(before, after), grid_alarm(before, after)]
     rows: dict[str, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows.setdefault(prompt, []).append(row)
@@ -125,7 +125,7 @@ def variance_collapse(name: str, rewards: Tensor, floor: float = 1e-4) -> Alarm 
     )
 
 
-def blur(before: Looks, after: Looks) -> Alarm | None:
+def blur_alarm(before: Looks, after: Looks) -> Alarm | None:
     """Return an alarm if the samples `after` have less detail than `before`."""
     old, new = before.detail.median().item(), after.detail.median().item()
     if old <= 0 or new / old >= BLUR_SHARE:
@@ -138,7 +138,7 @@ def blur(before: Looks, after: Looks) -> Alarm | None:
     )
 
 
-def grid(before: Looks, after: Looks) -> Alarm | None:
+def grid_alarm(before: Looks, after: Looks) -> Alarm | None:
     """Return an alarm if a regular pattern grew, such as checkerboards and grids that please a
     scorer."""
     old, new = before.grid.median().item(), after.grid.median().item()
@@ -152,7 +152,7 @@ def grid(before: Looks, after: Looks) -> Alarm | None:
     )
 
 
-def destroyed(noisy_detail: float | None) -> str | None:
+def destroyed_warning(noisy_detail: float | None) -> str | None:
     """Return a warning where samples with the run's own noise have another amount of detail than
     clean ones: noise in place of pictures, or nothing at all."""
     if noisy_detail is None or 1 / NOISE_RATIO <= noisy_detail <= NOISE_RATIO:

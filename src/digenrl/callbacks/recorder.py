@@ -39,7 +39,7 @@ class Recorder(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Read on every rank: a metric logged with sync_dist=True is reduced by a collective when it
         # is read.
-        metrics = scalars(trainer.callback_metrics)
+        metrics = scalar_metrics(trainer.callback_metrics)
         if trainer.current_epoch == self._first_epoch_of_fit:
             metrics.update(_first_ratio_deviation(trainer, pl_module))
         now = time.monotonic()
@@ -100,7 +100,7 @@ def _is_pace(name: str) -> bool:
     return name in ("step_s", "samples_per_s", "predicted_step_s") or name.startswith("bubble/")
 
 
-def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+def scalar_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return Lightning's scalar metrics, without the `_step` and `_epoch` copies of a name that is
     present itself."""
     values: dict[str, float] = {}

@@ -26,7 +26,7 @@ from digenrl.earlier_run import (
     NoCheckpoint,
     changed_run,
     last_checkpoint,
-    restore,
+    restore_module,
 )
 from digenrl.rewards.needs import require_weights, unscorable
 
@@ -98,7 +98,7 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
     evaluation: Evaluation = settings.build("callbacks.evaluation")
     policy = settings.build("model")
     module = settings.build("algorithm", policy=policy)
-    module.to(accelerator.kind())
+    module.to(accelerator.device_kind())
     rewards = scoring.build("reward")
     drawn = evaluation.drawn
     rewards.check_prompts(drawn.prompts)
@@ -110,14 +110,14 @@ def evaluate(request: EvaluateKeys, words: Sequence[str] = ()) -> dict[str, Any]
         "steps": drawn.steps or settings.sampling.eval.steps or settings.sampling.steps,
         "seed": drawn.seed,
     }
-    pictures: dict[str, Pictures] = {"base": evaluation.sample(engine, noise=True)}
+    pictures: dict[str, Pictures] = {"base": evaluation.sample_share(engine, noise=True)}
     if checkpoint is not None:
         result["rl_step"] = rl_step
-        restore(module, checkpoint)
+        restore_module(module, checkpoint)
         with module.averaged():
-            pictures["last"] = evaluation.sample(engine)
+            pictures["last"] = evaluation.sample_share(engine)
     engine.close()
-    result |= {name: evaluation.measure(engine, shown) for name, shown in pictures.items()}
+    result |= {name: evaluation.measure_pictures(engine, shown) for name, shown in pictures.items()}
     after = pictures.get("last", pictures["base"])
     draw(composed.run_dir / PICTURE, pictures["base"], after, rl_step)
     write_json(composed.run_dir / RESULT, result)

@@ -82,18 +82,18 @@ def join(request: JoinKeys, words: Sequence[str], signals: StopSignals) -> str:
             f"{'; '.join(different)}. "
             "Copy config.yaml anew from the run's directory, and change nothing."
         )
-    devices.check(
-        settings, {trainers + rollouts - 1: request.device}, request.device + 1, devices.found()
+    devices.check_gpus(
+        settings, {trainers + rollouts - 1: request.device}, request.device + 1, devices.usable_gpus()
     )
     check_open_files(trainers + rollouts + 1)
-    advice = choose_advisor().advise(composed, trainers, rollouts)
+    advice = choose_advisor().advise_ranks(composed, trainers, rollouts)
     print(
         f"joins the run at {asked.place}; Ctrl-C lets this rollout leave",
         file=sys.stderr,
         flush=True,
     )
     try:
-        outcome = joining.join(asked, partial(run.fit, settings, None, advice), signals)
+        outcome = joining.join(asked, partial(run.fit_rank, settings, None, advice), signals)
     except (StoreLost, OSError) as error:
         raise Failed(f"the run at {asked.place} has ended ({error}).") from error
     if outcome.status == "failed":

@@ -30,19 +30,19 @@ class StoredClaims:
     def __init__(self, control: Control) -> None:
         self._control = control
 
-    def count(self, name: str, amount: int = 0) -> int:
+    def add_to_counter(self, name: str, amount: int = 0) -> int:
         return self._control.add(name, amount)
 
-    def owner(self, version: int, position: int) -> Owner | None:
+    def task_owner(self, version: int, position: int) -> Owner | None:
         text = self._control.get(_owner_key(version, position))
         return Owner(*(int(word) for word in text.split(":"))) if text else None
 
-    def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
+    def replace_owner(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
         return self._control.compare_set(
             _owner_key(version, position), "" if old is None else _text(old), _text(new)
         )
 
-    def forget(self, version: int, position: int) -> None:
+    def forget_task(self, version: int, position: int) -> None:
         self._control.delete(_owner_key(version, position))
         self._control.delete(f"got/v{version}/{position}")
 
@@ -50,13 +50,13 @@ class StoredClaims:
         for name in ("claim", "head", "ahead", "returned"):
             self._control.delete(f"{name}/v{version}")
 
-    def returned(self, version: int) -> Sequence[int]:
+    def returned_positions(self, version: int) -> Sequence[int]:
         return sorted(
             {int(word) for word in (self._control.get(f"returned/v{version}") or "").split()}
         )
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
-        together = [*self.returned(version), *positions]
+        together = [*self.returned_positions(version), *positions]
         self._control.set(f"returned/v{version}", " ".join(str(position) for position in together))
 
     def newest_version(self) -> int:

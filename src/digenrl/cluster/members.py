@@ -170,9 +170,9 @@ class Members:
         self._control.lose(rank)
         try:
             tasks = (
-                claims.collect(rank)
+                claims.offer_released_tasks(rank)
                 if left
-                else claims.lose(rank, cause, self._terms.trainers, machine_lost)
+                else claims.return_lost_tasks(rank, cause, self._terms.trainers, machine_lost)
             )
         except ClaimError as error:
             return str(error)

@@ -99,7 +99,7 @@ class ReplayedTransitions:
         return self.std * self.sqrt_h
 
 
-def start(
+def initial_state(
     key: SampleKey,
     shape: Sequence[int],
     storage_dtype: torch.dtype = torch.float32,
@@ -118,7 +118,7 @@ def start(
 
 
 @torch.no_grad()
-def advance(
+def advance_state(
     policy: Policy,
     condition: dict[str, Tensor],
     state: SampleState,
@@ -167,7 +167,7 @@ def advance(
     )
 
 
-def finish(state: SampleState, plan: StepPlan) -> FinishedSamples:
+def finished_samples(state: SampleState, plan: StepPlan) -> FinishedSamples:
     """Return the stored tensors of a trajectory that has made all its steps. Raises if trained
     steps are missing."""
     steps, final = torch.tensor(plan.trained, dtype=torch.int64), state.latents

@@ -98,7 +98,7 @@ class Kernel(ABC):
         `drawn`: number of leading tokens of packed latents that have noise, mean and log-prob. The
         tokens behind them follow the ODE. None: all tokens are drawn.
         """
-        x, v, s, s1, guard = _wide(latents, velocity, sigma, next_sigma, sigma_guard)
+        x, v, s, s1, guard = _widen_inputs(latents, velocity, sigma, next_sigma, sigma_guard)
         sqrt_h = torch.sqrt(s - s1)
         mean, std, scale = self.moments(x[:, :drawn], v[:, :drawn], s, s1, guard, sqrt_h)
         if (noise is None) == (next_latents is None):
@@ -133,7 +133,7 @@ def ode_step(
 ) -> Tensor:
     """Return the Euler step x + v*dt, [B, *L] in the storage dtype: the deterministic limit of
     every kernel here."""
-    x, v, s, s1 = _wide(latents, velocity, sigma, next_sigma)
+    x, v, s, s1 = _widen_inputs(latents, velocity, sigma, next_sigma)
     return (x + v * (s1 - s)).to(storage_dtype)
 
 
@@ -177,7 +177,7 @@ def euler_maruyama_mean(x: Tensor, v: Tensor, s: Tensor, s1: Tensor, std: Tensor
     return x + v * dt + std**2 / (2.0 * s) * (x + (1.0 - s) * v) * dt
 
 
-def _wide(x: Tensor, v: Tensor, *sigmas: Tensor) -> tuple[Tensor, ...]:
+def _widen_inputs(x: Tensor, v: Tensor, *sigmas: Tensor) -> tuple[Tensor, ...]:
     """Return everything in fp32 or wider, and the sigmas [B] with latent dimensions of size 1."""
     dtype = torch.promote_types(torch.promote_types(v.dtype, x.dtype), torch.float32)
     x, v = x.to(dtype), v.to(dtype)

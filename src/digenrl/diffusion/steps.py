@@ -54,11 +54,11 @@ class StepPlan:
 class StepSelection(Protocol):
     """Choice of the trained steps, `algorithm.train_steps`."""
 
-    def count(self, steps: int) -> int:
+    def count_trained(self, steps: int) -> int:
         """Return S, the number of trained steps of a T-step trajectory; ValueError if the selection
         does not fit T."""
 
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+    def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Return the plan of RL step `step` for T = `steps` and the prompt `uid`."""
 
 
@@ -84,14 +84,14 @@ class AllButLast:
 
     last: Untrained = "ode"
 
-    def count(self, steps: int) -> int:
+    def count_trained(self, steps: int) -> int:
         """T - 1."""
         need_two(steps)
         return steps - 1
 
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+    def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Same for every RL step."""
-        return StepPlan(noisy_steps(steps, self.last), tuple(range(self.count(steps))))
+        return StepPlan(noisy_steps(steps, self.last), tuple(range(self.count_trained(steps))))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class RandomSubset:
         if self.fraction is not None:
             check_fraction(self.fraction)
 
-    def count(self, steps: int) -> int:
+    def count_trained(self, steps: int) -> int:
         """size, or int(pool*fraction), at least 1."""
         first, stop = pool_of("RandomSubset", self.first, self.stop, steps)
         pool = stop - first
@@ -136,13 +136,13 @@ class RandomSubset:
             )
         return size
 
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+    def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Return a plan keyed by (seed, RL step), and by the prompt if `per_prompt`: equal on all
         ranks."""
         first, stop = pool_of("RandomSubset", self.first, self.stop, steps)
         own = (uid,) if self.per_prompt else ()
         drawn = keys.generator(seed, "train_steps", step, *own)
-        chosen = drawn.choice(stop - first, size=self.count(steps), replace=False)
+        chosen = drawn.choice(stop - first, size=self.count_trained(steps), replace=False)
         trained = tuple(sorted(first + int(index) for index in chosen))
         return StepPlan(with_untrained(trained, steps, self.untrained, self.last), trained)
 

@@ -172,7 +172,7 @@ def check_collectives(world: World, session: Session, store: dist.Store) -> None
     Raises:
         RuntimeError: a result is wrong.
     """
-    device = accelerator.current()
+    device = accelerator.current_device()
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         store=dist.PrefixStore("probe/trainers", store),

@@ -10,7 +10,7 @@ from digenrl.config.commands import shell_command
 from digenrl.config.relations import most_rollouts, votes_of_step
 from digenrl.launchers.job import Job
 from digenrl.record.run_dir import LAUNCH, append_event
-from digenrl.settle import evaluators
+from digenrl.settle import evaluating_ranks
 
 
 def announce(job: Job, run_dir: Path, checkpoint: Path | None) -> None:
@@ -47,7 +47,7 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
         f"ranks     {ranks if rollouts else f'{trainers} colocated'}, "
         f"{settings.parallel.sharding}, "
         f"{f'tokens over {settings.parallel.context}, ' if settings.parallel.context > 1 else ''}"
-        f"{'GPU' if not settings.hardware.emulate and devices.found() else 'CPU'}",
+        f"{'GPU' if not settings.hardware.emulate and devices.usable_gpus() else 'CPU'}",
         f"step      {prompts} prompts x {data.group_size} samples = {samples} samples, "
         f"{settings.sampling.steps} denoising steps, "
         f"{settings.algorithm.updates_per_batch} updates; "
@@ -63,6 +63,6 @@ def described(job: Job, run_dir: Path, checkpoint: Path | None) -> list[str]:
         for name, votes in asked.items()
         if not settings.hardware.emulate
     ]
-    evaluating = evaluators(settings, rollouts)
+    evaluating = evaluating_ranks(settings, rollouts)
     lines += [f"evaluate  by {evaluating}"] if evaluating else []
     return lines + ([f"resume    {checkpoint}"] if checkpoint else [])

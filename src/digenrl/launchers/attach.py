@@ -196,10 +196,10 @@ def _be_rank(job: Job, place: Place, world: World, session: Session) -> None:
     """Take this rank's GPU, agree with the other processes, and be the rank to the end of the
     run."""
     if not job.composed.settings.hardware.emulate:
-        devices.take(world.local_rank)
-        devices.claim(session, world.rank)
+        devices.take_gpu(world.local_rank)
+        devices.claim_gpu(session, world.rank)
     agree(job.composed.settings, place, world, session)
-    run.fit(job.composed.settings, job.checkpoint, job.advice, world, session)
+    run.fit_rank(job.composed.settings, job.checkpoint, job.advice, world, session)
 
 
 def _run(

@@ -26,7 +26,7 @@ from digenrl.record import run_lock
 from digenrl.record.run_dir import METRICS, RESTART, append_event
 from digenrl.report.read_run import JsonlTail
 from digenrl.rewards import managed
-from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify
+from digenrl.strategy.checkpoint_io import UNFINISHED, CheckpointError, step_of, verify_checkpoint
 
 States = Callable[[], Mapping[int, str]]
 """Returns rank -> its present activity, in a few words."""
@@ -148,7 +148,7 @@ def _attempt(
     shown = _Shown(partial(show, run_dir, settings.max_rl_steps))
     return Launch(
         *job.ranks,
-        launcher.rank_main(partial(run.fit, settings, checkpoint, job.advice)),
+        launcher.rank_main(partial(run.fit_rank, settings, checkpoint, job.advice)),
         run_dir,
         host=launcher.host,
         places=launcher.places,
@@ -195,7 +195,7 @@ class _Shown:
 def _is_saved(run_dir: Path, step: int) -> bool:
     """Return whether the run has a whole checkpoint of RL step `step`."""
     try:
-        verify(run_dir / "checkpoints" / f"step-{step:06d}")
+        verify_checkpoint(run_dir / "checkpoints" / f"step-{step:06d}")
     except CheckpointError:
         return False
     return True

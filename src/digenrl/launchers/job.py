@@ -25,8 +25,8 @@ from digenrl.launchers.places import Place, place_of
 from digenrl.record import run_lock
 from digenrl.record.code_version import code_version
 from digenrl.rewards.needs import require_weights
-from digenrl.settle import begins_with, settle
-from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, ties_of, verify
+from digenrl.settle import begins_with, settle_run
+from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, ties_of, verify_checkpoint
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ def prepare(composed: Composed, advisor: Advisor) -> Job:
         require_weights(
             {} if settings.hardware.emulate else settings.node("reward"), settings.callbacks
         )
-        composed = settle(composed, advisor, None if place is None else place.size)
-        parts.check(composed.settings)
+        composed = settle_run(composed, advisor, None if place is None else place.size)
+        parts.check_parts(composed.settings)
         check_place(composed, place)
         check_open_files(most_ranks(composed))
         ranks = begins_with(composed.settings)
-        advice = advisor.advise(composed, *ranks)
+        advice = advisor.advise_ranks(composed, *ranks)
         memory = advisor.memory_lines(composed, *ranks)
     except (ValueError, OSError) as error:
         said = refusal(asked, advisor, error, local=place is None)
@@ -187,7 +187,7 @@ def newest(run_dir: Path, verifies: bool = True) -> Path:
         CheckpointError: there is none.
     """
     say = partial(print, file=sys.stderr)
-    return newest_valid(run_dir / "checkpoints", say, verify if verifies else str)
+    return newest_valid(run_dir / "checkpoints", say, verify_checkpoint if verifies else str)
 
 
 def most_ranks(composed: Composed) -> int:
@@ -220,11 +220,11 @@ class ThisMachine:
     def check(self) -> None:
         count = sum(begins_with(self._composed.settings))
         if not self._composed.settings.hardware.emulate:
-            devices.check(
+            devices.check_gpus(
                 self._composed.settings,
                 {rank: rank for rank in range(count)},
                 count,
-                devices.found(),
+                devices.usable_gpus(),
             )
 
     def rank_main(self, fit: RankMain) -> RankMain:
@@ -250,5 +250,5 @@ def check_place(composed: Composed, place: Place | None) -> None:
         here = place.local_size
     asked = composed.settings.network
     Network(asked.interface, asked.ports).check(1 + here)
-    gpus = not composed.settings.hardware.emulate and bool(devices.found())
+    gpus = not composed.settings.hardware.emulate and bool(devices.usable_gpus())
     check_machine(here, gpus, alone=place is None or place.size == place.local_size)

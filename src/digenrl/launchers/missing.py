@@ -15,7 +15,7 @@ from digenrl.config import Composed
 from digenrl.config.commands import shell_command
 from digenrl.config.settings import Settings
 from digenrl.rewards.needs import absent, require_weights, unscorable
-from digenrl.settle import allocation, settle
+from digenrl.settle import allocated_ranks, settle_run
 
 _FETCH = "`make fetch` with the EXP, HW and ARGS of this run"
 """Words of messages that do not know the command line."""
@@ -44,7 +44,7 @@ def needs(composed: Composed, advisor: Advisor, local: bool = True) -> Iterator[
     real_places = local and settings.launch == "local" and not settings.hardware.emulate
     if real_places:
         yield from _of("GPUs", partial(_gpus, settings), "the ranks have what they ask for")
-    yield from _of("memory", lambda: settle(composed, advisor), "every rank fits")
+    yield from _of("memory", lambda: settle_run(composed, advisor), "every rank fits")
     if settings.hardware.emulate:
         return
     yield _model(settings)
@@ -88,8 +88,8 @@ def _explains(found: Sequence[Need], first: Exception) -> bool:
 
 
 def _gpus(settings: Settings) -> None:
-    ranks = sum(allocation(settings))
-    devices.check(settings, {rank: rank for rank in range(ranks)}, ranks, devices.found())
+    ranks = sum(allocated_ranks(settings))
+    devices.check_gpus(settings, {rank: rank for rank in range(ranks)}, ranks, devices.usable_gpus())
 
 
 def _model(settings: Settings) -> Need:
@@ -123,7 +123,7 @@ def _said(need: Need, composed: Composed, on_processors: bool) -> str:
 
 
 def _profile_needed(composed: Composed) -> str:
-    here = devices.found()
+    here = devices.usable_gpus()
     name = composed.choices.get("hardware", "cpu")
     profile = "HW=NAME" if os.environ.get("DIGENRL_CALLER") == "make" else "hardware=NAME"
     listed = f"{profile} (`digenrl list hardware` names them)"

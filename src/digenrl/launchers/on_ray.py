@@ -128,10 +128,10 @@ class RayLauncher:
 
 def _fit_on_own_gpu(settings: Settings, fit: RankMain, world: World, session: Session) -> None:
     """Run `fit` on the GPU that Ray has given this rank."""
-    devices.check(settings, {world.rank: 0}, 1, devices.seen())
+    devices.check_gpus(settings, {world.rank: 0}, 1, devices.visible_gpus())
     if not settings.hardware.emulate:
-        devices.take(0)
-        devices.claim(session, world.rank)
+        devices.take_gpu(0)
+        devices.claim_gpu(session, world.rank)
     fit(world, session)
 
 
@@ -232,7 +232,7 @@ def seated(
     try:
         import ray
     except ImportError as error:
-        raise PlacementError(f"launch=ray needs Ray: {extras.command('ray')}.") from error
+        raise PlacementError(f"launch=ray needs Ray: {extras.install_command('ray')}.") from error
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

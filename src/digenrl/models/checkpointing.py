@@ -43,7 +43,7 @@ def enable(transformer: ModelMixin, blocks: Sequence[nn.Module], recompute: Reco
 
     The state of random generators is not restored, because the policies run without dropout.
     """
-    modes = dict(zip(blocks, recompute.modes(len(blocks)), strict=True))
+    modes = dict(zip(blocks, recompute.modes_of(len(blocks)), strict=True))
     if set(modes.values()) <= {ALL}:
         return
     offload: Offload | None = None

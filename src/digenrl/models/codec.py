@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from digenrl.images import PromptImage
 from digenrl.models.guidance import NEGATIVE, Guidance
 from digenrl.models.wording import Condition, ConditionStore, Wording
-from digenrl.types import Prompt, move
+from digenrl.types import Prompt, move_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Codec(ABC):
             self.say_once("images", f"images of prompts are ignored: {self.family} reads none")
         while len(self._embeddings) > CACHED_TEXTS:
             self._embeddings.popitem(last=False)
-        return move(self.trimmed(condition), self.device)
+        return move_tensors(self.trimmed(condition), self.device)
 
     def wordings(self, prompts: Iterable[Prompt]) -> tuple[list[Wording], list[Wording]]:
         """Return the wordings that are encoded for the two branches of guidance, both with the

@@ -271,7 +271,7 @@ class DiffusersCodec(Codec):
         """Free the memory of encoders and VAE. The next use reads them again."""
         self.__dict__.pop("_pipeline", None)
         self.__dict__.pop("_vae", None)
-        if accelerator.count():
+        if accelerator.device_count():
             torch.accelerator.empty_cache()
 
     def _encoders(self) -> list[nn.Module]:

@@ -77,7 +77,7 @@ def require_library(kind: str) -> None:
     if kind == "nf4" and PathFinder.find_spec("bitsandbytes") is None:
         raise ValueError(
             "model.quantize = nf4: needs bitsandbytes, which is not installed; run "
-            f"`{extras.command('quantized')}`, or set model.quantize=int8."
+            f"`{extras.install_command('quantized')}`, or set model.quantize=int8."
         )
 
 

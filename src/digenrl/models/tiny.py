@@ -27,7 +27,7 @@ import torch
 import yaml
 from torch import nn
 
-from digenrl.facts import ENDING, Facts, families
+from digenrl.facts import ENDING, Facts, facts_by_family
 from digenrl.models import tiny_tokenizers as tokenizers
 from digenrl.models.pretrained import cache_root, hide_progress_bars, require_writable
 
@@ -86,9 +86,9 @@ def _place(facts: Facts, seed: int = 0, root: Path | None = None) -> Path:
 def require(facts: Facts | str) -> Facts:
     """Return the facts of a family, given themselves or by the family's name. Raise ValueError
     without a tiny build."""
-    found = families().get(facts) if isinstance(facts, str) else facts
+    found = facts_by_family().get(facts) if isinstance(facts, str) else facts
     if found is None or not found.tiny:
-        known = [family for family, facts in families().items() if facts.tiny]
+        known = [family for family, facts in facts_by_family().items() if facts.tiny]
         raise ValueError(
             f"no tiny build of family '{found.family if found else facts}'; known: "
             f"{', '.join(known)}. Describe one under `tiny` in NAME{ENDING} beside the adapter "

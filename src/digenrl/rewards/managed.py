@@ -94,10 +94,10 @@ class ManagedScorer(ProcessScorer):
 
     def _free(self, folder: Path, held: list[int]) -> list[int]:
         """Return the numbers of the GPUs that the child takes: the last ones that nobody has."""
-        wanted = gpus_of(self._node) if accelerator.count() else 0
+        wanted = gpus_of(self._node) if accelerator.device_count() else 0
         numbers: list[int] = []
-        for number in reversed(range(accelerator.count())):
-            if len(numbers) == wanted or number == accelerator.current().index:
+        for number in reversed(range(accelerator.device_count())):
+            if len(numbers) == wanted or number == accelerator.current_device().index:
                 break
             if (lock := _locked(folder / f"gpu-{number}")) is not None:
                 held.append(lock)

@@ -122,7 +122,7 @@ class ProcessScorer:
             return self._client
         self._end()
         # `auto` in the child is this rank's device; torch numbers devices alike in both.
-        return self._connect(*self._spawn(self._node, accelerator.current().index))
+        return self._connect(*self._spawn(self._node, accelerator.current_device().index))
 
     def _spawn(
         self,

@@ -250,9 +250,9 @@ def resolve_device(device: str) -> torch.device:
     An accelerator has its index, because a scorer is called in another thread than the one that
     built it. Device 0 is current there.
     """
-    resolved = torch.device(accelerator.kind() if device == "auto" else device)
+    resolved = torch.device(accelerator.device_kind() if device == "auto" else device)
     unnumbered = accelerator.is_own(resolved) and resolved.index is None
-    return accelerator.current() if unnumbered else resolved
+    return accelerator.current_device() if unnumbered else resolved
 
 
 def build_scorer(node: Mapping[str, object]) -> Scorer:

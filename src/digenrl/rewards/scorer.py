@@ -47,7 +47,7 @@ class AsyncScorer:
         self._queue: queue.Queue[_Task | None] = queue.Queue(max(1, suite.pending))
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._device = accelerator.current()
+        self._device = accelerator.current_device()
         if suite.placement != "inline":
             self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
             self._thread.start()

@@ -61,7 +61,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ImportError(
-        f"a reward service needs starlette and uvicorn: {extras.command('serve')}"
+        f"a reward service needs starlette and uvicorn: {extras.install_command('serve')}"
     ) from error
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ the numbers compare."""
 
 
 @torch.no_grad()
-def trajectories(
+def noisy_trajectories(
     policy: Policy,
     condition: dict[str, Tensor],
     sigmas: Tensor,
@@ -54,7 +54,7 @@ def trajectories(
     condition = expand_condition(condition, rows)
     grid = sigmas.to(latents.device)
 
-    def made(latents: Tensor, step: int, noise: Tensor) -> Transition:
+    def transition_at(latents: Tensor, step: int, noise: Tensor) -> Transition:
         before_forward()
         sigma, following, guard = step_sigmas(grid, torch.full((rows,), step, device=grid.device))
         velocity = policy.paced(policy.velocity(latents, sigma, condition), sigma, following)
@@ -65,9 +65,9 @@ def trajectories(
 
     for step in range(len(grid) - 1):
         noise = draw(step)
-        own = made(latents, step, noise)
+        own = transition_at(latents, step, noise)
         with policy.adapter.reference():
-            base = made(latents, step, noise)
+            base = transition_at(latents, step, noise)
         scale = (own.std * own.sqrt_h).reshape(-1, *[1] * (own.mean.dim() - 1))
         total += ((own.mean - base.mean) / scale).square().flatten(1).sum(1) / 2
         latents = own.next_latents
@@ -75,7 +75,7 @@ def trajectories(
 
 
 @torch.no_grad()
-def divergence(
+def measure_divergence(
     policy: Policy,
     batches: Iterable[tuple[dict[str, Tensor], Callable[[int], Tensor]]],
     sigmas: Tensor,
@@ -90,7 +90,7 @@ def divergence(
         before_forward: as in `trajectories`.
     """
     found = [
-        trajectories(policy, condition, sigmas, draw, before_forward=before_forward)[1]
+        noisy_trajectories(policy, condition, sigmas, draw, before_forward=before_forward)[1]
         for condition, draw in batches
     ]
     return torch.cat(found)

@@ -119,15 +119,15 @@ def fixed_batches(
     for first in range(0, len(rows), size):
         batch = rows[first : first + size]
 
-        def draw(step: int, batch: Sequence[tuple[Prompt, int]] = batch) -> Tensor:
+        def draw_noise(step: int, batch: Sequence[tuple[Prompt, int]] = batch) -> Tensor:
             shape = policy.latent_shape
             noise = [keys.noise(seed, 0, p.uid, [row], step, shape, stream) for p, row in batch]
             return torch.cat(noise).to(policy.device, wide(sampling.storage_dtype))
 
-        yield policy.codec.encode([prompt for prompt, _ in batch]), draw
+        yield policy.codec.encode([prompt for prompt, _ in batch]), draw_noise
 
 
-def detail(media: Tensor) -> Tensor:
+def picture_detail(media: Tensor) -> Tensor:
     """Return [N], the mean absolute Laplacian of the samples' brightness."""
     return laplacian(luma(media)).abs().mean((1, 2, 3))
 
@@ -176,7 +176,7 @@ class RolloutEngine:
         """Whether `score` itself scores, instead of a thread beside it."""
         return self._rewards.placement == "inline"
 
-    def begin(self, task: Task, prompt: Prompt) -> Generation:
+    def begin_task(self, task: Task, prompt: Prompt) -> Generation:
         """A task before its first denoising step."""
         rows = tuple(range(task.first_sample, task.first_sample + task.samples))
         key = denoise.SampleKey(self.seed, task.step, prompt.uid, rows)
@@ -184,24 +184,24 @@ class RolloutEngine:
         return Generation(
             task,
             prompt,
-            denoise.start(key, shape, dtype, self.policy.device, self.sampling.same_noise),
+            denoise.initial_state(key, shape, dtype, self.policy.device, self.sampling.same_noise),
         )
 
     def steps_left(self, generation: Generation) -> int:
         """Denoising steps that the task still needs."""
         return self.sampling.steps - generation.state.next_step
 
-    def advance(self, generation: Generation) -> Generation:
+    def take_step(self, generation: Generation) -> Generation:
         """Take one denoising step of all rows."""
         before = generation.state
-        condition, grid = self._inputs(generation.prompt)
-        plan = self._plan(generation.task, generation.prompt)
-        state = denoise.advance(
+        condition, grid = self._network_inputs(generation.prompt)
+        plan = self._step_plan(generation.task, generation.prompt)
+        state = denoise.advance_state(
             self.policy, condition, before, grid, self._kernel, plan, self._keep_means
         )
         return replace(generation, state=state)
 
-    def _inputs(self, prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
+    def _network_inputs(self, prompt: Prompt) -> tuple[dict[str, Tensor], Tensor]:
         """Return the conditioning of a prompt and the sigma grid, on the policy's device. Those of
         the last prompt are kept: every denoising step of a task reads them."""
         if self._read is None or self._read[0] is not prompt:
@@ -219,8 +219,8 @@ class RolloutEngine:
         """The finished trajectory, as soon as its scores are there; scoring runs beside the next
         task's generation."""
         task, prompt = generation.task, generation.prompt
-        plan = self._plan(task, prompt)
-        samples = denoise.finish(generation.state, plan)
+        plan = self._step_plan(task, prompt)
+        samples = denoise.finished_samples(generation.state, plan)
         prompts = [prompt] * task.samples
         unscored = Trajectory(
             rewards={},
@@ -231,23 +231,23 @@ class RolloutEngine:
             first_sample=task.first_sample,
             version=task.version,
             sigmas=self.grid,
-            condition=self._inputs(prompt)[0],
+            condition=self._network_inputs(prompt)[0],
             **vars(samples)
             | {"final": samples.final if self._keep_final or plan.forward_process else None},
         )
         finished: Future[Trajectory] = Future()
 
-        def deliver(scored: Future[dict[str, Tensor]]) -> None:
+        def deliver_scores(scored: Future[dict[str, Tensor]]) -> None:
             try:
                 finished.set_result(replace(unscored, rewards=scored.result()))
             except BaseException as error:  # the one who waits for the trajectory must see it
                 finished.set_exception(error)
 
-        self._scorer.submit(media, prompts).add_done_callback(deliver)
+        self._scorer.submit(media, prompts).add_done_callback(deliver_scores)
         return finished
 
     @torch.no_grad()
-    def evaluate(
+    def evaluate_prompts(
         self,
         prompts: Sequence[Prompt],
         samples_per_prompt: int,
@@ -279,31 +279,31 @@ class RolloutEngine:
             drawn = fixed_batches(
                 self.policy, self.sampling, prompts, kl_samples, seed, divergence.STREAM
             )
-            moved = divergence.divergence(self.policy, drawn, self.grid, before_step)
+            moved = divergence.measure_divergence(self.policy, drawn, self.grid, before_step)
             kl[:, :kl_samples] = moved.view(len(prompts), kl_samples).cpu()
         noisy = torch.full((len(media),), torch.nan)
         made = self._noisy_sample(prompts[0], before_step) if noisy_too else None
         if made is not None:
-            noisy[0] = detail(made).cpu()[0] / detail(media[:1]).clamp(min=1e-6)[0]
+            noisy[0] = picture_detail(made).cpu()[0] / picture_detail(media[:1]).clamp(min=1e-6)[0]
         scores = self._rewards.score(media, rows, heldout=True)
         return Pictures(media, rows, scores, kl.flatten(), noisy)
 
     def _noisy_sample(self, prompt: Prompt, before_step: Callable[[], None]) -> Tensor | None:
         """Return media of one sample as rollouts draw it; None where they add no noise."""
-        plan = self._selection.plan(self.seed, 0, self.sampling.steps, prompt.uid)
+        plan = self._selection.plan_steps(self.seed, 0, self.sampling.steps, prompt.uid)
         if not plan.sde:
             return None
         key = denoise.SampleKey(self.seed, 0, prompt.uid, (0,))
         shape, dtype = self.policy.latent_shape, self.sampling.storage_dtype
-        state = denoise.start(key, shape, dtype, self.policy.device)
+        state = denoise.initial_state(key, shape, dtype, self.policy.device)
         condition = self.policy.codec.encode([prompt])
         for _ in range(self.sampling.steps):
             before_step()
-            state = denoise.advance(self.policy, condition, state, self.grid, self._kernel, plan)
+            state = denoise.advance_state(self.policy, condition, state, self.grid, self._kernel, plan)
         return self.policy.codec.decode(state.latents)
 
-    def _plan(self, task: Task, prompt: Prompt) -> StepPlan:
-        return self._selection.plan(self.seed, task.step, self.sampling.steps, prompt.uid)
+    def _step_plan(self, task: Task, prompt: Prompt) -> StepPlan:
+        return self._selection.plan_steps(self.seed, task.step, self.sampling.steps, prompt.uid)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop the scorers; the batch in progress has `timeout_s` to end."""

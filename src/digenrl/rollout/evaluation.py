@@ -22,7 +22,7 @@ NOISY_PIECES = 6
 """Pieces whose first prompt is drawn with the run's own noise too, where that is asked for."""
 
 
-def joined(parts: Sequence[Pictures]) -> Pictures:
+def join_pictures(parts: Sequence[Pictures]) -> Pictures:
     """Concatenate `parts` in their order."""
     return Pictures(
         media=torch.cat([part.media for part in parts]),
@@ -59,7 +59,7 @@ class FixedSamples:
         size = max(n for n in range(1, most + 1) if total % n == 0)
         return tuple(self.prompts[first : first + size] for first in range(0, total, size))
 
-    def draw(
+    def draw_pieces(
         self,
         engine: RolloutEngine,
         numbers: Sequence[int],
@@ -78,13 +78,13 @@ class FixedSamples:
         parts, compared = [], self.kl_samples if engine.policy.adapter.has_reference else 0
         for place, number in enumerate(numbers):
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
-            made = engine.evaluate(*asked, before_step, compared, noise and place < NOISY_PIECES)
+            made = engine.evaluate_prompts(*asked, before_step, compared, noise and place < NOISY_PIECES)
             if number >= NOISY_PIECES:
                 made = replace(made, noisy=torch.full_like(made.noisy, torch.nan))
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(replace(made, media=media, rewards=scores))
-        return joined(parts)
+        return join_pictures(parts)
 
 
 def tensors_of(piece: Pictures) -> dict[str, Tensor]:

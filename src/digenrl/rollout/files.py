@@ -19,7 +19,7 @@ class FileEngine(RolloutEngine):
     """Rollout engine that reads the samples of a task in place of its denoising steps. Whatever
     comes after (decoding, scores, fragments, records) is as for generated samples."""
 
-    def advance(self, generation: Generation) -> Generation:
+    def take_step(self, generation: Generation) -> Generation:
         """Encode the files of all rows. It takes the place of all denoising steps."""
         task, prompt, state = generation.task, generation.prompt, generation.state
         files = [file_of(prompt, number, self.seed, task.step) for number in state.key.samples]

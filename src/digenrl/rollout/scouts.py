@@ -29,17 +29,17 @@ class ScoutingEngine(RolloutEngine):
         super().__init__(*engine, **named)
         self._candidates, self._scout_steps = candidates, scout_steps
 
-    def advance(self, generation: Generation) -> Generation:
+    def take_step(self, generation: Generation) -> Generation:
         """Take one denoising step of all rows. The first step starts from the chosen noises."""
         if generation.state.next_step == 0:
-            rows = self._chosen(generation.task, generation.prompt)
+            rows = self._choose_noises(generation.task, generation.prompt)
             generation = replace(
-                generation, state=self._start(replace(generation.state.key, samples=rows))
+                generation, state=self._initial_state(replace(generation.state.key, samples=rows))
             )
-        return super().advance(generation)
+        return super().take_step(generation)
 
     @torch.no_grad()
-    def _chosen(self, task: Task, prompt: Prompt) -> tuple[int, ...]:
+    def _choose_noises(self, task: Task, prompt: Prompt) -> tuple[int, ...]:
         """Return the numbers of the noises that the task keeps, ascending: the best half and the
         worst half.
 
@@ -54,7 +54,7 @@ class ScoutingEngine(RolloutEngine):
         first, tried = task.first_sample * self._candidates, []
         for turn in range(self._candidates):
             numbers = range(first + turn * task.samples, first + (turn + 1) * task.samples)
-            start = self._start(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
+            start = self._initial_state(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
             media = self.policy.codec.decode(
                 denoise.ode_sample(self.policy, condition, start.latents, grid)
             )
@@ -68,7 +68,7 @@ class ScoutingEngine(RolloutEngine):
         kept = order[: task.samples - best] + order[len(order) - best :]
         return tuple(sorted(first + number for number in kept))
 
-    def _start(self, key: denoise.SampleKey) -> denoise.SampleState:
-        return denoise.start(
+    def _initial_state(self, key: denoise.SampleKey) -> denoise.SampleState:
+        return denoise.initial_state(
             key, self.policy.latent_shape, self.sampling.storage_dtype, self.policy.device
         )

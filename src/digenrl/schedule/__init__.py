@@ -2,11 +2,11 @@
 share. Standard library only."""
 
 from digenrl.schedule.order import (
-    fragments,
+    update_fragments,
     group_tasks,
     group_version,
     next_fragment,
-    queue,
+    version_queue,
     resumed_queue,
     update_of,
 )
@@ -17,20 +17,20 @@ from digenrl.schedule.spec import (
     slices_of_group,
     steps_per_forward,
 )
-from digenrl.schedule.timesteps import Placement, micro_batches_per_update, place
+from digenrl.schedule.timesteps import Placement, micro_batches_per_update, place_fragment
 
 __all__ = [
     "Placement",
     "ScheduleSpec",
     "Task",
-    "fragments",
+    "update_fragments",
     "group_tasks",
     "group_version",
     "groups_of_step",
     "micro_batches_per_update",
     "next_fragment",
-    "place",
-    "queue",
+    "place_fragment",
+    "version_queue",
     "resumed_queue",
     "slices_of_group",
     "steps_per_forward",

@@ -72,7 +72,7 @@ class Owner(NamedTuple):
     """Owners whose processes died while they had the task."""
 
     @classmethod
-    def of(cls, rank: int, attempt: int, task: Task, deaths: int = 0) -> Owner:
+    def of_task(cls, rank: int, attempt: int, task: Task, deaths: int = 0) -> Owner:
         """Return the entry with which `rank` takes `task`."""
         return cls(rank, attempt, NOBODY, task.step, task.index, task.group, deaths)
 
@@ -81,23 +81,23 @@ class ClaimStore(Protocol):
     """Keeps the claims of all queues. Each queue belongs to the weight version that generates its
     tasks; a version's evaluation has a queue too (`evaluation_queue`)."""
 
-    def count(self, name: str, amount: int = 0) -> int:
+    def add_to_counter(self, name: str, amount: int = 0) -> int:
         """Add `amount` to counter `name` (0 at first) and return the sum: atomic."""
 
-    def owner(self, version: int, position: int) -> Owner | None:
+    def task_owner(self, version: int, position: int) -> Owner | None:
         """Return the owner of a task; None before any rank owned it."""
 
-    def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
+    def replace_owner(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
         """Replace the owner of a task if it still is `old`, and return whether it was: atomic.
         `new` differs from `old`."""
 
-    def forget(self, version: int, position: int) -> None:
+    def forget_task(self, version: int, position: int) -> None:
         """Delete everything about one task."""
 
     def forget_queue(self, version: int) -> None:
         """Delete everything about a queue except its tasks."""
 
-    def returned(self, version: int) -> Sequence[int]:
+    def returned_positions(self, version: int) -> Sequence[int]:
         """Return the positions that have come back so far, in rising order; some may have a new
         owner."""
 
@@ -122,21 +122,21 @@ class MemoryClaims:
     _owners: dict[tuple[int, int], Owner] = field(default_factory=dict)
     _returned: dict[int, set[int]] = field(default_factory=dict)
 
-    def count(self, name: str, amount: int = 0) -> int:
+    def add_to_counter(self, name: str, amount: int = 0) -> int:
         if amount:
             self._counts[name] += amount
         return self._counts[name]
 
-    def owner(self, version: int, position: int) -> Owner | None:
+    def task_owner(self, version: int, position: int) -> Owner | None:
         return self._owners.get((version, position))
 
-    def change(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
+    def replace_owner(self, version: int, position: int, old: Owner | None, new: Owner) -> bool:
         if self._owners.get((version, position)) != old:
             return False
         self._owners[version, position] = new
         return True
 
-    def forget(self, version: int, position: int) -> None:
+    def forget_task(self, version: int, position: int) -> None:
         self._owners.pop((version, position), None)
 
     def forget_queue(self, version: int) -> None:
@@ -144,7 +144,7 @@ class MemoryClaims:
             self._counts.pop(name, None)
         self._returned.pop(version, None)
 
-    def returned(self, version: int) -> Sequence[int]:
+    def returned_positions(self, version: int) -> Sequence[int]:
         return sorted(self._returned[version]) if version in self._returned else ()
 
     def add_returned(self, version: int, positions: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ class Claims:
 
     # ---- generating ranks
 
-    def take(
+    def take_next_task(
         self, version: int, tasks: Sequence[Task], part: range, ahead: bool = False
     ) -> Claim | None:
         """Claim the next task of a queue: one that came back, else the counter's next. Return None
@@ -179,78 +179,78 @@ class Claims:
                 divided queue.
             ahead: claim from the queue's head first, else from behind the head first.
         """
-        for position, owner in self._waiting(version, len(tasks)):
-            own = Owner.of(self._rank, owner.attempt, tasks[position], owner.deaths)
-            if self._store.change(version, position, owner, own):
+        for position, owner in self._waiting_tasks(version, len(tasks)):
+            own = Owner.of_task(self._rank, owner.attempt, tasks[position], owner.deaths)
+            if self._store.replace_owner(version, position, owner, own):
                 return Claim(position, self._rank, owner.attempt)
         parts = [(queue_name(version, part, len(tasks)), part)]
-        if head := self.head(version):
+        if head := self.head_size(version):
             parts.insert(0 if ahead else 1, (head_name(version), range(head)))
         for name, positions in parts:
             # Read before the add: ranks that poll an empty queue must not raise its counter without
             # bound.
-            while self._store.count(name) < len(positions):
-                number = self._store.count(name, 1) - 1
+            while self._store.add_to_counter(name) < len(positions):
+                number = self._store.add_to_counter(name, 1) - 1
                 if number >= len(positions):
                     break
                 position = positions[number]
                 # Fails when `lose` gave the position back first, in the moment after the add.
-                if self._store.change(
-                    version, position, None, Owner.of(self._rank, 0, tasks[position])
+                if self._store.replace_owner(
+                    version, position, None, Owner.of_task(self._rank, 0, tasks[position])
                 ):
                     return Claim(position, self._rank, 0)
         return None
 
-    def left(self, version: int, tasks: int, part: range) -> int:
+    def unclaimed_tasks(self, version: int, tasks: int, part: range) -> int:
         """Count the tasks of the queue that have no owner and no result."""
-        claimed = self._store.count(queue_name(version, part, tasks))
+        claimed = self._store.add_to_counter(queue_name(version, part, tasks))
         left = max(0, len(part) - claimed) + self.head_left(version)
-        return left + self.returned(version, tasks)
+        return left + self.count_returned(version, tasks)
 
-    def head(self, version: int) -> int:
+    def head_size(self, version: int) -> int:
         """Return how many tasks the head of the version's queue has."""
         if version not in self._heads:
-            self._heads[version] = self._store.count(f"head/v{version}")
+            self._heads[version] = self._store.add_to_counter(f"head/v{version}")
         return self._heads[version]
 
     def head_left(self, version: int) -> int:
         """Count the tasks of the queue's head that no rank has claimed."""
-        head = self.head(version)
-        return max(0, head - self._store.count(head_name(version))) if head else 0
+        head = self.head_size(version)
+        return max(0, head - self._store.add_to_counter(head_name(version))) if head else 0
 
-    def give(self, version: int, claim: Claim, receiver: int) -> bool:
+    def give_task(self, version: int, claim: Claim, receiver: int) -> bool:
         """Make `receiver` the owner of this rank's task, and return whether that worked.
 
         False has two reasons: the receiver is lost, and this rank keeps the task; or this rank is
         no longer the owner, and its work would be refused.
         """
-        owner = self._store.owner(version, claim.position)
+        owner = self._store.task_owner(version, claim.position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, claim.attempt):
             return False
         given = owner._replace(rank=receiver, giver=self._rank)
-        if not self._store.change(version, claim.position, owner, given):
+        if not self._store.replace_owner(version, claim.position, owner, given):
             return False
         # The receiver may die meanwhile. It is marked as lost before its tasks are gathered. So
         # either the gathering sees the new owner, or the mark is visible here.
         lost = receiver in self._store.lost_ranks()
-        return not lost or not self._store.change(version, claim.position, given, owner)
+        return not lost or not self._store.replace_owner(version, claim.position, given, owner)
 
-    def confirm(self, version: int, position: int, attempt: int) -> Claim | None:
+    def confirm_claim(self, version: int, position: int, attempt: int) -> Claim | None:
         """Return the claim of a task that was given to this rank; None when another rank has it by
         now."""
-        owner = self._store.owner(version, position)
+        owner = self._store.task_owner(version, position)
         if owner is None or (owner.rank, owner.attempt) != (self._rank, attempt):
             return None
-        if not self._store.change(version, position, owner, owner._replace(giver=NOBODY)):
+        if not self._store.replace_owner(version, position, owner, owner._replace(giver=NOBODY)):
             return None
         return Claim(position, self._rank, attempt)
 
-    def release(self, version: int, claim: Claim) -> None:
+    def release_claim(self, version: int, claim: Claim) -> None:
         """Give up this rank's task unfinished. `collect` offers the task again once the rank has
         left."""
-        owner = self._store.owner(version, claim.position)
+        owner = self._store.task_owner(version, claim.position)
         if owner is not None and (owner.rank, owner.attempt) == (self._rank, claim.attempt):
-            self._store.change(
+            self._store.replace_owner(
                 version, claim.position, owner, owner._replace(rank=NOBODY, giver=NOBODY)
             )
 
@@ -261,38 +261,38 @@ class Claims:
         hold the version."""
         self._heads[version] = head
         for name in ("head", "claim"):
-            self._store.count(f"{name}/v{version}", head)
+            self._store.add_to_counter(f"{name}/v{version}", head)
 
-    def accepts(self, version: int, claim: Claim) -> bool:
+    def accepts_result(self, version: int, claim: Claim) -> bool:
         """Return whether a result made under `claim` counts: the task's present owner must have
         made it."""
-        owner = self._store.owner(version, claim.position)
+        owner = self._store.task_owner(version, claim.position)
         return owner is not None and (owner.rank, owner.attempt) == (claim.rank, claim.attempt)
 
-    def received(self, version: int, position: int, trainers: int = 1) -> None:
+    def mark_received(self, version: int, position: int, trainers: int = 1) -> None:
         """Count `trainers` more trainers that hold a task's result, each once per task."""
-        self._store.count(_received(version, position), trainers)
+        self._store.add_to_counter(_received_name(version, position), trainers)
 
     def held_by(self, version: int, position: int, trainers: int) -> bool:
         """Return whether `trainers` trainers hold a task's result."""
-        return self._store.count(_received(version, position)) >= trainers
+        return self._store.add_to_counter(_received_name(version, position)) >= trainers
 
-    def returned(self, version: int, tasks: int) -> int:
+    def count_returned(self, version: int, tasks: int) -> int:
         """Count the tasks of a queue that came back and wait for an owner."""
-        return sum(1 for _ in self._waiting(version, tasks))
+        return sum(1 for _ in self._waiting_tasks(version, tasks))
 
-    def forget(self, version: int) -> None:
+    def forget_old_queues(self, version: int) -> None:
         """Delete what no rank needs once `version` is published: the tasks of old queues, and the
         rest of very old ones."""
-        for number in _queues(version - _FORGET_AFTER):
-            for position in self._known(number):
-                self._store.forget(number, position)
-        for number in _queues(version - _FORGET_QUEUE_AFTER):
+        for number in _queues_of(version - _FORGET_AFTER):
+            for position in self._claimed_positions(number):
+                self._store.forget_task(number, position)
+        for number in _queues_of(version - _FORGET_QUEUE_AFTER):
             self._store.forget_queue(number)
 
     # ---- whoever notices a loss: who hosts the store
 
-    def collect(self, rank: int) -> list[str]:
+    def offer_released_tasks(self, rank: int) -> list[str]:
         """Offer again the tasks that `rank` released, and those that were given to it since. Return
         their names for the log.
 
@@ -300,7 +300,7 @@ class Claims:
         """
         return self._offer_again(partial(self._free_released, rank))
 
-    def lose(self, rank: int, cause: str, trainers: int, machine_lost: bool = False) -> list[str]:
+    def return_lost_tasks(self, rank: int, cause: str, trainers: int, machine_lost: bool = False) -> list[str]:
         """Give back every task that `rank` owned and that not all trainers hold. Return their names
         for the log.
 
@@ -319,8 +319,8 @@ class Claims:
         names: list[str] = []
         newest = self._store.newest_version()
         # With one-step asynchrony the version before the newest still generates.
-        for version in (*_queues(newest - 1), *_queues(newest)):
-            found = {position: free(version, position) for position in self._known(version)}
+        for version in (*_queues_of(newest - 1), *_queues_of(newest)):
+            found = {position: free(version, position) for position in self._claimed_positions(version)}
             back = [position for position, name in found.items() if name is not None]
             if back:
                 self._store.add_returned(version, back)
@@ -329,33 +329,33 @@ class Claims:
 
     def _free_released(self, rank: int, version: int, position: int) -> str | None:
         """Return the name of a task that `rank` released, or that was given to it meanwhile."""
-        owner = self._store.owner(version, position)
+        owner = self._store.task_owner(version, position)
         # A task given to this rank that it never confirmed: the giver has stopped, so no rank runs
         # it.
         if owner is not None and owner.rank == rank and owner.giver != NOBODY:
             free = owner._replace(rank=NOBODY, giver=NOBODY)
-            owner = free if self._store.change(version, position, owner, free) else None
-        if owner is None or owner.rank != NOBODY or position in self._store.returned(version):
+            owner = free if self._store.replace_owner(version, position, owner, free) else None
+        if owner is None or owner.rank != NOBODY or position in self._store.returned_positions(version):
             return None
-        return _name(version, owner)
+        return _task_name(version, owner)
 
     def _free_lost(
         self, rank: int, cause: str, trainers: int, died: bool, version: int, position: int
     ) -> str | None:
         """Take the task at `position` from `rank`, which died, and return the task's name."""
         while True:
-            owner = self._store.owner(version, position)
+            owner = self._store.task_owner(version, position)
             # The counter has passed this position, but the claimant has not entered its name:
             # perhaps it was the rank that died in between. A live claimant's own compare-and-set
             # then fails, and it claims another task.
             if owner is None:
                 nobody = Owner(NOBODY, 0, NOBODY, -1, -1, -1)
-                if self._store.change(version, position, None, nobody):
+                if self._store.replace_owner(version, position, None, nobody):
                     return ""
                 continue
             if rank not in (owner.rank, owner.giver) or self.held_by(version, position, trainers):
                 return None
-            name, deaths = _name(version, owner), owner.deaths + died
+            name, deaths = _task_name(version, owner), owner.deaths + died
             if died and deaths >= MAX_DEATHS:
                 raise ClaimError(
                     f"{name} lost {deaths} owners, the last being rank {rank}, which {cause}: "
@@ -364,25 +364,25 @@ class Claims:
             freed = owner._replace(
                 rank=NOBODY, attempt=owner.attempt + 1, giver=NOBODY, deaths=deaths
             )
-            if self._store.change(version, position, owner, freed):
+            if self._store.replace_owner(version, position, owner, freed):
                 return name
 
-    def _waiting(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
+    def _waiting_tasks(self, version: int, tasks: int) -> Iterator[tuple[int, Owner]]:
         """Yield (position, owner entry) of the tasks that came back and have no owner.
 
         Positions beyond the queue's end are skipped: ranks that ask for the last task at one moment
         take the counter past it.
         """
-        for position in self._store.returned(version):
-            owner = self._store.owner(version, position) if position < tasks else None
+        for position in self._store.returned_positions(version):
+            owner = self._store.task_owner(version, position) if position < tasks else None
             if owner is not None and owner.rank == NOBODY:
                 yield position, owner
 
-    def _known(self, version: int) -> Iterator[int]:
+    def _claimed_positions(self, version: int) -> Iterator[int]:
         """Yield the positions of the queue that may have an owner."""
-        head = self.head(version)
+        head = self.head_size(version)
         yield from range(head - self.head_left(version))
-        yield from range(head, self._store.count(f"claim/v{version}"))
+        yield from range(head, self._store.add_to_counter(f"claim/v{version}"))
 
 
 def evaluation_queue(version: int) -> int:
@@ -398,7 +398,7 @@ def evaluation_pieces(version: int, pieces: int) -> tuple[Task, ...]:
     return tuple(Task(version, piece, piece, 0, 0, queue) for piece in range(pieces))
 
 
-def _queues(version: int) -> tuple[int, ...]:
+def _queues_of(version: int) -> tuple[int, ...]:
     """Return the queues of a version: its tasks, and its evaluation."""
     return (version, evaluation_queue(version)) if version >= 0 else ()
 
@@ -418,12 +418,12 @@ def queue_part(tasks: int, number: int, count: int) -> range:
     return range(number * tasks // count, (number + 1) * tasks // count)
 
 
-def _received(version: int, position: int) -> str:
+def _received_name(version: int, position: int) -> str:
     """Return the name of the counter of trainers that hold a result."""
     return f"got/v{version}/{position}"
 
 
-def _name(queue: int, owner: Owner) -> str:
+def _task_name(queue: int, owner: Owner) -> str:
     if queue < 0:
         return f"piece {owner.number} of the evaluation of version {owner.step}"
     return f"task {owner.number} of step {owner.step} (group {owner.group})"

@@ -50,7 +50,7 @@ def group_tasks(spec: ScheduleSpec, step: int, group: int) -> tuple[Task, ...]:
     )
 
 
-def queue(spec: ScheduleSpec, version: int, last_step: int) -> tuple[Task, ...]:
+def version_queue(spec: ScheduleSpec, version: int, last_step: int) -> tuple[Task, ...]:
     """Return every task that version `version` generates, in claim order. `last_step` is the run's
     final RL step."""
     fresh = range(stale_groups(spec, version), spec.prompts) if version <= last_step else range(0)
@@ -78,7 +78,7 @@ def update_of(spec: ScheduleSpec, portion: int) -> int:
     return portion // spec.groups_per_update
 
 
-def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
+def update_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
     """Return the portions of each fragment of an update. Fragments are fixed, so producers know
     every cell's owner beforehand."""
     first = update * spec.groups_per_update
@@ -90,7 +90,7 @@ def fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
 def later_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], ...]:
     """Return the fragments of the updates of a batch that follow `update`; -1 = of all updates."""
     return tuple(
-        f for later in range(update + 1, spec.updates_per_batch) for f in fragments(spec, later)
+        f for later in range(update + 1, spec.updates_per_batch) for f in update_fragments(spec, later)
     )
 
 

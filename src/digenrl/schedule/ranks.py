@@ -78,7 +78,7 @@ def finished_before(free: float, seconds: float, rank: int, time: float, other: 
     return count
 
 
-def declines(
+def declines_task(
     rank: int,
     now: float,
     seconds: Mapping[int, float],

@@ -39,8 +39,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
-from digenrl.schedule.ranks import Roles, Work, declines
-from digenrl.schedule.search import Decision, LendingMonitor, LendingState, after_older, search
+from digenrl.schedule.ranks import Roles, Work, declines_task
+from digenrl.schedule.search import Decision, LendingMonitor, LendingState, after_older, search_loans
 from digenrl.schedule.spec import ScheduleSpec, Task
 from digenrl.schedule.timesteps import cells_by_rank
 
@@ -75,22 +75,22 @@ class _Trainer:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _noted(kind: str) -> Callable[[_Method], _Method]:
+def _recorded_as(kind: str) -> Callable[[_Method], _Method]:
     """Make a decorator that records each call of a method, and for decisions also the answer."""
 
     def wrap(method: _Method) -> _Method:
         @functools.wraps(method)
-        def noted(self: Scheduler, *args: Any) -> Any:
+        def call_and_record(self: Scheduler, *args: Any) -> Any:
             answer = method(self, *args)
             if self.record is not None:
                 row: dict[str, Any] = {
                     kind: method.__name__,
-                    "args": [_plain(value) for value in args],
+                    "args": [_json_value(value) for value in args],
                 }
                 self.record(row | ({"answer": answer} if kind == "decision" else {}))
             return answer
 
-        return cast(_Method, noted)
+        return cast(_Method, call_and_record)
 
     return wrap
 
@@ -145,7 +145,7 @@ class Scheduler:
             return
         if self.record is not None:
             self.record(
-                {"event": "saw_rank", "args": [rank, None if work is None else _plain(work)]}
+                {"event": "saw_rank", "args": [rank, None if work is None else _json_value(work)]}
             )
         joined = rank >= self.roles.trainers + self.roles.rollouts
         if work is None:
@@ -168,14 +168,14 @@ class Scheduler:
             if 0.0 < work.task_seconds < self._fastest:
                 self._fastest = work.task_seconds
 
-    @_noted("event")
+    @_recorded_as("event")
     def expected(self, stage: str, rank: int, seconds: float) -> None:
         """Take in a duration from the hardware profile. The first measurement replaces it.
         `measured` lists the stages."""
         self._costs[stage, rank] = seconds
         self._guessed.add((stage, rank))
 
-    @_noted("event")
+    @_recorded_as("event")
     def measured(self, stage: str, rank: int, seconds: float) -> None:
         """Take in a measured duration.
 
@@ -191,14 +191,14 @@ class Scheduler:
         self._guessed.discard(key)
         self._costs[key] = known + _COST_WEIGHT * (seconds - known)
 
-    @_noted("event")
+    @_recorded_as("event")
     def step_begun(self, rank: int) -> None:
         """Take in that an RL step begins on trainer `rank`."""
         trainer = self._trainers[rank]
         trainer.loan, trainer.asked = 0, None
         trainer.prediction, trainer.opened = trainer.opened, None
 
-    @_noted("decision")
+    @_recorded_as("decision")
     def step_ended(self, rank: int, now: float) -> str | None:
         """Compare the step's first loan with what happened, now that the step's weights are
         published.
@@ -209,11 +209,11 @@ class Scheduler:
         if trainer.prediction is None:
             return None
         decision, at = trainer.prediction
-        return trainer.monitor.record(decision, now - at)
+        return trainer.monitor.record_loan(decision, now - at)
 
     # ---- generating ranks
 
-    @_noted("decision")
+    @_recorded_as("decision")
     def takes(self, rank: int, version: int, left: int, now: float, head: int = 0) -> bool:
         """Return whether free `rank` claims the next task of the version's queue. If not, ranks
         that hold `version`, or will hold it, end all `left` tasks before this rank would end one.
@@ -245,7 +245,7 @@ class Scheduler:
             free = work.until if work.group >= 0 and work.until > now else now
             if free + work.task_seconds <= finish:  # the others end no task before
                 seconds[other], busy[other] = work.task_seconds or math.inf, free
-        return not declines(rank, now, seconds, busy, left)
+        return not declines_task(rank, now, seconds, busy, left)
 
     def many_left(self, rank: int, left: int) -> bool:
         """Return whether so many tasks are left that free `rank` takes one, whatever the other
@@ -267,13 +267,13 @@ class Scheduler:
         work = self._ranks.get(rank)
         return (work.task_seconds if work is not None else 0.0) or math.inf
 
-    @_noted("decision")
+    @_recorded_as("decision")
     def first_free(self, now: float) -> int | None:
         """Return the rollout rank that is expected to be free first; None if no speed is known."""
         working = self._known_speed(self._generators)
         return min(working, key=lambda rank: (working[rank].free_in(now), rank), default=None)
 
-    @_noted("decision")
+    @_recorded_as("decision")
     def successor(self, rank: int, version: int, task_step: int, now: float) -> int | None:
         """Return the rank that continues the task of `rank`, which is leaving: the first free
         rollout rank with `version`.
@@ -313,7 +313,7 @@ class Scheduler:
             and left > 0
         )
 
-    @_noted("decision")
+    @_recorded_as("decision")
     def next_move(
         self,
         rank: int,
@@ -357,7 +357,7 @@ class Scheduler:
         trainer.loan -= 1
         return LEND
 
-    @_noted("decision")
+    @_recorded_as("decision")
     def opens(
         self, rank: int, step: int, pending: Sequence[Fragment], left: Sequence[int], now: float
     ) -> int:
@@ -367,21 +367,21 @@ class Scheduler:
         fragment waits for its slowest task. Where the search finds that the step ends sooner if
         trainers begin with this fragment, rollouts claim behind it. Arguments as for `lend`.
         """
-        if self._blind(rank) or self.roles.colocated:
+        if self._cannot_judge_loan(rank) or self.roles.colocated:
             return 0
         rollouts = self._known_speed(sorted(self._generators))
-        state = self._state(rank, rollouts, {}, step, pending, left, now, self.roles.trainers)
-        decision = search(state)
+        state = self._lending_state(rank, rollouts, {}, step, pending, left, now, self.roles.trainers)
+        decision = search_loans(state)
         head = min(decision.lend * state.lenders, state.tasks_left)
         self._trainers[rank].opened = (decision, now) if head else None
         return head
 
-    def _blind(self, rank: int) -> bool:
+    def _cannot_judge_loan(self, rank: int) -> bool:
         """Return whether trainer `rank` cannot tell what a loan is worth, or may not lend."""
         known = ("train", rank) in self._costs and any(map(self._has_speed, self._generators))
         return not known or self._trainers[rank].monitor.off
 
-    @_noted("decision")
+    @_recorded_as("decision")
     def lend(
         self,
         rank: int,
@@ -414,7 +414,7 @@ class Scheduler:
             self._generators
         ):  # all who generate by trade are gone
             return 1
-        if self._blind(rank):
+        if self._cannot_judge_loan(rank):
             return 0
         moment = (step, now, len(pending))
         if self._same_moment is None or self._same_moment[0] != moment:
@@ -425,7 +425,7 @@ class Scheduler:
             lending = {other: work for other, work in others.items() if work.busy}
             # Trainers train the same fragments, so those that do not lend already are idle together
             # with this one.
-            state = self._state(
+            state = self._lending_state(
                 rank,
                 rollouts,
                 lending,
@@ -435,7 +435,7 @@ class Scheduler:
                 now,
                 self.roles.trainers - len(lending),
             )
-            self._same_moment = moment, search(state), state.tasks_left > 0
+            self._same_moment = moment, search_loans(state), state.tasks_left > 0
         _, decision, this_step = self._same_moment
         # Later loans of a step have little left to gain, and would hide the first. One for the next
         # step gains nothing.
@@ -456,10 +456,10 @@ class Scheduler:
         known = {other for other in self._generators if other in self._ranks}
         if not working or working.keys() != known or ("train", rank) not in self._costs:
             return None
-        state = self._state(rank, working, {}, step, pending, left, now, self.roles.trainers)
+        state = self._lending_state(rank, working, {}, step, pending, left, now, self.roles.trainers)
         off = self._trainers[rank].monitor.off
         may_lend = self.spec.tag and not off and not self.roles.colocated
-        return now + search(replace(state, may_lend=may_lend)).predicted_step_s
+        return now + search_loans(replace(state, may_lend=may_lend)).predicted_step_s
 
     def loan_facts(self, rank: int, now: float) -> dict[str, float] | None:
         """Return what the step's first loan promised and what happened, for the log; None if
@@ -475,7 +475,7 @@ class Scheduler:
             "measured_s": now - at,
         }
 
-    def _state(
+    def _lending_state(
         self,
         rank: int,
         rollouts: Mapping[int, Work],
@@ -536,7 +536,7 @@ class Scheduler:
         return rank in self._ranks and ("generate", rank) in self._costs
 
 
-def header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
+def record_header(spec: ScheduleSpec, roles: Roles, last_step: int) -> dict[str, Any]:
     """Return the first row of a record, from which `replay` builds a scheduler. `last_step` is the
     run's final RL step."""
     return {"spec": asdict(spec), "roles": asdict(roles), "last_step": last_step}
@@ -551,6 +551,6 @@ def _by_fragment(
     return tuple([sum([counts.pop(group, 0) for group in groups]) for groups in pending])
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return `value` as it is after a round trip through JSON."""
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_json_value(item) for item in value] if isinstance(value, (list, tuple)) else value

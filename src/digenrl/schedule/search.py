@@ -85,7 +85,7 @@ class Decision:
         return self.predicted_without - self.predicted_step_s
 
 
-def accepted(
+def accepted_claims(
     free: tuple[float, ...], seconds: tuple[float, ...], tasks: int
 ) -> tuple[list[float], list[float]]:
     """Return claiming and finishing times of the `tasks` claims that ranks accept, in order of
@@ -136,7 +136,7 @@ def after_older(
     return tuple(behind), tuple(times)
 
 
-def search(state: LendingState, k_max: int = K_MAX) -> Decision:
+def search_loans(state: LendingState, k_max: int = K_MAX) -> Decision:
     """Choose between waiting and lending k rounds. Behind the idle point the best of three fixed
     policies follows: never lend, lend what fits into a wait, lend what covers it.
 
@@ -151,26 +151,26 @@ def search(state: LendingState, k_max: int = K_MAX) -> Decision:
     """
     tree = _Search(state, k_max)
     start = _Point(0, 0.0, 0, 0, ())
-    without = tree.follow(start, None)
-    if not state.may_lend or not state.train_seconds or tree.ready(start) <= 0.0:
+    without = tree.follow_policy(start, None)
+    if not state.may_lend or not state.train_seconds or tree.ready_at(start) <= 0.0:
         return Decision(0, without, without)
     # Only tasks of the next step are left: a loan may fill the wait, but must not delay this step.
     if state.tasks_left == 0:
         rounds = [
             k
             for k in range(1, k_max + 1)
-            if (k - 1) * state.lenders < tree.spare(without) and tree.fits(k)
+            if (k - 1) * state.lenders < tree.spare_tasks(without) and tree.loan_fits(k)
         ]
         return Decision(max(rounds, default=0), without, without)
     # A first bound, so that branches worse than never lending are cut early.
     tree.best = without
     best_time, best_k = without, 0
     for lend in range(k_max + 1):
-        point = tree.lend(start, lend)
+        point = tree.lend_rounds(start, lend)
         if point is None:
             continue
-        end = tree.explore(point, without)
-        if end < best_time - 1e-9 or (end <= best_time + 1e-9 and tree.fits(lend)):
+        end = tree.explore_point(point, without)
+        if end < best_time - 1e-9 or (end <= best_time + 1e-9 and tree.loan_fits(lend)):
             best_time, best_k = min(end, best_time), lend
             tree.best = best_time
     return Decision(best_k, best_time, without)
@@ -193,7 +193,7 @@ class _Search:
     def __init__(self, state: LendingState, k_max: int) -> None:
         self.state, self.k_max = state, k_max
         self.best = float("inf")
-        self._starts, finishes = accepted(
+        self._starts, finishes = accepted_claims(
             state.rollout_free, state.rollout_seconds, state.tasks_left
         )
         self._done_by = list(itertools.accumulate(finishes, max))
@@ -206,7 +206,7 @@ class _Search:
         lenders = max(state.lenders, self._later)
         self._rate = sum(1.0 / s for s in state.rollout_seconds) + lenders / state.lend_seconds
 
-    def ready(self, point: _Point) -> float:
+    def ready_at(self, point: _Point) -> float:
         """Return when the next fragment is complete, given the loans so far (all finished by the
         trainers' present)."""
         need = self._needs[point.fragment]
@@ -220,12 +220,12 @@ class _Search:
             return float("inf")  # nobody generates but the lenders
         return max(self.state.fragment_ready[point.fragment], self._done_by[own - 1])
 
-    def fits(self, rounds: int) -> bool:
+    def loan_fits(self, rounds: int) -> bool:
         """Return whether a loan of `rounds` now ends before the next fragment is ready."""
-        state, wait = self.state, self.ready(_Point(0, 0.0, 0, 0, ()))
+        state, wait = self.state, self.ready_at(_Point(0, 0.0, 0, 0, ()))
         return rounds * state.lend_seconds + 2 * state.switch_seconds <= wait
 
-    def spare(self, end: float) -> float:
+    def spare_tasks(self, end: float) -> float:
         """Return how many tasks of the next step to lend now, if this step ends at `end`.
 
         The tasks that rollout ranks leave undone by then are shared by speed. If the trainers did
@@ -238,7 +238,7 @@ class _Search:
         undone = max(0.0, state.tasks_later + state.later_taken - made)
         return undone * state.lenders / state.lend_seconds / self._rate - state.later_taken
 
-    def lend(self, point: _Point, rounds: int) -> _Point | None:
+    def lend_rounds(self, point: _Point, rounds: int) -> _Point | None:
         """Return the point after lending `rounds` rounds; None when fewer are there to lend."""
         if rounds == 0:
             return point
@@ -261,13 +261,13 @@ class _Search:
             point.fragment, end + state.switch_seconds, point.lent + count, point.inside, loans
         )
 
-    def train(self, point: _Point) -> _Point | None:
+    def train_fragment(self, point: _Point) -> _Point | None:
         """Return the point after waiting for the next fragment and training it; None when it never
         becomes ready."""
-        now = max(point.now, self.ready(point)) + self.state.train_seconds[point.fragment]
+        now = max(point.now, self.ready_at(point)) + self.state.train_seconds[point.fragment]
         return None if now == float("inf") else _Point(point.fragment + 1, now, *point[2:])
 
-    def follow(self, point: _Point, cover: bool | None) -> float:
+    def follow_policy(self, point: _Point, cover: bool | None) -> float:
         """Return the step's end under a fixed policy: never lend (None), lend what fits into waits,
         or what covers them."""
         begin, now, lent, inside, loans = point
@@ -290,28 +290,28 @@ class _Search:
                 ready = done_by[own - 1]
             if cover is not None and (wait := ready - now - 2 * state.switch_seconds) > 0:
                 fit = self.k_max if wait == float("inf") else int(wait / state.lend_seconds) + cover
-                after = self.lend(_Point(fragment, now, lent, inside, loans), min(self.k_max, fit))
+                after = self.lend_rounds(_Point(fragment, now, lent, inside, loans), min(self.k_max, fit))
                 if after is not None:
                     _, now, lent, inside, loans = after
-                    ready = self.ready(after)
+                    ready = self.ready_at(after)
             now = (ready if ready > now else now) + state.train_seconds[fragment]
             if now + self._train_after[fragment + 1] > self.best + 1e-6:  # no better than another
                 return float("inf")
         return now
 
-    def explore(self, point: _Point, without: float) -> float:
+    def explore_point(self, point: _Point, without: float) -> float:
         """Return the best end of the step after deciding at `point`: train its fragment, then
         follow the best fixed policy. `without` is the end if nothing is ever lent."""
-        here = self.train(point)
+        here = self.train_fragment(point)
         if here is None:
             return float("inf")
-        end = self.follow(here, None) if here.lent else without
+        end = self.follow_policy(here, None) if here.lent else without
         training = here.now + self._train_after[here.fragment]
-        if self._least(here) >= self.best or end <= training + 1e-9:
+        if self._lower_bound(here) >= self.best or end <= training + 1e-9:
             return end
-        return min(end, self.follow(here, False), self.follow(here, True))
+        return min(end, self.follow_policy(here, False), self.follow_policy(here, True))
 
-    def _least(self, point: _Point) -> float:
+    def _lower_bound(self, point: _Point) -> float:
         """Return a lower bound for the step's end: the trainers' remaining work, and the last task
         if all ranks generate."""
         unclaimed = self.state.tasks_left - bisect_right(self._starts, point.now) - point.lent
@@ -339,7 +339,7 @@ class LendingMonitor:
     stop."""
     off: bool = False
 
-    def record(self, decision: Decision, measured_step_s: float) -> str | None:
+    def record_loan(self, decision: Decision, measured_step_s: float) -> str | None:
         """Take in how long the step took from the decision on. Return a message when that switches
         lending off."""
         if self.off or decision.lend == 0:

@@ -25,7 +25,7 @@ def update_groups(spec: ScheduleSpec, update: int) -> range:
     return range(first, first + spec.groups_per_update)
 
 
-def decided(spec: ScheduleSpec, complete: Collection[int]) -> list[int]:
+def decided_groups(spec: ScheduleSpec, complete: Collection[int]) -> list[int]:
     """Return the groups of `complete` that are known to be trained, or known to be left out.
 
     A group is decided in two cases: it has a place whatever the others score, or all groups of the

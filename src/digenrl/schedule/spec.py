@@ -97,7 +97,7 @@ class ScheduleSpec:
     """Part of each batch, at its head, that uses the previous version when async_steps=1:
     ceil(stale_fraction * P) groups."""
 
-    def overrides(self) -> list[str]:
+    def override_words(self) -> list[str]:
         """Return the command-line words that set `schedule.*` to this schedule. Shares are in units
         of the smallest above 0."""
         words = {

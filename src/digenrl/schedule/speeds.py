@@ -17,7 +17,7 @@ WORTHWHILE = 0.05
 """Part of the slowest rank's time that new shares must save to replace the present ones."""
 
 
-def relative(speeds: Sequence[float]) -> tuple[float, ...]:
+def relative_shares(speeds: Sequence[float]) -> tuple[float, ...]:
     """Return speeds as shares: the fastest rank has 1.0, each share is a whole number of
     hundredths.
 
@@ -30,15 +30,15 @@ def relative(speeds: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(1, round(FINEST * speed / fastest)) / FINEST for speed in speeds)
 
 
-def adjusted(current: tuple[float, ...], seconds_per_cell: Sequence[float]) -> tuple[float, ...]:
+def adjusted_shares(current: tuple[float, ...], seconds_per_cell: Sequence[float]) -> tuple[float, ...]:
     """Return the shares for the next steps: those of the measured speeds if they save enough, else
     `current`."""
-    wanted = relative([1.0 / seconds for seconds in seconds_per_cell])
-    before, after = _slowest(current, seconds_per_cell), _slowest(wanted, seconds_per_cell)
+    wanted = relative_shares([1.0 / seconds for seconds in seconds_per_cell])
+    before, after = _slowest_seconds(current, seconds_per_cell), _slowest_seconds(wanted, seconds_per_cell)
     return wanted if after < (1.0 - WORTHWHILE) * before else current
 
 
-def _slowest(shares: tuple[float, ...], seconds_per_cell: Sequence[float]) -> float:
+def _slowest_seconds(shares: tuple[float, ...], seconds_per_cell: Sequence[float]) -> float:
     """Return the time of the rank that finishes last, in seconds per cell of the whole."""
     return max(
         share * seconds for share, seconds in zip(shares, seconds_per_cell, strict=True)

@@ -63,7 +63,7 @@ class Ledger:
     open: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     """(step, group) -> task of the group -> samples issued and neither trained nor dropped."""
 
-    def issue(self, step: int, group: int, samples: int, part: int = 0) -> None:
+    def count_issued(self, step: int, group: int, samples: int, part: int = 0) -> None:
         """Count the samples of a group's task `part` as issued.
 
         Raises:
@@ -75,16 +75,16 @@ class Ledger:
         parts[part] = samples
         self.issued += samples
 
-    def train(self, step: int, group: int, parts: Iterable[int] | None = None) -> int:
+    def count_trained(self, step: int, group: int, parts: Iterable[int] | None = None) -> int:
         """Count tasks of a group (None: all) as trained, and return their samples."""
-        samples = self._close(step, group, parts, "trained")
+        samples = self._remove_tasks(step, group, parts, "trained")
         self.trained += samples
         return samples
 
-    def drop(self, step: int, group: int, reason: str, parts: Iterable[int] | None = None) -> int:
+    def count_dropped(self, step: int, group: int, reason: str, parts: Iterable[int] | None = None) -> int:
         """Count tasks of a group as dropped for `reason` (a failed reward, a non-finite latent),
         and return their samples."""
-        samples = self._close(step, group, parts, f"dropped ({reason})")
+        samples = self._remove_tasks(step, group, parts, f"dropped ({reason})")
         self.dropped[reason] = self.dropped.get(reason, 0) + samples
         return samples
 
@@ -93,7 +93,7 @@ class Ledger:
         """Samples issued and not yet accounted for."""
         return sum(sum(parts.values()) for parts in self.open.values())
 
-    def check(self, before: int = 0) -> None:
+    def check_balance(self, before: int = 0) -> None:
         """Check the identity I10, and that every group of a step earlier than `before` has been
         trained or dropped.
 
@@ -116,7 +116,7 @@ class Ledger:
                 f"({len(late)} groups in all)."
             )
 
-    def _close(self, step: int, group: int, parts: Iterable[int] | None, how: str) -> int:
+    def _remove_tasks(self, step: int, group: int, parts: Iterable[int] | None, how: str) -> int:
         held = self.open.pop((step, group), {})
         leaving = set(held if parts is None else parts)
         if not leaving or not leaving <= held.keys():

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from digenrl.schedule.order import fragments
+from digenrl.schedule.order import update_fragments
 from digenrl.schedule.spec import ScheduleSpec
 
 
@@ -48,7 +48,7 @@ def fragment_blocks(spec: ScheduleSpec, fragment: tuple[int, ...]) -> tuple[Bloc
     )
 
 
-def apportion(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+def apportion_units(units: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """Split `units` in proportion to `shares` (largest remainder; ties to the lower rank). The
     parts sum to `units`."""
     total = sum(shares)
@@ -66,13 +66,13 @@ Placement = tuple[tuple[tuple[Block, ...], ...], ...]
 
 
 @lru_cache(maxsize=4096)
-def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Placement:
+def place_fragment(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Placement:
     """Return placement[rank][micro_batch] = blocks. An empty tuple is a micro-batch that only joins
     collectives."""
     if trainers % spec.context:
         raise ValueError(f"parallel.context = {spec.context} must divide the {trainers} trainers.")
     if spec.context > 1:
-        seats = place(replace(spec, context=1), trainers // spec.context, fragment)
+        seats = place_fragment(replace(spec, context=1), trainers // spec.context, fragment)
         return tuple(own for own in seats for _ in range(spec.context))
     shares = spec.shares or (1.0,) * trainers
     if len(shares) != trainers:
@@ -83,7 +83,7 @@ def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Place
     unit = 1 if spec.tsp_shard else spec.blocks_per_task
     units = [blocks[i : i + unit] for i in range(0, len(blocks), unit)]
     equal = not spec.measured_shares and all(share == shares[0] for share in shares)
-    counts = apportion(len(units), shares)
+    counts = apportion_units(len(units), shares)
     turn = (
         fragment[0] // max(1, spec.fragment_groups) % trainers
     )  # odd units go round the ranks, not always to rank 0
@@ -99,11 +99,11 @@ def place(spec: ScheduleSpec, trainers: int, fragment: tuple[int, ...]) -> Place
         start += count
     # With unequal shares an average size bounds the count, and fast ranks get larger micro-batches.
     micro = max(len(o) for o in owned) if equal else math.ceil(len(blocks) / trainers)
-    return tuple(_split(o, micro) for o in owned)
+    return tuple(_split_blocks(o, micro) for o in owned)
 
 
 @lru_cache(maxsize=4096)
-def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placement:
+def without_useless_tasks(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placement:
     """Return `placement` without the tasks (group, part) that have no gradient.
 
     The number of micro-batches stays the same. The first ones are empty on every rank.
@@ -117,10 +117,10 @@ def without(placement: Placement, useless: frozenset[tuple[int, int]]) -> Placem
     # No micro-batch may grow (memory), and all ranks need equally many (collectives).
     needed = max(math.ceil(len(rest) / width) for rest, width in zip(rests, widths, strict=True))
     idle = ((),) * (len(placement[0]) - needed)
-    return tuple(idle + (_split(rest, needed) if needed else ()) for rest in rests)
+    return tuple(idle + (_split_blocks(rest, needed) if needed else ()) for rest in rests)
 
 
-def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
+def _split_blocks(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
     """Split `blocks` into `micro` consecutive runs whose lengths differ by at most one, longer runs
     first."""
     base, extra = divmod(len(blocks), micro)
@@ -135,7 +135,7 @@ def _split(blocks: list[Block], micro: int) -> tuple[tuple[Block, ...], ...]:
 def micro_batches_per_update(spec: ScheduleSpec, trainers: int) -> int:
     """Count the micro-batches of one optimizer update on every trainer rank: Lightning's
     accumulate_grad_batches."""
-    return sum(len(place(spec, trainers, fragment)[0]) for fragment in fragments(spec, 0))
+    return sum(len(place_fragment(spec, trainers, fragment)[0]) for fragment in update_fragments(spec, 0))
 
 
 @lru_cache(maxsize=4096)
@@ -147,7 +147,7 @@ def cells_by_rank(
 
     Sharded trainers wait for the largest micro-batch of all.
     """
-    placement = place(spec, trainers, fragment)
+    placement = place_fragment(spec, trainers, fragment)
     cells = [[sum(len(block.steps) for block in micro) for micro in own] for own in placement]
     if lockstep:
         return (sum(max(column) for column in zip(*cells, strict=True)),) * trainers

@@ -47,8 +47,8 @@ from digenrl.strategy.checkpoint_storage import (
     WHERE,
     Description,
     PartWriter,
-    describe,
-    described,
+    describe_file,
+    flush_and_describe,
 )
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Writing:
     temporary: Path
     """Directory of the files until the checkpoint is complete."""
 
-    def result(self) -> None:
+    def wait_until_complete(self) -> None:
         """Wait until it is complete; every trainer is told alike.
 
         Raises:
@@ -94,7 +94,7 @@ class Writing:
             self.future.result()
         except CheckpointException as error:
             shutil.rmtree(self.temporary, ignore_errors=True)
-            raise _cause(error) from error
+            raise _root_cause(error) from error
 
 
 class DirectoryCheckpointIO(CheckpointIO):
@@ -114,9 +114,9 @@ class DirectoryCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Write one checkpoint, alone. Raises: see `Writing.result`."""
-        self.begin(checkpoint, Path(path)).result()
+        self.begin_writing(checkpoint, Path(path)).wait_until_complete()
 
-    def begin(
+    def begin_writing(
         self,
         checkpoint: dict[str, Any],
         target: Path,
@@ -146,32 +146,32 @@ class DirectoryCheckpointIO(CheckpointIO):
         }
         temporary = target.with_name(f"{UNFINISHED}{target.name}")
 
-        def complete(files: dict[str, Description]) -> None:
+        def complete_checkpoint(files: dict[str, Description]) -> None:
             _save_state(rest, temporary / STATE)
-            files[STATE] = described(temporary / STATE)
+            files[STATE] = flush_and_describe(temporary / STATE)
             (temporary / MANIFEST).write_text(
-                _manifest(
+                _manifest_text(
                     {"epoch": rest.get("epoch"), "name": target.name, "files": files}
                     | ({"tie": self._tie} if self._tie else {})
                 )
             )
-            described(temporary / MANIFEST)
+            flush_and_describe(temporary / MANIFEST)
             try:
-                verify(temporary)
+                verify_checkpoint(temporary)
             except CheckpointError as error:
                 raise OSError(
                     errno.EIO, f"other bytes were read back than were written ({error})"
                 ) from error
-            self._adopt(temporary, target)
+            self._make_newest(temporary, target)
 
-        writer = PartWriter(temporary, stage, complete)
+        writer = PartWriter(temporary, stage, complete_checkpoint)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         future = dcp.async_save(
             own, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
         )
         return Writing(cast("concurrent.futures.Future[Any]", future), temporary)
 
-    def _adopt(self, temporary: Path, target: Path) -> None:
+    def _make_newest(self, temporary: Path, target: Path) -> None:
         """What is written becomes the newest checkpoint; outdated ones go."""
         own_folder(target.parent)
         if (
@@ -179,7 +179,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         ):  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
             target.rename(target.with_name(f"{_ASIDE}{target.name}"))
         temporary.rename(target)
-        _point(target.with_name("last"), target.name)
+        _point_link(target.with_name("last"), target.name)
         outdated = [
             old for old in sorted(target.parent.glob("step-*"))[: -self._keep] if old != target
         ]
@@ -198,14 +198,14 @@ class DirectoryCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: see `verify`.
         """
-        verify(Path(path))
-        return read(Path(path))
+        verify_checkpoint(Path(path))
+        return read_checkpoint(Path(path))
 
     def remove_checkpoint(self, path: Any) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def read(
+def read_checkpoint(
     source: Path,
     entries: Iterable[str] = GROWING,
     group: dist.ProcessGroup | None = None,
@@ -243,7 +243,7 @@ def read(
         )
     except CheckpointException as error:
         raise CheckpointError(
-            f"{source} does not fit this run: {_cause(error)}. Resume it with its own model and "
+            f"{source} does not fit this run: {_root_cause(error)}. Resume it with its own model and "
             "lora settings."
         ) from error
     for name, tensor in tensors.items():
@@ -255,7 +255,7 @@ def read(
     return checkpoint
 
 
-def verify(directory: Path) -> None:
+def verify_checkpoint(directory: Path) -> None:
     """Compare every file with the manifest.
 
     Raises:
@@ -270,7 +270,7 @@ def verify(directory: Path) -> None:
         text = read_text(directory / MANIFEST)
         facts = {key: value for key, value in json_of(text).items() if key != "xxh3"}
         files = facts["files"]
-        intact = text == _manifest(facts)
+        intact = text == _manifest_text(facts)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"{directory} is not a complete checkpoint: {MANIFEST} cannot be read ({error})."
@@ -299,7 +299,7 @@ def verify(directory: Path) -> None:
         )
     for name, written in files.items():
         _check_inside(directory, name)
-        found = describe(directory / name)
+        found = describe_file(directory / name)
         if found != written:
             raise CheckpointError(
                 f"{directory / name} is damaged: its manifest says {written}, the file is {found}. "
@@ -321,7 +321,7 @@ def ties_of(checkpoint: Path) -> list[dict[str, str]]:
             text = read_text(checkpoint / name)
             facts = {key: value for key, value in json_of(text).items() if key != "xxh3"}
             tie = facts["tie"]
-            if text == _manifest(facts) and isinstance(tie, dict):
+            if text == _manifest_text(facts) and isinstance(tie, dict):
                 found.append({str(key): str(value) for key, value in tie.items()})
     return found
 
@@ -333,7 +333,7 @@ def tie_again(checkpoint: Path, tie: Mapping[str, str]) -> None:
         OSError: it cannot be written.
     """
     with replaced(checkpoint / RESUMED) as temporary:
-        temporary.write_text(_manifest({"tie": dict(tie)}))
+        temporary.write_text(_manifest_text({"tie": dict(tie)}))
 
 
 def _check_inside(directory: Path, name: str) -> None:
@@ -351,7 +351,7 @@ def _check_inside(directory: Path, name: str) -> None:
 def newest_valid(
     checkpoints: Path,
     say: Callable[[str], object] = log.warning,
-    check: Callable[[Path], object] = verify,
+    check: Callable[[Path], object] = verify_checkpoint,
 ) -> Path:
     """Return the newest checkpoint of a run that passes `check`; `say` is told which damaged ones
     were passed over, and why.
@@ -409,7 +409,7 @@ def _without_tensors(node: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     }
 
 
-def _cause(error: CheckpointException) -> BaseException:
+def _root_cause(error: CheckpointException) -> BaseException:
     """What happened to one of the ranks; what a disk said comes first."""
     causes = [cause for cause, _ in error.failures.values()]
     return next((cause for cause in causes if isinstance(cause, OSError)), causes[0])
@@ -420,13 +420,13 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _manifest(facts: dict[str, Any]) -> str:
+def _manifest_text(facts: dict[str, Any]) -> str:
     """The text of a manifest, which ends with the digest of its own facts."""
     own = xxhash.xxh3_64_hexdigest(json.dumps(facts).encode())
     return json.dumps(facts | {"xxh3": own}, indent=2)
 
 
-def _point(link: Path, name: str) -> None:
+def _point_link(link: Path, name: str) -> None:
     """Make `link` point to its sibling `name`, in one rename."""
     temporary = link.with_name(f".tmp-{link.name}")
     if temporary.is_dir() and not temporary.is_symlink():

@@ -126,9 +126,9 @@ class PartWriter(StorageWriter):
                 with self._stage():
                     places = {name: offsets[name] for name in tensors if plan.storage_data}
                     save_weights(tensors, self._directory / file, places)
-                    facts = described(self._directory / file)
+                    facts = flush_and_describe(self._directory / file)
                 results.append(WriteResult(MetadataIndex(file), facts["bytes"], facts))
-        return _now(results)
+        return _finished_future(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make policy.safetensors of its parts; one part is the whole."""
@@ -139,13 +139,13 @@ class PartWriter(StorageWriter):
                 (self._directory / parts[0]).rename(self._directory / POLICY)
                 files[POLICY] = files.pop(parts[0])
             else:
-                _assemble(
+                _join_parts(
                     [self._directory / name for name in parts], self._directory / POLICY, metadata
                 )
                 for name in parts:
                     (self._directory / name).unlink()
                     del files[name]
-                files[POLICY] = described(self._directory / POLICY)
+                files[POLICY] = flush_and_describe(self._directory / POLICY)
             self._complete(files)
 
     @classmethod
@@ -167,14 +167,14 @@ def save_weights(
         raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error
 
 
-def described(path: Path) -> Description:
+def flush_and_describe(path: Path) -> Description:
     """Flush a file that was written, and say what is in it."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return describe(path)
+    return describe_file(path)
 
 
-def describe(path: Path) -> Description:
+def describe_file(path: Path) -> Description:
     """Size and digest of a file."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:
@@ -183,7 +183,7 @@ def describe(path: Path) -> Description:
     return {"bytes": path.stat().st_size, "xxh3": state.hexdigest()}
 
 
-def _assemble(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
+def _join_parts(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
     """Write the whole tensors of which `parts` have rows; one piece at a time is in memory."""
     with ExitStack() as stack:
         pieces: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
@@ -221,7 +221,7 @@ def _first_row(file: Any, name: str) -> int:
     return int(offsets[name]["saved_offsets"][0]) if offsets else 0
 
 
-def _now(value: Any) -> Future[Any]:
+def _finished_future(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future

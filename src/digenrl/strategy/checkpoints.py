@@ -14,7 +14,7 @@ from torch import Tensor
 
 from digenrl.models.policy import Policy
 from digenrl.record.span_log import SpanLog
-from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read
+from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO, Writing, read_checkpoint
 from digenrl.strategy.checkpoint_storage import PREFIX
 from digenrl.strategy.shared import TrainerState
 
@@ -48,19 +48,19 @@ class Checkpoints:
         self.writing: Writing | None = None
         """The checkpoint that is being written, or None."""
 
-    def begin(self, checkpoint: dict[str, Any], path: Path) -> None:
+    def begin_writing(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Begin to write `checkpoint` as `path`; `wait` reports the result.
 
         Raises:
             OSError: the checkpoint before could not be written.
         """
-        self.wait()
+        self.wait_until_written()
         fixed = (self._state.previous or {}).values()
         with self._spans.stage("checkpoint"):
             stage = partial(self._spans.progress.stage, "checkpoint")
-            self.writing = self._io.begin(checkpoint, path, self._group, stage, fixed)
+            self.writing = self._io.begin_writing(checkpoint, path, self._group, stage, fixed)
 
-    def wait(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until the checkpoint in writing is complete, if there is one.
 
         Raises:
@@ -69,14 +69,14 @@ class Checkpoints:
         writing, self.writing = self.writing, None
         if writing is not None:
             with self._spans.stage("wait checkpoint"):
-                writing.result()
+                writing.wait_until_complete()
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load_checkpoint(self, path: Path) -> dict[str, Any]:
         """Return the checkpoint at `path`: the rows that this trainer holds. Parameters are read in
         place."""
-        return read(path, group=self._group, room=self._room)
+        return read_checkpoint(path, group=self._group, room=self._tensor_for)
 
-    def _room(self, place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _tensor_for(self, place: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return the tensor that an entry of a checkpoint is read into. A parameter is its own. A
         moment or an average gets memory with its parameter's device and sharding."""
         parameters = self._policy.adapter.trained_parameters()

@@ -20,9 +20,9 @@ from diffusers.hooks.context_parallel import apply_context_parallel, remove_cont
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from torch.distributed.device_mesh import init_device_mesh
 
-from digenrl.facts import families
+from digenrl.facts import facts_by_family
 from digenrl.models.policy import Policy
-from digenrl.strategy.shard import bounded
+from digenrl.strategy.shard import with_timeout
 
 
 def check_model(policy: type[Policy], ranks: int, settings: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ def check_model(policy: type[Policy], ranks: int, settings: Mapping[str, Any]) -
             and the tokens of a sample, or its blocks are compiled.
     """
     if not policy.context_plan:
-        able = ", ".join(family for family, facts in families().items() if facts.context)
+        able = ", ".join(family for family, facts in facts_by_family().items() if facts.context)
         raise ValueError(
             f"parallel.context = {ranks}: the tokens of {policy.family} are not divided among "
             f"trainers, those of {able} can be; set parallel.context=1 (parallel.sharding=fsdp "
@@ -81,7 +81,7 @@ class Context:
         self._config = ParallelConfig(ContextParallelConfig(ulysses_degree=ranks))
         self._config.setup(mesh.get_local_rank("ulysses"), ranks, policy.device, mesh=mesh)
         for made in (mesh, self._config.context_parallel_config._flattened_mesh):
-            bounded(made, timeout)
+            with_timeout(made, timeout)
         blocks = [module for unit in policy.wrap_units() for module in unit.modules()]
         processors: list[Any] = [getattr(module, "processor", None) for module in blocks]
         self._processors = [
@@ -89,7 +89,7 @@ class Context:
         ]
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def share_tokens(self) -> Iterator[None]:
         """Inside, the ranks of a group compute forwards together, and repeat parts of them in the
         backward pass."""
         context, plan = self._config.context_parallel_config, self._policy.context_plan

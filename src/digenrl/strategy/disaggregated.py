@@ -56,7 +56,7 @@ from digenrl.cluster.store import StoreClient
 from digenrl.cluster.world import RoleEnvironment
 from digenrl.record.run_dir import tell_unwritten
 from digenrl.record.span_log import SpanLog
-from digenrl.schedule import Task, next_fragment, place, queue, resumed_queue
+from digenrl.schedule import Task, next_fragment, place_fragment, version_queue, resumed_queue
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.context import Context
@@ -65,7 +65,7 @@ from digenrl.strategy.loops import Begin, RolloutLoop, run_free, stop_between_st
 from digenrl.strategy.rollout_loop import RolloutWorker
 from digenrl.strategy.setup import RankRuntime, RankSetup
 from digenrl.strategy.shared import Fragment, Learner, TrainerState
-from digenrl.strategy.wiring import Wiring, wire
+from digenrl.strategy.wiring import Wiring, wire_parts
 from digenrl.transport.cells import Placement, StepBoard
 from digenrl.types import StepGivenUp, out_of_memory
 
@@ -106,7 +106,7 @@ class DisaggregatedStrategy(DDPStrategy):
         """GAP: return the tasks that holders of `version` generate, in claim order."""
         if version == self.state.first_step - 1:
             return resumed_queue(self.spec, self.state.first_step)
-        return queue(self.spec, version, self.rank_setup.last_step)
+        return version_queue(self.spec, version, self.rank_setup.last_step)
 
     def cut_fragment(self, pending: Sequence[Fragment], board: StepBoard) -> Fragment | None:
         """GAP: return the pending fragment to train now, or None to wait."""
@@ -115,7 +115,7 @@ class DisaggregatedStrategy(DDPStrategy):
     def place_timesteps(self, fragment: Fragment, step: int) -> Placement:
         """TSP: return the trainer and the micro-batch of each cell of a fragment of RL step
         `step`."""
-        return place(self.parts.shares.spec_at(step), self.world.trainers, fragment)
+        return place_fragment(self.parts.shares.spec_at(step), self.world.trainers, fragment)
 
     def on_bubble(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
         """TAG: return how many rollout tasks this idle trainer takes now; the bubble-triggered
@@ -124,7 +124,7 @@ class DisaggregatedStrategy(DDPStrategy):
         Colocated ranks have nobody to wait for. They take one task at a time, unless another rank
         ends it earlier.
         """
-        return self.parts.lending.rounds(board, pending)
+        return self.parts.lending.rounds_to_lend(board, pending)
 
     # ---- roles
 
@@ -163,7 +163,7 @@ class DisaggregatedStrategy(DDPStrategy):
             session.epoch,
             session.progress,
             setup.record_bytes,
-            accelerator.mark,
+            accelerator.mark_work,
         )
         self._process_group_backend = self._get_process_group_backend()
         name = "trainers" if world.is_trainer else f"rollout-{world.rank}"
@@ -181,7 +181,7 @@ class DisaggregatedStrategy(DDPStrategy):
         self.runtime = RankRuntime(
             setup, self, self.learner, self.state, self.control, self.link, self.spans
         )
-        self.parts = wire(self.runtime, io, savers)
+        self.parts = wire_parts(self.runtime, io, savers)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -192,11 +192,11 @@ class DisaggregatedStrategy(DDPStrategy):
         if (
             self.world.is_trainer
         ):  # before every other callback, so that rollouts work while the first evaluation runs
-            trainer.callbacks.insert(0, Begin(self.begin))  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, Begin(self.begin_training))  # type: ignore[attr-defined]
             run_free(trainer)
-            stop_between_steps(trainer, self.agreed)
+            stop_between_steps(trainer, self.agree_on_stop)
         else:
-            trainer.fit_loop = RolloutLoop.replacing(trainer.fit_loop, self.run_rollouts)
+            trainer.fit_loop = RolloutLoop.in_place_of(trainer.fit_loop, self.run_rollouts)
             trainer.callbacks, trainer.loggers = [], []  # type: ignore[attr-defined]
 
     def model_to_device(self) -> None:
@@ -207,12 +207,12 @@ class DisaggregatedStrategy(DDPStrategy):
             mesh = shard.mesh_of(
                 setup.sharding, self.world.trainers, setup.shard_group, device.type
             )
-            shard.shard(policy, shard.bounded(mesh, self._timeout))
+            shard.shard_policy(policy, shard.with_timeout(mesh, self._timeout))
             policy.fill(device)
         super().model_to_device()
         if self.spec.context > 1 and self.world.is_trainer:
             group = Context(policy, self.spec.context, device.type, self._timeout)
-            self.parts.step.together = group.shared
+            self.parts.step.together = group.share_tokens
 
     def configure_ddp(self) -> None:
         """Wrap nothing: `gradients.average` reduces once per update for replicas, and FSDP2 has
@@ -220,10 +220,10 @@ class DisaggregatedStrategy(DDPStrategy):
 
     # ---- life of a rank
 
-    def begin(self, trainer: pl.Trainer) -> None:
+    def begin_training(self, trainer: pl.Trainer) -> None:
         """Publish the version that training starts from."""
         self.state.first_step = trainer.current_epoch
-        self.parts.publisher.begin()
+        self.parts.publisher.publish_first_version()
 
     def run_rollouts(self) -> None:
         """Live the life of a rollout rank, in place of the fit loop."""
@@ -234,7 +234,7 @@ class DisaggregatedStrategy(DDPStrategy):
             control.join(self.world.rank)
         leave = self.session.leave
         evaluation_worker = EvaluationWorker(self.rank_setup.evaluated, self.runtime, runner)
-        RolloutWorker(self.runtime, runner, evaluation_worker).run()
+        RolloutWorker(self.runtime, runner, evaluation_worker).run_until_done()
         if leave.is_set():
             # what this rank has given away is on its way when it says that it has left
             link.drain()
@@ -244,7 +244,7 @@ class DisaggregatedStrategy(DDPStrategy):
             super().barrier(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        self.saved()
+        self.wait_for_checkpoint()
         if self.is_global_zero:
             self.control.set("done", "1")
         # no trainer closes its link before rollouts, which still send, can know that the run is
@@ -286,33 +286,33 @@ class DisaggregatedStrategy(DDPStrategy):
 
     def block_backward_sync(self) -> Any:
         """Mark a micro-batch that is not the last one of its update; called by Lightning."""
-        return self.parts.step.accumulation()
+        return self.parts.step.accumulate_gradients()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.parts.step.train(args[0]):
+        with self.parts.step.train_micro_batch(args[0]):
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         scaled = closure_loss * self.rank_setup.loss_scale
         with self.parts.step.tokens_shared():
             loss = super().backward(scaled, optimizer, *args, **kwargs)
-        self.parts.step.reduce()
+        self.parts.step.reduce_gradients()
         return loss
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.parts.step.update():
+        if self.parts.step.count_update():
             self.parts.step.publish()
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            trainer.should_stop = self.agreed(trainer.should_stop or self.control.stopping)
+            trainer.should_stop = self.agree_on_stop(trainer.should_stop or self.control.stopping)
             # all trainers are here, by the reduction, and have read what was agreed
-            self.parts.agreement.forget()
+            self.parts.agreement.forget_choices()
         return output
 
-    def agreed(self, stop: bool) -> bool:
+    def agree_on_stop(self, stop: bool) -> bool:
         """Return whether `stop` is true on any trainer. All trainers call this together."""
         with self.session.progress.stage("wait straggler"):
             return self.reduce_boolean_decision(stop, all=False)
@@ -348,17 +348,17 @@ class DisaggregatedStrategy(DDPStrategy):
     ) -> None:
         """Begin to write; `saved` reports the result. Raises: see `saved`, of the checkpoint
         before."""
-        self.parts.checkpoints.begin(checkpoint, Path(filepath))
+        self.parts.checkpoints.begin_writing(checkpoint, Path(filepath))
 
-    def saved(self) -> None:
+    def wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint in writing. Raises OSError on every trainer if it could not be
         written."""
-        self.parts.checkpoints.wait()
+        self.parts.checkpoints.wait_until_written()
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return self.parts.checkpoints.load(Path(checkpoint_path))
+        return self.parts.checkpoints.load_checkpoint(Path(checkpoint_path))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

@@ -58,17 +58,17 @@ class EvaluationWorker:
         self._wanted = ""
         """Digest of the weights that the open evaluation needs. "": the version's own weights."""
 
-    def hold(self, weights: Version) -> None:
+    def hold_weights(self, weights: Version) -> None:
         """Keep weights that were published for an evaluation, and drop those of the evaluation
         before."""
         self._weights = weights
 
-    def adopted(self, version: int) -> None:
+    def drop_old_weights(self, version: int) -> None:
         """Drop the weights of evaluations before `version`, which this rank has adopted."""
         if self._weights is not None and self._weights.number > evaluation_queue(version):
             self._weights = None
 
-    def claim(self, version: int) -> Claim | None:
+    def claim_piece(self, version: int) -> Claim | None:
         """Claim the next piece of the evaluation of `version`; None if there is none for this
         rank."""
         if self._drawn is None or not (opened := self._control.get(_OPEN)):
@@ -79,9 +79,9 @@ class EvaluationWorker:
         if self._wanted and (self._weights is None or self._weights.digest != self._wanted):
             return None  # the weights are on their way; a rank that joined meanwhile gets none
         pieces = evaluation_pieces(version, len(self._drawn.pieces))
-        return self._claims.take(evaluation_queue(version), pieces, range(len(pieces)))
+        return self._claims.take_next_task(evaluation_queue(version), pieces, range(len(pieces)))
 
-    def make(self, version: int, claim: Claim, receive: Callable[[], None]) -> None:
+    def make_piece(self, version: int, claim: Claim, receive: Callable[[], None]) -> None:
         """Make a claimed piece and send it to trainer 0. A rank that leaves meanwhile gives it up:
         another rank makes it.
 
@@ -89,16 +89,16 @@ class EvaluationWorker:
             receive: called before each denoising step, to sort what has arrived.
         """
         with self._spans.stage("wait reward"):  # a scorer may not be asked by two threads at once
-            self._runner.settle(wait=True)
+            self._runner.settle_sends(wait=True)
         try:
             with self._spans.span("eval", step=version, piece=claim.position):
-                pictures = self._draw(version, claim.position, receive)
+                pictures = self._draw_piece(version, claim.position, receive)
                 facts = {"version": version, "piece": claim.position}
                 self._link.send(0, Message(MessageKind.EVALUATION, facts, tensors_of(pictures)))
         except _Leaving:
-            self._claims.release(evaluation_queue(version), claim)
+            self._claims.release_claim(evaluation_queue(version), claim)
 
-    def _draw(self, version: int, number: int, receive: Callable[[], None]) -> Pictures:
+    def _draw_piece(self, version: int, number: int, receive: Callable[[], None]) -> Pictures:
         """Draw the samples of piece `number` with the weights of the open evaluation.
 
         Raises:
@@ -115,7 +115,7 @@ class EvaluationWorker:
 
         with self._in_use():
             noise = version == 0 and number < NOISY_PIECES
-            return self._drawn.draw(self._engine, [number], before_step, noise)
+            return self._drawn.draw_pieces(self._engine, [number], before_step, noise)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Evaluations:
         """Whether rollouts evaluate."""
         return self._drawn is not None
 
-    def open(self, version: int) -> None:
+    def open_evaluation(self, version: int) -> None:
         """Let rollouts evaluate `version`, which is the newest published one."""
         self._version, self._arrived = version, {}
         there = self._control.survivors(self._world.rollout_ranks)
@@ -172,7 +172,7 @@ class Evaluations:
         if self._world.rank == 0:
             self._control.set(_OPEN, f"{version}:{digest}")
 
-    def add(self, message: Message) -> None:
+    def add_piece(self, message: Message) -> None:
         """Take a piece."""
         assert self._drawn is not None
         number = int(message.meta["piece"])
@@ -180,9 +180,9 @@ class Evaluations:
             self._arrived[number] = pictures_of(message.tensors, self._drawn.pieces[number])
             # From here on the piece is done, whatever becomes of the rank that made it.
             queue = evaluation_queue(self._version)
-            self._claims.received(queue, number, self._world.trainers)
+            self._claims.mark_received(queue, number, self._world.trainers)
 
-    def finish(self, then: Callable[[Mapping[int, Pictures] | None], None]) -> None:
+    def finish_evaluation(self, then: Callable[[Mapping[int, Pictures] | None], None]) -> None:
         """Wait for the open evaluation. Every trainer calls this at the same place, before the
         weights change. The wait counts neither as training nor as the step's time.
 
@@ -193,19 +193,19 @@ class Evaluations:
         Raises:
             StepGivenUp: the step in progress ends instead.
         """
-        with self._ledger.paused():
+        with self._ledger.clock_paused():
             with self._spans.span("wait", cause="evaluation", step=self._version):
                 # Trainer 0 alone waits for messages. The others poll for its grant, outside any
                 # collective: a long wait in a collective would run into its limit.
-                complete = self._world.rank == 0 and self._wait()
-                self._stop_vote.begin()
+                complete = self._world.rank == 0 and self._wait_for_pieces()
+                self._stop_vote.begin_piece()
                 complete = bool(self._agree(int(complete)))
             then(self._arrived if complete else None)
         if self._world.rank == 0:
             self._control.delete(_OPEN)
         self._version, self._arrived = -1, {}
 
-    def _wait(self) -> bool:
+    def _wait_for_pieces(self) -> bool:
         """Wait for the pieces, and return whether all have arrived. False: no rollout that could
         make the others is left."""
         assert self._drawn is not None
@@ -213,6 +213,6 @@ class Evaluations:
             there = self._control.survivors(self._world.rollout_ranks)
             if not (there if self._makers is None else set(there).intersection(self._makers)):
                 return False
-            self._stop_vote.check()
+            self._stop_vote.check_for_stop()
             self._receive(_POLL_S)
         return True

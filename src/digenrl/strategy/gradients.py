@@ -19,7 +19,7 @@ _BACKEND = re.compile(r"gloo|NCCL|ncclSystemError|Connection (reset|closed) by p
 
 
 @torch.no_grad()
-def average(parameters: Iterable[Tensor], trainers: int) -> None:
+def average_grads(parameters: Iterable[Tensor], trainers: int) -> None:
     """Average `.grad` over the trainers, in one flat all-reduce per dtype.
 
     A gradient that is None on every rank stays None (a text branch that the output does not use);
@@ -53,7 +53,7 @@ def average(parameters: Iterable[Tensor], trainers: int) -> None:
 
 
 @torch.no_grad()
-def scale(parameters: Iterable[Tensor], factor: float) -> None:
+def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
     """Multiply every `.grad` by `factor`."""
     for parameter in parameters if factor != 1.0 else ():
         if parameter.grad is not None:
@@ -88,7 +88,7 @@ def assert_equal_digests(own: str, trainers: int, version: int) -> None:
     """
     if trainers == 1:
         return
-    kind = accelerator.kind()
+    kind = accelerator.device_kind()
     device = kind if dist.get_default_backend_for_device(kind) in dist.get_backend() else "cpu"
     mine = torch.tensor([int(own[:8], 16), int(own[8:], 16)], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(trainers)]

@@ -33,18 +33,18 @@ class Inbox:
         self._boards: dict[int, StepBoard] = {}
         self._step = 0
 
-    def handle(self, kind: MessageKind, handler: Callable[[Message], None]) -> None:
+    def set_handler(self, kind: MessageKind, handler: Callable[[Message], None]) -> None:
         """Give messages of `kind`, which are no cells, to `handler`."""
         self._handlers[kind] = handler
 
-    def open(self, step: int) -> StepBoard:
+    def open_board(self, step: int) -> StepBoard:
         """Return the board of RL step `step`, which is in progress, and forget those of earlier
         steps."""
         self._step = step
         self._boards = {number: board for number, board in self._boards.items() if number >= step}
-        return self._board(step)
+        return self._board_of(step)
 
-    def receive(self, timeout: float) -> bool:
+    def receive_message(self, timeout: float) -> bool:
         """Take one message. Return False if none came within `timeout` seconds."""
         message = self._link.receive(timeout)
         if message is None:
@@ -56,14 +56,14 @@ class Inbox:
             step, version = part.meta["step"], part.meta["version"]
             # Refused: a late result of a task that went back when its owner was lost. Its new owner
             # sends the same cells, and counting both would train them twice (I2).
-            if step >= self._step and self._claims.accepts(version, part.claim):
+            if step >= self._step and self._claims.accepts_result(version, part.claim):
                 self._scheduler.measured("generate", part.claim.rank, part.seconds)
-                if self._board(step).add(part):
-                    self._ledger.issue(part)
-                    self._claims.received(version, part.claim.position)
+                if self._board_of(step).add(part):
+                    self._ledger.count_issued(part)
+                    self._claims.mark_received(version, part.claim.position)
         return True
 
-    def _board(self, step: int) -> StepBoard:
+    def _board_of(self, step: int) -> StepBoard:
         if step not in self._boards:
             self._boards[step] = self._new_board(step)
         return self._boards[step]

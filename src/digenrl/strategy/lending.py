@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from digenrl.schedule import fragments
+from digenrl.schedule import update_fragments
 from digenrl.schedule.order import later_fragments
 from digenrl.schedule.scheduler import ASK, LEND, TRAIN
 from digenrl.strategy.inbox import Inbox
@@ -75,47 +75,47 @@ class Lending:
         rank 0 decides (train this fragment, or lend one round), and the others follow.
         """
         if not self._together:
-            while (fragment := self._wait(board, update, pending)) is None:
-                self._lend(board.step, update)
+            while (fragment := self._wait_for_move(board, update, pending)) is None:
+                self._lend_one_task(board.step, update)
             return fragment
         while True:
-            first = self._wait(board, update, pending) if self._world.rank == 0 else None
-            self._stop_vote.begin(self._inbox.receive)
-            choice = self._agreement.choose(-1 if first is None else pending.index(first))
+            first = self._wait_for_move(board, update, pending) if self._world.rank == 0 else None
+            self._stop_vote.begin_piece(self._inbox.receive_message)
+            choice = self._agreement.agree_on_choice(-1 if first is None else pending.index(first))
             if choice >= 0:
                 self._wait_for_cells(board, pending[choice])
                 return pending[choice]
-            self._lend(board.step, update)
+            self._lend_one_task(board.step, update)
 
     # ---- waiting
 
-    def _wait(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
+    def _wait_for_move(self, board: StepBoard, update: int, pending: Sequence[Fragment]) -> Fragment | None:
         """Wait. Return the fragment to train, or None as soon as this trainer should generate a
         task."""
-        first = update == 0 and len(pending) == len(fragments(self._spec, update))
+        first = update == 0 and len(pending) == len(update_fragments(self._spec, update))
         wait = self._spans.span(
             "wait", cause="first_fragment" if first else "tail", step=board.step
         )
         waited = False
         with ExitStack() as span:
             while True:
-                while self._inbox.receive(0.0):
+                while self._inbox.receive_message(0.0):
                     pass
                 self._spans.read()  # the search below asks what training took
                 self._see_losses()
-                fragment = self._cut(board, pending)
-                move = self._move(board, update, pending, fragment)
+                fragment = self._next_trainable_fragment(board, pending)
+                move = self._next_move(board, update, pending, fragment)
                 if move in (TRAIN, LEND):
                     return fragment if move == TRAIN else None
                 if not waited:
                     waited = True
                     span.enter_context(wait)
-                self._recall(board.step)
-                self._inbox.receive(_POLL_S)
-                self._runner.settle()
-                self._stop_vote.check()
+                self._republish_previous(board.step)
+                self._inbox.receive_message(_POLL_S)
+                self._runner.settle_sends()
+                self._stop_vote.check_for_stop()
 
-    def _cut(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
+    def _next_trainable_fragment(self, board: StepBoard, pending: Sequence[Fragment]) -> Fragment | None:
         """Return the fragment that could be trained now. Trainers that move together need one that
         all of them hold: a rollout may have died when it had sent its results to some of them."""
         fragment = self._hooks.cut_fragment(pending, board)
@@ -128,7 +128,7 @@ class Lending:
             else None
         )
 
-    def _move(
+    def _next_move(
         self, board: StepBoard, update: int, pending: Sequence[Fragment], fragment: Fragment | None
     ) -> str:
         """Return the scheduler's move. Ask the search first if the scheduler wants that."""
@@ -138,7 +138,7 @@ class Lending:
             pending,
             fragment,
             len(board.completed),
-            self._runner.left(board.step),
+            self._runner.unclaimed_tasks(board.step),
         )
         move = self._scheduler.next_move(*facts)
         if move != ASK:
@@ -150,23 +150,23 @@ class Lending:
         """Show the scheduler that a rank is gone, which may leave its tasks to the trainers."""
         if self._world.rollouts and (lost := self._control.lost_ranks()) != self._lost:
             self._lost = lost
-            self._runner.see()
+            self._runner.report_other_ranks()
 
     def _wait_for_cells(self, board: StepBoard, fragment: Fragment) -> None:
         """Wait until this rank holds every cell that rank 0 held when it chose `fragment`."""
         needed = tuple(range(self._spec.prompts)) if self._spec.gap == 0 else fragment
         with self._spans.span("wait", cause="straggler", step=board.step):
             while not board.is_complete(needed):
-                self._inbox.receive(_POLL_S)
-                self._stop_vote.check()
+                self._inbox.receive_message(_POLL_S)
+                self._stop_vote.check_for_stop()
 
     # ---- generating
 
-    def _lend(self, step: int, update: int) -> None:
+    def _lend_one_task(self, step: int, update: int) -> None:
         """Generate one task with the published weights. A loan that has begun runs to its end.
         Taking the weights up and putting them away is measured."""
-        between = self._stop_vote.begin if self._together else self._stop_vote.between_steps
-        task, now = self._runner.claim(step), self._spans.now
+        between = self._stop_vote.begin_piece if self._together else self._stop_vote.between_steps
+        task, now = self._runner.claim_task(step), self._spans.now
         if task is None:
             if self._together:  # a task that is thrown away keeps the collectives in step
                 # The others gather this trainer's shard: it must be the published one too.
@@ -177,7 +177,7 @@ class Lending:
         began = now()
         with self._published.in_use(update):
             loaned = now()
-            begun = self._runner.begin(task)
+            begun = self._runner.begin_task(task)
             finish_task(self._runner, begun, self._stage, lambda _: between())
             done = now()
         if self._world.rollouts:
@@ -188,29 +188,29 @@ class Lending:
         """Return the second of the run's clock at which RL step `step` should end. None before
         costs are known."""
         return self._scheduler.predicted_end(
-            *self._runner.seen(step, later_fragments(self._spec, -1))
+            *self._runner.prepare_search(step, later_fragments(self._spec, -1))
         )
 
-    def rounds(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
+    def rounds_to_lend(self, board: StepBoard, pending: Sequence[Fragment]) -> int:
         """Return how many tasks this idle trainer should generate now: the scheduler's search, with
         what is seen at present."""
-        facts, head = self._runner.seen(board.step, pending), self._runner.claims.head_left
+        facts, head = self._runner.prepare_search(board.step, pending), self._runner.claims.head_left
         return self._scheduler.lend(*facts, head(board.step))
 
     # ---- deaths
 
-    def _recall(self, version: int) -> None:
+    def _republish_previous(self, version: int) -> None:
         """Publish the version before again if a task of it came back (one-step asynchrony). Perhaps
         no rank holds those weights any more. A rollout gets that version first, and then the
         present version."""
         before, present = self._state.previous, self._state.current
         if self._world.rank != 0 or before is None:
             return
-        waiting = self._runner.claims.returned(
+        waiting = self._runner.claims.count_returned(
             version - 1, len(self._hooks.plan_tasks(version - 1))
         )
         if waiting > self._recalled:
-            self._runner.see()
+            self._runner.report_other_ranks()
             receiver = self._scheduler.first_free(self._spans.now())
             rollouts = self._control.survivors(self._world.rollout_ranks)
             if (

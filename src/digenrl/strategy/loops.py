@@ -66,7 +66,7 @@ class RolloutLoop(_FitLoop):
     _life: Callable[[], None]
 
     @classmethod
-    def replacing(cls, loop: _FitLoop, life: Callable[[], None]) -> RolloutLoop:
+    def in_place_of(cls, loop: _FitLoop, life: Callable[[], None]) -> RolloutLoop:
         """The rollout loop of the same trainer; `life` is what it runs."""
         new = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
         new.epoch_loop, new._data_source, new._life = loop.epoch_loop, loop._data_source, life

@@ -54,7 +54,7 @@ class PublishedCopy:
         self._tensors: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+    def keep_published(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy this trainer's part of `tensors`, which are the published version from now on."""
         if not self.kept:
             return
@@ -96,7 +96,7 @@ class Publisher:
         self._replicas = 1 if setup.sharding == "fsdp" else setup.world.trainers
         """Trainers that hold a copy of the weights each, whose digests must be equal."""
 
-    def begin(self) -> None:
+    def publish_first_version(self) -> None:
         """Publish the version that training starts from. A resumed asynchronous run needs the one
         before as well: tasks that were in flight at the checkpoint are generated again with those
         weights."""
@@ -117,19 +117,19 @@ class Publisher:
         """
         state = self._state
         with self._spans.span("publish", version=version) as facts:
-            self._shares.tell()
+            self._shares.tell_speed()
             source = tensors if tensors is not None else self._learner.rollout_parameters()
             if self._setup.levelled:
-                self._level(source)
+                self._level_weights(source)
             like = self._policy.adapter.generating_parameters()
             agree = partial(self._agree_on_digest, version)
             if self._world.rank == 0:
                 if tensors is None:  # the version before has been open since it was published
-                    self._runner.open(version)
+                    self._runner.open_queue(version)
                 note_version(
                     self._control, version
                 )  # first: who notices a loss looks for tasks of this version too
-                routes = self._routes(version)
+                routes = self._routes_for(version)
                 # The older copy goes before the new one is made: the host may lack room for both.
                 kept, state.current = state.current if self._spec.async_steps else {}, {}
                 made = publish(version, source, self._link, routes, agree, like, version == 0)
@@ -138,7 +138,7 @@ class Publisher:
                 append_event(
                     self._session.run_dir, "publish", {"version": version, "digest": made.digest}
                 )
-                self._runner.claims.forget(version)
+                self._runner.claims.forget_old_queues(version)
             elif self._replicas == 1:
                 take_part(source)
             else:
@@ -149,8 +149,8 @@ class Publisher:
                     None  # every trainer read it from the checkpoint; trainer 0 alone publishes it
                 )
             if tensors is None:  # a version before the present one is lent to nobody
-                self._published.keep(source)
-            self._shares.fix(
+                self._published.keep_published(source)
+            self._shares.fix_shares(
                 version
             )  # after the digest: by that collective every trainer has told its speed
         state.version = version
@@ -172,7 +172,7 @@ class Publisher:
                     evaluation_queue(version),
                 )
                 made = publish(
-                    number, source, self._link, self._routes(version), lambda digest: None, like
+                    number, source, self._link, self._routes_for(version), lambda digest: None, like
                 )
                 facts["digest"] = made.digest
                 return made.digest
@@ -180,7 +180,7 @@ class Publisher:
                 take_part(source)
         return ""
 
-    def serve(self, rank: int) -> None:
+    def send_to_joined(self, rank: int) -> None:
         """Send the present version to `rank`, which joined."""
         publish(
             self._state.version,
@@ -190,7 +190,7 @@ class Publisher:
             agree=lambda digest: None,
         )
 
-    def _level(self, source: Mapping[str, Tensor]) -> None:
+    def _level_weights(self, source: Mapping[str, Tensor]) -> None:
         """Make the trained weights equal on every trainer, and what is published where that is
         something else (NFT's old policy, which followed each trainer's own weights)."""
         trained = self._policy.adapter.trained_parameters()
@@ -201,7 +201,7 @@ class Publisher:
         with self._session.progress.stage("wait straggler"):
             gradients.assert_equal_digests(digest, self._replicas, version)
 
-    def _routes(self, version: int) -> dict[int, list[int]]:
+    def _routes_for(self, version: int) -> dict[int, list[int]]:
         """Return the rollouts that get `version` from trainer 0, each with the ranks of its node
         that it relays to.
 
@@ -211,10 +211,10 @@ class Publisher:
         """
         if self._session.watched or version == 0:
             return {rank: [] for rank in self._control.survivors(self._world.rollout_ranks)}
-        return relayed(self._control, self._world.rollout_ranks, self._session.host)
+        return relay_routes(self._control, self._world.rollout_ranks, self._session.host)
 
 
-def relayed(control: Control, started: range, own_host: str) -> dict[int, list[int]]:
+def relay_routes(control: Control, started: range, own_host: str) -> dict[int, list[int]]:
     """Return the rollouts that get a version from trainer 0, each with the ranks of its node that
     it relays to. Ranks on trainer 0's own node get it from trainer 0.
 

@@ -28,7 +28,7 @@ def finish_task(
     made = runner.generate(begun, stage, interrupt)
     if made is not None:
         scored = runner.score(made)
-        runner.send(made, scored)
+        runner.send_results(made, scored)
 
 
 class RolloutWorker:
@@ -44,24 +44,24 @@ class RolloutWorker:
             runtime.spans,
         )
         self._parameters = runtime.setup.engine.policy.adapter.trained_parameters()
-        self._mail = RolloutMail(runtime, evaluation_worker.hold)
+        self._mail = RolloutMail(runtime, evaluation_worker.hold_weights)
         self._version = -1
         """The version in use; -1 before the first."""
 
-    def run(self) -> None:
+    def run_until_done(self) -> None:
         """Work until a trainer says that the run is done, or until this rank shall leave."""
         with self._mail:
             while self._control.get("done") is None:
                 if self._leave.is_set():
                     return self._hand_in()
                 self._control.check()
-                self._mail.receive()
-                if self._mail.recalls(self._version) or not self._make_task():
+                self._mail.receive_messages()
+                if self._mail.has_older_version(self._version) or not self._make_task():
                     if self._mail.weights:
-                        self._adopt()
+                        self._adopt_next_version()
                     elif not self._make_evaluation_piece():
-                        self._runner.settle()
-                        self._mail.wait(self._version)
+                        self._runner.settle_sends()
+                        self._mail.wait_for_message(self._version)
         return None
 
     def _make_task(self) -> bool:
@@ -79,23 +79,23 @@ class RolloutWorker:
             self._mail.end_wait("tail")
             if (begun := runner.take_over(suspended.popleft())) is not None:
                 return begun
-        if self._version < 0 or not runner.takes(self._version):
+        if self._version < 0 or not runner.takes_next_task(self._version):
             return None
-        if (task := runner.claim(self._version)) is None:
+        if (task := runner.claim_task(self._version)) is None:
             return None
         self._mail.end_wait("tail")
-        return runner.begin(task)
+        return runner.begin_task(task)
 
     def _between_steps(self, task: Task) -> int | None:
         """Return the rank that finishes `task` if this rank leaves, or None to go on."""
         if self._leave.is_set():
-            self._runner.withdraw()
-            receiver = self._runner.successor(task, self._version)
+            self._runner.stop_taking_tasks()
+            receiver = self._runner.find_successor(task, self._version)
             return NOBODY if receiver is None else receiver
-        self._mail.receive()
+        self._mail.receive_messages()
         return None
 
-    def _adopt(self) -> None:
+    def _adopt_next_version(self) -> None:
         """Take the next version into use."""
         self._mail.end_wait("startup" if self._version < 0 else "weights")
         weights = self._mail.weights.popleft()
@@ -103,22 +103,22 @@ class RolloutWorker:
         # Only here, between two tasks: a trajectory under way keeps its version (I7).
         with self._spans.span("adopt", version=self._version, digest=weights.digest):
             adopt(self._parameters, weights)
-        self._evaluation_worker.adopted(self._version)
-        self._runner.announce(self._version)
+        self._evaluation_worker.drop_old_weights(self._version)
+        self._runner.announce_work(self._version)
 
     def _hand_in(self) -> None:
         """Leave: send what is finished, and give away the suspended tasks that wait here."""
-        self._runner.withdraw()
-        self._mail.receive()
+        self._runner.stop_taking_tasks()
+        self._mail.receive_messages()
         for suspended in self._mail.suspended:
-            self._runner.forward(suspended)
-        self._runner.settle(wait=True)
+            self._runner.hand_over_task(suspended)
+        self._runner.settle_sends(wait=True)
 
     def _make_evaluation_piece(self) -> bool:
         """Make a piece of the evaluation of the version in use; False if there is none for this
         rank."""
-        claim = self._evaluation_worker.claim(self._version)
+        claim = self._evaluation_worker.claim_piece(self._version)
         if claim is not None:
             self._mail.end_wait("tail")
-            self._evaluation_worker.make(self._version, claim, self._mail.receive)
+            self._evaluation_worker.make_piece(self._version, claim, self._mail.receive_messages)
         return claim is not None

@@ -46,7 +46,7 @@ class RolloutMail:
     def __exit__(self, *error: object) -> None:
         self._idle.close()
 
-    def receive(self, timeout: float = 0.0) -> None:
+    def receive_messages(self, timeout: float = 0.0) -> None:
         """Sort arriving messages; wait up to `timeout` seconds for the first."""
         while (message := self._link.receive(timeout)) is not None:
             timeout = 0.0
@@ -59,20 +59,20 @@ class RolloutMail:
             elif message.kind is MessageKind.STATE:
                 self.suspended.append(Suspended.of(message, self._world.rank))
 
-    def recalls(self, version: int) -> bool:
+    def has_older_version(self, version: int) -> bool:
         """Whether one older than `version` came back: a task of its queue lost its owner when
         nobody held it any more."""
         return bool(self.weights) and self.weights[0].number < version
 
-    def wait(self, version: int) -> None:
+    def wait_for_message(self, version: int) -> None:
         """Spend a moment without work, with `version` in use (-1: none yet)."""
         if self._idle_since is None:
             self._idle_since = self._spans.now()
             cause = "wait startup" if version < 0 else "wait weights"
             self._idle.enter_context(self._spans.stage(cause))
         if version < 0 and self._world.joined:
-            self._ask()
-        self.receive(_WAIT_S)
+            self._ask_for_weights()
+        self.receive_messages(_WAIT_S)
 
     def end_wait(self, cause: str) -> None:
         """End the wait in progress, if there is one, and record its cause."""
@@ -81,7 +81,7 @@ class RolloutMail:
             self._spans.add("wait", self._idle_since, self._spans.now(), cause=cause)
             self._idle_since = None
 
-    def _ask(self) -> None:
+    def _ask_for_weights(self) -> None:
         """Ask trainer 0 for its newest weights, because this rank joined. Versions that are
         published from now on come by themselves."""
         if not self._asked and self._control.get("version") is not None:

@@ -44,7 +44,7 @@ def mesh_of(sharding: str, trainers: int, group: int, device_type: str) -> Devic
     )
 
 
-def bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
+def with_timeout(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     """`mesh`, whose collectives may take `timeout`: the groups that torch makes for it have a limit
     of torch's own."""
     for group in mesh.get_all_groups():
@@ -52,7 +52,7 @@ def bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     return mesh
 
 
-def shard(policy: Policy, mesh: DeviceMesh) -> None:
+def shard_policy(policy: Policy, mesh: DeviceMesh) -> None:
     """Shard the transformer and its frozen copy in place, block by block, then the rest of each.
 
     The rest is resharded after each forward as well: otherwise it would stay whole between a

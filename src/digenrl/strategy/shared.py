@@ -44,10 +44,10 @@ class Learner(Protocol):
     def evaluated_parameters(self) -> dict[str, Tensor]:
         """Likewise, the weights that evaluations are of: those of `averaged`."""
 
-    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P, G] bool: samples whose cells can have a gradient."""
 
-    def teaches(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def teaching_groups(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """[P] bool: groups whose samples do not all score alike."""
 
     def rollout_weights(self) -> AbstractContextManager[None]:

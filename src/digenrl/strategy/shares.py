@@ -22,7 +22,7 @@ from digenrl.cluster.control import Control
 from digenrl.cluster.world import World
 from digenrl.record.run_dir import append_event
 from digenrl.schedule import ScheduleSpec
-from digenrl.schedule.speeds import adjusted
+from digenrl.schedule.speeds import adjusted_shares
 from digenrl.types import TrainBatch
 
 _WEIGHT = 0.2
@@ -60,42 +60,42 @@ class Shares:
             self._fixed.pop(step - _FORGET_AFTER, None)
         return replace(self._spec, shares=self._fixed[step])
 
-    def begin(self, batch: TrainBatch) -> None:
+    def begin_micro_batch(self, batch: TrainBatch) -> None:
         """Note that a micro-batch begins on this trainer."""
         self._began = time.perf_counter()
         self._cells = sum(block.samples * len(block.steps) for block in batch.blocks)
 
-    def end(self) -> None:
+    def end_micro_batch(self) -> None:
         """Note that the micro-batch's gradients are there, and that nobody has been waited for."""
         if not self._timed or not self._cells:
             return
-        if accelerator.count():  # the host runs ahead of the device, whose time is asked for
+        if accelerator.device_count():  # the host runs ahead of the device, whose time is asked for
             torch.accelerator.synchronize()
         seconds = (time.perf_counter() - self._began) / self._cells
         known = seconds if self._seconds is None else self._seconds
         self._seconds = known + _WEIGHT * (seconds - known)
 
-    def tell(self) -> None:
+    def tell_speed(self) -> None:
         """Publish this trainer's measured seconds per cell."""
         if self._seconds is not None:
             self._control.set(f"cell_seconds/{self._world.rank}", repr(self._seconds))
 
-    def fix(self, version: int) -> None:
+    def fix_shares(self, version: int) -> None:
         """Fix the shares of every step that `version` generates for. Trainer 0 calls this before it
         sends the version, after a collective in which all trainers published their speeds."""
         if self._world.rank != 0 or not self._spec.measured_shares:
             return
         for step in range(version, version + self._spec.async_steps + 1):
             if step not in self._fixed:
-                self._fixed[step] = self._next(self._fixed.get(step - 1, self._spec.shares), step)
+                self._fixed[step] = self._next_shares(self._fixed.get(step - 1, self._spec.shares), step)
             self._control.set(f"shares/{step}", ",".join(map(repr, self._fixed[step])))
         self._fixed.pop(version - _FORGET_AFTER, None)
         self._control.delete(f"shares/{version - _FORGET_AFTER}")
 
-    def _next(self, current: tuple[float, ...], step: int) -> tuple[float, ...]:
+    def _next_shares(self, current: tuple[float, ...], step: int) -> tuple[float, ...]:
         texts = [self._control.get(f"cell_seconds/{rank}") for rank in range(self._world.trainers)]
         seconds = [float(text) for text in texts if text is not None]
-        shares = adjusted(current, seconds) if len(seconds) == len(texts) else current
+        shares = adjusted_shares(current, seconds) if len(seconds) == len(texts) else current
         if shares != current or step == 0:
             append_event(
                 self._run_dir,
@@ -104,12 +104,12 @@ class Shares:
             )
         return shares
 
-    def state(self, version: int) -> dict[str, Any]:
+    def checkpoint_state(self, version: int) -> dict[str, Any]:
         """Return, for the checkpoint at the end of step `version` - 1, the shares that are fixed
         already."""
         return {str(step): list(shares) for step, shares in self._fixed.items() if step >= version}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Undo `state`: a resumed run with as many trainers places these steps as the interrupted
         run would have."""
         fitting = {

@@ -50,12 +50,12 @@ class StepLedger:
         self.facts: dict[str, float] = {}
         """Numbers of the last closed step, for the recorder."""
 
-    def issue(self, part: Part) -> None:
+    def count_issued(self, part: Part) -> None:
         """A task's result arrived, made under a claim that counts."""
         samples, meta = self._spec.task_size, part.meta
-        self.ledger.issue(meta["step"], meta["group"], samples, meta["first_sample"] // samples)
+        self.ledger.count_issued(meta["step"], meta["group"], samples, meta["first_sample"] // samples)
 
-    def open(self, predicted_end: float | None) -> None:
+    def open_step(self, predicted_end: float | None) -> None:
         """An RL step begins; `predicted_end` on the run's clock, where costs are known."""
         self._began, self._paused = self._spans.now(), 0.0
         self._predicted_end = predicted_end
@@ -80,7 +80,7 @@ class StepLedger:
         for name, scores in board.rewards.items():
             self._missing[name] += int(board.of_fragment(scores, fragment).isnan().sum())
         self._useful += int(board.useful(fragment).sum())
-        took, span = partial(self._took, fragment), ExitStack()
+        took, span = partial(self._report_training, fragment), ExitStack()
         span.enter_context(
             self._spans.span(
                 "train", took=took, step=board.step, group=groups[0], groups=len(groups)
@@ -98,17 +98,17 @@ class StepLedger:
         for portion, group in zip(fragment, self._spec.groups_of(fragment), strict=True):
             reason, parts = board.left_out.get(group), self._spec.parts_of(portion)
             if reason is None:
-                self.ledger.train(board.step, group, parts)
+                self.ledger.count_trained(board.step, group, parts)
                 continue
             self._left_out[reason] += portion == group  # once for all its portions
-            samples = self.ledger.drop(board.step, group, reason, parts)
+            samples = self.ledger.count_dropped(board.step, group, reason, parts)
             if reason == MISSING_REWARD:
-                self._event(
+                self._write_event(
                     "dropped",
                     {"reason": reason, "step": board.step, "group": group, "samples": samples},
                 )
 
-    def _took(self, fragment: tuple[int, ...], seconds: float) -> None:
+    def _report_training(self, fragment: tuple[int, ...], seconds: float) -> None:
         """The device has trained a fragment: its duration goes to the scheduler's costs."""
         rank, roles = self._world.rank, self._scheduler.roles
         cells = cells_by_rank(self._spec, roles.trainers, roles.lockstep, fragment)[rank]
@@ -116,27 +116,27 @@ class StepLedger:
             self._scheduler.measured("train", rank, seconds / cells)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def clock_paused(self) -> Iterator[None]:
         """Inside, time is not the step's."""
         began = self._spans.now()
         yield
         self._paused += self._spans.now() - began
 
-    def close(self, version: int) -> None:
+    def close_step(self, version: int) -> None:
         """The step's weights are published: balance the ledger, settle the loans, and take down the
         step's numbers.
 
         Raises:
             AccountingError: a sample of the step was lost or counted twice (I10).
         """
-        self.ledger.check(before=version)
+        self.ledger.check_balance(before=version)
         now = self._spans.now() - self._paused
         loan = self._scheduler.loan_facts(self._world.rank, now)
         if loan is not None:
-            self._event("lend", {"rl_step": float(version)} | loan)
+            self._write_event("lend", {"rl_step": float(version)} | loan)
         message = self._scheduler.step_ended(self._world.rank, now)
         if message is not None:
-            self._event("tag_off", {"message": message})
+            self._write_event("tag_off", {"message": message})
         samples, seconds = self._spec.prompts * self._spec.group_size, now - self._began
         self.facts = {
             "samples": samples,
@@ -159,6 +159,6 @@ class StepLedger:
             self.facts["predicted_step_s"] = self._predicted_end - self._began
         self._predicted_end = None
 
-    def _event(self, kind: str, facts: Mapping[str, object]) -> None:
+    def _write_event(self, kind: str, facts: Mapping[str, object]) -> None:
         if self._world.rank == 0:
             append_event(self._run_dir, kind, facts)

@@ -58,7 +58,7 @@ class StopVote:
         self._looked = 0.0
         """Second of the monotonic clock of the last look at the store."""
 
-    def check(self, *keys: str) -> list[str | None]:
+    def check_for_stop(self, *keys: str) -> list[str | None]:
         """Look, between two pieces, whether the run is aborted or the step is given up. Return the
         values of `keys` on the store at the same moment.
 
@@ -93,7 +93,7 @@ class StopVote:
                 cause = out_of_memory(self._world.rank, self._progress.said, error)
                 self._control.request_stop(cause)
                 self._control.set("give_up", "1")
-                self.begin()
+                self.begin_piece()
             raise
 
     def between_steps(self) -> None:
@@ -101,9 +101,9 @@ class StopVote:
         see `check`."""
         if time.monotonic() - self._looked > _SELDOM_S:
             self._looked = time.monotonic()
-            self.check()
+            self.check_for_stop()
 
-    def begin(self, pause: Callable[[float], object] = time.sleep) -> None:
+    def begin_piece(self, pause: Callable[[float], object] = time.sleep) -> None:
         """Begin a piece, on every trainer. When all have come to it, trainer 0 grants it, and the
         others wait for the grant.
 
@@ -118,7 +118,7 @@ class StopVote:
         came = time.monotonic()
         with self._progress.stage("wait straggler"):
             while True:
-                (come,) = self.check(key)  # who has come has said before whether it can go on
+                (come,) = self.check_for_stop(key)  # who has come has said before whether it can go on
                 if int(come or 0) >= awaited * (self._piece + 1):
                     break
                 pause(min(max(_POLL_S, _SHARE * (time.monotonic() - came)), _SELDOM_S))
@@ -128,12 +128,12 @@ class StopVote:
 
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch. Raises: see `check`."""
-        self.begin() if self._sharded else self.check()
+        self.begin_piece() if self._sharded else self.check_for_stop()
 
     def begin_update(self) -> None:
         """Begin the reduction of an update's gradients. Raises: see `check`."""
         if not self._sharded:
-            self.begin()
+            self.begin_piece()
 
 
 class Agreement:
@@ -150,7 +150,7 @@ class Agreement:
         self._forgotten = 0
         """Decisions whose keys have been deleted."""
 
-    def choose(self, choice: int) -> int:
+    def agree_on_choice(self, choice: int) -> int:
         """Return trainer 0's `choice` on every trainer."""
         self._taken += 1
         key = f"agreed/{self._taken}"
@@ -160,7 +160,7 @@ class Agreement:
         self._control.set(key, str(choice))
         return choice
 
-    def forget(self) -> None:
+    def forget_choices(self) -> None:
         """Delete the keys of all decisions so far. Call this after a collective: all have read the
         keys then."""
         for number in range(self._forgotten, self._taken) if self._world.rank == 0 else ():

@@ -96,125 +96,125 @@ class TaskRunner:
         self._task_seconds = task_seconds
         self._unsent: deque[Future[None]] = deque()
         self._withdrawn = False
-        self._tell(Work())
+        self._report_work(Work())
 
     # ---- claims
 
-    def see(self) -> None:
+    def report_other_ranks(self) -> None:
         """Show the scheduler what every other rank does now. While some are still starting,
         nothing is known of any."""
         for rank, work in work_of(self._control, range(self._world.size)).items():
             if rank != self._world.rank:
                 self.scheduler.saw_rank(rank, work)
 
-    def withdraw(self) -> None:
+    def stop_taking_tasks(self) -> None:
         """Stop counting as a rank that takes tasks, because this rank leaves."""
         self._withdrawn = True
         announce(self._control, self._world.rank, None)
 
-    def successor(self, task: Task, version: int) -> int | None:
+    def find_successor(self, task: Task, version: int) -> int | None:
         """Return the rollout that goes on with a task of this rank, which leaves; None: the task
         begins anew."""
-        self.see()
+        self.report_other_ranks()
         return self.scheduler.successor(self._world.rank, version, task.step, self._spans.now())
 
-    def left(self, version: int) -> int:
+    def unclaimed_tasks(self, version: int) -> int:
         """Tasks of the version's queue (or of this rank's part of it) that nobody runs and nobody
         has finished. Sharded trainers generate together until all their parts are empty."""
         tasks, roles = len(self._plan(version)), self.scheduler.roles
         if not (roles.split and roles.lockstep):
-            return self.claims.left(version, tasks, self._part(tasks))
+            return self.claims.unclaimed_tasks(version, tasks, self._claimable_positions(tasks))
         parts = (
             queue_part(tasks, number, len(roles.generators))
             for number in range(len(roles.generators))
         )
-        return sum(self.claims.left(version, tasks, part) for part in parts)
+        return sum(self.claims.unclaimed_tasks(version, tasks, part) for part in parts)
 
-    def takes(self, version: int) -> bool:
+    def takes_next_task(self, version: int) -> bool:
         """Whether this free rank takes a task of the version's queue now."""
-        left, head = self.left(version), self.claims.head_left(version)
+        left, head = self.unclaimed_tasks(version), self.claims.head_left(version)
         if left and (left == head or not self.scheduler.many_left(self._world.rank, left)):
-            self.see()
+            self.report_other_ranks()
         return self.scheduler.takes(self._world.rank, version, left, self._spans.now(), head)
 
-    def claim(self, version: int) -> Task | None:
+    def claim_task(self, version: int) -> Task | None:
         """Claim the next task of the version's queue; None when all are claimed."""
         tasks = self._plan(version)
-        claim = self.claims.take(version, tasks, self._part(len(tasks)), self._world.is_trainer)
+        claim = self.claims.take_next_task(version, tasks, self._claimable_positions(len(tasks)), self._world.is_trainer)
         if claim is None:
             return None
         task = tasks[claim.position]
         self._held[task.step, task.index] = claim
         return task
 
-    def open(self, version: int) -> None:
+    def open_queue(self, version: int) -> None:
         """Decide how many tasks of a new version's queue trainers claim before anybody (TAG)."""
         if self._spec.tag:
-            facts = self.seen(version, later_fragments(self._spec, -1))
+            facts = self.prepare_search(version, later_fragments(self._spec, -1))
             self.claims.begin_behind(version, self.scheduler.opens(*facts))
 
-    def seen(
+    def prepare_search(
         self, step: int, pending: Sequence[Fragment]
     ) -> tuple[int, int, Sequence[Fragment], tuple[int, int], float]:
         """Show the scheduler the other ranks. Return the arguments of its search."""
-        self.see()
-        left = (self.left(step - 1), self.left(step))
+        self.report_other_ranks()
+        left = (self.unclaimed_tasks(step - 1), self.unclaimed_tasks(step))
         return self._world.rank, step, pending, left, self._spans.now()
 
-    def _part(self, tasks: int) -> range:
+    def _claimable_positions(self, tasks: int) -> range:
         """Positions of the queue that this rank may claim."""
         roles = self.scheduler.roles
         if not roles.split:
             return range(tasks)
         return queue_part(tasks, self._world.rank - roles.generators.start, len(roles.generators))
 
-    def announce(self, version: int, task: Task | None = None, share: float = 0.0) -> None:
+    def announce_work(self, version: int, task: Task | None = None, share: float = 0.0) -> None:
         """Tell the others what this rank does now: the last `share` of `task`, or nothing."""
         step, group = (task.step, task.group) if task is not None else (-1, -1)
         until = self._spans.now() + share * self._task_seconds
-        self._tell(Work(version, self._task_seconds, step, group, until))
+        self._report_work(Work(version, self._task_seconds, step, group, until))
 
-    def _tell(self, work: Work) -> None:
+    def _report_work(self, work: Work) -> None:
         if not self._withdrawn:
             announce(self._control, self._world.rank, work)
         self.scheduler.saw_rank(self._world.rank, work)
 
     # ---- tasks
 
-    def begin(self, task: Task) -> Generation:
+    def begin_task(self, task: Task) -> Generation:
         """Return a task before its first denoising step."""
-        return self._engine.begin(task, self._prompt(task))
+        return self._engine.begin_task(task, self._prompt_of(task))
 
     def take_over(self, suspended: Suspended) -> Generation | None:
         """Return a task that another rank began, where that stopped; None if it has been given to
         somebody else since."""
         task, claim = suspended.task, suspended.claim
-        confirmed = self.claims.confirm(task.version, claim.position, claim.attempt)
+        confirmed = self.claims.confirm_claim(task.version, claim.position, claim.attempt)
         if confirmed is None:
             return None
         self._held[task.step, task.index] = confirmed
-        return Generation(task, self._prompt(task), suspended.state(self._engine.policy.device))
+        return Generation(task, self._prompt_of(task), suspended.state(self._engine.policy.device))
 
-    def forward(self, suspended: Suspended) -> None:
+    def hand_over_task(self, suspended: Suspended) -> None:
         """Give a task that waits for this rank, which leaves, to its successor. Without one, and
         where the successor is lost, the task goes back when this rank has left."""
         version = suspended.task.version
-        receiver = self.successor(suspended.task, version)
-        if receiver is not None and self.claims.give(version, suspended.claim, receiver):
+        receiver = self.find_successor(suspended.task, version)
+        if receiver is not None and self.claims.give_task(version, suspended.claim, receiver):
             self._link.send(receiver, suspended.message)
 
     def run_discarded(self, task: Task, interrupt: Interrupt) -> None:
         """Make a task's forwards and throw the result away: sharded ranks move together."""
         with self._spans.span("lend", step=task.step, discarded=True):
-            self._denoise(self.begin(task), interrupt)
+            self._denoise(self.begin_task(task), interrupt)
 
-    def settle(self, wait: bool = False) -> None:
+    def settle_sends(self, wait: bool = False) -> None:
         """Raise what went wrong in scoring or sending of earlier tasks; with `wait`, also wait for
         those under way."""
         while self._unsent and (wait or self._unsent[0].done()):
             self._unsent.popleft().result()
 
-    def _prompt(self, task: Task) -> Prompt:
+    def _prompt_of(self, task: Task) -> Prompt:
         return self._sampler.batch(task.step)[task.group]
 
     def generate(
@@ -230,10 +230,10 @@ class TaskRunner:
             Exception: what went wrong in scoring or sending an earlier task.
         """
         task, spans = generation.task, self._spans
-        self.settle()
+        self.settle_sends()
         took: list[float] = []
         share = self._engine.steps_left(generation) / self._spec.denoise_steps
-        self.announce(task.version, task, share)
+        self.announce_work(task.version, task, share)
         where: dict[str, Any] = {"took": took.append, "step": task.step, "group": task.group}
         with spans.span(stage, version=task.version, samples=task.samples, **where) as facts:
             generation, receiver = self._denoise(generation, interrupt)
@@ -241,10 +241,10 @@ class TaskRunner:
                 facts["handed_to"] = receiver
         claim = self._held.pop((task.step, task.index))
         if receiver == NOBODY:
-            self.claims.release(task.version, claim)
+            self.claims.release_claim(task.version, claim)
             return None
         if receiver is not None:
-            self.announce(task.version)
+            self.announce_work(task.version)
             self._link.send(receiver, pack_state(task, generation.state, claim))
             return None
         with spans.span("decode", **where):
@@ -265,7 +265,7 @@ class TaskRunner:
             spans.add("wait", handed, waited, cause="reward", step=task.step)
         return scored
 
-    def send(self, made: Made, scored: Future[Trajectory]) -> None:
+    def send_results(self, made: Made, scored: Future[Trajectory]) -> None:
         """Send cells and rewards to every trainer as soon as they are scored. `settle` tells what
         went wrong."""
         if made.whole:
@@ -275,7 +275,7 @@ class TaskRunner:
         # without `made`, whose tensors would stay on the GPU until the task is scored
         task, under = made.generation.task, (made.claim, made.seconds)
         scored.add_done_callback(lambda done: self._send_scored(task, under, done, sent))
-        self.announce(task.version)
+        self.announce_work(task.version)
 
     def _denoise(
         self, generation: Generation, interrupt: Interrupt | None
@@ -288,14 +288,14 @@ class TaskRunner:
             # The first step is never given up: a task that moved on without progress could move for
             # ever.
             receiver = interrupt(task) if interrupt is not None and done else None
-            if receiver == NOBODY or (receiver is not None and self._give(task, receiver)):
+            if receiver == NOBODY or (receiver is not None and self._give_task(task, receiver)):
                 return generation, receiver
-            generation = self._engine.advance(generation)
+            generation = self._engine.take_step(generation)
             self._spans.progress.tick()
         return generation, None
 
-    def _give(self, task: Task, receiver: int) -> bool:
-        return self.claims.give(task.version, self._held[task.step, task.index], receiver)
+    def _give_task(self, task: Task, receiver: int) -> bool:
+        return self.claims.give_task(task.version, self._held[task.step, task.index], receiver)
 
     def _send_scored(
         self,
@@ -310,13 +310,13 @@ class TaskRunner:
             trajectory = scored.result()
             part = task.first_sample // self._spec.task_size
 
-            def place(fragment: Fragment) -> Placement:
+            def place_in_step(fragment: Fragment) -> Placement:
                 return self._place(fragment, task.step)
 
             lockstep = self.scheduler.roles.lockstep
             with self._spans.span("send", quiet=True, step=task.step, group=task.group):
                 for rank in range(self._world.trainers):
-                    positions = owned_positions(self._spec, place, rank, task.group, part, lockstep)
+                    positions = owned_positions(self._spec, place_in_step, rank, task.group, part, lockstep)
                     self._link.send(rank, pack(trajectory, positions, *under))
             if (trouble := self._engine.reward_trouble()) is not None:
                 # the step in progress is finished and saved before the run stops

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from digenrl.schedule import fragments
+from digenrl.schedule import update_fragments
 from digenrl.strategy import gradients, shard
 from digenrl.strategy.inbox import Inbox
 from digenrl.strategy.lending import Lending
@@ -53,11 +53,11 @@ class TrainerStep:
 
     def __iter__(self) -> Iterator[TrainBatch]:
         """Wait for each fragment, and yield its micro-batches to be trained."""
-        board = self._inbox.open(self._state.version)
-        self._ledger.open(self._lending.predicted_end(board.step))
+        board = self._inbox.open_board(self._state.version)
+        self._ledger.open_step(self._lending.predicted_end(board.step))
         for update in range(self._spec.updates_per_batch):
             # a replica does not wait for what others train while something of its own is ready
-            pending = sorted(fragments(self._spec, update), key=lambda f: not board.concerns(f))
+            pending = sorted(update_fragments(self._spec, update), key=lambda f: not board.concerns(f))
             while pending:
                 fragment = self._lending.wait_for_fragment(board, update, pending)
                 pending.remove(fragment)
@@ -67,9 +67,9 @@ class TrainerStep:
                     yield batch
                 self._ledger.end_fragment()
 
-    def train(self, batch: TrainBatch) -> AbstractContextManager[None]:
+    def train_micro_batch(self, batch: TrainBatch) -> AbstractContextManager[None]:
         """Begin a micro-batch, and return the context of its forward."""
-        self._shares.begin(batch)
+        self._shares.begin_micro_batch(batch)
         return self.tokens_shared()
 
     @contextmanager
@@ -79,7 +79,7 @@ class TrainerStep:
             yield
 
     @contextmanager
-    def accumulation(self) -> Iterator[None]:
+    def accumulate_gradients(self) -> Iterator[None]:
         """Inside, a backward pass is of a micro-batch that is not the last one of its update."""
         self._accumulating = True
         shard.synchronise_gradients(self._policy, on=False)
@@ -89,11 +89,11 @@ class TrainerStep:
             self._accumulating = False
             shard.synchronise_gradients(self._policy, on=True)
 
-    def reduce(self) -> None:
+    def reduce_gradients(self) -> None:
         """End a micro-batch. After the last one of an update, reduce the gradients of all trainers:
         the one place that scales them (design, "Scaling of gradients"). Raises: see
         `StopVote.begin`."""
-        self._shares.end()
+        self._shares.end_micro_batch()
         self._spans.progress.tick()
         if self._accumulating:
             return
@@ -103,12 +103,12 @@ class TrainerStep:
             with self._spans.span("wait", cause="straggler", step=step):
                 self._stop_vote.begin_update()
                 dist.barrier()  # so that the span below measures the reduction, not a straggler
-        scale = self._inbox.open(step).gradient_scale(self._state.updates_done)
+        scale = self._inbox.open_board(step).gradient_scale(self._state.updates_done)
         with self._spans.span("optimizer", step=step, what="reduce"):
-            gradients.average(trained, self._world.trainers)
-            gradients.scale(trained, scale)
+            gradients.average_grads(trained, self._world.trainers)
+            gradients.scale_grads(trained, scale)
 
-    def update(self) -> bool:
+    def count_update(self) -> bool:
         """Count the optimizer step that was made; return whether it ends the RL step."""
         self._state.updates_done += 1
         return self._state.updates_done == self._spec.updates_per_batch
@@ -116,5 +116,5 @@ class TrainerStep:
     def publish(self) -> None:
         """Make the weights the next version, and close the RL step."""
         self._publisher.publish(self._state.version + 1)
-        self._ledger.close(self._state.version)
+        self._ledger.close_step(self._state.version)
         self._state.updates_done = 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from digenrl.record.decisions import DecisionLog
 from digenrl.record.run_dir import DECISIONS
 from digenrl.schedule.ranks import Roles
-from digenrl.schedule.scheduler import Scheduler, header
+from digenrl.schedule.scheduler import Scheduler, record_header
 from digenrl.strategy.checkpoint_io import DirectoryCheckpointIO
 from digenrl.strategy.checkpoints import Checkpoints
 from digenrl.strategy.evaluating import Evaluations
@@ -64,7 +64,7 @@ class Wiring:
         self.decisions.close()
 
 
-def wire(
+def wire_parts(
     runtime: RankRuntime, checkpoint_io: DirectoryCheckpointIO, savers: dist.ProcessGroup
 ) -> Wiring:
     """Build the parts of a rank. Each part is given those above it, so that no part waits for one
@@ -83,7 +83,7 @@ def wire(
     published = PublishedCopy(engine.policy, learner, spec, world.rollouts)
     roles = Roles(world.trainers, world.rollouts, setup.lockstep, setup.split_claims)
     path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
-    decisions = DecisionLog(path, header(spec, roles, setup.last_step), setup.record_bytes)
+    decisions = DecisionLog(path, record_header(spec, roles, setup.last_step), setup.record_bytes)
     scheduler = Scheduler(spec, roles, hooks.plan_tasks, decisions)
     for (stage, rank), seconds in setup.expected.items():
         scheduler.expected(stage, rank, seconds)
@@ -101,18 +101,18 @@ def wire(
     stop_vote = StopVote(*together, setup.lockstep, lambda: state.updates_done == 0 or adapter)
     publisher = Publisher(runtime, runner, shares, published)
     # What arrives, and what is trained of it.
-    inbox = Inbox(link, runner.claims, scheduler, ledger, _boards(setup, hooks, learner))
+    inbox = Inbox(link, runner.claims, scheduler, ledger, _board_maker(setup, hooks, learner))
     evaluations = Evaluations(
         runtime,
         runner.claims,
         stop_vote,
         ledger,
-        inbox.receive,
-        agreement.choose,
+        inbox.receive_message,
+        agreement.agree_on_choice,
         publisher.publish_evaluated,
     )
-    inbox.handle(MessageKind.ASK, lambda message: publisher.serve(int(message.meta["rank"])))
-    inbox.handle(MessageKind.EVALUATION, evaluations.add)
+    inbox.set_handler(MessageKind.ASK, lambda message: publisher.send_to_joined(int(message.meta["rank"])))
+    inbox.set_handler(MessageKind.EVALUATION, evaluations.add_piece)
     lending = Lending(runtime, runner, inbox, published, agreement, stop_vote)
     step = TrainerStep(runtime, inbox, lending, ledger, shares, stop_vote, publisher)
     checkpoints = Checkpoints(engine.policy, spans, checkpoint_io, savers, state)
@@ -132,15 +132,15 @@ def wire(
     )
 
 
-def _boards(setup: RankSetup, hooks: Hooks, learner: Learner) -> Callable[[int], StepBoard]:
+def _board_maker(setup: RankSetup, hooks: Hooks, learner: Learner) -> Callable[[int], StepBoard]:
     """Return what makes the empty board of an RL step."""
     spec, engine = setup.spec, setup.engine
 
-    def useful(rewards: Mapping[str, Tensor]) -> Tensor:
-        return learner.useful(rewards, engine.reward_weights)
+    def useful_samples(rewards: Mapping[str, Tensor]) -> Tensor:
+        return learner.useful_samples(rewards, engine.reward_weights)
 
-    def teaches(rewards: Mapping[str, Tensor]) -> Tensor:
-        return learner.teaches(rewards, engine.reward_weights)
+    def teaching_groups(rewards: Mapping[str, Tensor]) -> Tensor:
+        return learner.teaching_groups(rewards, engine.reward_weights)
 
     def new_board(step: int) -> StepBoard:
         return StepBoard(
@@ -149,9 +149,9 @@ def _boards(setup: RankSetup, hooks: Hooks, learner: Learner) -> Callable[[int],
             setup.world.rank,
             step,
             engine.reward_weights,
-            useful if spec.skip_zero else None,
+            useful_samples if spec.skip_zero else None,
             lockstep=setup.lockstep,
-            teaches=teaches if spec.selects else None,
+            teaches=teaching_groups if spec.selects else None,
             neighbours=math.lcm(setup.shards, spec.context),
         )
 

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from digenrl.schedule import Placement, ScheduleSpec, fragments, group_version, update_of
+from digenrl.schedule import Placement, ScheduleSpec, update_fragments, group_version, update_of
 from digenrl.schedule.claims import Claim
 from digenrl.schedule.selection import (
     MISSING_REWARD,
     SURPLUS,
     ZERO_VARIANCE,
-    decided,
+    decided_groups,
     left_out,
     update_groups,
 )
 from digenrl.schedule.staleness import StalenessError
-from digenrl.schedule.timesteps import without
+from digenrl.schedule.timesteps import without_useless_tasks
 from digenrl.transport.wire import Message, MessageKind, WireError
 from digenrl.types import CellBlock, TrainBatch, Trajectory
 
@@ -55,7 +55,7 @@ def owned_positions(
     forwards that it must join.
     """
     portion = spec.portion_of(group, part)
-    fragment = next(f for f in fragments(spec, update_of(spec, portion)) if portion in f)
+    fragment = next(f for f in update_fragments(spec, update_of(spec, portion)) if portion in f)
     own = [block for blocks in place(fragment)[rank] for block in blocks]
     mine = {position for b in own if (b.group, b.part) == (group, part) for position in b.steps}
     if lockstep and not own and portion == fragment[0] and part == spec.parts_of(portion)[0]:
@@ -225,7 +225,7 @@ class StepBoard:
             table[group, rows] = values
         if all((group, i) in self._parts for i in range(self._spec.tasks_per_group)):
             self._faults[group] = self._fault(group)
-            for known in decided(self._spec, self._faults):
+            for known in decided_groups(self._spec, self._faults):
                 if known not in self.completed:
                     self.completed.add(known)
                     if (reason := left_out(self._spec, self._faults, known)) is not None:
@@ -275,7 +275,7 @@ class StepBoard:
         ):
             parts = zip(spec.parts_of(portion), useful.split(spec.task_size), strict=True)
             keep |= {(group, part): rows for part, rows in parts}
-        placement = without(
+        placement = without_useless_tasks(
             self._place(fragment), frozenset(task for task, rows in keep.items() if not rows.any())
         )
         widths = [0] * len(placement[0])
@@ -294,7 +294,7 @@ class StepBoard:
         batches = []
         for blocks, width in zip(placement[self._rank], widths, strict=True):
             tasks = [((block.group, block.part), block.steps) for block in blocks]
-            cells = [self._parts[task].block(steps).narrowed(keep[task]) for task, steps in tasks]
+            cells = [self._parts[task].block(steps).select_rows(keep[task]) for task, steps in tasks]
             cells += [self._padding(fragment) for _ in range(width - len(cells))]
             batches.append(self._batch(fragment, cells))
         return batches

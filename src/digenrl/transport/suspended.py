@@ -19,7 +19,7 @@ from digenrl.diffusion.denoise import SampleKey, SampleState
 from digenrl.schedule import Task
 from digenrl.schedule.claims import Claim
 from digenrl.transport.wire import Message, MessageKind, WireError
-from digenrl.types import move
+from digenrl.types import move_tensors
 
 _KEPT = ("kept_latents", "kept_next_latents", "kept_log_probs", "kept_means")
 
@@ -79,6 +79,6 @@ class Suspended:
             kept: dict[str, Any] = {
                 name: tensors[name].unbind() if name in tensors else () for name in _KEPT
             }
-            return move(SampleState(key, tensors["latents"], self.next_step, **kept), device)
+            return move_tensors(SampleState(key, tensors["latents"], self.next_step, **kept), device)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"a STATE message lacks or garbles {error}.") from error

@@ -162,7 +162,7 @@ def decode(read: Callable[[memoryview], None], max_bytes: int) -> Message:
     hasher = xxhash.xxh3_64() if kind == MessageKind.WEIGHTS else None
     tensors: dict[str, Tensor] = {}
     # Weights are on their way to the device.
-    pin = kind == MessageKind.WEIGHTS and accelerator.kind() != "cpu"
+    pin = kind == MessageKind.WEIGHTS and accelerator.device_kind() != "cpu"
     for name, (dtype, shape) in zip(names, layout, strict=True):
         tensors[name] = torch.empty(shape, dtype=dtype, pin_memory=pin)
         raw = tensor_bytes(tensors[name])

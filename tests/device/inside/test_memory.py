@@ -20,7 +20,7 @@ WORDS = ("max_rl_steps=4",)
 
 def fill(left: int) -> list[torch.Tensor]:
     """Return tensors that hold this rank's device but for fewer than `left` bytes."""
-    ballast, size, device = [], 1 << 30, accelerator.current()
+    ballast, size, device = [], 1 << 30, accelerator.current_device()
     while size >= left:
         try:
             ballast.append(torch.empty(size, dtype=torch.uint8, device=device))

@@ -22,7 +22,7 @@ from digenrl.rewards.scorer import AsyncScorer
 from digenrl.rewards.suite import RewardSuite
 from digenrl.rollout.engine import SamplingSpec, ode_samples
 from digenrl.transport.weights import Version, adopt, exchanged, host_copy, publish
-from digenrl.types import Prompt, move
+from digenrl.types import Prompt, move_tensors
 from reward_models.jpeg_size import JpegSize
 from tests.models.tiny_policies import make, prompt
 
@@ -56,7 +56,7 @@ def test_spans_last_as_long_as_the_device_works_and_nobody_waits(tmp_path: Path)
     """Ten operators keep the device busy for .3 s; the host has given them long before. A wait that
     ends meanwhile was none, and one that ends later began when the device was done."""
     there, took = torch.ones(3, device=DEVICE), []
-    spans = SpanLog(tmp_path / "s.jsonl", 0, "trainer", time.time(), mark=accelerator.mark)
+    spans = SpanLog(tmp_path / "s.jsonl", 0, "trainer", time.time(), mark=accelerator.mark_work)
     strict.set_op_us(30_000)
     try:
         began = spans.now()
@@ -131,8 +131,8 @@ def test_an_average_from_a_checkpoint_follows_its_parameters() -> None:
     parameters = {name: nn.Parameter(value) for name, value in numbers(DEVICE).items()}
     ema = Ema(every=1)
     ema.copy.load_state_dict(numbers())
-    ema.update(parameters)
-    with ema.copy.swapped(parameters):
+    ema.update_average(parameters)
+    with ema.copy.swapped_into(parameters):
         pass
     assert all(torch.equal(parameters[n].cpu(), value) for n, value in numbers().items())
 
@@ -153,7 +153,7 @@ def test_an_update_takes_one_more_copy_of_the_weights() -> None:
 
 
 def test_a_scorer_in_a_thread_keeps_to_its_ranks_device() -> None:
-    devices.take(1)
+    devices.take_gpu(1)
     try:
         assert resolve_device("auto") == resolve_device("strict") == torch.device("strict", 1)
         node = {"_target_": "tests.device.scorers.DeviceNumber"}
@@ -162,7 +162,7 @@ def test_a_scorer_in_a_thread_keeps_to_its_ranks_device() -> None:
         scorer.close()
         assert found["number"].tolist() == [1.0, 1.0]
     finally:
-        devices.take(0)
+        devices.take_gpu(0)
 
 
 def test_media_of_the_device_are_scored_as_the_cpus() -> None:
@@ -201,5 +201,5 @@ def test_a_large_decoder_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_moved_is_moved_whole() -> None:
     x = torch.ones(2)
-    moved = move({"a": x, "b": (x, [x][0])}, DEVICE)
+    moved = move_tensors({"a": x, "b": (x, [x][0])}, DEVICE)
     assert moved["a"].device == moved["b"][0].device == moved["b"][1].device == DEVICE

@@ -27,7 +27,7 @@ class Planted(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.current_epoch == 0:
-            torch.empty(PLANTED, dtype=torch.uint8, device=accelerator.current())
+            torch.empty(PLANTED, dtype=torch.uint8, device=accelerator.current_device())
         elif batch_idx == 0:
             time.sleep(2 * BEAT_EVERY_S)
 

@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_the_published_loss_cell_by_cell() -> None:
     module.training_step(batch(blocks, REWARDS), 0)  # the batch begins here
     shift(policy, 0.03)
     found = gradient(module, batch(blocks, REWARDS, 24.0, update=1))
-    assert 0 < float(module.collected()["clip_fraction"]) < 0.5
+    assert 0 < float(module.collect_metrics()["clip_fraction"]) < 0.5
     policy.zero_grad()
     cell_by_cell(policy, module, start, old, REWARDS).backward()
     wanted = torch.cat([p.grad.flatten() for p in policy.transformer.parameters()])
@@ -110,12 +110,12 @@ def test_ratios_are_exactly_one_in_the_first_update_and_not_in_the_second() -> N
     module.on_train_start()
     blocks = blocks_of(policy)
     gradient(module, batch(blocks, REWARDS))
-    assert float(module.collected()["ratio_max_dev"]) == 0.0
+    assert float(module.collect_metrics()["ratio_max_dev"]) == 0.0
     gradient(module, batch(blocks, REWARDS, update=1))
-    assert float(module.collected()["ratio_max_dev"]) == 0.0  # nothing was changed between them
+    assert float(module.collect_metrics()["ratio_max_dev"]) == 0.0  # nothing was changed between them
     shift(policy, 0.05)
     gradient(module, batch(blocks, REWARDS, update=1))
-    assert float(module.collected()["ratio_max_dev"]) > 1e-4
+    assert float(module.collect_metrics()["ratio_max_dev"]) > 1e-4
 
 
 def test_arguments_are_checked() -> None:

@@ -47,7 +47,7 @@ def test_at_the_base_the_gradient_is_half_the_advantage_weighted_one() -> None:
     total.backward()
     wanted = torch.cat([p.grad.flatten() for p in policy.transformer.parameters()])
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
-    assert float(module.collected()["ratio_max_dev"]) == 0.0
+    assert float(module.collect_metrics()["ratio_max_dev"]) == 0.0
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_the_published_loss_sample_by_sample(clip: float
     shift(policy, 0.1)
     blocks = blocks_of(policy)
     found = gradient(module, batch(blocks, REWARDS, 24.0))
-    metrics = module.collected()
+    metrics = module.collect_metrics()
     assert "clip_fraction" not in metrics if clip is None else 0 < metrics["clip_fraction"] < 1
     policy.zero_grad()
     total = torch.zeros(())
@@ -135,10 +135,10 @@ def test_a_group_in_two_tasks_is_refused_before_ranks_start(words: list[str], sa
 def test_auto_keeps_a_group_together() -> None:
     from digenrl.advisor import PlainAdvisor
     from digenrl.config import load
-    from digenrl.settle import settle
+    from digenrl.settle import settle_run
 
     words = ["experiment=digits_dgpo", "sampling.task_size=auto"]
-    assert settle(load(words), PlainAdvisor()).settings.sampling.task_size == 16
+    assert settle_run(load(words), PlainAdvisor()).settings.sampling.task_size == 16
 
 
 def test_a_resumed_run_goes_on_with_the_old_policys_rollouts(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_prompt_gets_the_weighted_sum_over_its_own_teachers(tmp_path: Path) ->
         },
     )
     module.teachers["two"].uids = frozenset({101})  # the second group alone
-    assert module.teaches({"r": torch.zeros(2, 4)}, {"r": 1.0}).all()  # equal rewards, too
+    assert module.teaching_groups({"r": torch.zeros(2, 4)}, {"r": 1.0}).all()  # equal rewards, too
     module.on_train_start()
     before = {name: value.clone() for name, value in policy.adapter.trained_parameters().items()}
     found = float(module.training_step(batch(blocks), 0).detach())
@@ -139,7 +139,7 @@ def test_a_prompt_gets_the_weighted_sum_over_its_own_teachers(tmp_path: Path) ->
             total += weight * float(apart.sum())
         cells += mine.shape[0] * mine.shape[1]
     assert found == pytest.approx(total / cells, rel=1e-5)
-    metrics = module.collected()
+    metrics = module.collect_metrics()
     assert metrics["distance/one"] > 0
     assert metrics["distance/two"] > 0
 
@@ -185,7 +185,7 @@ def roll_digits(policy: DigitsPolicy) -> list[Any]:
     prompt, grid = load_prompts("digits.jsonl")[4], policy.sigma_grid(4)
     condition = policy.codec.encode([prompt])
     key = denoise.SampleKey(0, 0, prompt.uid, (0, 1, 2))
-    plan = AllButLast().plan(0, 0, 4)
+    plan = AllButLast().plan_steps(0, 0, 4)
     samples = sample(policy, condition, key, grid, FlowSDE(0.7), plan)
     own = {name: value for name, value in vars(samples).items() if name != "final"}
     facts = {"step": 0, "group": 0, "uid": prompt.uid, "first_sample": 0, "version": 0}

@@ -101,7 +101,7 @@ def test_a_sample_of_advantage_zero_makes_no_pair() -> None:
         ([0.0, -0.1, -0.2, -1.0], 0.0),
     ):
         module.cell_losses(block, torch.tensor(advantages), batch([block]), live=True)
-        assert float(module._meters.collect()["informative_pairs"]) == informative
+        assert float(module._meters.collect_metrics()["informative_pairs"]) == informative
 
 
 def test_reference_is_refreshed_when_due() -> None:

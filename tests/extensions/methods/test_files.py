@@ -159,10 +159,10 @@ def engine(policy: DigitsPolicy) -> FileEngine:
 def drawn(policy: DigitsPolicy, prompt: Prompt, samples: int = 16) -> CellBlock:
     """All samples of a group as a block."""
     reader, task = engine(policy), Task(0, 0, 0, 0, samples, 0)
-    generation = reader.begin(task, prompt)
+    generation = reader.begin_task(task, prompt)
     taken = 0
     while reader.steps_left(generation):
-        generation, taken = reader.advance(generation), taken + 1
+        generation, taken = reader.take_step(generation), taken + 1
     assert taken == 1
     found = reader.score(generation, reader.decode(generation)).result()
     assert found.rewards["judge"].shape == (samples,)

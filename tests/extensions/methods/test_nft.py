@@ -158,7 +158,7 @@ def test_cells_that_stand_in_for_none_are_not_measured() -> None:
     block = blocks_of(policy)[0]
     for live in (True, False):
         module.cell_losses(block, torch.zeros(block.samples), batch([block]), live)
-        found = module._meters.collect()
+        found = module._meters.collect_metrics()
         assert ("velocity_drift" in found) is live
         if live:  # the bias is added to every value of the velocity
             assert float(found["velocity_drift"]) == pytest.approx(0.3**2, rel=1e-4)

@@ -155,7 +155,7 @@ def test_decoupled_ppo_anchors_at_the_beginning_of_the_batch(empty: bool) -> Non
         module.training_step(batch(blocks), 0).backward()
     optimizer.step()
     assert module.training_step(batch(blocks, update=1), 1).isfinite()
-    proximal = module._proximal(blocks[0], batch(blocks, update=1))
+    proximal = module._proximal_log_probs(blocks[0], batch(blocks, update=1))
     assert proximal is not None
     torch.testing.assert_close(proximal, blocks[0].log_probs, atol=1e-6, rtol=0)
-    assert module._proximal(blocks[0], batch(blocks, update=0)) is None
+    assert module._proximal_log_probs(blocks[0], batch(blocks, update=0)) is None

@@ -90,15 +90,15 @@ def test_a_zero_advantage_gives_a_zero_gradient(kind: type) -> None:
     equal = torch.full((2, 4), 0.7)
     found = gradient(module, batch(blocks_of(policy), equal, 24.0))
     assert float(found.abs().max()) == 0.0
-    assert not bool(module.useful({"reward": equal}, {"reward": 1.0}).any())
-    some = module.useful({"reward": torch.tensor([[0.0, 1.0, 0.5, 0.5], [1.0] * 4])}, {"reward": 1})
+    assert not bool(module.useful_samples({"reward": equal}, {"reward": 1.0}).any())
+    some = module.useful_samples({"reward": torch.tensor([[0.0, 1.0, 0.5, 0.5], [1.0] * 4])}, {"reward": 1})
     assert [any(group) for group in some.tolist()] == [True, False]
 
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_term_that_holds_the_policy_back_makes_every_sample_useful(kind: type) -> None:
     module = build(kind, ToyPolicy(), kl_weight=0.1)
-    assert bool(module.useful({"reward": torch.ones(2, 4)}, {"reward": 1.0}).all())
+    assert bool(module.useful_samples({"reward": torch.ones(2, 4)}, {"reward": 1.0}).all())
 
 
 def test_arguments_are_checked() -> None:

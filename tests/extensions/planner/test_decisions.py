@@ -16,7 +16,7 @@ from digenrl.extensions.planner.virtual_run import simulate
 from digenrl.record.decisions import DecisionLog
 from digenrl.schedule import ScheduleSpec
 from digenrl.schedule.ranks import Roles
-from digenrl.schedule.scheduler import header
+from digenrl.schedule.scheduler import record_header
 from tests.extensions.planner.test_virtual_run import clusters, specs
 from tests.schedule.replaying import replay
 
@@ -37,7 +37,7 @@ def test_I13_a_virtual_runs_record_gives_every_decision_again(
         cluster.static_claims,
     )
     assert any("decision" in row for row in rows)
-    record = [header(spec, roles, 5), *rows]
+    record = [record_header(spec, roles, 5), *rows]
     assert replay(json.loads(json.dumps(record))) == []
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rank-000.jsonl"

@@ -60,8 +60,8 @@ def test_sixteen_emulated_ranks_run_as_predicted_and_leave(tmp_path: Path) -> No
     assert len(sleeps) == TRAINERS + ROLLOUTS
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began = time.monotonic()
-    advice = PlannerAdvisor().advise(composed, TRAINERS, ROLLOUTS)
-    outcome = launch(Launch(TRAINERS, ROLLOUTS, partial(run.fit, config, None, advice), tmp_path))
+    advice = PlannerAdvisor().advise_ranks(composed, TRAINERS, ROLLOUTS)
+    outcome = launch(Launch(TRAINERS, ROLLOUTS, partial(run.fit_rank, config, None, advice), tmp_path))
     wall = time.monotonic() - began
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
@@ -115,7 +115,7 @@ def test_emulated_lines_between_places_take_what_the_planner_charges(tmp_path: P
     assert sleeps[1].send == pytest.approx(SCALE * 2 * cluster.rollouts[0].send_seconds)
     assert sleeps[2].fetch == pytest.approx(SCALE * cluster.rollouts[1].fetch_seconds)
     launched = Launch(
-        1, 2, partial(run.fit, config, None, PlannerAdvisor().advise(composed, 1, 2)), tmp_path
+        1, 2, partial(run.fit_rank, config, None, PlannerAdvisor().advise_ranks(composed, 1, 2)), tmp_path
     )
     outcome = launch(launched)
     assert outcome.status == "completed", f"{outcome.cause}\n{logs(tmp_path)}"

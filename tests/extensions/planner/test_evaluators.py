@@ -13,7 +13,7 @@ from digenrl.extensions.planner.cli.plan import booking_of
 from digenrl.extensions.planner.outcome import evaluate
 from digenrl.extensions.planner.plan_text import Booking, evaluation_words
 from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of
-from digenrl.settle import settle
+from digenrl.settle import settle_run
 
 WIDE = ["experiment=wan21_flowgrpo", "hardware=l40x32_h20x16", "schedule=gap_tsp_tag"]
 
@@ -25,7 +25,7 @@ def split(trainers: int, rollouts: int, *words: str) -> list[str]:
 
 def chosen(words: list[str]) -> tuple[str, str]:
     """Return (`allocation.evaluation` of the settled run, its notes)."""
-    composed = settle(config.load(words), choose_advisor())
+    composed = settle_run(config.load(words), choose_advisor())
     return composed.settings.allocation.evaluation, "\n".join(composed.notes)
 
 
@@ -63,7 +63,7 @@ def test_without_costs_few_rollouts_leave_evaluations_to_many_trainers() -> None
     words = ["experiment=digits_flowgrpo", "hardware=cpu"]
     for trainers, rollouts, who in ((9, 2, "trainers"), (8, 2, "auto"), (1, 1, "auto")):
         given = [f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}"]
-        composed = settle(config.load([*words, *given]), PlainAdvisor())
+        composed = settle_run(config.load([*words, *given]), PlainAdvisor())
         assert composed.settings.allocation.evaluation == who
 
 

@@ -739,19 +739,19 @@ def of_reading(words: tuple[str, ...]) -> Iterator[str]:
     for trainers in {gpus, -(-gpus * 3 // 4)}:
         candidate = candidate_of(config, trainers, gpus - trainers, costing.work.trained_steps)
         yield f"{trainers}+{gpus - trainers} {shown(candidate)}"
-        advice = asking.advise(composed, trainers, gpus - trainers)
+        advice = asking.advise_ranks(composed, trainers, gpus - trainers)
         alike = Counter((stage, shown(s)) for (stage, _), s in advice.expected.items())
         yield f"{shown(alike)} {shown(advice.planned)}"
         yield from dict.fromkeys(shown(vars(each)) for each in advice.stand_ins)
         yield from asking.memory_lines(composed, trainers, gpus - trainers)
         try:
-            yield shown(asking.hold(composed, trainers, gpus - trainers, ModelPlacement("", 0, 0)))
+            yield shown(asking.place_model(composed, trainers, gpus - trainers, ModelPlacement("", 0, 0)))
         except ValueError as refused:
             yield str(refused)
     for processes in {1, 2, min(4, gpus)}:
         found = planned_split(composed, processes)
         yield f"split {shown(found and (found.candidate, found.step_s, found.bound_s))}"
-    made = asking.choose(composed, min(4, gpus)) if found else composed
+    made = asking.choose_schedule(composed, min(4, gpus)) if found else composed
     yield f"{made.notes[len(composed.notes) :]} {shown(made.planned)}"
     yield shown(dict(made.settings.allocation))
 

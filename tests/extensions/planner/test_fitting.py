@@ -17,7 +17,7 @@ from digenrl.extensions.planner.advice import PlannerAdvisor, memory_lines
 from digenrl.extensions.planner.cli.plan import as_configured
 from digenrl.extensions.planner.plan_text import memory_by_role
 from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, sized
-from digenrl.settle import settle, with_task_size
+from digenrl.settle import settle_run, with_task_size
 from tests.models.test_experiments import EXPERIMENTS
 
 pytestmark = pytest.mark.heavy
@@ -81,13 +81,13 @@ def test_every_experiment_runs_on_every_profile_or_says_why_not(
     fit."""
     words = (f"experiment={experiment}", f"hardware={profile}")
     try:
-        assert_fits(settle(loaded(*words), PlannerAdvisor()))
+        assert_fits(settle_run(loaded(*words), PlannerAdvisor()))
     except ValueError as error:
         message = str(error)
         assert re.search(r"needs [\d.]+ GiB of [\d.]+ GiB \(90% of [\d.]+\)", message)
         if "no split of this profile's GPUs fits" not in message:
             (change,) = re.findall(r": set (.*)\.$", message)
-            assert_fits(settle(loaded(*words, *change.split()), PlannerAdvisor()))
+            assert_fits(settle_run(loaded(*words, *change.split()), PlannerAdvisor()))
 
 
 def test_what_does_not_fit_is_said_of_one_step_a_forward() -> None:
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_said_of_one_step_a_forward() -> None:
     told = []
     for batch in ("auto", "1"):
         with pytest.raises(ValueError, match="needs") as caught:
-            settle(loaded(*words, f"schedule.tsp.batch={batch}"), PlannerAdvisor())
+            settle_run(loaded(*words, f"schedule.tsp.batch={batch}"), PlannerAdvisor())
         told.append(str(caught.value))
     assert told[0] == told[1]
 
@@ -153,14 +153,14 @@ def test_a_misfit_is_refused_with_the_change_that_fits(
 ) -> None:
     trainers = "allocation.trainers=8" if "h100" not in words[1] else "allocation.trainers=4"
     with pytest.raises(ValueError, match=message):
-        settle(loaded(*words, trainers, "schedule.auto=false"), PlannerAdvisor())
+        settle_run(loaded(*words, trainers, "schedule.auto=false"), PlannerAdvisor())
 
 
 def test_all_weights_are_sharded_without_being_asked() -> None:
     """The first way that fits: replicas of a small model, a copy per node, one over all
     trainers."""
     chosen = {
-        experiment: settle(
+        experiment: settle_run(
             loaded(
                 f"experiment={experiment}",
                 "hardware=a100x32",
@@ -198,7 +198,7 @@ def test_auto_task_sizes_follow_the_pixels_and_not_the_schedule() -> None:
     assert size(*large, hardware="cpu_tiny") == 6, "nobody has counted a tiny build"
     given = ("schedule=sync", "allocation.trainers=1", "allocation.rollouts=1")  # no plan is made
     assert (
-        settle(
+        settle_run(
             loaded(*words, "hardware=node_8xh100", *given), PlannerAdvisor()
         ).settings.sampling.task_size
         == small
@@ -219,11 +219,11 @@ def test_blocks_are_computed_again_only_where_memory_is_short(hardware: str, bui
         costing = costing_of(composed)
         candidate = candidate_of(composed.settings, 1, 0, costing.work.trained_steps)
         kept = costing.recompute(candidate, costing.hardware.pools[0]).config
-        uncounted = settle(
+        uncounted = settle_run(
             replace(composed, choices={**composed.choices, "model": "unknown"}), PlannerAdvisor()
         )
         assert uncounted.settings.tree.model.gradient_checkpointing is True
-    assert settle(composed, PlannerAdvisor()).settings.tree.model.gradient_checkpointing == kept
+    assert settle_run(composed, PlannerAdvisor()).settings.tree.model.gradient_checkpointing == kept
 
 
 def test_compiled_blocks_are_computed_again_whole() -> None:
@@ -253,7 +253,7 @@ def test_what_is_always_there_is_counted() -> None:
     base += ("schedule=sync",)
 
     def memory(*words: str) -> dict[str, float]:
-        composed = settle(loaded(*base, *words), PlannerAdvisor())
+        composed = settle_run(loaded(*base, *words), PlannerAdvisor())
         costing = costing_of(composed)
         table = costing.memory(candidate_of(composed.settings, 4, 4, costing.work.trained_steps))
         return {role: use.gib for (_, role), use in table.items()}
@@ -287,7 +287,7 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
     offload = "model.gradient_checkpointing=offload"
 
     def host(*words: str) -> float:
-        composed = settle(loaded(*base, *words), PlannerAdvisor())
+        composed = settle_run(loaded(*base, *words), PlannerAdvisor())
         costing = costing_of(composed)
         (gib,) = costing.host_gib(
             candidate_of(composed.settings, 4, 4, costing.work.trained_steps)
@@ -313,7 +313,7 @@ def test_what_waits_on_the_host_is_counted_shown_and_refused() -> None:
     node = "+hardware.pools.h100.host_gib={}".format
     assert host(offload, node(1.2 * (version + waiting))) == pytest.approx(version + waiting)
     with pytest.raises(ValueError, match=r"on its host: set model\.gradient_checkpointing=auto\.$"):
-        settle(loaded(*base, offload, node(1.1 * (version + waiting))), PlannerAdvisor())
+        settle_run(loaded(*base, offload, node(1.1 * (version + waiting))), PlannerAdvisor())
 
 
 def test_stored_prompts_cost_no_step_anything() -> None:
@@ -349,7 +349,7 @@ def test_a_plan_says_of_a_configuration_what_its_run_says() -> None:
         words = [f"{key}={drawn.choice(values)}" for key, values in choices.items()]
         composed = loaded(*words, "data.prompts_per_batch=4", "data.group_size=12")
         try:
-            run = settle(composed, PlannerAdvisor())
+            run = settle_run(composed, PlannerAdvisor())
         except ValueError as error:
             refused += 1
             with pytest.raises(ValueError, match=re.escape(str(error))):
@@ -376,6 +376,6 @@ def test_an_emulated_misfit_is_refused_like_a_real_one() -> None:
         "parallel.sharding=ddp",
     )
     with pytest.raises(ValueError, match=r"needs .* of 71\.1 GiB .*: set parallel\.sharding=fsdp"):
-        settle(loaded(*words), PlannerAdvisor())
-    run = settle(loaded(*words, "hardware.pools.b.memory_gib=300"), PlannerAdvisor())
+        settle_run(loaded(*words), PlannerAdvisor())
+    run = settle_run(loaded(*words, "hardware.pools.b.memory_gib=300"), PlannerAdvisor())
     assert run.settings.parallel.sharding == "ddp"

@@ -86,10 +86,10 @@ def test_latents_of_scattered_steps_are_held_before_and_behind_each(
 ) -> None:
     """Two neighbours share one, so that a window of steps holds less than is planned."""
     policy, plan = ToyPolicy(), StepPlan(trained, trained)
-    state = denoise.start(denoise.SampleKey(0, 0, 1, (0, 1)), policy.latent_shape)
+    state = denoise.initial_state(denoise.SampleKey(0, 0, 1, (0, 1)), policy.latent_shape)
     for _ in range(6):
-        state = denoise.advance(policy, condition(), state, static_grid(6), FlowSDE(0.7), plan)
-    before = denoise.finish(state, plan)
+        state = denoise.advance_state(policy, condition(), state, static_grid(6), FlowSDE(0.7), plan)
+    before = denoise.finished_samples(state, plan)
     held = {*state.kept_latents, *state.kept_next_latents, state.latents}
     both = before.latents.shape[1] + before.next_latents.shape[1]
     work = replace(FLUX, trained_steps=len(trained))
@@ -215,7 +215,7 @@ def test_repeated_flops_are_those_of_a_real_build(trained: str) -> None:
     )
     rest = work.forward_flops() - work.attention_flops()
     for grade in GRADES:
-        mode = parse_recompute(grade).modes(1)[0]
+        mode = parse_recompute(grade).modes_of(1)[0]
         expected = work.repeated_flops(mode) - work.attention_flops() * (grade is True)
         assert (whole[grade] - whole[False]) / block == pytest.approx(expected / rest, abs=0.08), (
             grade
@@ -270,7 +270,7 @@ def _counted(
     assert work.tokens == frames * side * side // 4
     results: dict[bool | str, tuple[int, float]] = {}
     for grade, (small, large) in sizes.items():
-        mode = parse_recompute(grade).modes(1)[
+        mode = parse_recompute(grade).modes_of(1)[
             0
         ]  # casts of weights shrink with the square of the width
         weights = work.sizes["kept_bytes"][trained][mode]["forward"]

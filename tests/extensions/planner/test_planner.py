@@ -49,7 +49,7 @@ from digenrl.extensions.planner.reading import candidate_of, costing_of
 from digenrl.extensions.planner.workload import Drawn, Workload
 from digenrl.hardware import Hardware, Line, Pool, assign
 from digenrl.recompute import Recompute
-from digenrl.settle import settle
+from digenrl.settle import settle_run
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -89,7 +89,7 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
 ) -> None:
     plain = configuration.load([*SMALL, f"output_root={tmp_path}"])
     best = chosen(make_plan(costing_of(plain)), asynchronous=False)[0]
-    composed = settle(plain, PlannerAdvisor())
+    composed = settle_run(plain, PlannerAdvisor())
     config = composed.settings
     found = candidate_of(
         config, config.allocation.trainers, config.allocation.rollouts, costing_of(plain).work.steps
@@ -104,7 +104,7 @@ def test_a_run_without_a_schedule_gets_the_planners_and_keeps_it_when_resumed(
     assert composed.planned["sync_step_s"] > composed.planned["step_s"] == best.step_s
 
     run = configuration.prepare_run_dir(composed)
-    again = settle(configuration.load([f"resume={run}"]), PlannerAdvisor())
+    again = settle_run(configuration.load([f"resume={run}"]), PlannerAdvisor())
     assert again.settings.schedule == config.schedule
     assert again.settings.allocation == config.allocation
     assert again.planned is None
@@ -118,7 +118,7 @@ def test_what_is_given_is_not_the_planners() -> None:
         "schedule.tag": False,
         "schedule.tsp.batch": 1,
     }
-    config = settle(
+    config = settle_run(
         configuration.load([*SMALL, *(f"{key}={value}" for key, value in given.items())]),
         PlannerAdvisor(),
     ).settings
@@ -131,7 +131,7 @@ def test_what_is_given_is_not_the_planners() -> None:
 def test_where_nothing_can_be_planned_groups_train_as_they_complete_if_they_may(
     experiment: str, gap: int
 ) -> None:
-    schedule = settle(
+    schedule = settle_run(
         configuration.load([f"experiment={experiment}", "hardware=cpu_tiny"]), PlannerAdvisor()
     ).settings.schedule
     assert (schedule.auto, schedule.gap) == (False, gap)
@@ -360,7 +360,7 @@ def test_trainers_share_the_tokens_of_what_fits_in_no_other_way() -> None:
 class EveryThird:
     """A user's own `algorithm.train_steps`."""
 
-    def count(self, steps: int) -> int:
+    def count_trained(self, steps: int) -> int:
         return steps // 3
 
 
@@ -534,7 +534,7 @@ def test_a_plan_of_many_gpus_is_one_screen_of_100_columns(
         assert "With one-step asynchrony: " in text
         assert "What changes the answer: unequal GPUs" in text
     given = command_of([*shown, ""])
-    run = settle(configuration.load(given[given.index("train") + 1 :]), PlannerAdvisor())
+    run = settle_run(configuration.load(given[given.index("train") + 1 :]), PlannerAdvisor())
     assert sum(run.settings.allocation.split) == sum(
         pool.count for pool in run.settings.hardware.pools.values()
     )
@@ -556,7 +556,7 @@ def test_where_nothing_fits_the_frozen_base_is_quantized(
     assert ": set model.quantize=nf4 parallel.sharding=ddp." in refused
     command = command_of(out)
     assert "model.quantize=nf4" in command
-    run = settle(configuration.load(command[command.index("train") + 1 :]), PlannerAdvisor())
+    run = settle_run(configuration.load(command[command.index("train") + 1 :]), PlannerAdvisor())
     assert run.settings.tree.model.quantize == "nf4"
     assert plan_command.main(["experiment=qwen_image_flowgrpo", *small, *own]) == 3
     needed = re.search(r"needs ([\d.]+) GiB of 21\.2 GiB", capsys.readouterr().err)

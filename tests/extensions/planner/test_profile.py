@@ -20,7 +20,7 @@ from digenrl.extensions.planner.reading import workload
 from digenrl.extensions.tasks.digits import DigitsCodec, DigitsPolicy
 from digenrl.hardware import parse_hardware
 from digenrl.rewards.suite import RewardSuite
-from digenrl.settle import settle
+from digenrl.settle import settle_run
 from tests.training import commands
 
 pytestmark = pytest.mark.heavy
@@ -173,10 +173,10 @@ def test_the_plan_of_a_profiled_machine_is_its_profile() -> None:
     told = {"generate": 3.0, "train": 0.7, "decode": 0.2, "score": 0.1}
     words = [f"+hardware.seconds.{stage}.h100={value}" for stage, value in told.items()]
     split = ("allocation.trainers=4", "allocation.rollouts=4", "hardware=node_8xh100")
-    composed = settle(
+    composed = settle_run(
         configuration.load(["experiment=flux1_flowgrpo", *split, *words]), PlannerAdvisor()
     )
-    advice = PlannerAdvisor().advise(composed, 4, 4)
+    advice = PlannerAdvisor().advise_ranks(composed, 4, 4)
     assert advice.planned["seconds"] == {"encode": 0.0} | {
         stage: pytest.approx(value) for stage, value in told.items()
     }

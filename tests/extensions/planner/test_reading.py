@@ -199,7 +199,7 @@ def test_a_schedule_of_auto_is_the_plans_best_but_for_what_is_named(
     kinds = {(o.candidate.spec.async_steps, o.candidate.spec.tsp_batch) for o in plan.outcomes}
     assert kinds == {(0, 2), (1, 2)}
     monkeypatch.setattr(advice, "make_plan", lambda *words: plan)
-    best, made = plan.outcomes[0], PlannerAdvisor().choose(composed, 2)
+    best, made = plan.outcomes[0], PlannerAdvisor().choose_schedule(composed, 2)
     _, why = explanation(plan, asynchronous=True)
     assert why != explanation(plan, asynchronous=False)[1]
     sync = sync_run(plan.costing, 2)

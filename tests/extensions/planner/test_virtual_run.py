@@ -22,7 +22,7 @@ from digenrl.extensions.planner.virtual_cluster import (
     micro_batches,
 )
 from digenrl.extensions.planner.virtual_run import simulate, steady
-from digenrl.schedule import ScheduleSpec, fragments, group_version, place
+from digenrl.schedule import ScheduleSpec, update_fragments, group_version, place_fragment
 
 
 @st.composite
@@ -95,7 +95,7 @@ def check(spec: ScheduleSpec, cluster: Cluster, steps: int, disturbance: Disturb
         cells: Counter[tuple[int, int, int]] = Counter()
         for trained_step, rank, groups in result.trained:
             if trained_step == step:
-                for micro in place(spec, trainers, groups)[rank]:
+                for micro in place_fragment(spec, trainers, groups)[rank]:
                     cells.update((b.group, b.part, s) for b in micro for s in b.steps)
         assert set(cells.values()) == {1}  # I2: trained once
         assert len(cells) == spec.tasks * spec.trained_steps
@@ -135,14 +135,14 @@ def test_i2_i10_a_rollout_death_loses_nothing(
 @given(specs(), st.integers(1, 5))
 def test_i3_equal_micro_batches_on_every_rank(spec: ScheduleSpec, trainers: int) -> None:
     for update in range(spec.updates_per_batch):
-        for fragment in fragments(spec, update):
-            placement = place(spec, trainers, fragment)
+        for fragment in update_fragments(spec, update):
+            placement = place_fragment(spec, trainers, fragment)
             assert len({len(micro) for micro in placement}) == 1
     blocks = [
         block
         for update in range(spec.updates_per_batch)
-        for fragment in fragments(spec, update)
-        for rank in place(spec, trainers, fragment)
+        for fragment in update_fragments(spec, update)
+        for rank in place_fragment(spec, trainers, fragment)
         for micro in rank
         for block in micro
     ]
@@ -343,10 +343,10 @@ def test_micro_batches_are_those_of_the_runtimes_placement(context, size, update
         context=context, tag=True,
     )  # fmt: skip
     ranks = tuple(VirtualRank(n, "trainer", "a", 1.0, cell_seconds=n + 1.0) for n in range(6))
-    for fragment in fragments(spec, updates - 1):
+    for fragment in update_fragments(spec, updates - 1):
         expected = tuple(
             tuple((n + 1.0) * sum(len(block.steps) for block in micro) for micro in own)
-            for n, own in enumerate(place(spec, 6, fragment))
+            for n, own in enumerate(place_fragment(spec, 6, fragment))
         )
         assert micro_batches(spec, Cluster(ranks), fragment) == expected
 

@@ -92,7 +92,7 @@ def test_replay_equals_sampling_for_any_steps_per_forward(
     of the processor's matrix library, which adds in another order."""
     policy, kernel, selection = perturbed(DigitsPolicy(lora=LORA)), FlowSDE(0.9), AllButLast()
     condition, grid = policy.codec.encode(PROMPTS[:1]), policy.sigma_grid(STEPS)
-    plan = selection.plan(0, 0, STEPS)
+    plan = selection.plan_steps(0, 0, STEPS)
     key = denoise.SampleKey(0, 0, PROMPTS[0].uid, tuple(range(rows)))
     samples = sample(policy, condition, key, grid, kernel, plan)
     for first in range(0, len(plan.trained), steps_per_forward):

@@ -124,9 +124,9 @@ def test_a_run_of_the_study_repeats_and_starts_on_policy() -> None:
         run.module.training_step(
             TrainBatch(first.updates[0], {"r": first.rewards}, {"r": 1.0}, 1152.0, 0, 0), 0
         )
-        assert float(run.module.collected()["ratio_max_dev"]) < 1e-5
+        assert float(run.module.collect_metrics()["ratio_max_dev"]) < 1e-5
         run.run(2)
-        assert run.module.collected()["ratio_max_dev/stale_1"] > 0
+        assert run.module.collect_metrics()["ratio_max_dev/stale_1"] > 0
     mine, theirs = (run.policy.adapter.trained_parameters() for run in runs)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 

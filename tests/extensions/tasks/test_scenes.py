@@ -106,7 +106,7 @@ def test_replay_is_bit_equal_to_sampling(family: type[ScenesPolicy]) -> None:
         for parameter in policy.adapter.trained_parameters().values():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     prompt, grid = load_prompts("drawn_edits.jsonl")[0], policy.sigma_grid(6)
-    condition, plan = policy.codec.encode([prompt]), AllButLast().plan(0, 0, 6)
+    condition, plan = policy.codec.encode([prompt]), AllButLast().plan_steps(0, 0, 6)
     samples = sample(
         policy, condition, denoise.SampleKey(0, 0, prompt.uid, tuple(range(16))), grid, kernel, plan
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from digenrl.extensions.tasks.scenes import STUDENT_FILE, ScenesPolicy, ScenesStudentPolicy
-from digenrl.rollout.engine import detail
+from digenrl.rollout.engine import picture_detail
 from reward_models.drawn_scenes import SCENES
 from reward_models.scene_judges import SceneDetector
 from scripts.pretrain_scenes import Settings, sample_scenes
@@ -26,7 +26,7 @@ def test_the_student_draws_in_two_steps_what_the_base_needs_more_for() -> None:
     ):
         pictures[name] = sample_scenes(policy, scenes, steps)
     right = {name: float(detector.judge(made, scenes).mean()) for name, made in pictures.items()}
-    sharp = {name: float(detail(made).mean()) for name, made in pictures.items()}
+    sharp = {name: float(picture_detail(made).mean()) for name, made in pictures.items()}
     assert right["student"] > 1.5 * right["base, 2"]
     assert sharp["student"] > 0.9 * sharp["base, 12"]
     assert sharp["base, 2"] < 0.75 * sharp["base, 12"]

@@ -142,7 +142,7 @@ def _pipeline(task: str, path: Path, key: str) -> Any:
         return pipeline(
             task,
             model=str(path),
-            device=accelerator.kind(),
+            device=accelerator.device_kind(),
             model_kwargs={"use_safetensors": True},
         )
     except (OSError, ValueError, KeyError) as error:

@@ -69,18 +69,18 @@ class AWM(WithOldPolicy):
         self.power, self.ratio_clip, self.old_weight = power, ratio_clip, old_weight
         self._batch_start = BatchStart()
 
-    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return which samples can have a gradient: with nothing that holds the policy back, those
         with an advantage."""
         if self.kl_weight > 0 or self.old_weight > 0:
-            return super().useful(rewards, weights)
+            return super().useful_samples(rewards, weights)
         return self.nonzero(rewards, weights)
 
     def training_step(self, batch: TrainBatch, batch_idx: int) -> Tensor:
         """Return the micro-batch's loss; keep the weights at the start of a logical batch that has
         more than one update."""
         if self.updates_per_batch > 1:
-            self._batch_start.keep(self.policy.adapter.trained_parameters(), batch.version)
+            self._batch_start.keep_start(self.policy.adapter.trained_parameters(), batch.version)
         return super().training_step(batch, batch_idx)
 
     def cell_losses(
@@ -101,7 +101,7 @@ class AWM(WithOldPolicy):
         losses = clipped_surrogate(ratio, weight, self.ratio_clip).to(new.dtype)
         cut = clip_binds(ratio, weight, self.ratio_clip, self.ratio_clip)
         self._meters.update("clip_fraction", cut.sum() * live, cut.numel() * live)
-        self._meters.peak("ratio_max_dev", (ratio.detach() - 1.0).abs().amax(), float(live))
+        self._meters.update_peak("ratio_max_dev", (ratio.detach() - 1.0).abs().amax(), float(live))
         if old is not None:
             self.count_drift(new, old, live)
             losses = losses + self.old_weight * mean_dims((new - old) ** 2)
@@ -115,5 +115,5 @@ class AWM(WithOldPolicy):
         whose weights these are."""
         if batch.update == 0:
             return None
-        with torch.no_grad(), self._batch_start.swapped(self.policy.adapter.trained_parameters()):
+        with torch.no_grad(), self._batch_start.swapped_into(self.policy.adapter.trained_parameters()):
             return cells.velocity(self.policy)

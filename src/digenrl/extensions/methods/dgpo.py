@@ -67,11 +67,11 @@ class DGPO(WithOldPolicy):
         self.old_rollouts_from = old_rollouts_from
         self._steps_done = 0
 
-    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return which samples can have a gradient: all, or without a KL term those of groups in
         which a reward differs, whole groups because a group meets."""
         if self.kl_weight > 0:
-            return super().useful(rewards, weights)
+            return super().useful_samples(rewards, weights)
         found = self.nonzero(rewards, weights)
         return found.any(dim=1, keepdim=True).expand_as(found)
 
@@ -122,7 +122,7 @@ class DGPO(WithOldPolicy):
             ratio = torch.exp(mean_dims((old - cells.target) ** 2) - distance.detach())
             cut = clip_binds(ratio, advantages, self.ratio_clip, self.ratio_clip)
             self._meters.update("clip_fraction", cut.sum() * live, cut.numel() * live)
-            self._meters.peak("ratio_max_dev", (ratio - 1.0).abs().amax(), float(live))
+            self._meters.update_peak("ratio_max_dev", (ratio - 1.0).abs().amax(), float(live))
             self.count_drift(new, old, live)
             distance = torch.where(cut, distance.detach(), distance)
         return weight * advantages * distance + self.kl_term(new, reference, live)

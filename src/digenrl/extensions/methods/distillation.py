@@ -102,7 +102,7 @@ class Distillation(PolicyModule):
         own, targets = self.policy.adapter.trained_parameters(), dict[str, Tensor]()
         for name, teacher in self.teachers.items():
             if teacher.uids is None or block.uid in teacher.uids:
-                with torch.no_grad(), teacher.copy.swapped(own):
+                with torch.no_grad(), teacher.copy.swapped_into(own):
                     targets[name] = replay(self.policy, block, self.sde).mean
         new = replay(self.policy, block, self.sde)
         total = torch.zeros_like(new.log_prob)

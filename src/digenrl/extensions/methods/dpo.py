@@ -99,7 +99,7 @@ class DPO(PolicyModule):
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         if self._reference.tensors:
-            return self._reference.swapped(self.policy.adapter.trained_parameters())
+            return self._reference.swapped_into(self.policy.adapter.trained_parameters())
         return self.policy.adapter.reference()
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
@@ -111,7 +111,7 @@ class DPO(PolicyModule):
             and self.reference_every is not None
             and (batch.version + 1) % self.reference_every == 0
         ):
-            self._reference.follow(self.policy.adapter.trained_parameters())
+            self._reference.follow_parameters(self.policy.adapter.trained_parameters())
 
 
 class OfflineDPO(DPO):

@@ -123,7 +123,7 @@ class WithOldPolicy(ForwardProcess):
 
     def in_old(self) -> AbstractContextManager[None]:
         """Give this rank the old policy's weights inside the context."""
-        return self._old.swapped(self.policy.adapter.trained_parameters())
+        return self._old.swapped_into(self.policy.adapter.trained_parameters())
 
     def old_velocity(self, cells: NoisedCells) -> Tensor:
         """Return the old policy's velocity [b, K, *L]."""
@@ -138,7 +138,7 @@ class WithOldPolicy(ForwardProcess):
     def collected(self) -> dict[str, Tensor]:
         """Return the RL step's metrics. Warn once where the policy keeps equalling its old copy:
         the loss then contrasts nothing (Tencent-Hunyuan/UniRL#420: no gain in 75 such steps)."""
-        found = super().collected()
+        found = super().collect_metrics()
         if "velocity_drift" in found and self.current_epoch > 0:
             self._still = self._still + 1 if float(found["velocity_drift"]) == 0.0 else 0
         if self._still == STILL_STEPS and self.global_rank == 0:
@@ -155,13 +155,13 @@ class WithOldPolicy(ForwardProcess):
         """Start the old policy as a copy of the trained one."""
         super().on_train_start()
         if not self._old.tensors:
-            self._old.follow(self.policy.adapter.trained_parameters())
+            self._old.follow_parameters(self.policy.adapter.trained_parameters())
 
     def after_update(self, batch: TrainBatch, changed: bool) -> None:
         """Let the old policy follow after the last update of a logical batch."""
         super().after_update(batch, changed)
         last = batch.update == self.updates_per_batch - 1
         if last and (batch.version + 1) % self.old_policy.every == 0:
-            self._old.follow(
+            self._old.follow_parameters(
                 self.policy.adapter.trained_parameters(), self.old_policy.decay(batch.version)
             )

@@ -27,7 +27,7 @@ class NoiseLevels:
     """Whether each of `size` parts of the range gives one level, in place of `size` levels from
     anywhere (scxue/advantage_weighted_matching train_sd3_awm.py:1197-1204)."""
 
-    def count(self, steps: int) -> int:
+    def count_trained(self, steps: int) -> int:
         """size or the whole range."""
         first, stop = range_of("NoiseLevels", self.first, self.stop, steps, steps)
         size = stop - first if self.size is None else self.size
@@ -38,10 +38,10 @@ class NoiseLevels:
             )
         return size
 
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+    def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Keyed by (seed, RL step): equal on all ranks."""
         first, stop = range_of("NoiseLevels", self.first, self.stop, steps, steps)
-        draw, size = keys.generator(seed, "noise_levels", step), self.count(steps)
+        draw, size = keys.generator(seed, "noise_levels", step), self.count_trained(steps)
         if self.stratified:
             ends = [first + (stop - first) * part // size for part in range(size + 1)]
             chosen = [int(draw.integers(low, high)) for low, high in pairwise(ends)]

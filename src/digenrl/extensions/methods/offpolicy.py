@@ -31,7 +31,7 @@ class Weighted(Surrogate):
         unit = torch.exp(cells.log_prob - cells.log_prob.detach())
         return -self.weight(cells, cells.ratio.detach()) * cells.advantages * unit
 
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells whose weight differs from their ratio."""
         ratio = cells.ratio.detach()
         return self.weight(cells, ratio) != ratio
@@ -67,7 +67,7 @@ class Uncorrected(Weighted):
         """1."""
         return torch.ones_like(ratio)
 
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """None."""
         return torch.zeros_like(cells.log_prob, dtype=torch.bool)
 
@@ -90,7 +90,7 @@ class DecoupledPPO(Capped):
             ratio, cells.advantages, *cells.clip
         )
 
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells at which the cap or the clip binds."""
         weight, ratio = self._parts(cells)
         return (weight > self.bound(cells)) | clip_binds(ratio, cells.advantages, *cells.clip)
@@ -133,6 +133,6 @@ class TOPR(Weighted):
         """1 or min(r, 1), by the sign of A."""
         return torch.where(cells.advantages > 0, torch.ones_like(ratio), ratio.clamp(max=1.0))
 
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """Bad samples that have become likelier; good ones have weight 1 by design."""
-        return super().cut(cells) & (cells.advantages <= 0)
+        return super().bounded_cells(cells) & (cells.advantages <= 0)

@@ -46,10 +46,10 @@ class RVM(ForwardProcess):
             raise ValueError(f"RVM needs scale > 0, got {scale}: the source has 0.1")
         self.scale, self.levels = scale, levels
 
-    def useful(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    def useful_samples(self, rewards: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
         """Return which samples can have a gradient: without an anchor, those with an advantage."""
         if self.kl_weight > 0:
-            return super().useful(rewards, weights)
+            return super().useful_samples(rewards, weights)
         return self.nonzero(rewards, weights)
 
     def cell_losses(

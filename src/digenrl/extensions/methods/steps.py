@@ -30,14 +30,14 @@ class FirstFraction:
     def __post_init__(self) -> None:
         check_fraction(self.fraction)
 
-    def count(self, steps: int) -> int:
+    def count_trained(self, steps: int) -> int:
         """int(T*fraction) within 1..T-1."""
         need_two(steps)
         return min(max(int(steps * self.fraction), 1), steps - 1)
 
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+    def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Same for every RL step."""
-        trained = tuple(range(self.count(steps)))
+        trained = tuple(range(self.count_trained(steps)))
         return StepPlan(with_untrained(trained, steps, self.untrained, self.last), trained)
 
 
@@ -75,7 +75,7 @@ class Window:
                 f"Window.overlap must be in 0..{self.size - 1} (below size), got {self.overlap}"
             )
 
-    def count(self, steps: int) -> int:
+    def count_trained(self, steps: int) -> int:
         """size."""
         first, stop = pool_of("Window", self.first, self.stop, steps)
         if self.size > stop - first:
@@ -89,7 +89,7 @@ class Window:
     def start(self, seed: int, step: int, steps: int) -> int:
         """Return the first step of the window at RL step `step`."""
         first, stop = pool_of("Window", self.first, self.stop, steps)
-        room = stop - first - self.count(steps)
+        room = stop - first - self.count_trained(steps)
         if self.order == "random":
             return first + int(keys.generator(seed, "window", step).integers(room + 1))
         stride = self.size - self.overlap
@@ -98,7 +98,7 @@ class Window:
         index = index % windows if self.wrap else min(index, windows - 1)
         return first + min(index * stride, room)
 
-    def plan(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
+    def plan_steps(self, seed: int, step: int, steps: int, uid: int = 0) -> StepPlan:
         """Window start..start+size-1 as both SDE and trained steps."""
         start = self.start(seed, step, steps)
         window = tuple(range(start, start + self.size))

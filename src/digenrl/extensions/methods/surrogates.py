@@ -59,7 +59,7 @@ class Guard(Surrogate):
             clipped_surrogate(self._ratio(cells), cells.advantages, *cells.clip) / cells.sqrt_h**2
         )
 
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells at which the clip of the normalised ratio binds."""
         return clip_binds(self._ratio(cells), cells.advantages, *cells.clip)
 
@@ -91,14 +91,14 @@ class FlowDPPO(Surrogate):
 
     def loss(self, cells: Cells) -> Tensor:
         """-A*r where kept, else exactly 0 with finite gradient, even for an infinite ratio."""
-        keep = ~self.cut(cells)
+        keep = ~self.bounded_cells(cells)
         # The log-ratio is masked before exp: masking after it would leave inf * 0 in the backward
         # pass.
         log_ratio = torch.where(keep, cells.log_prob - cells.old_log_prob, 0.0)
         return torch.where(keep, -cells.advantages * torch.exp(log_ratio), 0.0)
 
     @torch.no_grad()
-    def cut(self, cells: Cells) -> Tensor:
+    def bounded_cells(self, cells: Cells) -> Tensor:
         """Return [b, K] bool: cells that are left out."""
         assert cells.old_mean is not None
         kl = gaussian_kl(cells.mean, cells.old_mean, cells.scale)

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from digenrl.advisor import NO_ROOM, Advice, ModelPlacement, PlainAdvisor, changed, named
+from digenrl.advisor import NO_ROOM, Advice, ModelPlacement, PlainAdvisor, with_words, named_keys
 from digenrl.config import Composed
 from digenrl.config.settings import Settings
 from digenrl.extensions.planner.candidate import Candidate
@@ -78,20 +78,20 @@ class PlannerAdvisor:
         )
         return next(good, fitting[-1])
 
-    def choose(self, composed: Composed, processes: int | None) -> Composed:
+    def choose_schedule(self, composed: Composed, processes: int | None) -> Composed:
         """Return `composed` with the best run of a plan where the schedule is auto, and else with
         the best split."""
         if composed.settings.schedule.auto:
             plan = planned_schedule(composed, processes)
             composed = (
-                PlainAdvisor().choose(composed, processes)
+                PlainAdvisor().choose_schedule(composed, processes)
                 if plan is None
                 else _chosen(composed, plan)
             )
         split = planned_split(composed, processes)
         return composed if split is None else _divided(composed, split)
 
-    def hold(
+    def place_model(
         self, composed: Composed, trainers: int, rollouts: int, usual: ModelPlacement
     ) -> ModelPlacement:
         """Return the first way to shard that fits: replicas, a copy of the weights per node, one
@@ -126,7 +126,7 @@ class PlannerAdvisor:
             slower or NO_ROOM,
         )
 
-    def advise(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
+    def advise_ranks(self, composed: Composed, trainers: int, rollouts: int) -> Advice:
         """Return the seconds that the profile's costs give, what emulated ranks build, and what the
         report compares."""
         settings = composed.settings
@@ -175,8 +175,8 @@ def planned_schedule(composed: Composed, processes: int | None = None) -> Plan |
 def _chosen(composed: Composed, plan: Plan) -> Composed:
     """Return `composed` with what the plan's best run needs."""
     best = plan.outcomes[0]
-    words = [word for word in overrides(best) if word.partition("=")[0] not in named(composed)]
-    planned, after = _predicted(best), changed(composed, words)
+    words = [word for word in overrides(best) if word.partition("=")[0] not in named_keys(composed)]
+    planned, after = _predicted(best), with_words(composed, words)
     keys = {word: word.partition("=")[0] for word in words}
     new = [
         w
@@ -238,7 +238,7 @@ def _divided(composed: Composed, split: CandidateOutcome) -> Composed:
         f"({split.step_s:.4g} s per step); schedule=auto and `make plan` compare schedules and "
         "colocated runs too."
     )
-    after = changed(
+    after = with_words(
         composed, [f"allocation.trainers={trainers}", f"allocation.rollouts={rollouts}"]
     )
     return replace(after, notes=(*composed.notes, said), planned=_predicted(split))

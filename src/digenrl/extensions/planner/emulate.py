@@ -34,18 +34,18 @@ class EmulatedRank:
     adapter: bool
     """Whether only a part of the weights is trained, as with LoRA."""
 
-    def policy(self) -> Policy:
+    def build_policy(self) -> Policy:
         """Return a policy that sleeps as long as the real network would compute."""
         from digenrl.extensions.planner.emulated import EmulatedPolicy  # plans load no torch
 
         return EmulatedPolicy(self.durations, self.adapter)
 
-    def rewards(self) -> RewardSuite:
+    def build_rewards(self) -> RewardSuite:
         """Return a real suite whose scorer takes almost no time."""
         suite: RewardSuite = instantiate(_REWARD)
         return suite
 
-    def line(self, peer: int) -> PeerLine:
+    def line_to(self, peer: int) -> PeerLine:
         """Return a line that is as slow as the one between this rank's place and the trainers."""
         from digenrl.extensions.planner.emulated import EmulatedLine
 

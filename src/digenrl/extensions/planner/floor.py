@@ -18,7 +18,7 @@ from digenrl.extensions.planner.virtual_cluster import (
     placed_seconds,
     placing,
 )
-from digenrl.schedule import ScheduleSpec, fragments
+from digenrl.schedule import ScheduleSpec, update_fragments
 from digenrl.schedule.order import stale_groups
 
 
@@ -128,6 +128,6 @@ def _lasting(
         return [sum([max(column) for column in zip(*own, strict=True)]) for own in rows]
 
     return [
-        [seconds(fragment) for fragment in fragments(spec, update)]
+        [seconds(fragment) for fragment in update_fragments(spec, update)]
         for update in range(spec.updates_per_batch)
     ]

@@ -114,7 +114,7 @@ class VirtualGeneration:
         left = self._left.get(key)
         if left is None:
             tasks = len(self._plan(version))
-            left = self._left[key] = worker.claims.left(version, tasks, self.part(worker, tasks))
+            left = self._left[key] = worker.claims.unclaimed_tasks(version, tasks, self.part(worker, tasks))
         return left
 
     def open(self, version: int, head: int) -> None:
@@ -141,7 +141,7 @@ class VirtualGeneration:
                 continue
             tasks = self._plan(version)
             ahead = worker.rank.role == "trainer"
-            claim = worker.claims.take(version, tasks, self.part(worker, len(tasks)), ahead)
+            claim = worker.claims.take_next_task(version, tasks, self.part(worker, len(tasks)), ahead)
             if claim is not None:
                 self._left[version, rank if self.cluster.static_claims else -1] -= 1
                 self._start(worker, tasks[claim.position], claim, now)
@@ -202,8 +202,8 @@ class VirtualGeneration:
         for step, number, by, version in self.made:
             if by == rank:
                 queued = [(task.step, task.index) for task in self._plan(version)]
-                worker.claims.received(version, queued.index((step, number)))
-        worker.claims.lose(rank, "died", trainers=1)
+                worker.claims.mark_received(version, queued.index((step, number)))
+        worker.claims.return_lost_tasks(rank, "died", trainers=1)
         self._left.clear()
         worker.claim = worker.task = None
         self.scheduler.saw_rank(rank, None)

@@ -37,7 +37,7 @@ def overrides(outcome: CandidateOutcome) -> list[str]:
         f"schedule.claims={'split' if candidate.static_claims else 'shared'}",
         "schedule.auto=false",
         *quantized(outcome),
-        *outcome.costing.spec(candidate).overrides(),
+        *outcome.costing.spec(candidate).override_words(),
     ]
     if candidate.sharding == "ddp" and candidate.trainers > MOST_SHARES:
         # The profile's speeds, which are these shares, are what measured ones begin with.

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, replace
 from operator import attrgetter
 from typing import Any
 
-from digenrl.advisor import named
+from digenrl.advisor import named_keys
 from digenrl.config import Composed, config_directory
 from digenrl.config.relations import most_rollouts, needs_whole_batch, needs_whole_groups
 from digenrl.config.settings import Settings
@@ -22,9 +22,9 @@ from digenrl.rewards.needs import placed
 from digenrl.schedule import ScheduleSpec
 from digenrl.settle import (
     compile_problem,
-    evaluations,
+    evaluation_nodes,
     schedule_of,
-    sharding,
+    sharding_mode,
     steps_within_bound,
     trained_steps,
     trainers_must_evaluate,
@@ -78,7 +78,7 @@ def workload(composed: Composed) -> Workload:
     lora, branch_scale = model.lora, model.get("true_cfg_scale")
     embedded = None if branch_scale is None else float(branch_scale) > 1.0
     judged = tuple(name for _, name, _ in placed(settings.node("reward"), "managed"))
-    drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluations(settings)]
+    drawn = [int(node.get("samples_per_prompt", 0)) for node in evaluation_nodes(settings)]
     kept = drawn_of(settings)
     guided = float(sampling.guidance_scale or 1.0) > 1.0 if embedded is None else embedded
     work = Workload(
@@ -185,7 +185,7 @@ def candidate_of(settings: Settings, trainers: int, rollouts: int, trained: int)
         trainers,
         rollouts,
         replace(schedule_of(settings, trained), shares=(), measured_shares=False),
-        sharding=sharding(settings),
+        sharding=sharding_mode(settings),
         shard_group=settings.parallel.shard_group
         if isinstance(settings.parallel.shard_group, int)
         else None,
@@ -214,6 +214,6 @@ def given(composed: Composed, costing: Costing) -> dict[str, Any]:
     usual = {each.name: each.default for kind in (ScheduleSpec, Candidate) for each in fields(kind)}
     for key, name in CHOICES.items():
         differs = usual[name] is not MISSING and values[name] != usual[name]
-        if attrgetter(key)(settings) != AUTO and (key in named(composed) or differs):
+        if attrgetter(key)(settings) != AUTO and (key in named_keys(composed) or differs):
             fixed[name] = values[name]
     return fixed

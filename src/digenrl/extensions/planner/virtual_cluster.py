@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from digenrl.schedule import ScheduleSpec, place
-from digenrl.schedule.timesteps import without
+from digenrl.schedule import ScheduleSpec, place_fragment
+from digenrl.schedule.timesteps import without_useless_tasks
 
 FEW_TASKS = 200
 FEW_RANKS = 64
@@ -214,9 +214,9 @@ def _loads(spec: ScheduleSpec, trainers: int, useful: float, fragment: tuple[int
     All fragments of a length are shared in the same way, equal trainers each beginning `turn`
     trainers later (`place`), so the first of them is placed for all.
     """
-    placement = place(spec, trainers, tuple(range(len(fragment))))
+    placement = place_fragment(spec, trainers, tuple(range(len(fragment))))
     if spec.task_size == 1 and useful < 1.0:
-        placement = without.__wrapped__(placement, _useless(spec, useful, fragment))
+        placement = without_useless_tasks.__wrapped__(placement, _useless(spec, useful, fragment))
     loads = tuple(
         tuple([(sum([len(block.steps) for block in micro]), len(micro)) for micro in own])
         for own in placement

@@ -24,7 +24,7 @@ from digenrl.extensions.planner.generation import VirtualGeneration, Worker
 from digenrl.extensions.planner.records import MOST_STEPS, Led, Simulated, Unit, settled_from
 from digenrl.extensions.planner.virtual_cluster import Cluster, Disturbance, micro_batches
 from digenrl.record.spans import Span
-from digenrl.schedule import ScheduleSpec, Task, fragments, next_fragment, queue
+from digenrl.schedule import ScheduleSpec, Task, update_fragments, next_fragment, version_queue
 from digenrl.schedule.order import group_version, later_fragments
 from digenrl.schedule.ranks import Roles
 from digenrl.schedule.scheduler import ASK, LEND, TRAIN, Record, Scheduler
@@ -144,7 +144,7 @@ class _VirtualRun:
             split=cluster.static_claims,
         )
         self.plan: Callable[[int], Sequence[Task]] = functools.cache(
-            lambda version: queue(spec, version, last_step)
+            lambda version: version_queue(spec, version, last_step)
         )
         self.scheduler = Scheduler(spec, roles, self.plan, record)
         self.gen = VirtualGeneration(
@@ -241,7 +241,7 @@ class _VirtualRun:
             if worker.claim is not None and not worker.dead:
                 self.gen.record(worker, self.now)
             self.gen.end_idle(worker, self.now)
-        self.ledger.check()
+        self.ledger.check_balance()
         spans = [
             Span(rank, self.cluster.ranks[rank].role, stage, start, end, step, dict(args))
             for rank, stage, start, end, step, args in (self.spans if self.trace else ())
@@ -322,7 +322,7 @@ class _VirtualRun:
             return
         task = self.gen.finish(worker, self.now)
         part = task.first_sample // self.spec.task_size
-        self.ledger.issue(task.step, task.group, task.samples, part)
+        self.ledger.count_issued(task.step, task.group, task.samples, part)
         # A line sends one task after the other, so a task queues behind those of all ranks of its
         # pool.
         sent = max(self.now, self._lines[worker.rank.pool]) + worker.rank.send_seconds
@@ -575,7 +575,7 @@ class _VirtualRun:
     def _pending(self, rank: int, update: int) -> list[tuple[int, ...]]:
         """Return the fragments of an update. As in the runtime, a trainer begins with those that
         have cells for it."""
-        return sorted(fragments(self.spec, update), key=lambda part: not self.cells(part)[rank])
+        return sorted(update_fragments(self.spec, update), key=lambda part: not self.cells(part)[rank])
 
     def _on_trained(self, unit: Unit) -> None:
         unit.state, unit.since = "idle", self.now
@@ -584,9 +584,9 @@ class _VirtualRun:
     def _end_update(self) -> None:
         for unit in self.units:
             self._waited(unit, unit.since, "straggler")
-        for fragment in fragments(self.spec, self.updates_done):
+        for fragment in update_fragments(self.spec, self.updates_done):
             for portion, group in zip(fragment, self.spec.groups_of(fragment), strict=True):
-                self.ledger.train(self.version, group, self.spec.parts_of(portion))
+                self.ledger.count_trained(self.version, group, self.spec.parts_of(portion))
         end = self.now + self.cluster.reduce_seconds + self.cluster.optimizer_seconds
         last = self.updates_done + 1 == self.spec.updates_per_batch
         done = end + (self.cluster.snapshot_seconds if last else 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
-from digenrl.facts import Facts, families
+from digenrl.facts import Facts, facts_by_family
 from digenrl.recompute import ALL, INPUTS
 from digenrl.schedule import ScheduleSpec
 
@@ -366,7 +366,7 @@ def counted() -> Mapping[str, Facts]:
     counted."""
     return {
         model: facts
-        for facts in families().values()
+        for facts in facts_by_family().values()
         for model, sizes in facts.models.items()
         if "parameters" in sizes
     }

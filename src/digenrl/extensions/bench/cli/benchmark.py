@@ -248,7 +248,7 @@ def share(rank: int, work: BenchmarkWork) -> None:
     from digenrl import devices
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    devices.take(rank)
+    devices.take_gpu(rank)
     own = work.items[rank :: work.ranks]
     with ExitStack() as stack:
         score = _scorer(work, stack)
@@ -272,7 +272,7 @@ def _ranks(asked: int | None, prompts: int) -> int:
     """
     from digenrl import accelerator
 
-    gpus = accelerator.count()
+    gpus = accelerator.device_count()
     if asked is not None and 0 < gpus < asked:
         raise SuiteError(
             f"ranks={asked}: this machine has {gpus} GPUs, and each process takes one; lower it."
@@ -360,7 +360,7 @@ def _scorer(work: BenchmarkWork, stack: ExitStack) -> Scorer | None:
 
 def _checkpoint(run_dir: Path, step: str) -> Path:
     """Return the complete checkpoint `step` (`last`, or an RL step). Raises StepNotKept."""
-    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, verify
+    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, step_of, verify_checkpoint
 
     folder = run_dir / "checkpoints"
     there = {str(step_of(found)): found for found in folder.glob("step-*")}
@@ -372,7 +372,7 @@ def _checkpoint(run_dir: Path, step: str) -> Path:
             raise StepNotKept(
                 f"step={step}: {run_dir} keeps no checkpoint of it; there are: {names}."
             )
-        verify(there[step])
+        verify_checkpoint(there[step])
         return there[step]
     except CheckpointError as error:
         raise StepNotKept(str(error)) from error
@@ -419,17 +419,17 @@ def _make(work: BenchmarkWork, own: Sequence[Item], rank: int) -> None:
     from digenrl import accelerator
     from digenrl.parts import sampling_spec
     from digenrl.rollout.engine import ode_samples
-    from digenrl.strategy.checkpoint_io import read
+    from digenrl.strategy.checkpoint_io import read_checkpoint
     from digenrl.types import Prompt
 
     policy = work.settings.build("model")
     module = work.settings.build("algorithm", policy=policy)
-    module.to(accelerator.kind())
+    module.to(accelerator.device_kind())
     sampling, seed = sampling_spec(work.settings), work.request.seed
     for name, folder in work.folders.items():
         if name != "base":
             assert work.checkpoint is not None
-            earlier_run.restore(module, read(work.checkpoint))
+            earlier_run.restore_module(module, read_checkpoint(work.checkpoint))
         with nullcontext() if name == "base" else module.averaged():
             for done, item in enumerate(missing[name]):
                 media = ode_samples(

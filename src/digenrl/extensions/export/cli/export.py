@@ -128,7 +128,7 @@ def read_weights(
     from safetensors.torch import load_file
 
     from digenrl.earlier_run import require_tied
-    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, read
+    from digenrl.strategy.checkpoint_io import CheckpointError, newest_valid, read_checkpoint
     from digenrl.strategy.checkpoint_storage import POLICY
 
     try:
@@ -139,7 +139,7 @@ def read_weights(
         require_tied(checkpoints.parent, checkpoint, words)
     if weights == "trained":
         return load_file(checkpoint / POLICY), "trained"
-    kept = read(checkpoint, ("algorithm",))["algorithm"]
+    kept = read_checkpoint(checkpoint, ("algorithm",))["algorithm"]
     average: dict[str, Any] = kept["ema"]
     if average and kept["ema_steps"] < every:
         raise NoWeights(

@@ -26,7 +26,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from digenrl import config as configuration
-from digenrl.advisor import changed
+from digenrl.advisor import with_words
 from digenrl.config import Composed
 from digenrl.config.command_settings import PlanSettings
 from digenrl.config.commands import shell_command
@@ -53,7 +53,7 @@ from digenrl.extensions.planner.planner import Plan, PlanError, make_plan
 from digenrl.extensions.planner.reading import candidate_of, costing_of, drawn_of, given
 from digenrl.record.run_dir import TRACE, write_trace
 from digenrl.record.spans import perfetto
-from digenrl.settle import allocation, settle, with_task_size
+from digenrl.settle import allocated_ranks, settle_run, with_task_size
 
 NOTHING_FITS = 3
 """Exit code of a plan in which no candidate fits."""
@@ -127,7 +127,7 @@ def splitting(composed: Composed, made: Made) -> list[str]:
 
 def news(composed: Composed, words: Sequence[str]) -> list[str]:
     """Return the words that change something in `composed`."""
-    tree, after = composed.settings.tree, changed(composed, words).settings.tree
+    tree, after = composed.settings.tree, with_words(composed, words).settings.tree
 
     def differs(word: str) -> bool:
         key = word.partition("=")[0].lstrip("+")
@@ -228,9 +228,9 @@ def as_configured(composed: Composed) -> CandidateOutcome:
     Raises:
         ValueError: `train` would refuse the configuration; the message is the one of `train`.
     """
-    run = settle(composed, PlannerAdvisor())
+    run = settle_run(composed, PlannerAdvisor())
     costing = costing_of(run)
-    candidate = candidate_of(run.settings, *allocation(run.settings), costing.work.trained_steps)
+    candidate = candidate_of(run.settings, *allocated_ranks(run.settings), costing.work.trained_steps)
     return evaluate(costing, candidate, costing.bound(), exact=True)
 
 

@@ -132,7 +132,7 @@ def measure(settings: Settings) -> dict[str, Measured]:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(settings.seed)
-    device = torch.device(accelerator.kind())
+    device = torch.device(accelerator.device_kind())
     policy = settings.build("model").to(device)
     rewards = settings.build("reward")
     module = settings.build("algorithm", policy=policy).to(device)
@@ -147,9 +147,9 @@ def measure(settings: Settings) -> dict[str, Measured]:
     task = Task(step=0, index=0, group=0, first_sample=0, samples=rows, version=0)
 
     def generate() -> Any:
-        generation = engine.begin(task, prompt)
+        generation = engine.begin_task(task, prompt)
         while engine.steps_left(generation):
-            generation = engine.advance(generation)
+            generation = engine.take_step(generation)
         return generation
 
     try:
@@ -213,7 +213,7 @@ def _timed(work: Callable[[], Any], units: int) -> Measured:
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
         work()
-        if accelerator.count():
+        if accelerator.device_count():
             torch.accelerator.synchronize()
         seconds.append((time.perf_counter() - began) / units)
     kept = seconds[1:]

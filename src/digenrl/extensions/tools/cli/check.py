@@ -83,7 +83,7 @@ def torch_and_devices() -> Iterator[Finding]:
     yield Finding(
         "torch", "ok", f"torch {torch.__version__}, torchvision {torchvision.__version__}"
     )
-    own, gpus = accelerator.kind(), accelerator.count()
+    own, gpus = accelerator.device_kind(), accelerator.device_count()
     if not gpus and (cuda := _driver_cuda()) is not None:
         yield _misfit(cuda, torch.__version__, torch.version.cuda)
     elif not gpus:
