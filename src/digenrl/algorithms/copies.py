@@ -30,6 +30,7 @@ class ParameterCopy:
                 self.tensors[name] = parameter.detach().clone()
             else:
                 copy = self._at(name, parameter)
+                # In place: no further set of weights is made.
                 copy.mul_(decay).add_(parameter.detach(), alpha=1.0 - decay)
 
     @contextmanager
@@ -46,6 +47,7 @@ class ParameterCopy:
         if not self.tensors:
             yield
             return
+        # A third set of weights on the device, while the body runs.
         kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
@@ -61,6 +63,7 @@ class ParameterCopy:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the values. They move to their parameter's device on next use."""
+        # The checkpoint's tensors are mapped from its file, which may be removed.
         self.tensors = {name: value.clone() for name, value in tensors.items()}
 
     def _at(self, name: str, parameter: nn.Parameter) -> Tensor:
