@@ -63,7 +63,6 @@ class ParameterCopy:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the values. They move to their parameter's device on next use."""
-        # The checkpoint's tensors are mapped from its file, which may be removed.
         self.tensors = {name: value.clone() for name, value in tensors.items()}
 
     def _at(self, name: str, parameter: nn.Parameter) -> Tensor:

@@ -161,7 +161,7 @@ class GRPO(PolicyModule):
             sqrt_h=new.sqrt_h,
             clip=self.clip,
             old_mean=block.means,
-            # In the first update the weights at the beginning of the batch are the present ones.
+            # None: not needed, or the first update, which begins with the present weights.
             proximal_log_prob=new.log_prob.detach() if proximal is None else proximal,
         )
         weight, kl_weight = self._step_weights(block, new)
