@@ -67,8 +67,8 @@ class ScoutingEngine(RolloutEngine):
             scores.nan_to_num(float(scores.nanmedian().nan_to_num())).argsort(stable=True).tolist()
         )
         best = (task.samples + 1) // 2
-        # `order` ascends: its head are the worst noises, its tail the best. If b is odd, one more of
-        # the best is kept.
+        # `order` ascends: its head are the worst noises, its tail the best. If b is odd, one more
+        # of the best is kept.
         kept = order[: task.samples - best] + order[len(order) - best :]
         return tuple(sorted(first + number for number in kept))
 
