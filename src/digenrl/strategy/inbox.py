@@ -58,6 +58,7 @@ class Inbox:
             # sends the same cells, and counting both would train them twice (I2).
             if step >= self._step and self._claims.accepts(version, part.claim):
                 self._scheduler.measured("generate", part.claim.rank, part.seconds)
+                # False for a second delivery: the same samples, which are not counted again.
                 if self._board(step).add(part):
                     self._ledger.issue(part)
                     self._claims.received(version, part.claim.position)
