@@ -95,7 +95,8 @@ class Advantage:
                 f"{sorted(rewards)}; "
                 f"missing: {missing}"
             )
-        scored = {name: rewards[name].double() for name in sorted(weights)}
+        scored = {name: rewards[name].double() for name in sorted(weights)}  # [P, G] each
+        # [P, G]. NaN + x = NaN: a sample that lacks one reward has no total.
         total = sum(
             (weights[name] * value for name, value in scored.items()),
             start=torch.zeros(()).double(),
@@ -106,6 +107,7 @@ class Advantage:
         else:
             # A sample that lacks one reward has no sum, so its other rewards say nothing about the
             # group either.
+            # [P, G] each, NaN wherever `total` is.
             whole = {name: torch.where(absent, total, value) for name, value in scored.items()}
             values = torch.stack(
                 [weights[name] * self._normalise_reward(value) for name, value in whole.items()]
@@ -113,14 +115,17 @@ class Advantage:
             if self.renormalise:
                 values, spread = _batch_centred(torch.where(absent, total, values), self.unbiased)
                 values = values / (spread + self.eps)
+        # [P, G]. Judged before `best_and_worst` scales: the clip bounds |A| itself.
         saturated = (
             torch.zeros_like(absent) if self.clip is None else (values.abs() > self.clip) & ~absent
         )
+        # [P, G]: 0 for a sample that is not trained.
         weight = (
             (~absent).double()
             if self.best_and_worst is None
             else _select_extremes(values, total, self.best_and_worst)
         )
+        # Replaced and not weighted away: 0 * NaN is NaN.
         values = torch.where(absent, torch.zeros_like(values), values)
         if self.clip is not None:
             values = values.clamp(-self.clip, self.clip)
@@ -129,17 +134,20 @@ class Advantage:
     def _normalise_reward(self, rewards: Tensor) -> Tensor:
         """Normalise one reward [P, G] by baseline and deviation; 0 where missing and in constant
         groups."""
-        present = ~rewards.isnan()
-        count = present.sum(dim=1, keepdim=True)
+        present = ~rewards.isnan()  # [P, G]
+        count = present.sum(dim=1, keepdim=True)  # [P, 1]
         filled = torch.where(present, rewards, torch.zeros_like(rewards))
+        # [P, 1]. 0 / 0 of a group without rewards is NaN, which reaches no present entry.
         mean = filled.sum(dim=1, keepdim=True) / count
         centred = torch.where(present, rewards - mean, torch.zeros_like(rewards))
+        # Set to 0 exactly: the mean's rounding error over eps alone would look like an advantage.
         constant = _constant_groups(rewards)[:, None]
         centred = torch.where(constant, torch.zeros_like(centred), centred)
         group_std = (
             centred.square().sum(dim=1, keepdim=True) / _degrees_of_freedom(count, self.unbiased)
         ).sqrt()
         if self.baseline == "leave_one_out":
+            # r - mean of the others = (r - mean) * n / (n - 1); a single sample keeps its 0.
             centred = centred * (count / (count - 1).clamp(min=1))
         if self.std == "none":
             return centred
@@ -160,7 +168,7 @@ def reward_statistics(advantages: Advantages, rewards: Mapping[str, Tensor]) -> 
     whole = torch.isfinite(advantages.total).all(dim=1)
     if not whole.any():
         return {}
-    total = advantages.total[whole]
+    total = advantages.total[whole]  # [complete groups, G]
     present = {
         name: row[~row.isnan()]
         for name, table in rewards.items()
@@ -182,7 +190,7 @@ def _batch_centred(values: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
     missing."""
     present = ~values.isnan()
     count = present.sum()
-    mean = torch.where(present, values, torch.zeros_like(values)).sum() / count
+    mean = torch.where(present, values, torch.zeros_like(values)).sum() / count  # []
     centred = torch.where(present, values - mean, torch.zeros_like(values))
     return centred, (centred.square().sum() / _degrees_of_freedom(count, unbiased)).sqrt()
 
@@ -194,6 +202,7 @@ def _select_extremes(values: Tensor, total: Tensor, k: int) -> Tensor:
     count = present.sum(dim=1, keepdim=True)
     highest = values.masked_fill(~present, -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank = highest.argsort(dim=1)  # the inverse permutation
+    # [P, G]. A group of fewer than 2k present samples keeps all of them, each once.
     keep = present & ((rank < k) | (rank >= count - k))
     share = count / keep.sum(dim=1, keepdim=True)
     return torch.where(keep, share, torch.zeros_like(share)).double()
@@ -205,6 +214,7 @@ def _constant_groups(rewards: Tensor) -> Tensor:
     present = ~rewards.isnan()
     low = torch.where(present, rewards, torch.full_like(rewards, torch.inf)).amin(dim=1)
     high = torch.where(present, rewards, torch.full_like(rewards, -torch.inf)).amax(dim=1)
+    # The smallest equals the largest: exact, where a deviation near 0 would depend on rounding.
     return present.any(dim=1) & (low == high)
 
 

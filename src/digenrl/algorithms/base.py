@@ -97,6 +97,7 @@ class PolicyModule(pl.LightningModule):
         self.copies: dict[str, ParameterCopy] = {}
         """Further weights of the algorithm, by their names in a checkpoint."""
         self.skipped_updates = 0
+        # A checkpoint holds the trained parameters alone.
         self.strict_loading = False
         self._optimizer = optimizer
         self._meters = Meters()
@@ -169,17 +170,21 @@ class PolicyModule(pl.LightningModule):
         blocks costs nothing and gives no parameter a gradient.
         """
         advantages = self.advantage(batch.rewards, batch.reward_weights)
+        # Lightning calls backward on every loss. Without blocks nothing else gives this one a
+        # graph.
         total = torch.zeros((), device=self.device, requires_grad=not batch.blocks)
         cells = 0
         for block in batch.blocks:
             live = block.weight != 0.0
-            of_rows = advantages.values[block.group, list(block.numbers)]
+            of_rows = advantages.values[block.group, list(block.numbers)]  # [b]
             losses = self.cell_losses(block if live else _zeroed_block(block), of_rows, batch, live)
             total = total + block.weight * losses.sum()
             cells += block.samples * len(block.steps) if live else 0
         self._trains = self._trains or cells > 0
         loss = total / batch.denominator
         self._meters.update("loss", loss, cells / batch.denominator)
+        # The test reads the loss before this one, so the host does not wait for the present
+        # forward. The first loss that is not finite stays, for the message.
         if self._suspect is None or bool(torch.isfinite(self._suspect[1])):
             self._suspect = batch, loss.detach()
         return loss
@@ -223,6 +228,7 @@ class PolicyModule(pl.LightningModule):
                 parameter.grad = torch.zeros_like(parameter)
         parameters = [p for p in trained if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        # Sharded: each rank has its part of the norm, and the sum is a collective.
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = bool(torch.isfinite(norm))
         self._meters.update(
@@ -256,6 +262,7 @@ class PolicyModule(pl.LightningModule):
         self._reached = True
 
     def _skip_update(self, optimizer: Optimizer, norm: float) -> None:
+        # None and not 0: optimizers pass over such parameters, their decay and moments too.
         optimizer.zero_grad(set_to_none=True)
         self._skips_in_a_row += 1
         self.skipped_updates += 1
@@ -304,6 +311,7 @@ class PolicyModule(pl.LightningModule):
     def on_train_batch_end(self, outputs: object, batch: TrainBatch, batch_idx: int) -> None:
         """After the RL step's last micro-batch, log its metrics: before callbacks read them at the
         end of the epoch. Every rank has all rewards by then."""
+        # The last micro-batch of all updates: an epoch is one RL step.
         if self.trainer.is_last_batch:
             self._log_step(batch)
 

@@ -30,6 +30,7 @@ class ParameterCopy:
                 self.tensors[name] = parameter.detach().clone()
             else:
                 copy = self._copy_of(name, parameter)
+                # In place: no further set of weights is made.
                 copy.mul_(decay).add_(parameter.detach(), alpha=1.0 - decay)
 
     @contextmanager
@@ -46,6 +47,7 @@ class ParameterCopy:
         if not self.tensors:
             yield
             return
+        # A third set of weights on the device, while the body runs.
         kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():

@@ -52,6 +52,8 @@ class FirstRatios:
             return None
         found, most = float(deviations.max()), float(torch.quantile(deviations, MOST))
         if found > self.bound:
+            # A few cells above the bound are rounding. If nearly all are, in fp32, something is
+            # different.
             rounding = most <= self.bound or self._dtype not in WHOLE_PRECISION
             remedy = (
                 "If it is rounding, schedule.tsp.batch=1 and model.compile=false avoid it, and "
@@ -75,6 +77,7 @@ def _gather_values(module: pl.LightningModule, values: Tensor) -> Tensor:
     sizes = torch.as_tensor(
         module.all_gather(torch.tensor(len(values), device=values.device))
     ).flatten()
+    # all_gather needs equal lengths: pad to the longest, and cut each row again.
     padded = nn.functional.pad(values, (0, int(sizes.max()) - len(values)))
     rows = torch.as_tensor(module.all_gather(padded)).reshape(len(sizes), -1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)])

@@ -148,25 +148,28 @@ class GRPO(PolicyModule):
         proximal = self._proximal_log_probs(block, batch)
         reference = None
         if self.kl_weight > 0:
+            # Before the forward that keeps a graph: the two never need memory at once.
             with torch.no_grad(), self.policy.adapter.reference():
                 reference = replay(self.policy, block, self.sde).mean
-        new = replay(self.policy, block, self.sde)
+        new = replay(self.policy, block, self.sde)  # fields [b, K] and [b, K, *L]
         cells = Cells(
             log_prob=new.log_prob,
             old_log_prob=block.log_probs,
-            advantages=advantages[:, None],
+            advantages=advantages[:, None],  # [b, 1]
             mean=new.mean,
             scale=new.scale,
             sqrt_h=new.sqrt_h,
             clip=self.clip,
             old_mean=block.means,
+            # None: not needed, or the first update, which begins with the present weights.
             proximal_log_prob=new.log_prob.detach() if proximal is None else proximal,
         )
         weight, kl_weight = self._step_weights(block, new)
-        losses = weight * self.surrogate.loss(cells)
+        losses = weight * self.surrogate.loss(cells)  # [b, K]
         if reference is not None:
-            kl = self._kl_per_cell(new, reference)
+            kl = self._kl_per_cell(new, reference)  # [b, K]
             losses = losses + self.kl_weight * kl_weight * kl
+            # `live` as 0 or 1: a block of weight 0 joins the collectives and counts nothing.
             self._meters.update("kl", kl.sum() * live, kl.numel() * live)
         with torch.no_grad():
             self._count_ratios(cells, batch.update, staleness, live)
@@ -180,10 +183,10 @@ class GRPO(PolicyModule):
             return new.std / new.sqrt_h, 1.0
         if self.step_weight == "longcat":
             sigma, _, guard = step_sigmas(block.sigmas, block.steps)
-            weight = longcat_weight(sigma, guard, new.sqrt_h)
+            weight = longcat_weight(sigma, guard, new.sqrt_h)  # [b, K]
             return weight, weight**2
         if self.step_weight == "rectified":
-            return rectified_weight(self.sde, block.sigmas, block.steps), 1.0
+            return rectified_weight(self.sde, block.sigmas, block.steps), 1.0  # [K]
         return 1.0, 1.0
 
     def _proximal_log_probs(self, block: CellBlock, batch: TrainBatch) -> Tensor | None:
@@ -202,12 +205,14 @@ class GRPO(PolicyModule):
         return mean_square_kl(new.mean, reference)
 
     def _count_ratios(self, cells: Cells, update: int, staleness: int, live: bool) -> None:
-        ratio = cells.ratio
+        ratio = cells.ratio  # [b, K]
         deviations = (ratio - 1.0).abs()
         deviation = deviations.amax()
         clipped = self.surrogate.bounded_cells(cells).sum() * live
         self._meters.update("clip_fraction", clipped, ratio.numel() * live)
         if self.sde.gaussian:
+            # [b, K]. Log-probs are means over D dimensions, so the joint log-ratio is D times
+            # theirs.
             joint = (cells.log_prob - cells.old_log_prob).double() * math.prod(
                 self.policy.drawn_shape
             )
@@ -218,6 +223,7 @@ class GRPO(PolicyModule):
         # Before the step's first update the weights are those that made the samples of age 0.
         first = self.surrogate.clips and live and staleness == 0 and update == 0
         self._meters.update("clip_fraction/first", clipped * first, ratio.numel() * first)
+        # A sample is at most one version old (I9).
         for age in (0, 1):
             here = live and staleness == age
             self._meters.update(f"clip_fraction/stale_{age}", clipped * here, ratio.numel() * here)

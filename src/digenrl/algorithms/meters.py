@@ -52,6 +52,7 @@ class Meters(Metric):
 
     def collect_metrics(self) -> dict[str, Tensor]:
         """Return `compute` over all ranks, equal on all of them. Empties the meters."""
+        # States are reduced by position, so all ranks need the same names in the same order.
         self._agree_on_names()
         if not self._sums:
             return {}
@@ -59,6 +60,7 @@ class Meters(Metric):
         self.sums = torch.stack(
             [totals, totals.new_tensor([self._sums[name][1] for name in sorted(self._sums)])], 1
         )
+        # The zero keeps `stack` from an empty list where there are no peaks, and is cut off again.
         self.peaks = torch.stack(
             [totals.new_zeros(()), *(self._peaks[name] for name in sorted(self._peaks))]
         )[1:]
@@ -73,6 +75,7 @@ class Meters(Metric):
         own = "\n".join(
             [*(f"sum {name}" for name in self._sums), *(f"peak {name}" for name in self._peaks)]
         )
+        # Only tensors can be gathered, so the names travel as bytes, of unequal length.
         letters = torch.tensor(list(own.encode()), dtype=torch.uint8, device=self.device)
         for others in self.dist_sync_fn(letters, None):
             for line in bytes(others.tolist()).decode().splitlines():

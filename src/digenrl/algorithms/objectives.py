@@ -30,6 +30,7 @@ def clipped_surrogate(
     yifan123/flow_grpo train_sd3.py:880-893.
     """
     upper = 1.0 + (clip_low if clip_high is None else clip_high)
+    # The larger loss is the smaller objective: beyond a bound there is nothing more to win.
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip_low, upper))
 
 
@@ -60,9 +61,11 @@ def rectified_weight(kernel: Kernel, sigmas: Tensor, steps: Tensor) -> Tensor:
     velocity (Flash-GRPO, arXiv 2605.15980; Shredded-Pork/Flash-GRPO
     scripts/train_wanx2_1_flash.py:983 at 4211013, over the batch's mean).
     """
+    # [T-1] each. The last step is left out: its next sigma is 0, and it is never trained.
     sigma, following, guard = step_sigmas(
         sigmas, torch.arange(len(sigmas) - 2, device=sigmas.device)
     )
+    # [T-1, 1]. std and sqrt(h) depend on the sigmas alone, so any latents do.
     nothing = torch.zeros_like(sigma)[:, None]
     made = kernel.transition(nothing, nothing, sigma, following, guard, next_latents=nothing)
     weight = 1 / (made.sqrt_h / made.std + made.std * made.sqrt_h * (1 - sigma) / (2 * sigma))

@@ -23,7 +23,7 @@ def small_gradient(optimizer: Optimizer, parameters: Sequence[Tensor], norm: flo
     eps = optimizer.param_groups[0].get("eps")
     if not isinstance(eps, float) or norm <= 0:
         return None
-    size = norm / math.sqrt(sum(parameter.numel() for parameter in parameters))
+    size = norm / math.sqrt(sum(parameter.numel() for parameter in parameters))  # root mean square
     if size >= eps:
         return None
     return (

@@ -112,8 +112,9 @@ def initial_state(
     same_noise: all samples of a group begin with the same noise (DanceGRPO `--use_same_noise`,
     MixGRPO).
     """
+    # Every row then asks for the noise of sample 0, and gets the same.
     samples = [0] * len(key.samples) if same_noise else key.samples
-    noise = keys.noise(key.seed, key.step, key.uid, samples, keys.INITIAL, shape)
+    noise = keys.noise(key.seed, key.step, key.uid, samples, keys.INITIAL, shape)  # [b, *L] fp32
     return SampleState(key, noise.to(storage_dtype).to(device))
 
 
@@ -129,16 +130,17 @@ def advance_state(
 ) -> SampleState:
     """Make one denoising step of all rows. condition: leading dimension 1 or b. sigmas [T+1].
     Raises when already finished."""
-    k, latents = state.next_step, state.latents
+    k, latents = state.next_step, state.latents  # latents [b, *L]
     if k >= sigmas.numel() - 1:
         raise ValueError(
             f"the trajectory has finished its {sigmas.numel() - 1} denoising steps: call finish()"
         )
     rows = latents.shape[0]
-    steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)
-    sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)
+    steps = torch.full((rows,), k, dtype=torch.int64, device=latents.device)  # [b]
+    sigma, next_sigma, guard = step_sigmas(sigmas.to(latents.device), steps)  # each [b]
     rows_of, key = expand_condition(condition, rows), state.key
-    velocity = policy.paced(policy.velocity(latents, sigma, rows_of), sigma, next_sigma)
+    velocity = policy.paced(policy.velocity(latents, sigma, rows_of), sigma, next_sigma)  # [b, *L]
+    # A step without noise has no density, so nothing of it is kept for training.
     if k not in plan.sde:
         following = ode_step(latents, velocity, sigma, next_sigma, latents.dtype)
         return replace(state, latents=following, next_step=k + 1)
@@ -154,12 +156,14 @@ def advance_state(
         storage_dtype=latents.dtype,
         drawn=policy.drawn,
     )
+    # This step explores but is no cell: only its result goes on.
     if k not in plan.trained:
         return replace(state, latents=out.next_latents, next_step=k + 1)
     return replace(
         state,
         latents=out.next_latents,
         next_step=k + 1,
+        # The tensors that the network saw and made, rounded: replay gets the same bits.
         kept_latents=(*state.kept_latents, latents),
         kept_next_latents=(*state.kept_next_latents, out.next_latents),
         kept_log_probs=(*state.kept_log_probs, _log_prob(out)),
@@ -173,6 +177,7 @@ def finished_samples(state: SampleState, plan: StepPlan) -> FinishedSamples:
     steps, final = torch.tensor(plan.trained, dtype=torch.int64), state.latents
     rows, count = final.shape[0], len(plan.trained)
     if plan.forward_process:
+        # [b, S, 0]: cells are noise levels, so S counts, and no transition is stored.
         empty = final.new_empty(rows, count, 0)
         return FinishedSamples(
             steps, empty, empty, torch.zeros(rows, count, device=final.device), final
@@ -185,9 +190,9 @@ def finished_samples(state: SampleState, plan: StepPlan) -> FinishedSamples:
         )
     return FinishedSamples(
         steps=steps,
-        latents=torch.stack(state.kept_latents, dim=1),
+        latents=torch.stack(state.kept_latents, dim=1),  # [b, S, *L]
         next_latents=torch.stack(state.kept_next_latents, dim=1),
-        log_probs=torch.stack(state.kept_log_probs, dim=1),
+        log_probs=torch.stack(state.kept_log_probs, dim=1),  # [b, S]
         final=final,
         means=torch.stack(state.kept_means, dim=1) if state.kept_means else None,
     )
@@ -208,16 +213,17 @@ def ode_sample(
     dpm2: DPM-Solver++ 2M (Lu et al. 2022, arXiv 2211.01095, algorithm 2), first order at the first
     and the last step, where log-SNR is infinite.
     """
-    latents, rows = noise, noise.shape[0]
+    latents, rows = noise, noise.shape[0]  # latents [b, *L]
     grid, before = sigmas.to(noise.device), None
     for k in range(grid.numel() - 1):
         before_step()
         sigma, next_sigma = grid[k].expand(rows), grid[k + 1].expand(rows)
         velocity = policy.velocity(latents, sigma, expand_condition(condition, rows))
-        clean = latents - grid[k] * velocity
+        clean = latents - grid[k] * velocity  # x0_hat [b, *L]
         if solver == "dpm2" and before is not None and next_sigma[0] > 0:
             # Its step is Euler's along the velocity that leads to x0 extrapolated over log-SNR.
-            snr = torch.log(1 / grid[k - 1 : k + 2].double() - 1)
+            snr = torch.log(1 / grid[k - 1 : k + 2].double() - 1)  # [3] log((1 - s) / s)
+            # On a grid from 1, snr[0] is -inf at k = 1, and `ahead` is 0.
             ahead = 0.5 * float((snr[2] - snr[1]) / (snr[1] - snr[0]))
             velocity = velocity - ahead * (clean - before) / grid[k]
         velocity = policy.paced(velocity, sigma, next_sigma)
@@ -233,9 +239,12 @@ def replay(policy: Policy, block: CellBlock, kernel: Kernel) -> ReplayedTransiti
     kernels. For the base model's transitions call this under `torch.no_grad()` inside
     `policy.adapter.reference()`.
     """
-    rows, count = block.latents.shape[:2]
+    rows, count = block.latents.shape[:2]  # b, K
+    # [b*K, *L], sample-major: row i is sample i // K at the block's step i % K.
     latents, following = block.latents.flatten(0, 1), block.next_latents.flatten(0, 1)
-    sigma, next_sigma, guard = step_sigmas(block.sigmas, block.steps.repeat(rows))
+    sigma, next_sigma, guard = step_sigmas(block.sigmas, block.steps.repeat(rows))  # each [b*K]
+    # Not paced as in the rollout: pacing changes only tokens that are not drawn, and these have no
+    # log-prob.
     velocity = policy.velocity(latents, sigma, expand_condition(block.condition, rows * count))
     out = kernel.transition(
         latents, velocity, sigma, next_sigma, guard, next_latents=following, drawn=policy.drawn

@@ -98,29 +98,34 @@ class Kernel(ABC):
         `drawn`: number of leading tokens of packed latents that have noise, mean and log-prob. The
         tokens behind them follow the ODE. None: all tokens are drawn.
         """
+        # x, v [B, *L]; s, s1, guard [B, 1, ..., 1], one number a row.
         x, v, s, s1, guard = _widen_inputs(latents, velocity, sigma, next_sigma, sigma_guard)
-        sqrt_h = torch.sqrt(s - s1)
+        sqrt_h = torch.sqrt(s - s1)  # h = -dt > 0
         mean, std, scale = self.moments(x[:, :drawn], v[:, :drawn], s, s1, guard, sqrt_h)
         if (noise is None) == (next_latents is None):
             raise ValueError(
                 "transition takes exactly one of noise (to sample) and next_latents (to replay)"
             )
         if noise is not None:
+            # x_{s1} = mean + S * eps. `drawn` = None leaves the slice whole, whatever dimension 1
+            # is.
             next_latents = mean + scale * noise[:, :drawn].to(mean)
             if drawn is not None:
                 next_latents = torch.cat([next_latents, (x + v * (s1 - s))[:, drawn:]], dim=1)
+            # Rounded before the log-prob: replay has only the rounded tensor.
             next_latents = next_latents.to(storage_dtype)
         assert next_latents is not None
         log_prob = None
         if self.stochastic:
             log_density = -((next_latents[:, :drawn].to(mean.dtype).detach() - mean) ** 2)
             if self.gaussian:
+                # log N(x; mean, S^2) = -(x - mean)^2 / (2 S^2) - log S - log(2 pi) / 2
                 log_density = (
                     log_density / (2.0 * scale**2)
                     - torch.log(scale)
                     - 0.5 * math.log(2.0 * math.pi)
                 )
-            log_prob = log_density.flatten(1).mean(dim=1)
+            log_prob = log_density.flatten(1).mean(dim=1)  # [B], 1/D of the joint log-prob
         return Transition(next_latents, log_prob, mean, std.flatten(), sqrt_h.flatten())
 
 
@@ -167,6 +172,7 @@ class FlowSDE(Kernel):
         """See `Kernel.moments`; `guard` is d."""
         std = self.noise_level * torch.sqrt(s / (1.0 - guard))
         if self.max_scale is not None:
+            # S = std * sqrt(h) <= max_scale
             std = torch.minimum(std, self.max_scale / sqrt_h)
         return euler_maruyama_mean(x, v, s, s1, std), std, std * sqrt_h
 
@@ -179,6 +185,7 @@ def euler_maruyama_mean(x: Tensor, v: Tensor, s: Tensor, s1: Tensor, std: Tensor
 
 def _widen_inputs(x: Tensor, v: Tensor, *sigmas: Tensor) -> tuple[Tensor, ...]:
     """Return everything in fp32 or wider, and the sigmas [B] with latent dimensions of size 1."""
+    # bf16 and fp16 become fp32; fp64 stays.
     dtype = torch.promote_types(torch.promote_types(v.dtype, x.dtype), torch.float32)
     x, v = x.to(dtype), v.to(dtype)
     return (x, v, *(rows.to(x).reshape(-1, *([1] * (x.ndim - 1))) for rows in sigmas))

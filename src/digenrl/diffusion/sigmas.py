@@ -48,6 +48,7 @@ def check_grid(sigmas: Tensor) -> Tensor:
     else raise ValueError."""
     if sigmas.ndim != 1 or sigmas.numel() < 2:
         raise ValueError(f"a sigma grid has shape [T+1] with T >= 1, got {tuple(sigmas.shape)}")
+    # One copy to the host: comparing entries on a device would wait for it T times.
     values = sigmas.tolist()
     if values[-1] != 0.0 or values[0] > 1.0 or any(a <= b for a, b in pairwise(values)):
         raise ValueError(f"a sigma grid falls strictly from at most 1 to exactly 0, got {values}")
@@ -62,5 +63,5 @@ def step_sigmas(sigmas: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     index. A float test `sigma == 1` would miss grids that start at 0.9999 (trap T8 of the field's
     repositories).
     """
-    sigma = sigmas[steps]
+    sigma = sigmas[steps]  # [B]
     return sigma, sigmas[steps + 1], torch.where(steps == 0, sigmas[1], sigma)

@@ -140,6 +140,7 @@ class RandomSubset:
         """Return a plan keyed by (seed, RL step), and by the prompt if `per_prompt`: equal on all
         ranks."""
         first, stop = pool_of("RandomSubset", self.first, self.stop, steps)
+        # No rank and no sample in the key: all samples of a group train the same steps.
         own = (uid,) if self.per_prompt else ()
         drawn = keys.generator(seed, "train_steps", step, *own)
         chosen = drawn.choice(stop - first, size=self.count_trained(steps), replace=False)

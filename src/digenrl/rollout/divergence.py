@@ -49,10 +49,10 @@ def noisy_trajectories(
         (samples [b, *L], KL(policy || base) [b] in nats per sample). Inside
         `policy.adapter.reference()`: (base samples, 0).
     """
-    latents = draw(keys.INITIAL)
+    latents = draw(keys.INITIAL)  # [b, *L]
     rows, total = len(latents), torch.zeros(len(latents), device=latents.device)
     condition = expand_condition(condition, rows)
-    grid = sigmas.to(latents.device)
+    grid = sigmas.to(latents.device)  # [T+1]
 
     def transition_at(latents: Tensor, step: int, noise: Tensor) -> Transition:
         before_forward()
@@ -65,10 +65,13 @@ def noisy_trajectories(
 
     for step in range(len(grid) - 1):
         noise = draw(step)
+        # Both from the policy's own latents: the chain rule takes the expectation over its
+        # trajectories.
         own = transition_at(latents, step, noise)
         with policy.adapter.reference():
             base = transition_at(latents, step, noise)
-        scale = (own.std * own.sqrt_h).reshape(-1, *[1] * (own.mean.dim() - 1))
+        scale = (own.std * own.sqrt_h).reshape(-1, *[1] * (own.mean.dim() - 1))  # [b, 1, ...]
+        # Gaussians of equal variance, summed over dimensions and not averaged: nats per sample.
         total += ((own.mean - base.mean) / scale).square().flatten(1).sum(1) / 2
         latents = own.next_latents
     return latents, total

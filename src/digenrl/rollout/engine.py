@@ -99,6 +99,7 @@ def ode_samples(
     )
     with policy.guided(sampling.eval_guidance_scale):
         # Nothing is stored: fp32 between the steps, as a plain pipeline would have it.
+        # To the host batch by batch: the device holds the media of one batch.
         return torch.cat(
             [policy.codec.decode(sample(c, draw(keys.INITIAL))).cpu() for c, draw in batches]
         )
@@ -119,6 +120,7 @@ def fixed_batches(
     for first in range(0, len(rows), size):
         batch = rows[first : first + size]
 
+        # The default binds this round's rows: callers may draw after the loop has moved on.
         def draw_noise(step: int, batch: Sequence[tuple[Prompt, int]] = batch) -> Tensor:
             shape = policy.latent_shape
             noise = [keys.noise(seed, 0, p.uid, [row], step, shape, stream) for p, row in batch]
@@ -162,7 +164,8 @@ class RolloutEngine:
         self._rewards, self._kernel, self._selection = rewards, kernel, selection
         self.sampling, self.seed = sampling, seed
         self._keep_means, self._keep_final = keep_means, keep_final
-        self.grid = policy.sigma_grid(sampling.steps)
+        self.grid = policy.sigma_grid(sampling.steps)  # [T+1] fp32, CPU
+        # The last prompt with its conditioning and the sigma grid, both on the device.
         self._read: tuple[Prompt, dict[str, Tensor], Tensor] | None = None
         self._scorer = AsyncScorer(rewards)
 
@@ -232,11 +235,13 @@ class RolloutEngine:
             version=task.version,
             sigmas=self.grid,
             condition=self._network_inputs(prompt)[0],
+            # Clean latents travel only where the algorithm trains on them.
             **vars(samples)
             | {"final": samples.final if self._keep_final or plan.forward_process else None},
         )
         finished: Future[Trajectory] = Future()
 
+        # In the scorer's thread, if it has one.
         def deliver_scores(scored: Future[dict[str, Tensor]]) -> None:
             try:
                 finished.set_result(replace(unscored, rewards=scored.result()))
@@ -274,14 +279,14 @@ class RolloutEngine:
             self.policy, self.sampling, prompts, samples_per_prompt, seed, steps, before_step
         )
         rows = tuple(prompt for prompt in prompts for _ in range(samples_per_prompt))
-        kl = torch.full((len(prompts), samples_per_prompt), torch.nan)
+        kl = torch.full((len(prompts), samples_per_prompt), torch.nan)  # [prompts, samples]
         if kl_samples:
             drawn = fixed_batches(
                 self.policy, self.sampling, prompts, kl_samples, seed, divergence.STREAM
             )
             moved = divergence.measure_divergence(self.policy, drawn, self.grid, before_step)
             kl[:, :kl_samples] = moved.view(len(prompts), kl_samples).cpu()
-        noisy = torch.full((len(media),), torch.nan)
+        noisy = torch.full((len(media),), torch.nan)  # [N], of which one is set
         made = self._noisy_sample(prompts[0], before_step) if noisy_too else None
         if made is not None:
             noisy[0] = picture_detail(made).cpu()[0] / picture_detail(media[:1]).clamp(min=1e-6)[0]

@@ -56,6 +56,7 @@ class FixedSamples:
         """The prompts of each piece. All pieces have equally many, because sharded weights need the
         same forwards everywhere."""
         total, most = len(self.prompts), max(1, (self.batch or 1) // self.per_prompt)
+        # The largest divisor of the number of prompts for which the batch has room.
         size = max(n for n in range(1, most + 1) if total % n == 0)
         return tuple(self.prompts[first : first + size] for first in range(0, total, size))
 
@@ -79,8 +80,12 @@ class FixedSamples:
         for place, number in enumerate(numbers):
             asked = self.pieces[number], self.per_prompt, self.seed, self.steps
             made = engine.evaluate_prompts(*asked, before_step, compared, noise and place < NOISY_PIECES)
+            # The sample was drawn only so that all ranks make equal forwards. It is not kept:
+            # otherwise the numbers would depend on the rank.
             if number >= NOISY_PIECES:
                 made = replace(made, noisy=torch.full_like(made.noisy, torch.nan))
+            # [n, C, H, W] or [n, F, C, H, W]. Rounded here, so that files and statistics see one
+            # thing.
             media = made.media.mul(255.0).round().to(torch.uint8).cpu()
             scores = {name: values.float().cpu() for name, values in made.rewards.items()}
             parts.append(replace(made, media=media, rewards=scores))

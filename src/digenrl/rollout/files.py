@@ -23,7 +23,7 @@ class FileEngine(RolloutEngine):
         """Encode the files of all rows. It takes the place of all denoising steps."""
         task, prompt, state = generation.task, generation.prompt, generation.state
         files = [file_of(prompt, number, self.seed, task.step) for number in state.key.samples]
-        latents = self.policy.codec.encode_media(files).to(state.latents)
+        latents = self.policy.codec.encode_media(files).to(state.latents)  # [b, *L]
         done = replace(state, latents=latents, next_step=self.sampling.steps)
         return replace(generation, state=done)
 
@@ -37,4 +37,5 @@ def file_of(prompt: Prompt, number: int, seed: int, step: int) -> PromptImage:
     role = PREFERENCE[number % 2] if labelled else "media"
     files = [image for image in prompt.images if image.role == role]
     order = keys.generator(seed, "files", step, prompt.uid, role).permutation(len(files))
+    # Samples 2i (preferred) and 2i + 1 (rejected) are the i-th files of their roles.
     return files[order[(number // 2 if labelled else number) % len(files)]]

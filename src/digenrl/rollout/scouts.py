@@ -51,20 +51,24 @@ class ScoutingEngine(RolloutEngine):
             self.policy.codec.encode([prompt]),
             self.policy.sigma_grid(self._scout_steps),
         )
+        # A task of b samples has candidates * b noise numbers of its own, from `first` on.
         first, tried = task.first_sample * self._candidates, []
         for turn in range(self._candidates):
             numbers = range(first + turn * task.samples, first + (turn + 1) * task.samples)
+            # b noises at a time: a try needs no more memory than the task itself.
             start = self._initial_state(denoise.SampleKey(self.seed, task.step, prompt.uid, tuple(numbers)))
             media = self.policy.codec.decode(
                 denoise.ode_sample(self.policy, condition, start.latents, grid)
             )
             found = self._scorer.submit(media, [prompt] * task.samples)
             tried.append(combine(found.result(), self._rewards.weights))
-        scores = torch.cat(tried)
+        scores = torch.cat(tried)  # [candidates * b]
         order = (
             scores.nan_to_num(float(scores.nanmedian().nan_to_num())).argsort(stable=True).tolist()
         )
         best = (task.samples + 1) // 2
+        # `order` ascends: its head are the worst noises, its tail the best. If b is odd, one more
+        # of the best is kept.
         kept = order[: task.samples - best] + order[len(order) - best :]
         return tuple(sorted(first + number for number in kept))
 

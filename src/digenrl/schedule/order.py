@@ -55,6 +55,7 @@ def version_queue(spec: ScheduleSpec, version: int, last_step: int) -> tuple[Tas
     final RL step."""
     fresh = range(stale_groups(spec, version), spec.prompts) if version <= last_step else range(0)
     tasks = [task for group in fresh for task in group_tasks(spec, version, group)]
+    # The head of the next step is one version old; with async_steps=0 it is empty.
     if version + 1 <= last_step:
         tasks += [
             t
@@ -83,6 +84,7 @@ def update_fragments(spec: ScheduleSpec, update: int) -> tuple[tuple[int, ...], 
     every cell's owner beforehand."""
     first = update * spec.groups_per_update
     portions = range(first, first + spec.groups_per_update)
+    # Cut within the update: a fragment never waits for groups of two updates.
     size = spec.fragment_groups
     return tuple(tuple(portions[i : i + size]) for i in range(0, len(portions), size))
 
@@ -102,5 +104,6 @@ def next_fragment(
     With gap=0 the whole logical batch is one fragment. Nothing is then trained before every group
     is complete, even with several updates per batch.
     """
+    # Only the head of `pending` counts, even if a later fragment is complete already.
     needed = spec.groups_of(pending[0]) if spec.gap else range(spec.prompts)
     return pending[0] if completed.issuperset(needed) else None

@@ -95,6 +95,7 @@ def accepted_claims(
     (see `claims`).
     """
     begin = [max(0.0, start) for start in free]
+    # (finish of the rank's next task, rank, its start): the smallest finish is accepted next.
     heap = [(begin[rank] + cost, rank, begin[rank]) for rank, cost in enumerate(seconds)]
     heapq.heapify(heap)
     claims = []
@@ -102,6 +103,7 @@ def accepted_claims(
         finish, rank, start = heap[0]
         claims.append((start, finish))
         heapq.heapreplace(heap, (finish + seconds[rank], rank, finish))
+    # Accepted by finish, but numbered by start: tasks get their numbers when they are claimed.
     claims.sort()
     return [start for start, _ in claims], [finish for _, finish in claims]
 
@@ -126,6 +128,8 @@ def after_older(
         for rank, (start, cost) in enumerate(zip(free, seconds, strict=True))
     ]
     heapq.heapify(heap)
+    # `behind`: when each rank is done with older tasks. `last`: when all older tasks so far are
+    # done.
     behind, last, times = list(free), 0.0, []
     for own, tasks in zip(ready, older, strict=True):
         for _ in range(tasks if heap else 0):
@@ -198,12 +202,15 @@ class _Search:
         )
         self._done_by = list(itertools.accumulate(finishes, max))
         """_done_by[j]: when the first j+1 claims of the rollout ranks are all finished."""
+        # _needs[i]: tasks of the fragments 0..i. _train_after[i]: seconds to train from fragment i
+        # on.
         self._needs = list(itertools.accumulate(state.fragment_tasks))
         self._train_after = list(itertools.accumulate(reversed(state.train_seconds), initial=0.0))[
             ::-1
         ]
         self._later = state.lenders_later or state.lenders
         lenders = max(state.lenders, self._later)
+        # Tasks per second if every rank generated all the time.
         self._rate = sum(1.0 / s for s in state.rollout_seconds) + lenders / state.lend_seconds
 
     def ready_at(self, point: _Point) -> float:
@@ -252,6 +259,7 @@ class _Search:
             else bisect_right(self._starts, begin) + point.lent
         )
         available = state.tasks_left - first
+        # The last round would have no task for anybody.
         if available <= (rounds - 1) * lenders:
             return None
         count, end = rounds * lenders, begin + rounds * state.lend_seconds
@@ -306,6 +314,7 @@ class _Search:
         if here is None:
             return float("inf")
         end = self.follow_policy(here, None) if here.lent else without
+        # The earliest possible end: trainers never wait again.
         training = here.now + self._train_after[here.fragment]
         if self._lower_bound(here) >= self.best or end <= training + 1e-9:
             return end
@@ -315,6 +324,7 @@ class _Search:
         """Return a lower bound for the step's end: the trainers' remaining work, and the last task
         if all ranks generate."""
         unclaimed = self.state.tasks_left - bisect_right(self._starts, point.now) - point.lent
+        # The last fragment cannot be trained before the last task is there.
         generated = point.now + max(0, unclaimed) / self._rate + self.state.train_seconds[-1]
         return max(point.now + self._train_after[point.fragment], generated)
 

@@ -103,6 +103,7 @@ class ScheduleSpec:
         words = {
             key: getattr(self, name) for name, key in KEYS.items() if key.startswith("schedule.")
         }
+        # In units of the smallest share: 0.5, 1.0 become 1, 2.
         slowest = min((share for share in self.shares if share), default=1.0)
         relative = ",".join(f"{share / slowest:.3g}" for share in self.shares)
         words["schedule.shares"] = f"[{relative}]" if self.shares else "equal"
@@ -159,6 +160,8 @@ class ScheduleSpec:
 
     def parts_of(self, portion: int) -> range:
         """Return the task numbers, within their group, that belong to a portion."""
+        # With P=4 groups of 6 tasks and 2 updates over samples, portion 5 is group 1's second half:
+        # its tasks 3, 4, 5.
         first = portion // self.prompts * self.tasks_per_portion
         return range(first, first + self.tasks_per_portion)
 

@@ -27,6 +27,7 @@ def relative_shares(speeds: Sequence[float]) -> tuple[float, ...]:
     if not speeds or min(speeds) <= 0:
         raise ValueError(f"speeds of the trainers = {list(speeds)}: every one must be above 0.")
     fastest = max(speeds)
+    # Never 0: a rank without cells could not be measured again (2).
     return tuple(max(1, round(FINEST * speed / fastest)) / FINEST for speed in speeds)
 
 
@@ -35,6 +36,7 @@ def adjusted_shares(current: tuple[float, ...], seconds_per_cell: Sequence[float
     `current`."""
     wanted = relative_shares([1.0 / seconds for seconds in seconds_per_cell])
     before, after = _slowest_seconds(current, seconds_per_cell), _slowest_seconds(wanted, seconds_per_cell)
+    # Without a threshold the noise of the clocks would move cells in every step (3).
     return wanted if after < (1.0 - WORTHWHILE) * before else current
 
 

@@ -119,6 +119,7 @@ class Ledger:
     def _remove_tasks(self, step: int, group: int, parts: Iterable[int] | None, how: str) -> int:
         held = self.open.pop((step, group), {})
         leaving = set(held if parts is None else parts)
+        # None in flight, or one that was trained or dropped before.
         if not leaving or not leaving <= held.keys():
             raise AccountingError(
                 f"group {group} of step {step} was {how}, but it is not in flight."

@@ -134,11 +134,15 @@ class DirectoryCheckpointIO(CheckpointIO):
         """
         first = group is None or dist.get_rank(group) == 0
         tensors = dict[str, Tensor]()
+        # Large tensors leave the dictionary for `tensors`; what stays is small, and goes into
+        # state.pt.
         rest = {
             name: _without_tensors(entry, name, tensors) if name in GROWING else entry
             for name, entry in checkpoint.items()
         }
+        # Training changes the originals while the thread writes. What the memo names is not copied.
         rest = deepcopy(rest, {id(tensor): tensor for tensor in fixed}) if first else {}
+        # The first rank writes what all ranks hold alike; of sharded tensors each writes its rows.
         own = {
             place: tensor
             for place, tensor in tensors.items()
@@ -146,6 +150,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         }
         temporary = target.with_name(f"{UNFINISHED}{target.name}")
 
+        # In the first rank's writing thread, when the parts of all ranks are on disk.
         def complete_checkpoint(files: dict[str, Description]) -> None:
             _save_state(rest, temporary / STATE)
             files[STATE] = flush_and_describe(temporary / STATE)
@@ -157,6 +162,7 @@ class DirectoryCheckpointIO(CheckpointIO):
             )
             flush_and_describe(temporary / MANIFEST)
             try:
+                # Read back before it gets its name: a disk that returns other bytes is found now.
                 verify_checkpoint(temporary)
             except CheckpointError as error:
                 raise OSError(
@@ -179,6 +185,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         ):  # a resumed run reaches a step again: set aside, so that a crash finds one of the two
             target.rename(target.with_name(f"{_ASIDE}{target.name}"))
         temporary.rename(target)
+        # Last of all: a crash before this line leaves `last` at the checkpoint before.
         _point_link(target.with_name("last"), target.name)
         outdated = [
             old for old in sorted(target.parent.glob("step-*"))[: -self._keep] if old != target
@@ -226,6 +233,7 @@ def read_checkpoint(
     )
     reader = dcp.HuggingFaceStorageReader(str(source))
     stored = cast("dict[str, Any]", reader.read_metadata().state_dict_metadata)
+    # Names without a slash are those of policy.safetensors, in the transformer's own terms.
     places = {name: name if "/" in name else WHERE + name for name in stored}
     tensors = {
         name: room(places[name], facts.size, facts.properties.dtype)
@@ -247,6 +255,7 @@ def read_checkpoint(
             "lora settings."
         ) from error
     for name, tensor in tensors.items():
+        # Back into the dictionary or list from which saving took it.
         *path, leaf = places[name].split("/")
         node: Any = checkpoint
         for key in path:
@@ -285,6 +294,7 @@ def verify_checkpoint(directory: Path) -> None:
             f"{directory / MANIFEST} does not list {POLICY} and {STATE}: {directory} is not a "
             "complete checkpoint. Resume from an older checkpoint of the run."
         )
+    # The directory behind the link `last`, and its name while it is written or set aside.
     own = directory.resolve().name.removeprefix(UNFINISHED).removeprefix(_ASIDE)
     if _NAME.fullmatch(own) and facts.get("name", own) != own:
         raise CheckpointError(
@@ -432,5 +442,6 @@ def _point_link(link: Path, name: str) -> None:
     if temporary.is_dir() and not temporary.is_symlink():
         shutil.rmtree(temporary)
     temporary.unlink(missing_ok=True)
+    # A link cannot be changed in place. Renaming a new one over it leaves no moment without a link.
     temporary.symlink_to(name)
     temporary.rename(link)

@@ -95,6 +95,7 @@ class PartWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # The trainer's number, which names its files.
         return [replace(plan, storage_data=number) for number, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -124,9 +125,12 @@ class PartWriter(StorageWriter):
         ):
             if tensors:
                 with self._stage():
+                    # Trainer 0's rows begin at row 0, which a reader takes where nothing is said.
                     places = {name: offsets[name] for name in tensors if plan.storage_data}
                     save_weights(tensors, self._directory / file, places)
                     facts = flush_and_describe(self._directory / file)
+                # A result for each file, not for each tensor: trainer 0 needs what the manifest
+                # lists.
                 results.append(WriteResult(MetadataIndex(file), facts["bytes"], facts))
         return _finished_future(results)
 
@@ -207,10 +211,13 @@ def _join_parts(parts: Iterable[Path], path: Path, metadata: Metadata) -> None:
                 "data_offsets": [start, end],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
+        # The file by hand: 8 bytes of length, a header padded to 8, then the tensors in its order.
         text += b" " * (-len(text) % 8)
         with path.open("wb") as target:
             target.write(len(text).to_bytes(8, "little") + text)
             for name in order:
+                # Rows are contiguous, so the parts in the order of their first rows are the whole
+                # tensor.
                 for _, file in sorted(pieces[name], key=lambda piece: piece[0]):
                     target.write(tensor_bytes(file.get_tensor(name)))
 

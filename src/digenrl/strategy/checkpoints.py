@@ -54,6 +54,8 @@ class Checkpoints:
         Raises:
             OSError: the checkpoint before could not be written.
         """
+        # One at a time: two would mix their collectives in one group, and hold two copies on the
+        # host.
         self.wait_until_written()
         fixed = (self._state.previous or {}).values()
         with self._spans.stage("checkpoint"):
@@ -66,6 +68,7 @@ class Checkpoints:
         Raises:
             OSError: it could not be written; every trainer is told.
         """
+        # Forgotten before it is awaited, so that a failure is raised once.
         writing, self.writing = self.writing, None
         if writing is not None:
             with self._spans.stage("wait checkpoint"):
@@ -80,8 +83,11 @@ class Checkpoints:
         """Return the tensor that an entry of a checkpoint is read into. A parameter is its own. A
         moment or an average gets memory with its parameter's device and sharding."""
         parameters = self._policy.adapter.trained_parameters()
+        # The parameter's own memory: no second copy of the weights is made.
         if place.startswith("state_dict/"):
             return parameters[place.removeprefix(f"state_dict/{PREFIX}")].detach()
+        # Such as optimizer_states/0/state/NAME/exp_avg: the parameter's name is one part of the
+        # place.
         name = next((part for part in place.split("/") if part in parameters), None)
         if name is None or parameters[name].shape != size:
             return torch.empty(size, dtype=dtype)

@@ -74,12 +74,14 @@ class Context:
 
     def __init__(self, policy: Policy, ranks: int, device_type: str, timeout: timedelta) -> None:
         self._policy = policy
+        # seat: which group. ulysses: place within it. ring: of size 1, but diffusers asks for both.
         shape = (dist.get_world_size() // ranks, 1, ranks)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=("seat", "ring", "ulysses"))[
             "ring", "ulysses"
         ]
         self._config = ParallelConfig(ContextParallelConfig(ulysses_degree=ranks))
         self._config.setup(mesh.get_local_rank("ulysses"), ranks, policy.device, mesh=mesh)
+        # diffusers makes a group of its own over both dimensions; it gets the run's limit too.
         for made in (mesh, self._config.context_parallel_config._flattened_mesh):
             with_timeout(made, timeout)
         blocks = [module for unit in policy.wrap_units() for module in unit.modules()]

@@ -73,6 +73,7 @@ class EvaluationWorker:
         rank."""
         if self._drawn is None or not (opened := self._control.get(_OPEN)):
             return None
+        # "12:" is version 12 with its own weights, "12:<digest>" with others.
         number, self._wanted = opened.split(":")
         if int(number) != version:
             return None
@@ -166,6 +167,8 @@ class Evaluations:
     def open_evaluation(self, version: int) -> None:
         """Let rollouts evaluate `version`, which is the newest published one."""
         self._version, self._arrived = version, {}
+        # Before the publication: a rank that joins meanwhile may lack the weights, and is not
+        # waited for.
         there = self._control.survivors(self._world.rollout_ranks)
         digest = self._publish(version)
         self._makers = there if digest else None
@@ -176,6 +179,7 @@ class Evaluations:
         """Take a piece."""
         assert self._drawn is not None
         number = int(message.meta["piece"])
+        # Two ranks may have made one piece; the first counts, and both are alike.
         if message.meta["version"] == self._version and number not in self._arrived:
             self._arrived[number] = pictures_of(message.tensors, self._drawn.pieces[number])
             # From here on the piece is done, whatever becomes of the rank that made it.
@@ -211,6 +215,7 @@ class Evaluations:
         assert self._drawn is not None
         while len(self._arrived) < len(self._drawn.pieces):
             there = self._control.survivors(self._world.rollout_ranks)
+            # Pieces that have not arrived would come from nobody: the trainers make them.
             if not (there if self._makers is None else set(there).intersection(self._makers)):
                 return False
             self._stop_vote.check_for_stop()

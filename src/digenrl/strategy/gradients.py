@@ -33,18 +33,21 @@ def average_grads(parameters: Iterable[Tensor], trainers: int) -> None:
         if not isinstance(parameter, DTensor):
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for dtype, members in by_dtype.items():
+        # In front of the gradients, in the same collective: 1 for each that this trainer has.
         present = torch.tensor(
             [p.grad is not None for p in members], dtype=dtype, device=members[0].device
         )
         # Zeros in place of what is None are freed before gradients are made below.
         grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in members)
-        flat = torch.cat([present, *(grad.flatten() for grad in grads)])
+        flat = torch.cat([present, *(grad.flatten() for grad in grads)])  # [members + their sizes]
         dist.all_reduce(flat)
         flat /= trainers
         offset = len(members)
         for i, parameter in enumerate(members):
             piece = flat[offset : offset + parameter.numel()].view_as(parameter)
             offset += parameter.numel()
+            # Some trainer has this gradient; where none has, it stays None, and no optimizer
+            # touches it.
             if flat[i] > 0:
                 if parameter.grad is None:
                     parameter.grad = piece.clone()
@@ -89,6 +92,7 @@ def assert_equal_digests(own: str, trainers: int, version: int) -> None:
     if trainers == 1:
         return
     kind = accelerator.device_kind()
+    # Tensors that are gathered must be where the group's backend takes them: gloo's on the CPU.
     device = kind if dist.get_default_backend_for_device(kind) in dist.get_backend() else "cpu"
     mine = torch.tensor([int(own[:8], 16), int(own[8:], 16)], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(trainers)]

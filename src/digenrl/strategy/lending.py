@@ -80,7 +80,10 @@ class Lending:
             return fragment
         while True:
             first = self._wait_for_move(board, update, pending) if self._world.rank == 0 else None
+            # Trainers wait for each other here, and sort messages meanwhile.
             self._stop_vote.begin_piece(self._inbox.receive_message)
+            # A position in `pending`, which is the same list on every trainer; -1: all lend one
+            # round.
             choice = self._agreement.agree_on_choice(-1 if first is None else pending.index(first))
             if choice >= 0:
                 self._wait_for_cells(board, pending[choice])
@@ -99,6 +102,7 @@ class Lending:
         waited = False
         with ExitStack() as span:
             while True:
+                # Everything that has arrived counts in the decision below.
                 while self._inbox.receive_message(0.0):
                     pass
                 self._spans.read()  # the search below asks what training took
@@ -181,6 +185,7 @@ class Lending:
             finish_task(self._runner, begun, self._stage, lambda _: between())
             done = now()
         if self._world.rollouts:
+            # One way: half of taking the weights up and putting them away.
             switch = ((loaned - began) + (now() - done)) / 2
             self._scheduler.measured("switch", self._world.rank, switch)
 
@@ -206,6 +211,8 @@ class Lending:
         before, present = self._state.previous, self._state.current
         if self._world.rank != 0 or before is None:
             return
+        # Tasks of the version before that came back and have no owner. The version is published
+        # again only when there are more of them than at the last look.
         waiting = self._runner.claims.count_returned(
             version - 1, len(self._hooks.plan_tasks(version - 1))
         )

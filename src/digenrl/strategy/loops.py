@@ -39,6 +39,7 @@ def stop_between_steps(trainer: pl.Trainer, agree: Callable[[bool], bool]) -> No
         agree: returns, on every trainer, whether it is true on any of them.
     """
     loop = trainer.fit_loop
+    # Lightning has made the loop, with its counters, so its class is changed in place.
     loop.epoch_loop.__class__ = WholeSteps
     end_step = loop.on_advance_end
 
@@ -68,6 +69,7 @@ class RolloutLoop(_FitLoop):
     @classmethod
     def in_place_of(cls, loop: _FitLoop, life: Callable[[], None]) -> RolloutLoop:
         """The rollout loop of the same trainer; `life` is what it runs."""
+        # A checkpoint's counters belong to the epoch loop, which stays the same object.
         new = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
         new.epoch_loop, new._data_source, new._life = loop.epoch_loop, loop._data_source, life
         return new

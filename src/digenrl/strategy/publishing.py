@@ -139,6 +139,8 @@ class Publisher:
                     self._session.run_dir, "publish", {"version": version, "digest": made.digest}
                 )
                 self._runner.claims.forget_old_queues(version)
+            # Sharded over all trainers: gathering is a collective, whose result only trainer 0
+            # keeps.
             elif self._replicas == 1:
                 take_part(source)
             else:
@@ -163,6 +165,7 @@ class Publisher:
             The digest of what was sent, on trainer 0. "": rollouts hold these weights already.
         """
         source, held = self._learner.evaluated_parameters(), self._learner.rollout_parameters()
+        # The same tensors: rollouts have them as version `version`.
         if all(source[name] is held[name] for name in source):
             return ""
         with self._spans.span("publish", version=version, evaluated=True) as facts:

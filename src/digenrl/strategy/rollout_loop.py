@@ -56,9 +56,13 @@ class RolloutWorker:
                     return self._hand_in()
                 self._control.check()
                 self._mail.receive_messages()
+                # Tasks of the version in use first. Only an empty queue, or an older version that
+                # came back, lets this rank adopt.
                 if self._mail.has_older_version(self._version) or not self._make_task():
                     if self._mail.weights:
                         self._adopt_next_version()
+                    # No task and no other version: an evaluation uses the time in which this rank
+                    # would wait.
                     elif not self._make_evaluation_piece():
                         self._runner.settle_sends()
                         self._mail.wait_for_message(self._version)
@@ -81,6 +85,7 @@ class RolloutWorker:
                 return begun
         if self._version < 0 or not runner.takes_next_task(self._version):
             return None
+        # Between the question above and this claim another rank may have taken the last task.
         if (task := runner.claim_task(self._version)) is None:
             return None
         self._mail.end_wait("tail")
@@ -112,6 +117,7 @@ class RolloutWorker:
         self._mail.receive_messages()
         for suspended in self._mail.suspended:
             self._runner.hand_over_task(suspended)
+        # Finished tasks must be scored and sent before this rank says that it has left.
         self._runner.settle_sends(wait=True)
 
     def _make_evaluation_piece(self) -> bool:

@@ -49,9 +49,11 @@ class RolloutMail:
     def receive_messages(self, timeout: float = 0.0) -> None:
         """Sort arriving messages; wait up to `timeout` seconds for the first."""
         while (message := self._link.receive(timeout)) is not None:
+            # Wait for the first message alone; the rest is what has arrived by then.
             timeout = 0.0
             if message.kind is MessageKind.WEIGHTS:
                 version = self._arrivals.add(message)
+                # Numbers below 0 are those of evaluations' weights.
                 if version is not None and version.number < 0:
                     self._hold_evaluated(version)
                 elif version is not None:
@@ -66,6 +68,7 @@ class RolloutMail:
 
     def wait_for_message(self, version: int) -> None:
         """Spend a moment without work, with `version` in use (-1: none yet)."""
+        # One wait spans many calls: it ends when this rank gets work.
         if self._idle_since is None:
             self._idle_since = self._spans.now()
             cause = "wait startup" if version < 0 else "wait weights"
@@ -84,6 +87,7 @@ class RolloutMail:
     def _ask_for_weights(self) -> None:
         """Ask trainer 0 for its newest weights, because this rank joined. Versions that are
         published from now on come by themselves."""
+        # Before the first publication there is nothing to ask for, and it will reach this rank too.
         if not self._asked and self._control.get("version") is not None:
             self._asked = True
             self._link.send(0, Message(MessageKind.ASK, {"rank": self._world.rank}))

@@ -61,6 +61,7 @@ def shard_policy(policy: Policy, mesh: DeviceMesh) -> None:
     altogether.
     """
     precision = mixed_precision(policy)
+    # Blocks before networks: a network then holds only what no block has taken.
     for unit in policy.wrap_units():
         fully_shard(unit, mesh=mesh, mp_policy=precision)
     for network in policy.networks():
@@ -86,6 +87,7 @@ def mixed_precision(policy: Policy) -> MixedPrecisionPolicy:
             torch.__version__,
         )
         return MixedPrecisionPolicy(cast_forward_inputs=False)
+    # By identity: FSDP asks about parameters, and knows no names.
     cast = {id(parameter) for module in policy.modules() for parameter in cast_parameters(module)}
     return MixedPrecisionPolicy(
         param_dtype=policy.dtype,

@@ -73,6 +73,7 @@ class Shares:
             torch.accelerator.synchronize()
         seconds = (time.perf_counter() - self._began) / self._cells
         known = seconds if self._seconds is None else self._seconds
+        # Exponential mean; the first measurement counts alone.
         self._seconds = known + _WEIGHT * (seconds - known)
 
     def tell_speed(self) -> None:
@@ -85,6 +86,8 @@ class Shares:
         sends the version, after a collective in which all trainers published their speeds."""
         if self._world.rank != 0 or not self._spec.measured_shares:
             return
+        # With asynchrony the version also generates the head of the next step, whose cells need
+        # owners.
         for step in range(version, version + self._spec.async_steps + 1):
             if step not in self._fixed:
                 self._fixed[step] = self._next_shares(self._fixed.get(step - 1, self._spec.shares), step)
@@ -95,6 +98,7 @@ class Shares:
     def _next_shares(self, current: tuple[float, ...], step: int) -> tuple[float, ...]:
         texts = [self._control.get(f"cell_seconds/{rank}") for rank in range(self._world.trainers)]
         seconds = [float(text) for text in texts if text is not None]
+        # Until every trainer has measured itself, nothing changes.
         shares = adjusted_shares(current, seconds) if len(seconds) == len(texts) else current
         if shares != current or step == 0:
             append_event(

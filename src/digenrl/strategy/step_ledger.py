@@ -80,6 +80,8 @@ class StepLedger:
         for name, scores in board.rewards.items():
             self._missing[name] += int(board.of_fragment(scores, fragment).isnan().sum())
         self._useful += int(board.useful(fragment).sum())
+        # The device ends later than this code: `took` is called when the span log finds its work
+        # done.
         took, span = partial(self._report_training, fragment), ExitStack()
         span.enter_context(
             self._spans.span(
@@ -93,6 +95,7 @@ class StepLedger:
         if self._training is None:
             return
         board, fragment, span = self._training
+        # Cleared first: ending twice is allowed, and counts once.
         self._training = None
         span.close()
         for portion, group in zip(fragment, self._spec.groups_of(fragment), strict=True):
@@ -129,7 +132,9 @@ class StepLedger:
         Raises:
             AccountingError: a sample of the step was lost or counted twice (I10).
         """
+        # Nothing of the closed step may be in flight; samples of the next one may (asynchrony).
         self.ledger.check_balance(before=version)
+        # Without evaluations' waits, which lie within the step and are none of its time.
         now = self._spans.now() - self._paused
         loan = self._scheduler.loan_facts(self._world.rank, now)
         if loan is not None:

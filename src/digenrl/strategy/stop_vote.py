@@ -93,6 +93,8 @@ class StopVote:
                 cause = out_of_memory(self._world.rank, self._progress.said, error)
                 self._control.request_stop(cause)
                 self._control.set("give_up", "1")
+                # This trainer comes to the next piece like the others, so that all of them drop the
+                # step there.
                 self.begin_piece()
             raise
 
@@ -113,6 +115,8 @@ class StopVote:
         Raises: see `check`.
         """
         rank, others = self._world.rank, self._world.trainers - 1
+        # Trainer 0 waits until the others have added 1 each to `arrived`, for each piece so far.
+        # They wait until `granted` has counted this piece.
         key, awaited = ("granted", 1) if rank else ("arrived", others)
         self._control.add("arrived", int(rank > 0))
         came = time.monotonic()
@@ -121,6 +125,8 @@ class StopVote:
                 (come,) = self.check_for_stop(key)  # who has come has said before whether it can go on
                 if int(come or 0) >= awaited * (self._piece + 1):
                     break
+                # A look costs the store a request: after 0.2 s of waiting, the next one comes in 10
+                # ms.
                 pause(min(max(_POLL_S, _SHARE * (time.monotonic() - came)), _SELDOM_S))
         self._piece += 1
         if rank == 0:

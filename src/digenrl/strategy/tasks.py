@@ -133,6 +133,7 @@ class TaskRunner:
     def takes_next_task(self, version: int) -> bool:
         """Whether this free rank takes a task of the version's queue now."""
         left, head = self.unclaimed_tasks(version), self.claims.head_left(version)
+        # What the others do is a request to the store: asked only where it can change the answer.
         if left and (left == head or not self.scheduler.many_left(self._world.rank, left)):
             self.report_other_ranks()
         return self.scheduler.takes(self._world.rank, version, left, self._spans.now(), head)
@@ -171,6 +172,7 @@ class TaskRunner:
     def announce_work(self, version: int, task: Task | None = None, share: float = 0.0) -> None:
         """Tell the others what this rank does now: the last `share` of `task`, or nothing."""
         step, group = (task.step, task.group) if task is not None else (-1, -1)
+        # An estimate, by which other ranks decide whether to leave a task to this one.
         until = self._spans.now() + share * self._task_seconds
         self._report_work(Work(version, self._task_seconds, step, group, until))
 
@@ -211,6 +213,7 @@ class TaskRunner:
     def settle_sends(self, wait: bool = False) -> None:
         """Raise what went wrong in scoring or sending of earlier tasks; with `wait`, also wait for
         those under way."""
+        # In the order of sending: an error waits until the tasks before it are done.
         while self._unsent and (wait or self._unsent[0].done()):
             self._unsent.popleft().result()
 
@@ -239,6 +242,7 @@ class TaskRunner:
             generation, receiver = self._denoise(generation, interrupt)
             if receiver is not None and receiver != NOBODY:
                 facts["handed_to"] = receiver
+        # From here on the task is finished, given up or given away: none of these needs the entry.
         claim = self._held.pop((task.step, task.index))
         if receiver == NOBODY:
             self.claims.release_claim(task.version, claim)
@@ -269,6 +273,7 @@ class TaskRunner:
         """Send cells and rewards to every trainer as soon as they are scored. `settle` tells what
         went wrong."""
         if made.whole:
+            # Only whole tasks: a part of one would look like a fast rank. The newest weighs half.
             self._task_seconds = 0.5 * (made.seconds + (self._task_seconds or made.seconds))
         sent: Future[None] = Future()
         self._unsent.append(sent)

@@ -95,6 +95,7 @@ class TrainerStep:
         `StopVote.begin`."""
         self._shares.end_micro_batch()
         self._spans.progress.tick()
+        # In the middle of an update: gradients add up, and nothing is reduced.
         if self._accumulating:
             return
         self._ledger.end_fragment()  # what follows belongs to the update

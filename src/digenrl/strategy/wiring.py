@@ -84,6 +84,7 @@ def wire_parts(
     roles = Roles(world.trainers, world.rollouts, setup.lockstep, setup.split_claims)
     path = session.run_dir / DECISIONS / f"rank-{world.rank:03d}.jsonl"
     decisions = DecisionLog(path, record_header(spec, roles, setup.last_step), setup.record_bytes)
+    # The Strategy's own hook: a rank schedules what a researcher's `plan_tasks` returns.
     scheduler = Scheduler(spec, roles, hooks.plan_tasks, decisions)
     for (stage, rank), seconds in setup.expected.items():
         scheduler.expected(stage, rank, seconds)
@@ -152,6 +153,8 @@ def _board_maker(setup: RankSetup, hooks: Hooks, learner: Learner) -> Callable[[
             useful_samples if spec.skip_zero else None,
             lockstep=setup.lockstep,
             teaches=teaching_groups if spec.selects else None,
+            # Trainers whose forwards are collectives with each other: they share weights, or
+            # tokens.
             neighbours=math.lcm(setup.shards, spec.context),
         )
 
